@@ -1,0 +1,3 @@
+from hotlap.cli import main
+
+main()

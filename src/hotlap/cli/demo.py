@@ -1,0 +1,36 @@
+"""`hotlap demo`: a real small training, to see hotlap work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(demo)
+
+
+def demo(
+    epochs: int = typer.Option(15, min=1, help="Epochs to train."),
+    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
+    plan: Path | None = typer.Option(None, help="A plan file to run under."),
+    out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
+    require_gpu: bool = typer.Option(False, "--require-gpu", help="Stop at once if no GPU works."),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
+) -> None:
+    """Train a small network on 1,797 handwritten digits that come with hotlap."""
+    from hotlap import machine
+
+    # Before anything is loaded: a machine that will not do should say so at once.
+    machine.choose_device(device, require_gpu=require_gpu)
+
+    from hotlap.demo import digits_job
+    from hotlap.fitting.loop import fit
+
+    job = digits_job(epochs=epochs, device=device)
+    run = fit(job, plan=plan, out=out, require_gpu=require_gpu, progress=not quiet)
+    print(json.dumps(run.to_dict(), indent=2) if as_json else run.summary())

@@ -1,0 +1,1 @@
+"""The values everybody speaks: errors, units, Plan, Job, Ledger."""

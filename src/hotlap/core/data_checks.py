@@ -1,0 +1,142 @@
+"""Checks of data before it is read: whether it is what batches can be made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from hotlap.core.errors import kind_of, shown
+
+
+def data_problems(name: str, data: Any) -> list[str]:
+    """What is wrong with training or validation data, one line each; nothing is read but its outside."""
+    found = []
+    loaded = isinstance(data, DataLoader)
+    if loaded:
+        if data.batch_sampler is None:
+            found.append(f"{name} is a DataLoader without batches (batch_size=None); give it a batch size")
+        data = data.dataset
+    if is_columns(data) or type(data) is TensorDataset:
+        return found + _column_problems(name, _columns_in(data))
+    if isinstance(data, (tuple, Mapping)):
+        return found + _not_columns(name, named_columns(data))
+    problem = _sample_problem(name, data, loaded=loaded)
+    return [*found, problem] if problem else found
+
+
+def double_problems(name: str, data: Any, model: torch.nn.Module) -> list[str]:
+    """Which columns are of double precision while the model is not, where they go into it as they are."""
+    held = [p.dtype for p in model.parameters()]
+    narrow = next((dtype for dtype in held if dtype.is_floating_point), None)
+    data = data.dataset if isinstance(data, DataLoader) else data
+    if narrow is None or torch.float64 in held or not (is_columns(data) or type(data) is TensorDataset):
+        return []
+    word = str(narrow).removeprefix("torch.")
+    return [
+        f"{_label(name, key)} is float64 while the model is {word}; give it {_cure(column, narrow)}"
+        for key, column in _columns_in(data).items()
+        if _torch_dtype(column) == torch.float64
+    ]
+
+
+def is_columns(data: Any) -> bool:
+    """Whether `data` is one or several tensors or arrays that share their first dimension."""
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        return True
+    if not isinstance(data, (Mapping, tuple)):
+        return False
+    return _are_columns(named_columns(data).values())
+
+
+def named_columns(data: Any) -> dict[Any, Any]:
+    """The tensors or arrays of `is_columns` data by key; a lone one has the key ''."""
+    if isinstance(data, Mapping):
+        return dict(data)
+    if isinstance(data, tuple):
+        return dict(enumerate(data))
+    return {"": data}
+
+
+def _sample_problem(name: str, data: Any, *, loaded: bool) -> str | None:
+    if isinstance(data, type):
+        return f"{name} is the class {data.__name__}; did you mean {data.__name__}(…)?"
+    if isinstance(data, (str, bytes)):
+        return f"{name} is the text {shown(data)}; read the file, and give tensors, arrays or a Dataset"
+    if isinstance(data, IterableDataset):
+        return f"{name} is an IterableDataset, which has no order to keep; give it an index (a map-style Dataset)"
+    if _is_frame(data):
+        return f"{name} is a data frame; give arrays: (df[inputs].to_numpy('float32'), df[y].to_numpy())"
+    # In a DataLoader a list can only be samples; by itself it is most likely meant as columns.
+    if not loaded and isinstance(data, list) and data and _are_columns(data):
+        return f"{name} is a list of tensors; give columns as a tuple (x, y), or samples as a Dataset"
+    if not hasattr(data, "__getitem__"):
+        return f"{name} must be tensors, arrays, a Dataset, a DataLoader or indexable, not {kind_of(data)}"
+    if not hasattr(data, "__len__"):
+        return f"{name} is {type(data).__name__}, which has no length; give it __len__"
+    return f"{name} is empty" if len(data) == 0 else None
+
+
+def _not_columns(name: str, columns: dict[Any, Any]) -> list[str]:
+    found = []
+    for key, column in columns.items():
+        if _is_frame(column):
+            found.append(f"{_label(name, key)} belongs to a data frame; give it .to_numpy()")
+        elif not isinstance(column, (torch.Tensor, np.ndarray)):
+            found.append(f"{_label(name, key)} is {kind_of(column)}; give a tensor or an array")
+    return found
+
+
+def _column_problems(name: str, columns: dict[Any, Any]) -> list[str]:
+    found, lengths = [], {}
+    for key, column in columns.items():
+        label, dtype = _label(name, key), _torch_dtype(column)
+        if dtype is None:
+            found.append(f"{label} has dtype {column.dtype}, which torch cannot hold; turn it into numbers first")
+        elif dtype in (torch.uint16, torch.uint32, torch.uint64):
+            found.append(f"{label} has dtype {column.dtype}, which torch cannot index; make it a signed integer")
+        elif column.ndim == 0:
+            found.append(f"{label} is a single number; data needs a first dimension of samples")
+        else:
+            lengths[label] = len(column)
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{label} has {n}" for label, n in lengths.items())
+        found.append(f"the parts of {name} differ in length: {listed}")
+    elif not columns or 0 in lengths.values():
+        found.append(f"{name} is empty")
+    return found
+
+
+def _columns_in(data: Any) -> dict[Any, Any]:
+    return named_columns(data.tensors if isinstance(data, TensorDataset) else data)
+
+
+def _are_columns(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values)
+
+
+def _is_frame(value: object) -> bool:
+    return type(value).__module__.split(".")[0] in ("pandas", "polars")
+
+
+def _label(name: str, key: object) -> str:
+    return name if isinstance(key, str) and key == "" else f"{name}[{shown(key)}]"
+
+
+def _torch_dtype(column: torch.Tensor | np.ndarray[Any, Any]) -> torch.dtype | None:
+    """The dtype that torch gives a column, or None where it cannot hold it."""
+    if isinstance(column, torch.Tensor):
+        return column.dtype
+    try:
+        return torch.from_numpy(np.empty(0, column.dtype.newbyteorder("="))).dtype
+    except TypeError:
+        return None
+
+
+def _cure(column: torch.Tensor | np.ndarray[Any, Any], narrow: torch.dtype) -> str:
+    if isinstance(column, torch.Tensor):
+        return f".to({narrow})"
+    return ".astype('float32')" if narrow == torch.float32 else f"as a tensor .to({narrow})"

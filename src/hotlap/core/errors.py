@@ -1,0 +1,95 @@
+"""Every error hotlap raises on purpose.
+
+    HotlapError
+    ├── JobError       (ValueError)    the training asked for makes no sense; lists all mistakes at once
+    ├── PlanError      (ValueError)    a plan is unknown, contradictory, or impossible here
+    ├── DataError      (ValueError)    the data cannot be read as batches
+    ├── MachineError   (RuntimeError)  the machine lacks what was demanded
+    ├── StoreError     (OSError)       a file or folder cannot be used as asked
+    └── TrainingError  (RuntimeError)  the training itself cannot go on
+
+A message says what happened, the value seen, and what to do, in one line each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+
+
+class HotlapError(Exception):
+    """Root of all errors that are the user's to read; commands print them without a traceback."""
+
+
+class JobError(HotlapError, ValueError):
+    """The job has mistakes; `problems` holds one line for each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        # torch raises a worker's error anew from its text alone.
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(listed("the job has", "mistake", self.problems))
+
+    def __reduce__(self) -> tuple[Callable[..., JobError], tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)
+
+
+class PlanError(HotlapError, ValueError):
+    """The plan is unknown, contradictory, or impossible here; `problems` holds one line for each."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__(listed("the plan has", "mistake", problems))
+
+    def __reduce__(self) -> tuple[Callable[..., PlanError], tuple[str, ...]]:
+        return type(self), self.problems
+
+
+class DataError(HotlapError, ValueError):
+    """The data cannot be read as batches."""
+
+
+class MachineError(HotlapError, RuntimeError):
+    """The machine lacks what was demanded of it."""
+
+
+class StoreError(HotlapError, OSError):
+    """A file or folder cannot be used as asked."""
+
+
+class TrainingError(HotlapError, RuntimeError):
+    """The training itself cannot go on."""
+
+
+def listed(head: str, noun: str, problems: Sequence[str]) -> str:
+    """One problem as it is; several as a counted list, one line each."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = "".join(f"\n  - {problem}" for problem in problems)
+    return f"{head} {len(problems)} {noun}s:{lines}"
+
+
+def shown(value: object, width: int = 60) -> str:
+    """`value` as Python writes it, in one line of at most `width` characters, whatever it is."""
+    try:
+        text = reprlib.repr(value) if isinstance(value, (list, tuple, set, dict, int)) else repr(value)
+    except Exception:  # a user's own __repr__ may do anything
+        text = f"<{type(value).__name__}>"
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[: width - 2]} …"
+
+
+def kind_of(value: object) -> str:
+    """What `value` is, in a few words: its class, and itself as far as it is short."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {shown(value, 40)}"
+
+
+def did_you_mean(seen: object, known: Iterable[str]) -> str:
+    """The words `; did you mean 'x'?` where `seen` is close to a known name, else the known names."""
+    names = sorted(known)
+    word = seen.lower() if isinstance(seen, str) else ""
+    close = difflib.get_close_matches(word, [n.lower() for n in names], n=1)
+    if close:
+        match = next(n for n in names if n.lower() == close[0])
+        return f"; did you mean {match!r}?"
+    return f"; known: {', '.join(names)}"

@@ -1,0 +1,149 @@
+"""The Ledger records every change of plan: when, what, why, the figures, and what it cost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from numbers import Real
+from typing import Any, Self
+
+from hotlap.core.errors import HotlapError, PlanError, did_you_mean, shown
+from hotlap.core.plan import Plan
+
+OUTCOMES = ("chosen", "kept", "rejected", "not tried", "fault")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One line of the ledger."""
+
+    step: int
+    """The update before which it took effect, counted from 0."""
+    what: str
+    """The change in a few words, as a table shows it."""
+    outcome: str
+    """`chosen` by the user or as the start; `kept`, `rejected` or `not tried` by measurement; `fault` answered."""
+    plan: Plan
+    """The plan in force from this step on."""
+    why: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Measured numbers, units in their names; the entry keeps a copy."""
+    cost_s: float = 0.0
+    """Seconds it took beyond the training itself."""
+
+    def __post_init__(self) -> None:
+        wrong = _wrong_with(self)
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        object.__setattr__(self, "figures", {name: float(value) for name, value in self.figures.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as JSON holds it."""
+        # JSON has no NaN: a figure that is not finite is stored as null.
+        figures = {name: value if math.isfinite(value) else None for name, value in self.figures.items()}
+        return {**vars(self), "plan": self.plan.to_dict(), "figures": figures, "cost_s": float(self.cost_s)}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """An entry from JSON; a figure of null is read as NaN. Raises ValueError where it is none."""
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"an entry must be an object, not {shown(raw)}")
+        known = [f.name for f in fields(cls)]
+        unknown = [f"no field is called {shown(name)}{did_you_mean(name, known)}" for name in raw if name not in known]
+        missing = [f"{name} is missing" for name in ("step", "what", "outcome", "plan") if name not in raw]
+        if unknown or missing:
+            raise ValueError("; ".join(unknown + missing))
+        read = {**raw, "plan": Plan.from_dict(raw["plan"])}
+        if isinstance(read.get("figures"), Mapping):
+            read["figures"] = {name: math.nan if n is None else n for name, n in read["figures"].items()}
+        return cls(**read)
+
+
+class Ledger:
+    """All changes of plan of one run, oldest first."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+
+    def record(self, entry: Entry) -> None:
+        """Add an entry; steps never run backwards."""
+        if self._entries and entry.step < self._entries[-1].step:
+            raise ValueError(f"step {entry.step} comes before step {self._entries[-1].step}, recorded last")
+        self._entries.append(entry)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def plan_at(self, step: int) -> Plan:
+        """The plan under which update `step` was made."""
+        plan = None
+        for entry in self._entries:
+            if entry.step > step:
+                break
+            plan = entry.plan
+        if plan is None:
+            raise HotlapError(f"the ledger knows no plan at step {step}")
+        return plan
+
+    def to_lines(self) -> str:
+        """One JSON object a line."""
+        return "".join(json.dumps(entry.to_dict()) + "\n" for entry in self._entries)
+
+    @classmethod
+    def from_lines(cls, text: str) -> Self:
+        """A ledger from its lines."""
+        ledger = cls()
+        # Not splitlines(), which also breaks at characters that JSON allows inside a string.
+        for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
+            try:
+                ledger.record(Entry.from_dict(json.loads(line)))
+            except json.JSONDecodeError as error:
+                why = f"no JSON at column {error.colno}"
+            except RecursionError:
+                why = "nested too deeply"
+            except PlanError as error:
+                why = "; ".join(error.problems)
+            except ValueError as error:
+                why = str(error)
+            else:
+                continue
+            raise HotlapError(f"line {number} of the ledger cannot be read: {why}")
+        return ledger
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+    return True
+
+
+def _wrong_with(entry: Any) -> list[str]:
+    """What is wrong with an entry, whatever the types promise: it may come out of a file."""
+    wrong = []
+    if type(entry.step) is not int or not 0 <= entry.step < 2**63:
+        wrong.append(f"step={shown(entry.step)} must be a whole number from 0 to 2**63 - 1")
+    wrong += [
+        f"{name}={shown(value)} must be text"
+        for name, value in (("what", entry.what), ("why", entry.why))
+        if not isinstance(value, str)
+    ]
+    if not isinstance(entry.outcome, str) or entry.outcome not in OUTCOMES:
+        wrong.append(f"outcome {shown(entry.outcome)} is none of {', '.join(OUTCOMES)}")
+    if not isinstance(entry.plan, Plan):
+        wrong.append(f"plan={shown(entry.plan)} must be a Plan")
+    if not _is_number(entry.cost_s) or not math.isfinite(entry.cost_s):
+        wrong.append(f"cost_s={shown(entry.cost_s)} must be a finite number")
+    if not isinstance(entry.figures, Mapping):
+        wrong.append(f"figures={shown(entry.figures)} must be numbers by name")
+    elif not all(isinstance(name, str) and _is_number(value) for name, value in entry.figures.items()):
+        wrong.append(f"figures={shown(entry.figures)} holds what is no number")
+    return wrong

@@ -1,0 +1,125 @@
+"""A Course is what a training runs over: a source of samples, their order, and how the user would feed it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
+
+from hotlap.core.job import Job
+from hotlap.core.plan import Feed
+from hotlap.data.feeds import LOADER_PASSES_ON
+from hotlap.data.order import BatchedOrder, Order, SampledOrder
+from hotlap.data.source import Source, as_source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A source, the order in which it is seen, and the feed the user asked for."""
+
+    source: Source
+    order: Order
+    feed: Feed
+    """The user's own: a DataLoader's settings as they are, else the plainest that works."""
+    seed: int = 0
+    batch_size: int = 1
+    """The user's batch, or the largest in the first window of a batch sampler's."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """Settings of a user's DataLoader that no plan changes."""
+
+
+def training_course(job: Job, *, workers: int | None = None, on_gpu: bool = False) -> Course:
+    """What the job trains on; `workers` is what the environment asks for, where the job says nothing."""
+    data = job.data
+    if isinstance(data, DataLoader):
+        return _loader_course(data, seed=job.seed, accumulate=job.accumulate, on_gpu=on_gpu)
+    source = as_source(data, job.collate)
+    assert job.batch_size is not None  # the job has checked it
+    settings: dict[str, Any] = {
+        "batch_size": job.batch_size,
+        "seed": job.seed,
+        "accumulate": job.accumulate,
+        "drop_last": bool(job.drop_last),
+    }
+    if job.order is None or isinstance(job.order, str):
+        order = Order(len(source), shuffled=job.order != "as given", **settings)
+    else:
+        order = SampledOrder(job.order, len(source), **settings)
+    return Course(
+        source=source,
+        order=order,
+        feed=_plainest(source, workers),
+        seed=job.seed,
+        batch_size=job.batch_size,
+    )
+
+
+def evaluation_course(data: Any, *, batch_size: int, collate: Any = None, on_gpu: bool = False) -> Course:
+    """All of `data` once, in its own order; a DataLoader keeps its workers and collate function."""
+    if isinstance(data, DataLoader):
+        source = as_source(data.dataset, _own_collate(data))
+        feed, extras = _loader_feed(data, on_gpu), _extras(data)
+    else:
+        source = as_source(data, collate)
+        feed, extras = _plainest(source, None), {}
+    order = Order(len(source), batch_size=batch_size, shuffled=False)
+    return Course(source=source, order=order, feed=feed, extras=extras)
+
+
+def _plainest(source: Source, workers: int | None) -> Feed:
+    if source.why_not_gather() is None:
+        return Feed(kind="gather")
+    return Feed(kind="loader", workers=workers or 0)
+
+
+def _loader_course(loader: DataLoader[Any], *, seed: int, accumulate: int, on_gpu: bool) -> Course:
+    source = as_source(loader.dataset, _own_collate(loader))
+    sampler, batches = loader.sampler, loader.batch_sampler
+    order: Order
+    if type(batches) is not BatchSampler:
+        assert batches is not None  # the job has checked it
+        order = BatchedOrder(batches, len(source), seed=seed, accumulate=accumulate)
+        batch_size = max(len(piece) for piece in order.epoch(0).pieces(0, None))
+    else:
+        batch_size = batches.batch_size
+        settings: dict[str, Any] = {
+            "batch_size": batch_size,
+            "drop_last": batches.drop_last,
+            "seed": seed,
+            "accumulate": accumulate,
+        }
+        if type(sampler) is SequentialSampler:
+            order = Order(len(source), shuffled=False, **settings)
+        elif type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(source):
+            order = Order(len(source), shuffled=True, **settings)
+        else:
+            order = SampledOrder(sampler, len(source), **settings)
+    return Course(
+        source=source,
+        order=order,
+        feed=_loader_feed(loader, on_gpu),
+        seed=seed,
+        batch_size=batch_size,
+        extras=_extras(loader),
+    )
+
+
+def _own_collate(loader: DataLoader[Any]) -> Any:
+    return None if loader.collate_fn is default_collate else loader.collate_fn
+
+
+def _loader_feed(loader: DataLoader[Any], on_gpu: bool) -> Feed:
+    workers = loader.num_workers
+    return Feed(
+        kind="loader",
+        workers=workers,
+        prefetch=loader.prefetch_factor if workers else None,
+        persistent=bool(workers and loader.persistent_workers),
+        pinned=bool(loader.pin_memory and on_gpu),
+    )
+
+
+def _extras(loader: DataLoader[Any]) -> dict[str, Any]:
+    chosen = {name: getattr(loader, name, None) for name in LOADER_PASSES_ON}
+    return {name: value for name, value in chosen.items() if value}

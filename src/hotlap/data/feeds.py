@@ -1,0 +1,133 @@
+"""Feeds bring pieces of data to the training, each in its own way, all in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hotlap.core.errors import PlanError
+from hotlap.core.plan import Feed
+from hotlap.data.batches import Batch
+from hotlap.data.source import Source
+
+LOADER_PASSES_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
+"""Settings of a user's DataLoader that are kept as they are."""
+
+
+class Feeding(Protocol):
+    """A feed at work."""
+
+    def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """The batches at these indices, one for each, in this order."""
+
+    def close(self) -> None:
+        """Let go of processes and memory."""
+
+
+class GatherFeeding:
+    """Whole batches indexed out of tensors in the training process."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """The batches at these indices."""
+        return map(self._source.gather, indices)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+class LoaderFeeding:
+    """Samples fetched one by one and collated, here or in worker processes, by torch's DataLoader."""
+
+    def __init__(self, source: Source, plan: Feed, *, seed: int, on_gpu: bool, extras: dict[str, Any]) -> None:
+        self._requests = _Requests()
+        settings: dict[str, Any] = dict(extras)
+        if plan.workers:
+            settings["num_workers"] = plan.workers
+            settings["persistent_workers"] = plan.persistent
+            if plan.prefetch is not None:
+                settings["prefetch_factor"] = plan.prefetch
+        else:
+            # torch refuses these without workers.
+            settings.pop("timeout", None)
+            settings.pop("multiprocessing_context", None)
+        if plan.pinned and on_gpu:
+            settings["pin_memory"] = True
+        self._loader: DataLoader[Any] = DataLoader(
+            _Fetches(source, seed),
+            batch_sampler=self._requests,
+            collate_fn=_as_it_is,
+            # A generator of its own: the loader draws a seed at each start, and must not move the training's.
+            generator=torch.Generator().manual_seed(seed),
+            **settings,
+        )
+
+    def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """The batches at these indices."""
+        self._requests.ask(indices, epoch)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """End the workers, also persistent ones."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+
+
+class _Requests:
+    """What the loader is asked for next; persistent workers keep the loader, so the list has to change."""
+
+    def __init__(self) -> None:
+        self._indices: Iterable[Tensor] = ()
+        self._epoch = 0
+
+    def ask(self, indices: Iterable[Tensor], epoch: int) -> None:
+        self._indices, self._epoch = indices, epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # The epoch travels with each request: a persistent worker holds an old copy of everything else.
+        for piece in self._indices:
+            yield [self._epoch, *piece.tolist()]
+
+
+class _Fetches(Dataset[Any]):
+    """Answers a request (epoch, then indices) with a whole batch."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source = source
+        self._seed = seed
+
+    def __getitems__(self, request: Sequence[int]) -> Batch:
+        epoch, *indices = request
+        return self._source.fetch(indices, self._seed, epoch)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([0, index])
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def open_feed(
+    source: Source, plan: Feed, *, seed: int = 0, on_gpu: bool = False, extras: dict[str, Any] | None = None
+) -> Feeding:
+    """Start the feed that the plan names."""
+    reason = why_not(source, plan)
+    if reason:
+        raise PlanError(reason)
+    if plan.kind == "gather":
+        return GatherFeeding(source)
+    return LoaderFeeding(source, plan, seed=seed, on_gpu=on_gpu, extras=extras or {})
+
+
+def why_not(source: Source, plan: Feed) -> str | None:
+    """Why this source cannot be fed as planned, or None where it can."""
+    return source.why_not_gather() if plan.kind == "gather" else None

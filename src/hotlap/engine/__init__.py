@@ -1,0 +1,1 @@
+"""One optimizer step done right under any plan."""

@@ -1,0 +1,159 @@
+"""The user's loss as numbers that add up: over the pieces of a batch, and over the batches of an epoch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hotlap.core.errors import DataError, TrainingError
+from hotlap.data.batches import Batch
+
+
+class Scored(NamedTuple):
+    """What a loss said of some samples."""
+
+    loss: Tensor
+    """What to differentiate."""
+    factor: float | Tensor
+    """`loss × factor` is the sum that adds up over pieces."""
+    weight: int | Tensor
+    """What that sum is divided by in the end: samples, or what the loss counted."""
+    counted: bool
+    """Whether the weight is the loss's own, known only after the fact."""
+
+
+class Objective:
+    """Calls model and loss on a batch, in the form the user gave them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any],
+        forward: Callable[[nn.Module, Batch], tuple[Any, Any]] | None = None,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self._forward = forward
+        self._criterion = isinstance(loss, nn.Module)
+        self._sums = getattr(loss, "reduction", None) == "sum"
+        # These average over weights or over targets not ignored, so that means of pieces do not add up.
+        self._weighs_targets = type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and not self._sums
+        self._summing = _with_reduction(loss, "sum") if self._weighs_targets else None
+
+    def outputs(self, batch: Batch) -> tuple[Any, Any]:
+        """The model's output for a batch, and the target that belongs to it."""
+        if self._forward is not None:
+            return self._forward(self.model, batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise DataError(
+                f"a batch is a {type(batch).__name__}, not a tuple (inputs…, target); "
+                "give the job forward=f(model, batch) -> (output, target)"
+            )
+        *inputs, target = batch
+        return self.model(*inputs), target
+
+    def whole(self, batch: Batch, samples: int) -> Scored:
+        """The loss of a batch that is not cut: differentiated exactly as the user's own loop would."""
+        if not self._criterion:
+            return self._read(self.loss(self.model, batch), samples)
+        return self.judge(*self.outputs(batch), samples)
+
+    def judge(self, output: Any, target: Any, samples: int) -> Scored:
+        """The loss of outputs, where the loss is a module."""
+        value = self.loss(output, target)
+        if self._weighs_targets and _holds_classes(target):
+            count = self._target_weight(target)
+            return Scored(value, count, count, True)
+        return self._read(value, samples)
+
+    def piece(self, batch: Batch, samples: int) -> Scored:
+        """The loss of a part of a batch: means are weighted by samples, counted losses are summed."""
+        if not self._criterion:
+            return self._read(self.loss(self.model, batch), samples, as_sum=True)
+        output, target = self.outputs(batch)
+        if self._summing is not None and _holds_classes(target):
+            return Scored(self._summing(output, target), 1.0, self._target_weight(target), True)
+        return self._read(self.loss(output, target), samples, as_sum=True)
+
+    @property
+    def is_criterion(self) -> bool:
+        """Whether the loss judges outputs, which metrics can then share."""
+        return self._criterion
+
+    @property
+    def sums(self) -> bool:
+        """Whether the loss of a batch is a sum over its samples, so that pieces simply add."""
+        return self._sums
+
+    def _read(self, said: Any, samples: int, *, as_sum: bool = False) -> Scored:
+        if isinstance(said, Tensor) and said.ndim == 0:
+            return Scored(said, 1.0 if self._sums else samples, samples, False)
+        if isinstance(said, (tuple, list)) and len(said) == 2 and isinstance(said[0], Tensor) and said[0].ndim == 0:
+            total, count = said
+            return Scored(total if as_sum else total / count, 1.0 if as_sum else count, count, True)
+        seen = f"a tensor of shape {tuple(said.shape)}" if isinstance(said, Tensor) else type(said).__name__
+        raise TrainingError(f"the loss returned {seen}; it must return a scalar mean, or (sum, count)")
+
+    def _target_weight(self, target: Tensor) -> Tensor:
+        assert isinstance(self.loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+        kept = target != self.loss.ignore_index
+        if self.loss.weight is None:
+            return kept.sum()
+        return (self.loss.weight[target.where(kept, 0)] * kept).sum()
+
+
+def _holds_classes(target: Any) -> bool:
+    return isinstance(target, Tensor) and not target.is_floating_point()
+
+
+def _with_reduction(loss: Callable[..., Any], reduction: str) -> Any:
+    # Shallow: the copy shares weights and buffers, so it follows them to the device.
+    other = copy.copy(loss)
+    other.reduction = reduction  # type: ignore[attr-defined]
+    return other
+
+
+class Totals:
+    """Running loss over many batches, kept on the device: adding never waits, reading does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._device_count = torch.zeros((), dtype=torch.float64, device=device)
+        self._count = 0
+
+    def add(self, scored: Scored) -> None:
+        """Add what a loss said."""
+        value = scored.loss.detach()
+        if isinstance(scored.factor, Tensor):
+            self._sum.add_(value * scored.factor)
+        else:
+            self._sum.add_(value, alpha=scored.factor)
+        if isinstance(scored.weight, Tensor):
+            self._device_count.add_(scored.weight)
+        else:
+            self._count += scored.weight
+
+    def mean(self) -> float:
+        """The mean over all that was added; NaN where that is nothing. Waits for the device."""
+        count = self._count + float(self._device_count)
+        return float(self._sum) / count if count else float("nan")
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._sum.zero_()
+        self._device_count.zero_()
+        self._count = 0
+
+    def saved(self) -> tuple[Tensor, Tensor, int]:
+        """A copy of the numbers."""
+        return self._sum.clone(), self._device_count.clone(), self._count
+
+    def put_back(self, saved: tuple[Tensor, Tensor, int]) -> None:
+        """Set the numbers to a copy made before."""
+        self._sum.copy_(saved[0])
+        self._device_count.copy_(saved[1])
+        self._count = saved[2]

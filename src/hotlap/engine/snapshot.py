@@ -1,0 +1,123 @@
+"""The whole state of a training in memory, put back without a trace and at the same addresses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotlap.data.order import HostRandomness
+
+
+class Randomness:
+    """The host's generators and the device's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = HostRandomness()
+        self._device = device if device.type == "cuda" else None
+        self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
+
+    def restore(self) -> None:
+        """Set all generators back."""
+        self._host.restore()
+        if self._cuda is not None and self._device is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class Modes:
+    """Which layers are in training mode; a model is often in a mix of both."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+
+    def restore(self) -> None:
+        """Set every layer back to its own mode."""
+        for layer, training in self._modes:
+            layer.training = training
+
+
+class Snapshot:
+    """Weights, buffers, gradients, modes, optimizer, schedule and randomness at one moment."""
+
+    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer, schedule: Any, device: torch.device) -> None:
+        self._modules, self._optimizer, self._schedule = modules, optimizer, schedule
+        self._tensors = {name: tensor.detach().clone() for name, tensor in _tensors(modules)}
+        self._flags = [(p, p.requires_grad) for m in modules for p in m.parameters()]
+        self._grads = [(p, None if p.grad is None else p.grad.clone()) for p, _ in self._flags]
+        self._modes = Modes(modules)
+        self._state = {key: _copied(values) for key, values in optimizer.state.items()}
+        self._groups = [_copied(_settings(group)) for group in optimizer.param_groups]
+        self._schedule_state = copy.deepcopy(schedule.state_dict()) if schedule is not None else None
+        self._randomness = Randomness(device)
+
+    def restore(self) -> None:
+        """Put everything back; tensors keep their addresses."""
+        with torch.no_grad():
+            for name, tensor in _tensors(self._modules):
+                if name in self._tensors:
+                    _put_back(tensor, self._tensors[name])
+        for (parameter, flag), (_, grad) in zip(self._flags, self._grads, strict=True):
+            parameter.requires_grad_(flag)
+            parameter.grad = None if grad is None else grad.clone()
+        self._modes.restore()
+        self._restore_optimizer()
+        if self._schedule is not None:
+            self._schedule.load_state_dict(copy.deepcopy(self._schedule_state))
+        self._restore_groups()
+        self._randomness.restore()
+
+    def _restore_optimizer(self) -> None:
+        state = self._optimizer.state
+        for key in [key for key in state if key not in self._state]:
+            del state[key]
+        for key, saved in self._state.items():
+            current = state[key]
+            for name in [name for name in current if name not in saved]:
+                del current[name]
+            for name, value in saved.items():
+                now = current.get(name)
+                if isinstance(now, Tensor) and isinstance(value, Tensor) and now.device == value.device:
+                    _put_back(now, value)
+                else:
+                    current[name] = _copied(value)
+
+    def _restore_groups(self) -> None:
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in [name for name in group if name not in saved and name != "params"]:
+                del group[name]
+            for name, value in saved.items():
+                now = group.get(name)
+                if isinstance(now, Tensor) and isinstance(value, Tensor):
+                    _put_back(now, value)
+                else:
+                    group[name] = _copied(value)
+
+
+def _tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for number, module in enumerate(modules):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield f"{number}.{name}", tensor
+
+
+def _put_back(tensor: Tensor, saved: Tensor) -> None:
+    if tensor.shape == saved.shape and tensor.dtype == saved.dtype:
+        with torch.no_grad():
+            tensor.copy_(saved)
+    else:
+        tensor.data = saved.clone()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    return copy.deepcopy(value)

@@ -1,0 +1,128 @@
+"""One optimizer update, done right: pieces weighted by samples, clipped once, schedule moved once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from hotlap.data.batches import Batch, to_device
+from hotlap.engine.objective import Objective, Totals
+from hotlap.engine.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The samples of one update, in the pieces that go through the model one after the other."""
+
+    pieces: list[Batch]
+    sizes: list[int]
+
+    @property
+    def samples(self) -> int:
+        """Samples in all pieces together."""
+        return sum(self.sizes)
+
+
+def precision_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What forward passes run inside, made anew for each."""
+    if precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext
+
+
+class EagerStep:
+    """Runs an update operation by operation."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        totals: Totals,
+        *,
+        device: torch.device,
+        precision: str,
+        clip: float | None,
+        skip_nonfinite: bool,
+    ) -> None:
+        self._objective = objective
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._totals = totals
+        self._device = device
+        self._moves = device.type != "cpu"
+        self._context = precision_context(precision, device)
+        self._clip = clip
+        self._skip_nonfinite = skip_nonfinite
+
+    def __call__(self, window: Window) -> tuple[Tensor, bool]:
+        """Make one update; the window's loss, and whether the weights were really updated."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if len(window.pieces) == 1:
+            loss = self._whole(window.pieces[0], window.sizes[0])
+        else:
+            loss = self._in_pieces(window)
+        updated = self._update()
+        if updated and self._schedule.moves_per_update:
+            self._schedule.scheduler.step()
+        return loss, updated
+
+    def _whole(self, batch: Batch, samples: int) -> Tensor:
+        with self._context():
+            scored = self._objective.whole(self._here(batch), samples)
+        torch.autograd.backward(scored.loss)
+        self._totals.add(scored)
+        return scored.loss.detach()
+
+    def _in_pieces(self, window: Window) -> Tensor:
+        """Gradients of the whole window: means weighted by samples; counted sums divided once at the end."""
+        everything = window.samples
+        total: Tensor | float = 0.0
+        count: Tensor | float = 0
+        divide = False
+        for batch, samples in zip(window.pieces, window.sizes, strict=True):
+            with self._context():
+                scored = self._objective.piece(self._here(batch), samples)
+            weighted = scored.counted or self._objective.sums
+            torch.autograd.backward(scored.loss if weighted else scored.loss * (samples / everything))
+            divide = divide or scored.counted
+            self._totals.add(scored)
+            total = total + scored.loss.detach() * scored.factor
+            count = count + scored.weight
+        if divide:
+            self._divide_gradients(count)
+        return torch.as_tensor(total if self._objective.sums else total / count)
+
+    def _divide_gradients(self, count: Tensor | float) -> None:
+        grads = self._gradients()
+        if isinstance(count, Tensor):
+            count = count.to(grads[0].device, torch.promote_types(grads[0].dtype, torch.float32))
+        torch._foreach_div_(grads, count)
+
+    def _update(self) -> bool:
+        if self._clip is not None:
+            norm = clip_grad_norm_(self._parameters(), self._clip)
+        elif self._skip_nonfinite:
+            norm = get_total_norm(self._gradients())
+        # The only wait of a step, and only where the user asked for it.
+        if self._skip_nonfinite and not torch.isfinite(norm):
+            self._optimizer.zero_grad(set_to_none=True)
+            return False
+        self._optimizer.step()
+        return True
+
+    def _here(self, batch: Batch) -> Batch:
+        return to_device(batch, self._device, non_blocking=True) if self._moves else batch
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters() if p.grad is not None]

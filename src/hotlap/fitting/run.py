@@ -1,0 +1,85 @@
+"""A Run is what a training left: history, score, plan, ledger, and its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hotlap.core.ledger import Ledger
+from hotlap.core.plan import Plan
+from hotlap.core.units import show_bytes, show_rate, show_seconds
+from hotlap.store.run_folder import Artefact, RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished training."""
+
+    model: nn.Module
+    """The trained model: the best weights where early stopping was asked for, else the last."""
+    plan: Plan
+    """The plan in force at the end."""
+    ledger: Ledger
+    history: list[dict[str, Any]]
+    """One record an evaluation or epoch: step, epoch, train_loss, valid_loss, metrics, lr, elapsed_s."""
+    best: dict[str, Any]
+    """The record whose weights the model has."""
+    steps: int
+    """Windows gone through."""
+    updates: int
+    """Real updates of the weights."""
+    samples: int
+    """Samples seen."""
+    train_s: float
+    """Seconds spent on training steps."""
+    total_s: float
+    """Seconds from start to end, all included."""
+    stopped: str
+    """Why it ended."""
+    folder: RunFolder
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.folder.path
+
+    def artefacts(self) -> list[Artefact]:
+        """The files it left, with sizes."""
+        return self.folder.artefacts()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as JSON holds them."""
+        return {
+            "run": str(self.path),
+            "stopped": self.stopped,
+            "steps": self.steps,
+            "updates": self.updates,
+            "samples": self.samples,
+            "train_s": self.train_s,
+            "total_s": self.total_s,
+            "best": self.best,
+            "plan": self.plan.to_dict(),
+            "artefacts": [vars(artefact) for artefact in self.artefacts()],
+        }
+
+    def summary(self) -> str:
+        """What was done and how it scored, for people."""
+        per_step = self.train_s / self.steps if self.steps else 0.0
+        rate = self.samples / self.train_s if self.train_s else 0.0
+        skipped = self.steps - self.updates
+        judged = {k: v for k, v in self.best.items() if k not in ("step", "epoch", "lr", "elapsed_s", "samples")}
+        lines = [
+            f"plan      {self.plan}",
+            f"trained   {self.updates:,} updates, {self.samples:,} samples in {show_seconds(self.train_s)}: "
+            f"{show_seconds(per_step)}/step, {show_rate(rate)} samples/s",
+            *([f"skipped   {skipped:,} updates whose gradients were not finite"] if skipped else []),
+            f"ended     {self.stopped}, {show_seconds(self.total_s)} in all",
+            f"score     {' · '.join(f'{name} {value:.4g}' for name, value in judged.items() if value is not None)}"
+            f" (epoch {self.best['epoch']}, step {self.best['step']:,})",
+            f"run       {self.path}",
+        ]
+        lines += [f"          {show_bytes(a.bytes):>9}  {a.name:<18} {a.what}" for a in self.artefacts()]
+        return "\n".join(lines)

@@ -1,0 +1,181 @@
+"""How progress is shown: a live bar in a terminal or a notebook, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+import time
+from typing import Any, Protocol, TextIO, cast
+
+from hotlap.core.units import show_rate, show_seconds
+from hotlap.fitting.pace import Reading
+
+
+class View(Protocol):
+    """Shows a training to its user."""
+
+    every_s: float
+    """Seconds between two readings; each waits for the device once."""
+
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+
+    def show(self, reading: Reading) -> None:
+        """Show where the training stands."""
+
+    def close(self) -> None:
+        """Finish what is live."""
+
+
+def open_view(wanted: bool = True, stream: TextIO | None = None) -> View:
+    """The view that fits where the output goes; HOTLAP_PROGRESS=off|lines overrides it."""
+    stream = stream or sys.stderr
+    asked = os.environ.get("HOTLAP_PROGRESS", "")
+    if not wanted or asked == "off":
+        return Silence()
+    if asked != "lines":
+        if _in_notebook():
+            return NotebookView()
+        if stream.isatty() and os.environ.get("TERM") != "dumb":
+            return TerminalView(stream)
+    return LineView(stream)
+
+
+def status(reading: Reading) -> str:
+    """A reading in one line."""
+    place = f"{reading.step:,}/{reading.total_steps:,}" if reading.total_steps else f"{reading.step:,}"
+    parts = [
+        f"step {place}",
+        f"epoch {reading.epoch + 1}",
+        f"loss {reading.loss:.4g}",
+        f"{show_rate(reading.steps_per_s)} steps/s",
+        f"{show_rate(reading.samples_per_s)} samples/s",
+    ]
+    if reading.eta_s is not None:
+        parts.append(f"{show_seconds(reading.eta_s)} left")
+    return " · ".join(parts)
+
+
+class Silence:
+    """Shows nothing."""
+
+    every_s = float("inf")
+
+    def say(self, line: str) -> None:
+        """Nothing."""
+
+    def show(self, reading: Reading) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class LineView:
+    """Plain lines for logs: one at the start, then seldom enough not to fill them."""
+
+    every_s = 2.0
+
+    def __init__(self, stream: TextIO, seldom_s: float = 15.0) -> None:
+        self._stream = stream
+        self._seldom_s = seldom_s
+        self._next_s = 0.0
+
+    def say(self, line: str) -> None:
+        """Print the line."""
+        print(line, file=self._stream, flush=True)
+
+    def show(self, reading: Reading) -> None:
+        """Print the reading, unless the last one is fresh."""
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + self._seldom_s
+            self.say(status(reading))
+
+    def close(self) -> None:
+        """Nothing is live."""
+
+
+class TerminalView:
+    """A bar at the bottom of the terminal, lines above it."""
+
+    every_s = 0.25
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+        self._bar = Progress(
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            console=Console(file=stream),
+            transient=True,
+            # Refreshed by `show` alone: a thread that redraws takes time from small steps.
+            auto_refresh=False,
+        )
+        self._task: TaskID = self._bar.add_task("starting …", total=None)
+        self._live = False
+
+    def say(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, reading: Reading) -> None:
+        """Move the bar."""
+        if not self._live:
+            self._bar.start()
+            self._live = True
+        self._bar.update(self._task, completed=reading.step, total=reading.total_steps, description=status(reading))
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._live:
+            self._bar.stop()
+            self._live = False
+
+
+class NotebookView:
+    """A bar in the output cell, changed in place; needs IPython, which every notebook has."""
+
+    every_s = 0.5
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._display: Any = display
+        self._handle: Any = None
+        self._lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        """Keep the line above the bar."""
+        self._lines.append(line)
+        self._draw("")
+
+    def show(self, reading: Reading) -> None:
+        """Change the bar."""
+        done = reading.step / reading.total_steps if reading.total_steps else 0.0
+        bar = f'<progress value="{done:.4f}" max="1" style="width:16em"></progress> '
+        self._draw(bar + html.escape(status(reading)))
+
+    def close(self) -> None:
+        """Take the bar away and leave the lines."""
+        self._draw("")
+
+    def _draw(self, bar: str) -> None:
+        text = "".join(html.escape(line) + "\n" for line in self._lines)
+        page = {"text/html": f"<pre>{text}</pre>{bar}", "text/plain": text}
+        if self._handle is None:
+            self._handle = self._display(page, raw=True, display_id=True)
+        else:
+            self._handle.update(page, raw=True)
+
+
+def _in_notebook() -> bool:
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    shell = cast(Any, get_ipython)()
+    return shell is not None and "IPKernelApp" in shell.config

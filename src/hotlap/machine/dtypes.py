@@ -1,0 +1,112 @@
+"""Which number formats a device really has, and how that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+DTYPES: Final = ("fp32", "tf32", "bf16", "fp16")
+"""The formats hotlap may train in, in the order they are shown."""
+
+# /proc/cpuinfo of x86 and Arm, and the keys of torch.cpu.get_capabilities().
+_CPU_BF16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
+_CPU_FP16: Final = frozenset({"avx512_fp16", "amx_fp16", "fphp", "asimdhp", "fp16_arith"})
+
+
+class Support(StrEnum):
+    """How a device has a number format."""
+
+    HARDWARE = "hardware"
+    EMULATED = "emulated"
+    ABSENT = "absent"
+
+
+_RANK: Final = {Support.ABSENT: 0, Support.EMULATED: 1, Support.HARDWARE: 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeFact:
+    """One format on one device."""
+
+    support: Support
+    reason: str
+    """Why, in a few words; the first line of the error where a kernel failed."""
+    kernel: str
+    """`ran`, `failed`, or `not run` (absent by design, or only pretended)."""
+
+
+def on_cuda(capability: tuple[int, int]) -> dict[str, tuple[Support, str]]:
+    """What NVIDIA hardware of this compute capability has, by design.
+
+    `torch.cuda.is_bf16_supported()` is not asked: it says yes wherever a bf16 tensor can be made.
+    """
+    sm = f"compute capability {capability[0]}.{capability[1]}"
+    if capability >= (8, 0):
+        bf16 = (Support.HARDWARE, sm)
+    elif capability >= (7, 0):
+        bf16 = (Support.EMULATED, f"{sm}; bf16 arithmetic begins with 8.0")
+    else:
+        # cuBLAS refuses bf16 products on Pascal (pytorch issue 57773).
+        bf16 = (Support.ABSENT, f"{sm}; cuBLAS has no bf16 products below 7.0")
+    tf32 = (Support.HARDWARE, sm) if capability >= (8, 0) else (Support.ABSENT, f"{sm}; TF32 begins with 8.0 (Ampere)")
+    if capability >= (7, 0):
+        fp16 = (Support.HARDWARE, f"{sm}, tensor cores")
+    elif capability in ((5, 3), (6, 0), (6, 2)):
+        fp16 = (Support.HARDWARE, f"{sm}, no tensor cores")
+    else:
+        fp16 = (Support.EMULATED, f"{sm}; fp16 arithmetic runs at a fraction of the fp32 rate")
+    return {"fp32": (Support.HARDWARE, sm), "tf32": tf32, "bf16": bf16, "fp16": fp16}
+
+
+def on_cpu(flags: Collection[str]) -> dict[str, tuple[Support, str]]:
+    """What a CPU with these instruction flags has, by design."""
+
+    def native(wanted: frozenset[str]) -> tuple[Support, str]:
+        found = sorted(wanted & set(flags))
+        if found:
+            return Support.HARDWARE, ", ".join(found)
+        return Support.EMULATED, "this CPU has no instructions for it: converted to fp32 and back"
+
+    return {
+        "fp32": (Support.HARDWARE, "every CPU"),
+        "tf32": (Support.ABSENT, "a format of NVIDIA GPUs"),
+        "bf16": native(_CPU_BF16),
+        "fp16": native(_CPU_FP16),
+    }
+
+
+def proven(design: Mapping[str, tuple[Support, str]], kernels: Mapping[str, str | None]) -> dict[str, DtypeFact]:
+    """The design's promise, kept only where a kernel ran.
+
+    `kernels` maps a format to None where its kernel ran and to the error's first line where not.
+    """
+    facts = {}
+    for name, (support, reason) in design.items():
+        if support is Support.ABSENT or name not in kernels:
+            facts[name] = DtypeFact(support=support, reason=reason, kernel="not run")
+            continue
+        error = kernels[name]
+        facts[name] = (
+            DtypeFact(support=support, reason=reason, kernel="ran")
+            if error is None
+            else DtypeFact(support=Support.ABSENT, reason=error, kernel="failed")
+        )
+    return facts
+
+
+def pretended(facts: Mapping[str, DtypeFact] | None, model: Mapping[str, Support], name: str) -> dict[str, DtypeFact]:
+    """What is left of `facts` on a machine that acts as the GPU `name`: never more than is here.
+
+    Without `facts` (no GPU here) the catalogue alone answers.
+    """
+    acted = {}
+    for dtype, support in model.items():
+        real = facts.get(dtype) if facts is not None else None
+        if real is not None and _RANK[real.support] <= _RANK[support]:
+            acted[dtype] = real
+        else:
+            kernel = real.kernel if real is not None else "not run"
+            acted[dtype] = DtypeFact(support=support, reason=f"acting as {name}", kernel=kernel)
+    return acted

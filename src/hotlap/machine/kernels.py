@@ -1,0 +1,78 @@
+"""One real kernel, its result checked: the only proof that a device can compute."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+_SIDE: Final = 128
+_SEED: Final = 20240229
+
+# Relative error of the whole product. Wide enough that fp32 passes where a variable forces TF32 on
+# (that is not a broken kernel), narrow enough that a wrong or skipped kernel never does.
+_TOLERANCE: Final = {"fp64": 1e-9, "fp32": 3e-3, "tf32": 3e-3, "fp16": 5e-3, "bf16": 3e-2}
+_TORCH_NAME: Final = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "tf32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+}
+
+
+def run_kernel(device: torch.device | str, dtype: str) -> str | None:
+    """Multiply two small matrices on the device; None if the result is right, else one line why not."""
+    import torch
+
+    number = getattr(torch, _TORCH_NAME[dtype])
+    draw = torch.Generator().manual_seed(_SEED)
+    left = torch.randn(_SIDE, _SIDE, generator=draw, dtype=torch.float64)
+    right = torch.randn(_SIDE, _SIDE, generator=draw, dtype=torch.float64)
+    try:
+        # torch warns at length about a GPU it has no kernels for; the caller says it better.
+        with warnings.catch_warnings(), _tf32(dtype == "tf32"), torch.no_grad():
+            warnings.simplefilter("ignore")
+            product = left.to(device, number) @ right.to(device, number)
+            # Coming back to the host waits for the kernel: errors of the launch surface here.
+            result = product.to("cpu", torch.float64)
+    except Exception as error:
+        return first_line(error)
+    truth = left @ right
+    off = float((result - truth).norm() / truth.norm())
+    if off <= _TOLERANCE[dtype]:
+        return None
+    return f"the kernel ran but its result is wrong (relative error {off:.2g})"
+
+
+@cache
+def proof(device: str, dtype: str) -> str | None:
+    """`run_kernel`, once per process for each device and format."""
+    return run_kernel(device, dtype)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+@contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    """TF32 in matrix products forced on or off, and put back afterwards."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    # The old and the new switch must not be mixed: torch 2.9 and later raise where they disagree.
+    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
+    before = getattr(matmul, name)
+    setattr(matmul, name, ("tf32" if on else "ieee") if name == "fp32_precision" else on)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)

@@ -1,0 +1,73 @@
+"""Writing files so that a crash leaves the old one or the new one, never half of one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from hotlap.core.errors import StoreError
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a new file beside `path`, sync it, and give it the name in one step."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            # mkstemp makes files private; a result is as readable as any other file of the user's.
+            temporary.chmod(0o666 & ~_umask())
+            _sync(temporary)
+            temporary.replace(path)
+            _sync(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at `path` by `text`."""
+    write_atomically(path, lambda temporary: _write_plain(temporary, text))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; a clear error where it cannot be read as text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise StoreError(f"cannot read {path}: it is not a text file") from None
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a log; one write, so that lines never mix."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _write_plain(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _umask() -> int:
+    # The only way to read it is to set it.
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
