@@ -33,7 +33,7 @@ _HOME = {
 }
 """Where each public name lives."""
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = sorted(["__version__", *_HOME])
 
 
 def __getattr__(name: str) -> Any:

@@ -185,11 +185,14 @@ def test_the_run_folder_holds_all_that_a_run_left_and_lists_it(tmp_path):
     run = quiet(small_job(valid=class_data(10), metrics=["accuracy"]), tmp_path)
     names = {artefact.name: artefact.bytes for artefact in run.artefacts()}
     assert set(names) == {
-        "plan.toml", "ledger.jsonl", "metrics.jsonl", "environment.json", "model.safetensors", "artefacts.json"
+        "plan.toml", "ledger.jsonl", "metrics.jsonl", "environment.json", "model.safetensors", "artefacts.json",
+        "started.json", "checkpoints/",
     }  # fmt: skip
+    stored = sum(file.stat().st_size for file in (run.path / "checkpoints").rglob("*") if file.is_file())
+    assert names.pop("checkpoints/") == stored
     assert all(size == (run.path / name).stat().st_size for name, size in names.items())
     listed = json.loads((run.path / "artefacts.json").read_text())
-    assert {row["name"] for row in listed} == set(names) - {"artefacts.json"}
+    assert {row["name"] for row in listed} == {*names, "checkpoints/"} - {"artefacts.json"}
     assert run.folder.read_plan() == run.plan
     assert run.folder.read_ledger().plan_at(0) == run.plan
     assert [r["step"] for r in run.folder.read_metrics()] == [r["step"] for r in run.history]

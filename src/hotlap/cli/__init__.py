@@ -7,16 +7,31 @@ Exit codes: 0 done; 1 not fit, or failed with a message; 2 the command line make
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from hotlap import __version__
-from hotlap.cli import demo, machine
+from hotlap.cli import demo, machine, resume, stress
 from hotlap.core.errors import HotlapError
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. typer would end an interrupted one without a word, or with another exit code."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("hotlap: interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
     name="hotlap",
+    cls=_Commands,
     help="Makes PyTorch training fast by measuring.",
+    epilog="Exit codes: 0 done; 1 not fit, or failed with a message; 2 bad command line; 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,6 +56,8 @@ def _root(
 
 machine.register(app)
 demo.register(app)
+resume.register(app)
+stress.register(app)
 
 
 def main() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import typer
+
+from hotlap.cli.resume import print_run
 
 
 def register(app: typer.Typer) -> None:
@@ -32,5 +33,6 @@ def demo(
     from hotlap.fitting.loop import fit
 
     job = digits_job(epochs=epochs, device=device)
-    run = fit(job, plan=plan, out=out, require_gpu=require_gpu, progress=not quiet)
-    print(json.dumps(run.to_dict(), indent=2) if as_json else run.summary())
+    words = ["hotlap", "demo", "--epochs", str(epochs), "--device", device]
+    run = fit(job, plan=plan, out=out, require_gpu=require_gpu, progress=not quiet, started_by=words)
+    print_run(run, as_json)

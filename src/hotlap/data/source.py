@@ -70,14 +70,14 @@ class Columns(Source):
     """Tensors that share their first dimension: batches are indexed out of them as a whole."""
 
     def __init__(self, columns: Any, collate: Callable[[list[Any]], Batch] | None = None) -> None:
-        self._tensors = {key: _as_tensor(column) for key, column in named_columns(columns).items()}
+        self.tensors = {key: _as_tensor(column) for key, column in named_columns(columns).items()}
         self._shape = "dict" if isinstance(columns, Mapping) else "tuple" if isinstance(columns, tuple) else ""
         self._own_collate = collate
-        self._device = next(iter(self._tensors.values())).device
+        self._device = next(iter(self.tensors.values())).device
         super().__init__(self)
 
     def __len__(self) -> int:
-        return len(next(iter(self._tensors.values())))
+        return len(next(iter(self.tensors.values())))
 
     def why_not_gather(self) -> str | None:
         """None, unless the user makes the batches."""
@@ -86,11 +86,11 @@ class Columns(Source):
     def gather(self, indices: Tensor) -> Batch:
         """The samples at `indices` as a batch, indexed as a whole."""
         indices = indices.to(self._device)
-        return self._packed({key: tensor.index_select(0, indices) for key, tensor in self._tensors.items()})
+        return self._packed({key: tensor.index_select(0, indices) for key, tensor in self.tensors.items()})
 
     def fetch(self, indices: Sequence[int], seed: int, epoch: int) -> Batch:
         """The samples at `indices`, one by one, as a DataLoader does; tensors draw no randomness."""
-        samples = [self._packed({key: tensor[i] for key, tensor in self._tensors.items()}) for i in indices]
+        samples = [self._packed({key: tensor[i] for key, tensor in self.tensors.items()}) for i in indices]
         if self._own_collate:
             return self._own_collate(samples)
         batch = default_collate(samples)

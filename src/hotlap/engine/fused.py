@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from typing import Any
 
@@ -21,26 +22,33 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
         return f"{name} has no fused kernel"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} with differentiable=True has no fused kernel"
-    kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"]}
-    for device, dtype in kinds:
-        parameter = torch.nn.Parameter(torch.ones(2, device=device, dtype=dtype))
-        parameter.grad = torch.ones_like(parameter)
+    kinds = {(p.device, p.dtype): p for group in optimizer.param_groups for p in group["params"]}
+    for (device, dtype), real in kinds.items():
         try:
-            _fused_twin(optimizer, parameter).step()
+            _fused_twin(optimizer, real).step()
         except Exception as error:  # whatever stops a step with it is the answer
             return f"{name} cannot fuse {dtype} on {device}: {str(error).splitlines()[0]}"
     return None
 
 
-def _fused_twin(optimizer: Optimizer, parameter: torch.nn.Parameter) -> Optimizer:
-    """An optimizer of the same kind and settings for one parameter, without hooks.
+def _fused_twin(optimizer: Optimizer, real: torch.Tensor) -> Optimizer:
+    """An optimizer of the same kind and settings for one small parameter like `real`, without hooks.
 
     Made as unpickling makes one: constructors of subclasses take arguments nobody here knows.
     """
+    parameter = torch.nn.Parameter(torch.ones(2, device=real.device, dtype=real.dtype))
+    parameter.grad = torch.ones_like(parameter)
+    state: dict[Any, dict[str, Any]] = defaultdict(dict)
+    # Some optimizers make their state when they are made (Adagrad in torch 2.11), so the twin gets its own.
+    for name, value in optimizer.state.get(real, {}).items():
+        like_parameter = isinstance(value, torch.Tensor) and value.shape == real.shape
+        state[parameter][name] = torch.ones_like(parameter) if like_parameter else copy.deepcopy(value)
+        if name == "step" and isinstance(value, torch.Tensor):
+            state[parameter][name] = value.to(real.device, torch.float32, copy=True)
     settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     group = {**settings, "params": [parameter], "foreach": False, "fused": True}
     twin: Optimizer = object.__new__(type(optimizer))
-    twin.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": [group]})
+    twin.__setstate__({"defaults": dict(optimizer.defaults), "state": state, "param_groups": [group]})
     return twin
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotlap import __version__, machine
+from hotlap import machine
+from hotlap.core.errors import StoreError, listed
 from hotlap.core.job import Job
-from hotlap.core.ledger import Entry
+from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.data.course import Course, training_course
 from hotlap.data.order import mix, seed_host
@@ -20,7 +22,15 @@ from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.fitting.pace import Pace
 from hotlap.fitting.run import Run
+from hotlap.fitting.started import asked_by_command, start_record
 from hotlap.fitting.views import View, open_view
+from hotlap.fitting.words import banner, told
+from hotlap.guard.identity import differences, identity
+from hotlap.guard.saver import Saver
+from hotlap.guard.signals import StopRequest
+from hotlap.guard.state import export_state, import_state
+from hotlap.store.checkpoints import Checkpoints
+from hotlap.store.lock import RunLock
 from hotlap.store.plans import load_plan
 from hotlap.store.run_folder import RunFolder
 
@@ -30,45 +40,67 @@ def fit(
     *,
     plan: Plan | str | Path | None = None,
     out: str | Path | None = None,
+    resume: str | Path | None = None,
+    save_every: int | None = None,
+    allow_changes: bool = False,
     require_gpu: bool = False,
     progress: bool = True,
+    started_by: Sequence[str] | None = None,
 ) -> Run:
     """Train the job and write its run folder.
 
     `plan` is a Plan or a plan file; without one the training runs as the job describes it. `out` must be a
-    new or empty folder; without it one is made under `runs/`. The caller's random generators are left as
-    they were. Raises HotlapError where the job, plan, machine or folder will not do.
+    new or empty folder; without it one is made under `runs/`. `resume` names the folder of a run to go on
+    with: it ends as if it had never been interrupted. A training with other code, data or settings is refused
+    there, with the differences, unless `allow_changes`. `save_every` is a number of updates between
+    checkpoints; without it they come as often as 2 % of the time allows; 0 keeps none.
+
+    SIGINT and SIGTERM end it after the step in hand and a checkpoint: KeyboardInterrupt, or exit code 143.
+    The caller's random generators are left as they were. Raises HotlapError where the job, plan, machine or
+    folder will not do. `started_by` are the words that start this training again from a shell.
     """
+    global _calls
+    _calls += 1
     device = machine.choose_device(job.device, require_gpu=require_gpu)
     if plan is not None and not isinstance(plan, Plan):
         plan = load_plan(plan)
+    if resume is None:
+        resume = asked_by_command(_calls)
+    if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
+        raise StoreError(f"both out={str(out)!r} and resume={str(resume)!r} are given; a resumed run keeps its folder")
+    view = open_view(progress)
     course = training_course(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
     randomness = Randomness(device)
     seed_host(mix(job.seed))
     if device.type == "cuda":
         torch.cuda.manual_seed(mix(job.seed))
+    training = None
     try:
-        return _Training(job, course, plan, device, out, open_view(progress)).run()
+        training = _Training(job, course, plan, device, view, save_every)
+        if resume is None:
+            training.begin(out, start_record(_calls, started_by))
+        else:
+            training.go_on(resume, allow_changes=allow_changes, plan=plan)
+        return training.run()
     finally:
+        if training is not None:
+            training.close()
         randomness.restore()
+
+
+_calls = 0
+"""How often `fit` was called in this process: tells the trainings of one script apart."""
 
 
 class _Training:
     """One call of `fit`."""
 
     def __init__(
-        self,
-        job: Job,
-        course: Course,
-        plan: Plan | None,
-        device: torch.device,
-        out: str | Path | None,
-        view: View,
+        self, job: Job, course: Course, plan: Plan | None, device: torch.device, view: View, save_every: int | None
     ) -> None:
         self._start_s = time.perf_counter()
-        self._job, self._course, self._view = job, course, view
-        self._per_epoch = len(course.order.epoch(0))
-        self._total = job.steps if job.steps is not None else self._per_epoch * (job.epochs or 0)
+        self._job, self._course, self._view, self._save_every = job, course, view, save_every
+        self._total = job.steps if job.steps is not None else len(course.order.epoch(0)) * (job.epochs or 0)
         self._rig = Rig(
             job.model,
             job.optimizer,
@@ -84,49 +116,143 @@ class _Training:
         self._rig.attach(course)
         if plan is not None:
             self._rig.use(plan, why="given")
-        # Made last: a job that cannot run leaves no folder behind.
-        self._folder = RunFolder.create(out, type(job.model).__name__)
-        self._pace = Pace(self._total)
+        self._identity = identity(job, course)
+        self._versions = machine.environment()["versions"]
         self._history: list[dict[str, Any]] = []
         self._best: dict[str, Any] | None = None
         self._best_weights: dict[str, Tensor] = {}
         self._since_best = 0
+        self._before_s = 0.0
+        self._train_before_s = 0.0
         self._aside_s = 0.0
         self._warned = False
+        self._problems: list[str] = []
+        self._lock: RunLock | None = None
+
+    # --- beginning and going on --------------------------------------------------------------------
+
+    def begin(self, out: str | Path | None, started: dict[str, Any]) -> None:
+        """Begin in a new folder. It is made last: a job that cannot run leaves none behind."""
+        self._rig.model.train()
+        self._take(RunFolder.create(out, type(self._job.model).__name__))
+        self._folder.write_started(started)
+        self._folder.write_environment({**machine.environment(), "job": self._identity["settings"]})
+        self._folder.write_plan(self._rig.plan)
+        self._folder.write_ledger(self._rig.ledger)
+        self._say_banner()
+        if self._save_every != 0:
+            need = 3 * sum(t.numel() * t.element_size() for t in _tensors(self._rig.model).values())
+            self._folder.check_room(need)
+            self._save()
+
+    def go_on(self, resume: str | Path, *, allow_changes: bool, plan: Plan | None) -> None:
+        """Go on where a run was left: from its newest checkpoint that is whole."""
+        self._take(RunFolder.open(resume))
+        self._checkpoints.tidy()
+        checkpoint, damaged = self._checkpoints.newest_good()
+        for line in damaged:
+            self._tell(line)
+        changed = differences(checkpoint.facts.get("identity", {}), self._identity)
+        if changed and not allow_changes:
+            raise StoreError(
+                listed(f"{resume} was another training in", "point", changed)
+                + "; resume it as it was, or allow the changes (allow_changes=True, --allow-changes)"
+            )
+        rig = self._rig
+        if plan is None:
+            rig.use(Plan.from_dict(checkpoint.facts["plan"]))
+        loop = import_state(rig, checkpoint.files)
+        self._history, self._best, self._since_best = loop["history"], loop["best"], loop["since_best"]
+        self._best_weights = loop["best_weights"]
+        self._before_s, self._train_before_s = loop["elapsed_s"], loop["train_s"]
+        rig.ledger = Ledger.from_lines(loop["ledger"])
+        why = "; ".join([*damaged, *changed])
+        rig.ledger.record(
+            Entry(step=rig.steps, what=f"resumed at step {rig.steps}", outcome="chosen", plan=rig.plan, why=why)
+        )
+        # Lines of steps that were lost with the crash are taken back: those steps come again.
+        self._folder.write_metrics(self._history)
+        self._folder.write_ledger(rig.ledger)
+        self._say_banner()
+        self._tell(f"resumed at step {rig.steps:,}, epoch {rig.place.epoch + 1}")
+
+    def _take(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._lock = RunLock(folder.path)
+        self._checkpoints = Checkpoints(folder.path / "checkpoints")
+        self._saver = Saver(self._checkpoints, self._save_every, self._tell_problem)
+
+    def _say_banner(self) -> None:
+        for line in banner(self._job, self._rig, self._course, self._total, self._folder.path):
+            self._tell(line)
+
+    def close(self) -> None:
+        """Let go of workers, view and lock, however it ended."""
+        self._rig.close()
+        self._view.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    # --- training ----------------------------------------------------------------------------------
 
     def run(self) -> Run:
         """Train to the end."""
-        self._begin()
+        self._loop_s = time.perf_counter()
+        self._pace = Pace(self._total, self._rig.steps, self._rig.samples)
         try:
-            stopped = self._steps()
+            with StopRequest() as stop:
+                stopped = self._steps(stop)
+                if self._save_every != 0:
+                    self._save(wait=True)
+            if stop.signal is not None:
+                self._tell(f"stopped by {stop.signal.name}; go on with: hotlap resume {self._folder.path}")
+                stop.obey()
         finally:
-            self._rig.close()
-            self._view.close()
+            self._saver.finish()
         return self._finish(stopped)
 
-    def _begin(self) -> None:
-        self._folder.write_plan(self._rig.plan)
-        self._folder.write_ledger(self._rig.ledger)
-        self._folder.write_environment({**machine.environment(), "job": describe(self._job)})
-        for line in banner(self._job, self._rig, self._course, self._total, self._folder):
-            self._view.say(line)
-        self._loop_s = time.perf_counter()
-
-    def _steps(self) -> str:
-        job, rig, clock = self._job, self._rig, time.perf_counter
+    def _steps(self, stop: StopRequest) -> str:
+        job, rig, saver, clock = self._job, self._rig, self._saver, time.perf_counter
         every_s = self._view.every_s
         next_s = clock() + every_s
-        rig.model.train()
+        early = f"early: no better {job.monitor} in {job.patience} evaluations"
+        if job.patience is not None and self._since_best >= job.patience:
+            return early
         for window in rig.windows(epochs=job.epochs, steps=job.steps):
             rig.step(window)
             if clock() >= next_s:
                 self._show()
                 next_s = clock() + every_s
             if self._is_record_due() and self._record():
-                return f"early: no better {job.monitor} in {job.patience} evaluations"
+                return early
+            if stop.signal is not None:
+                return "on a signal"
+            if saver.due(rig.steps):
+                self._save()
         if not self._history or self._history[-1]["step"] != rig.steps:
             self._record()
         return "after all epochs" if job.epochs is not None else "after all steps"
+
+    def _save(self, *, wait: bool = False) -> None:
+        rig, now = self._rig, time.perf_counter()
+        loop = {
+            "history": self._history,
+            "best": self._best,
+            "best_weights": self._best_weights,
+            "since_best": self._since_best,
+            "ledger": rig.ledger.to_lines(),
+            "elapsed_s": self._elapsed(now),
+            "train_s": self._trained(now),
+        }
+        facts = {"identity": self._identity, "plan": rig.plan.to_dict(), "versions": self._versions}
+        self._saver.save(rig.steps, lambda: export_state(rig, loop), facts, wait=wait)
+
+    def _elapsed(self, now: float) -> float:
+        return self._before_s + now - self._start_s
+
+    def _trained(self, now: float) -> float:
+        begun = getattr(self, "_loop_s", now)
+        return self._train_before_s + now - begun - self._aside_s
 
     def _is_record_due(self) -> bool:
         every = self._job.eval_every
@@ -156,10 +282,13 @@ class _Training:
             scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
             record |= {("valid_loss" if name == "loss" else name): value for name, value in scores.items()}
             rig.schedule.evaluated(scores[job.monitor])
-        record["elapsed_s"] = time.perf_counter() - self._start_s
+        record["elapsed_s"] = self._elapsed(time.perf_counter())
         self._history.append(record)
-        self._folder.add_metrics(record)
-        self._view.say(_told(record))
+        try:
+            self._folder.add_metrics(record)
+        except StoreError as error:
+            self._tell_problem(f"metrics.jsonl lacks step {rig.steps}: {error}; training goes on")
+        self._tell(told(record))
         self._warn_of_nonfinite(record)
         stop = self._judge(record)
         spent = time.perf_counter() - aside
@@ -186,7 +315,16 @@ class _Training:
         rig = self._rig
         why = f"the training loss is {record['train_loss']} at step {rig.steps}"
         rig.ledger.record(Entry(step=rig.steps, what="loss not finite", outcome="fault", plan=rig.plan, why=why))
-        self._view.say(f"warning: {why}; try a smaller learning rate, clip=1.0, precision fp32, or skip_nonfinite=True")
+        self._tell(f"warning: {why}; try a smaller learning rate, clip=1.0, precision fp32, or skip_nonfinite=True")
+
+    def _tell(self, line: str) -> None:
+        self._view.say(line)
+
+    def _tell_problem(self, line: str) -> None:
+        self._problems.append(line)
+        self._tell(f"warning: {line}")
+
+    # --- the end -----------------------------------------------------------------------------------
 
     def _finish(self, stopped: str) -> Run:
         rig, ended_s = self._rig, time.perf_counter()
@@ -196,10 +334,14 @@ class _Training:
             with torch.no_grad():
                 for name, tensor in _tensors(rig.model).items():
                     tensor.copy_(self._best_weights[name])
-        self._folder.write_plan(rig.plan)
-        self._folder.write_ledger(rig.ledger)
-        self._folder.write_model(rig.model)
-        self._folder.write_artefacts()
+        try:
+            self._folder.write_plan(rig.plan)
+            self._folder.write_ledger(rig.ledger)
+            self._folder.write_model(rig.model)
+            self._folder.write_artefacts()
+        except StoreError as error:
+            # The model is in memory: whoever called can still save it elsewhere.
+            self._tell_problem(f"{error}; the trained model is in the Run that fit returns")
         return Run(
             model=rig.model,
             plan=rig.plan,
@@ -209,46 +351,13 @@ class _Training:
             steps=rig.steps,
             updates=rig.updates,
             samples=rig.samples,
-            train_s=ended_s - self._loop_s - self._aside_s,
-            total_s=time.perf_counter() - self._start_s,
+            train_s=self._trained(ended_s),
+            total_s=self._elapsed(time.perf_counter()),
+            saving_s=self._saver.spent_s,
             stopped=stopped,
+            problems=tuple(self._problems),
             folder=self._folder,
         )
-
-
-def banner(job: Job, rig: Rig, course: Course, total: int, folder: RunFolder) -> list[str]:
-    """The settings in force, before the first step."""
-    trained = sum(p.numel() for p in rig.model.parameters() if p.requires_grad)
-    device = (
-        torch.cuda.get_device_name(rig.device)
-        if rig.device.type == "cuda"
-        else f"{torch.get_num_threads()} CPU threads"
-    )
-    batch = f"batch {course.batch_size}"
-    if job.accumulate > 1:
-        batch += f" × {job.accumulate} accumulated = {course.batch_size * job.accumulate} per update"
-    length = f"{job.epochs} epochs = {total:,} updates" if job.epochs is not None else f"{total:,} updates"
-    return [
-        f"hotlap {__version__} on {device}, torch {torch.__version__}",
-        f"model  {type(job.model).__name__}, {trained:,} parameters in training",
-        f"data   {len(course.source):,} samples, {batch}, {length}",
-        f"plan   {rig.plan}",
-        f"run    {folder.path}",
-    ]
-
-
-def describe(job: Job) -> dict[str, Any]:
-    """The job's settings as JSON holds them; objects by the name of their class."""
-    plain = (int, float, str, bool, type(None))
-    return {
-        name: value if isinstance(value, plain) else getattr(value, "__qualname__", type(value).__name__)
-        for name, value in vars(job).items()
-    }
-
-
-def _told(record: dict[str, Any]) -> str:
-    rest = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "epoch", "samples", "elapsed_s")]
-    return " · ".join([f"epoch {record['epoch']}, step {record['step']:,}", *rest])
 
 
 def _better(new: float, old: float, higher: bool) -> bool:

@@ -23,10 +23,10 @@ class Reading:
 class Pace:
     """Turns counts of steps and samples into rates; the clock stands still during `pause`."""
 
-    def __init__(self, total_steps: int | None) -> None:
+    def __init__(self, total_steps: int | None, step: int = 0, samples: int = 0) -> None:
         self._total = total_steps
         self._start_s = self._last_s = time.perf_counter()
-        self._last_step = self._last_samples = 0
+        self._last_step, self._last_samples = step, samples
         self._steps_per_s = self._samples_per_s = 0.0
         self._paused_s = 0.0
 

@@ -37,8 +37,12 @@ class Run:
     """Seconds spent on training steps."""
     total_s: float
     """Seconds from start to end, all included."""
+    saving_s: float
+    """Seconds that training stood still for checkpoints."""
     stopped: str
     """Why it ended."""
+    problems: tuple[str, ...] = ()
+    """What went wrong without ending it: a file that could not be written, for one."""
     folder: RunFolder
 
     @property
@@ -60,6 +64,8 @@ class Run:
             "samples": self.samples,
             "train_s": self.train_s,
             "total_s": self.total_s,
+            "saving_s": self.saving_s,
+            "problems": list(self.problems),
             "best": self.best,
             "plan": self.plan.to_dict(),
             "artefacts": [vars(artefact) for artefact in self.artefacts()],
@@ -79,6 +85,7 @@ class Run:
             f"ended     {self.stopped}, {show_seconds(self.total_s)} in all",
             f"score     {' · '.join(f'{name} {value:.4g}' for name, value in judged.items() if value is not None)}"
             f" (epoch {self.best['epoch']}, step {self.best['step']:,})",
+            *(f"problem   {problem}" for problem in self.problems),
             f"run       {self.path}",
         ]
         lines += [f"          {show_bytes(a.bytes):>9}  {a.name:<18} {a.what}" for a in self.artefacts()]

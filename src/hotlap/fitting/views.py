@@ -29,13 +29,15 @@ class View(Protocol):
 
 
 def open_view(wanted: bool = True, stream: TextIO | None = None) -> View:
-    """The view that fits where the output goes; HOTLAP_PROGRESS=off|lines overrides it."""
+    """The view that fits where the output goes (stderr, or the cell); HOTLAP_PROGRESS=off|lines overrides it."""
+    anywhere = stream is None
     stream = stream or sys.stderr
-    asked = os.environ.get("HOTLAP_PROGRESS", "")
-    if not wanted or asked == "off":
+    asked = os.environ.get("HOTLAP_PROGRESS", "").strip().lower()
+    # Without a console, as under pythonw, there is no stderr.
+    if not wanted or asked == "off" or stream is None:
         return Silence()
     if asked != "lines":
-        if _in_notebook():
+        if anywhere and _in_notebook():
             return NotebookView()
         if stream.isatty() and os.environ.get("TERM") != "dumb":
             return TerminalView(stream)
@@ -108,9 +110,12 @@ class TerminalView:
 
         self._bar = Progress(
             BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             console=Console(file=stream),
             transient=True,
+            # What the user prints goes above the bar, but only where both are the same terminal:
+            # results sent to a file belong there and not on stderr.
+            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
             # Refreshed by `show` alone: a thread that redraws takes time from small steps.
             auto_refresh=False,
         )
@@ -119,7 +124,7 @@ class TerminalView:
 
     def say(self, line: str) -> None:
         """Print the line above the bar."""
-        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def show(self, reading: Reading) -> None:
         """Move the bar."""
@@ -147,25 +152,29 @@ class NotebookView:
         self._display: Any = display
         self._handle: Any = None
         self._lines: list[str] = []
+        self._bar = ""
 
     def say(self, line: str) -> None:
         """Keep the line above the bar."""
         self._lines.append(line)
-        self._draw("")
+        self._draw()
 
     def show(self, reading: Reading) -> None:
         """Change the bar."""
         done = reading.step / reading.total_steps if reading.total_steps else 0.0
         bar = f'<progress value="{done:.4f}" max="1" style="width:16em"></progress> '
-        self._draw(bar + html.escape(status(reading)))
+        self._bar = bar + html.escape(status(reading))
+        self._draw()
 
     def close(self) -> None:
         """Take the bar away and leave the lines."""
-        self._draw("")
+        if self._bar:
+            self._bar = ""
+            self._draw()
 
-    def _draw(self, bar: str) -> None:
-        text = "".join(html.escape(line) + "\n" for line in self._lines)
-        page = {"text/html": f"<pre>{text}</pre>{bar}", "text/plain": text}
+    def _draw(self) -> None:
+        text = "".join(line + "\n" for line in self._lines)
+        page = {"text/html": f"<pre>{html.escape(text)}</pre>{self._bar}", "text/plain": text}
         if self._handle is None:
             self._handle = self._display(page, raw=True, display_id=True)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from hotlap.core.errors import StoreError
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a new file beside `path`, sync it, and give it the name in one step."""
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
         os.close(handle)
         temporary = Path(name)
         try:
@@ -22,10 +23,14 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
             temporary.chmod(0o666 & ~_umask())
             _sync(temporary)
             temporary.replace(path)
-            _sync(path.parent)
+            # Some network file systems cannot sync a folder; the file is in its place all the same.
+            with contextlib.suppress(OSError):
+                _sync(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -36,9 +41,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; a clear error where it cannot be read as text."""
+    """The text of a file, without the mark that some editors put before it; a clear error where it is no text."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise StoreError(f"cannot read {path}: it is not a text file") from None
     except OSError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -11,9 +13,12 @@ from typing import Any, Self
 
 from torch import nn
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import HotlapError, StoreError
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
+from hotlap.core.units import MIB, show_bytes
+from hotlap.store.disk import read_small
+from hotlap.store.encoding import from_json
 from hotlap.store.files import append_line, read_text, write_text
 from hotlap.store.plans import load_plan, save_plan
 from hotlap.store.weights import save_weights
@@ -24,7 +29,9 @@ ABOUT = {
     "metrics.jsonl": "loss and metrics, a line an evaluation",
     "environment.json": "machine, versions and settings",
     "model.safetensors": "trained weights, for plain PyTorch",
+    "started.json": "how it was started",
     "artefacts.json": "this list",
+    "checkpoints/": "to go on from: hotlap resume",
 }
 
 
@@ -46,13 +53,17 @@ class RunFolder:
     @classmethod
     def create(cls, path: str | Path | None, name: str = "run") -> Self:
         """A new folder; one that holds files already is refused, so that nothing is overwritten."""
-        wanted = Path(path) if path is not None else _fresh(Path("runs"), name)
-        if wanted.exists() and not wanted.is_dir():
-            raise StoreError(f"cannot use {wanted} as a run folder: it is a file; name a new folder")
-        if wanted.is_dir() and any(wanted.iterdir()):
-            raise StoreError(f"the run folder {wanted} holds files already; name a new one or remove it")
+        if path is None:
+            return cls(_fresh(Path("runs"), name))
+        wanted = Path(path)
         try:
+            if wanted.exists() and not wanted.is_dir():
+                raise StoreError(f"cannot use {wanted} as a run folder: it is a file; name a new folder")
+            if wanted.is_dir() and any(wanted.iterdir()):
+                raise StoreError(f"the run folder {wanted} holds files already; name a new one or remove it")
             wanted.mkdir(parents=True, exist_ok=True)
+        except StoreError:
+            raise
         except OSError as error:
             raise StoreError(f"cannot make the run folder {wanted}: {error.strerror or error}") from error
         return cls(wanted)
@@ -78,30 +89,75 @@ class RunFolder:
 
     def read_ledger(self) -> Ledger:
         """Every change of plan of the run."""
-        return Ledger.from_lines(read_text(self.path / "ledger.jsonl"))
+        file = self.path / "ledger.jsonl"
+        text = read_text(file)
+        try:
+            return Ledger.from_lines(text)
+        except HotlapError as error:
+            raise StoreError(f"{file}: {error}") from None
 
     def add_metrics(self, record: dict[str, Any]) -> None:
         """Add a line to `metrics.jsonl`."""
-        # JSON has no NaN: a number that is none is stored as null.
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        append_line(self.path / "metrics.jsonl", json.dumps(finite))
+        append_line(self.path / "metrics.jsonl", json.dumps(_finite(record)))
+
+    def write_metrics(self, records: list[dict[str, Any]]) -> None:
+        """Replace `metrics.jsonl` by these lines."""
+        lines = "".join(json.dumps(_finite(record)) + "\n" for record in records)
+        write_text(self.path / "metrics.jsonl", lines)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines of `metrics.jsonl`."""
-        return [json.loads(line) for line in read_text(self.path / "metrics.jsonl").splitlines()]
+        """All lines of `metrics.jsonl`; a last one that a crash cut short is left out."""
+        file = self.path / "metrics.jsonl"
+        # What follows the last line end was cut short: a whole line ends with it.
+        *lines, _ = read_text(file).split("\n")
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(json.loads(line))
+            except (ValueError, RecursionError):
+                raise StoreError(f"{file}: line {number} is no JSON") from None
+        return records
 
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write `environment.json`."""
-        write_text(self.path / "environment.json", json.dumps(facts, indent=2) + "\n")
+        write_text(self.path / "environment.json", json.dumps(_finite(facts), indent=2) + "\n")
+
+    def write_started(self, record: dict[str, Any]) -> None:
+        """Write `started.json`."""
+        write_text(self.path / "started.json", json.dumps(record, indent=2) + "\n")
+
+    def read_started(self) -> dict[str, Any]:
+        """How the run was started."""
+        name = "started.json"
+        record = from_json(read_small(self.path / name, MIB), name)
+        if not isinstance(record, dict):
+            raise StoreError(f"{self.path / name} is not a record of a start")
+        return record
+
+    def check_room(self, need_bytes: int) -> None:
+        """Raise StoreError where the disk has less room than `need_bytes`."""
+        free = shutil.disk_usage(self.path).free
+        if free < need_bytes:
+            raise StoreError(
+                f"checkpoints in {self.path} need {show_bytes(need_bytes)} and the disk has {show_bytes(free)} free; "
+                "make room, name another folder, or keep none (save_every=0)"
+            )
 
     def write_model(self, model: nn.Module) -> None:
         """Write `model.safetensors`."""
         save_weights(model, self.path / "model.safetensors", {"format": "pt", "written_by": "hotlap"})
 
     def artefacts(self) -> list[Artefact]:
-        """The files that are here, with their sizes."""
-        files = sorted(file for file in self.path.iterdir() if file.is_file())
-        return [Artefact(name=f.name, bytes=f.stat().st_size, what=ABOUT.get(f.name, "")) for f in files]
+        """The files that are here, with their sizes; hidden ones, as a crash may leave, do not count."""
+        try:
+            here = sorted(f for f in self.path.iterdir() if not f.name.startswith(".") and f.name != "lock")
+            sizes = {f.name: f.stat().st_size for f in here if f.is_file()}
+            kept = [f.stat().st_size for f in (self.path / "checkpoints").glob("step-*/*")]
+            if kept:
+                sizes["checkpoints/"] = sum(kept)
+            return [Artefact(name=name, bytes=size, what=ABOUT.get(name, "")) for name, size in sizes.items()]
+        except OSError as error:
+            raise StoreError(f"cannot read {self.path}: {error.strerror or error}") from error
 
     def write_artefacts(self) -> None:
         """Write `artefacts.json`: the files with sizes, but for the list itself."""
@@ -110,10 +166,26 @@ class RunFolder:
 
 
 def _fresh(parent: Path, name: str) -> Path:
+    """Make a folder that nobody else has, not even a run that starts at the same moment."""
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    path = parent / f"{name}-{stamp}"
-    number = 2
-    while path.exists():
-        path = parent / f"{name}-{stamp}-{number}"
-        number += 1
-    return path
+    for number in itertools.count(1):
+        path = parent / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not parent.is_dir():  # a file of that name, which no number gets around
+                raise StoreError(f"cannot make the run folder {path}: {parent} is a file") from None
+        except OSError as error:
+            raise StoreError(f"cannot make the run folder {path}: {error.strerror or error}") from error
+        else:
+            return path
+    raise AssertionError("numbers never end")
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for numbers that are none: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,42 @@
+"""What a training says of itself: its settings before it begins, its figures as they come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotlap import __version__
+from hotlap.core.job import Job
+from hotlap.data.course import Course
+from hotlap.engine.rig import Rig
+
+
+def banner(job: Job, rig: Rig, course: Course, total: int, folder: Path) -> list[str]:
+    """The settings in force, before the first step."""
+    trained = sum(p.numel() for p in rig.model.parameters() if p.requires_grad)
+    device = (
+        torch.cuda.get_device_name(rig.device)
+        if rig.device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
+    batch = f"batch {course.batch_size}"
+    if job.accumulate > 1:
+        batch += f" × {job.accumulate} accumulated = {course.batch_size * job.accumulate} per update"
+    length = f"{job.epochs} epochs = {total:,} updates" if job.epochs is not None else f"{total:,} updates"
+    return [
+        f"hotlap {__version__} on {device}, torch {torch.__version__}",
+        f"model  {type(job.model).__name__}, {trained:,} parameters in training",
+        f"data   {len(course.source):,} samples, {batch}, {length}",
+        f"plan   {rig.plan}",
+        f"run    {folder}",
+    ]
+
+
+def told(record: dict[str, Any]) -> str:
+    """An evaluation in one line."""
+    names = {"train_loss": "train", "valid_loss": "valid"}
+    aside = ("step", "epoch", "samples", "elapsed_s", "lr")
+    rest = [f"{names.get(name, name)} {value:.4g}" for name, value in record.items() if name not in aside]
+    return " · ".join([f"epoch {record['epoch']} · step {record['step']:,}", *rest, f"lr {record['lr']:.2g}"])

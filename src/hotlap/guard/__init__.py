@@ -1,0 +1,1 @@
+"""Nothing is lost: saving and resuming a training, stopping it on a signal, knowing it again."""

@@ -1,0 +1,45 @@
+"""Stopping on SIGTERM or SIGINT: a flag is set, the step is finished, the training is saved, and only then it ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+WATCHED = (signal.SIGINT, signal.SIGTERM)
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class StopRequest:
+    """Inside, SIGINT and SIGTERM only set `signal`; outside, they act as before.
+
+    In a thread other than the main one nothing is changed: Python delivers signals to the main one alone.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {watched: signal.signal(watched, self._note) for watched in WATCHED}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for watched, handler in self._before.items():
+            signal.signal(watched, handler if handler is not None else signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # The first one names the exit code; a second while saving changes nothing.
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+
+    def obey(self) -> None:
+        """End as the signal would have ended it: KeyboardInterrupt, or exit code 143."""
+        if self.signal is signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal is not None:
+            raise SystemExit(EXIT_CODES[self.signal])

@@ -1,0 +1,73 @@
+"""Tensors as safetensors files: written piece by piece, read only where every byte is accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from hotlap.core.errors import StoreError
+from hotlap.store.disk import Piece
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+def tensor_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[Piece]:
+    """The bytes of a safetensors file, tensor after tensor, without a second copy of them all.
+
+    The library writes a file by itself or as one block of bytes; here every byte is hashed on its way.
+    """
+    header: dict[str, object] = {"__metadata__": dict(about)} if about else {}
+    start = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise StoreError(f"{name} has dtype {tensor.dtype}, which safetensors cannot hold")
+        end = start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for tensor in tensors.values():
+        if tensor.numel():
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            yield flat.numpy().data
+
+
+def tensors_from(content: bytes, name: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; StoreError where it is anything else."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return load(content)
+    except (SafetensorError, ValueError, KeyError, RuntimeError, OverflowError) as error:
+        raise StoreError(f"{name} is {kind_of(content)}: {str(error).splitlines()[0]}") from None
+
+
+def kind_of(content: bytes) -> str:
+    """What a file that is no safetensors file seems to be, in words that say what to do."""
+    if content[:2] == b"PK":
+        return "a zip, as torch.save writes them, not safetensors; files that can hold code are never opened"
+    if content[:1] == b"\x80" or b"\x80\x02" in content[:64] or content[:2] in (b"(d", b"(l", b"c_"):
+        return "a pickle, which can run code when opened, not safetensors"
+    return "not a good safetensors file"
