@@ -34,6 +34,7 @@ PUBLIC = {
     "__version__",
     "fit",
     "load_plan",
+    "load_weights",
     "save_plan",
 }
 HEAVY = ("torch", "numpy", "rich", "jinja2", "asyncio")

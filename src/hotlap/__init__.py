@@ -29,6 +29,7 @@ _HOME = {
     "TrainingError": "hotlap.core.errors",
     "fit": "hotlap.fitting.loop",
     "load_plan": "hotlap.store.plans",
+    "load_weights": "hotlap.store.loading",
     "save_plan": "hotlap.store.plans",
 }
 """Where each public name lives."""

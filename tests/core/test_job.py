@@ -137,8 +137,7 @@ def test_a_dataloader_brings_its_own_batch_size(loader):
         {"optimizer": functools.partial(torch.optim.SGD, lr=0.1)},
         {"schedule": lambda optimizer: StepLR(optimizer, 1)},
         {"schedule": lambda optimizer, updates: StepLR(optimizer, updates)},
-        {"schedule": StepLR},
-        {"schedule": ReduceLROnPlateau, "valid": DATA},
+        {"schedule": lambda o: ReduceLROnPlateau(o), "valid": DATA},
         {"order": "shuffled"},
         {"order": "as given"},
         {"order": RandomSampler(X)},
@@ -445,8 +444,8 @@ def test_a_loss_that_cannot_be_called_is_refused(loss, problem):
         (0.1, "optimizer must be a torch optimizer or a function of the parameters, not float 0.1"),
         (torch.optim.SGD([nn.Parameter(X)]), "optimizer holds no parameter of this model; it was made for another one"),
         (lambda: 1, "optimizer is a function that cannot be called with the parameters alone"),
-        (torch.optim.LBFGS, "optimizer is torch.optim.LBFGS, which evaluates the loss several times an update"),
-        (functools.partial(torch.optim.LBFGS, lr=1), "optimizer is torch.optim.LBFGS"),
+        (torch.optim.LBFGS, "optimizer is LBFGS, which evaluates the loss several times an update"),
+        (functools.partial(torch.optim.LBFGS, lr=1), "optimizer is LBFGS"),
     ],
 )
 def test_an_optimizer_that_will_not_do_is_refused(optimizer, problem):
@@ -486,7 +485,18 @@ def test_a_plateau_schedule_needs_validation_data():
     optimizer = torch.optim.SGD(model.parameters())
     told = "schedule is ReduceLROnPlateau, which needs validation data: give valid="
     assert only_problem_of(model=model, optimizer=optimizer, schedule=ReduceLROnPlateau(optimizer)) == told
-    assert only_problem_of(schedule=ReduceLROnPlateau) == told
+
+
+def test_a_plateau_schedule_waits_the_way_the_watched_score_moves():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    watched = {"model": model, "optimizer": optimizer, "valid": DATA, "metrics": ["accuracy"], "monitor": "accuracy"}
+    assert "give mode='max'" in only_problem_of(schedule=ReduceLROnPlateau(optimizer), **watched)
+    Job(**settings(**watched, schedule=ReduceLROnPlateau(optimizer, mode="max")))
+
+
+def test_a_schedule_given_as_a_class_is_refused():
+    assert "schedule is the class StepLR; give a function" in only_problem_of(schedule=StepLR)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", 0.1, lambda: 1, lambda a, b, c: 1])

@@ -1,5 +1,6 @@
 from collections import OrderedDict, namedtuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,20 @@ def test_a_batch_that_is_there_already_is_not_copied():
 
 
 @pytest.mark.parametrize("batch", ["words", (), {"a": 1}, torch.tensor(1.0)])
-def test_a_batch_without_samples_to_count_is_an_error(batch):
-    with pytest.raises(DataError, match="cannot count"):
-        count_samples(batch)
+def test_a_batch_without_samples_to_count_cannot_be_cut(batch):
+    assert count_samples(batch) is None
+    with pytest.raises(DataError, match="cannot be cut into micro-batches"):
+        cut(batch, 2)
+
+
+def test_samples_are_counted_by_the_first_tensor_that_has_a_first_dimension():
+    assert count_samples({"scale": torch.tensor(2.0), "x": [torch.zeros(7, 2)]}) == 7
+    assert count_samples(("words", np.zeros((3, 2)))) == 3
+
+
+def test_lists_with_an_entry_a_sample_are_cut_and_what_has_another_length_goes_along_whole():
+    batch = {"x": torch.arange(6), "names": list("abcdef"), "weights": torch.ones(3), "boxes": [[1], [2]]}
+    pieces, sizes = cut(batch, 4)
+    assert sizes == [3, 3]
+    assert [piece["names"] for piece in pieces] == [["a", "b", "c"], ["d", "e", "f"]]
+    assert all(len(piece["weights"]) == 3 and piece["boxes"] == [[1], [2]] for piece in pieces)

@@ -1,12 +1,21 @@
 """Contract of every feed: the same samples in the same order, with the same randomness."""
 
+import itertools
 import random
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from hotlap.core.errors import DataError, PlanError
 from hotlap.core.job import Job
@@ -246,8 +255,111 @@ def test_workers_from_the_environment_are_used_where_the_job_says_nothing_and_th
     assert training_course(job_with((X, Y), batch_size=4), workers=2).feed == Feed(kind="gather")
 
 
-def test_evaluation_sees_all_samples_once_in_their_own_order_whatever_the_loader_says():
-    loader = DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True, drop_last=True)
-    course = evaluation_course(loader, batch_size=8)
+def indices_of(course):
     epoch = course.order.epoch(0)
-    assert [int(i) for w in range(len(epoch)) for p in epoch.pieces(w, None) for i in p] == list(range(20))
+    return [int(i) for w in range(len(epoch)) for p in epoch.pieces(w, None) for i in p]
+
+
+def test_evaluation_sees_all_samples_once_in_their_own_order_though_the_loader_shuffles():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True)
+    assert indices_of(evaluation_course(loader, batch_size=8)) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (DataLoader(TensorDataset(X, Y), sampler=SubsetRandomSampler([3, 7, 9]), batch_size=2), {3, 7, 9}),
+        (DataLoader(TensorDataset(X, Y), batch_sampler=[[1, 2], [5]]), {1, 2, 5}),
+        (DataLoader(TensorDataset(X, Y), batch_size=6, drop_last=True), set(range(18))),
+        (DataLoader(TensorDataset(X, Y), sampler=[4, -1], batch_size=2), {4, 19}),
+    ],
+    ids=["sampler", "batch sampler", "drop_last", "from the end"],
+)
+def test_evaluation_sees_just_the_samples_that_the_loader_gives(loader, expected):
+    assert set(indices_of(evaluation_course(loader, batch_size=8))) == expected
+
+
+def test_a_sample_drawn_twice_in_an_epoch_is_augmented_anew_each_time():
+    loader = DataLoader(Augmenting(), sampler=[4, 4, 4, 9], batch_size=2)
+    course = training_course(job_with(loader))
+    epoch = course.order.epoch(0)
+    tickets = [p for w in range(len(epoch)) for p in epoch.pieces(w, None, tickets=True)]
+    assert [int(t) for piece in tickets for t in piece] == [4, 24, 44, 9]
+    rows = torch.cat([course.source.fetch(piece.tolist(), 0, 0) for piece in tickets])
+    assert rows[:, 0].tolist() == [4, 4, 4, 9]
+    assert len(rows[:3, 1].unique()) == 3
+
+
+def test_a_sampler_is_drawn_once_an_epoch():
+    class Counting:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter([self.passes] * 4)
+
+        def __len__(self):
+            return 4
+
+    course = training_course(job_with(DataLoader(TensorDataset(X, Y), sampler=Counting(), batch_size=2)))
+    assert [indices_of(course) for _ in range(3)] == [[1] * 4] * 3
+
+
+def test_a_sampler_without_an_end_is_used_for_as_long_as_it_says_it_is():
+    class Endless:
+        def __iter__(self):
+            return itertools.repeat(5)
+
+        def __len__(self):
+            return 6
+
+    assert (
+        indices_of(training_course(job_with(DataLoader(TensorDataset(X, Y), sampler=Endless(), batch_size=2))))
+        == [5] * 6
+    )
+
+
+def test_a_samplers_own_generator_is_left_as_it_was():
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    loader = DataLoader(
+        TensorDataset(X, Y), sampler=RandomSampler(Y, replacement=True, generator=generator), batch_size=2
+    )
+    indices_of(training_course(job_with(loader)))
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("order", [[[1, 2]], [20], [-21], ["a"]])
+def test_an_order_that_leads_nowhere_is_an_error(order):
+    with pytest.raises(DataError, match="the sampler gave"):
+        training_course(job_with((X, Y), batch_size=2, order=order)).order.epoch(0)
+
+
+def test_a_tuple_in_a_dataloader_is_samples_as_torch_takes_it():
+    samples = tuple(torch.full((3,), float(i)) for i in range(5))
+    course = training_course(job_with(DataLoader(samples, batch_size=2)))
+    assert len(course.source) == 5
+    assert course.source.fetch([1, 2], 0, 0).tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+def test_a_subset_may_count_from_the_end():
+    source = as_source(Subset(TensorDataset(X, Y), [-1, 0]))
+    assert source.gather(torch.tensor([0, 1]))[1].tolist() == [19, 0]
+    assert source.fetch([0, 1], 0, 0)[1].tolist() == [19, 0]
+
+
+def test_a_dataset_that_draws_nothing_is_read_once():
+    class Read(Dataset):
+        reads = 0
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            Read.reads += 1
+            return torch.tensor(index)
+
+    source = as_source(Read())
+    for _ in range(3):
+        source.fetch([0, 1], 0, 0)
+    assert Read.reads == 6

@@ -1,14 +1,16 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from hotlap.core.errors import TrainingError
 from hotlap.engine.metrics import make_metrics
 
 
-def over_batches(wanted, output, target, size):
-    metrics = make_metrics(wanted)
+def over_batches(wanted, output, target, size, loss=None):
+    metrics = make_metrics(wanted, loss)
     for o, t in zip(output.split(size), target.split(size), strict=True):
         for metric in metrics.values():
             metric.add(o, t, len(t))
@@ -96,3 +98,52 @@ def test_what_cannot_be_compared_is_an_error_with_both_shapes():
         over_batches(["mae"], torch.zeros(4, 3), torch.zeros(4), 4)
     with pytest.raises(TrainingError, match="metric 'mine' returned str"):
         over_batches({"mine": lambda o, t: "good"}, torch.zeros(4), torch.zeros(4), 4)
+
+
+def test_probabilities_are_told_from_logits_by_the_loss():
+    output, target = torch.tensor([0.2, 0.9, 0.4]), torch.tensor([0.0, 1.0, 1.0])
+    assert over_batches(["accuracy"], output, target, 2, nn.BCELoss())["accuracy"] == pytest.approx(2 / 3)
+    assert over_batches(["accuracy"], output, target, 2, nn.BCEWithLogitsLoss())["accuracy"] == pytest.approx(2 / 3)
+    assert over_batches(["accuracy"], output - 0.5, target, 2, nn.BCEWithLogitsLoss())["accuracy"] == pytest.approx(
+        2 / 3
+    )
+    assert over_batches(["accuracy"], output, 1 - target, 2, nn.BCELoss())["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_one_hot_targets_are_classes_to_cross_entropy_and_answers_to_binary_losses():
+    output = torch.tensor([[2.0, 1.0, -1.0], [0.0, 3.0, 1.0]])
+    target = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    assert over_batches(["accuracy"], output, target, 1, nn.CrossEntropyLoss())["accuracy"] == pytest.approx(0.5)
+    assert over_batches(["accuracy"], output, target, 1, nn.BCEWithLogitsLoss())["accuracy"] == pytest.approx(4 / 6)
+    with pytest.raises(TrainingError, match="one-hot classes or several yes-or-no"):
+        over_batches(["accuracy"], output, target, 1)
+
+
+def test_what_the_loss_ignores_the_metrics_ignore():
+    output, target = torch.eye(3)[[0, 1, 2]], torch.tensor([0, 1, 1])
+    assert over_batches(["accuracy"], output, target, 3, nn.CrossEntropyLoss(ignore_index=0))[
+        "accuracy"
+    ] == pytest.approx(0.5)
+
+
+def test_where_the_classes_are_is_found_or_refused():
+    output = torch.zeros(2, 5, 4)
+    output[..., 3] = 1
+    target = torch.full((2, 5), 3)
+    assert over_batches(["accuracy"], output, target, 1)["accuracy"] == 1.0
+    with pytest.raises(TrainingError, match="dimension 1 or in the last"):
+        over_batches(["accuracy"], torch.zeros(2, 4, 4), torch.zeros(2, 4).long(), 1)
+    assert (
+        over_batches(["accuracy"], torch.zeros(2, 4, 4), torch.zeros(2, 4).long(), 1, nn.CrossEntropyLoss())["accuracy"]
+        == 1
+    )
+
+
+@pytest.mark.parametrize("said", [np.float32(2), np.full(3, 2.0), np.int64(2)])
+def test_numbers_of_numpy_are_numbers(said):
+    assert over_batches({"mine": lambda o, t: said}, torch.zeros(3), torch.zeros(3), 3)["mine"] == pytest.approx(2)
+
+
+def test_a_list_of_two_values_is_not_a_sum_and_a_count():
+    with pytest.raises(TrainingError, match="returned list"):
+        over_batches({"mine": lambda o, t: [1.0, 2.0]}, torch.zeros(2), torch.zeros(2), 2)

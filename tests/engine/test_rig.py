@@ -6,7 +6,7 @@ from plain import class_data, gradients_of, parameters_of, small_mlp
 from torch import nn
 from torch.utils.data import Dataset
 
-from hotlap.core.errors import JobError, PlanError, TrainingError
+from hotlap.core.errors import HotlapError, JobError, PlanError, TrainingError
 from hotlap.core.plan import Plan
 from hotlap.data.order import HostRandomness
 from hotlap.engine.fused import why_not_fused
@@ -450,15 +450,15 @@ def test_the_place_names_the_window_to_come():
     for window in rig.feed(class_data(20), batch_size=10, epochs=2):
         rig.step(window)
         places.append(rig.place)
-    assert places == [Place(0, 1), Place(0, 2), Place(1, 1), Place(1, 2)]
-    assert rig.place == Place(2, 0)
+    assert places == [Place(0, 1, 1), Place(0, 2, 2), Place(1, 1, 3), Place(1, 2, 4)]
+    assert rig.place == Place(2, 0, 4)
 
 
 def test_a_number_of_steps_ends_the_feed_in_the_middle_of_an_epoch():
     rig = make_rig()
     for window in rig.feed(class_data(20), batch_size=5, steps=6):
         rig.step(window)
-    assert (rig.steps, rig.place) == (6, Place(1, 2))
+    assert (rig.steps, rig.place) == (6, Place(1, 2, 6))
 
 
 def test_mistakes_in_a_feed_are_reported_all_at_once():
@@ -470,3 +470,214 @@ def test_mistakes_in_a_feed_are_reported_all_at_once():
 def test_an_optimizer_function_that_makes_something_else_is_refused():
     with pytest.raises(JobError, match="no torch optimizer"):
         make_rig(optimizer=lambda p: list(p))
+
+
+def order_of(windows):
+    return [int(y) for window in windows for _, piece in window.pieces for y in piece]
+
+
+def test_feeding_one_epoch_at_a_time_sees_the_orders_of_as_many_epochs():
+    data = (torch.zeros(20, 5, dtype=torch.float64), torch.arange(20))
+    at_once = order_of(make_rig().feed(data, batch_size=5, epochs=3))
+    rig = make_rig()
+    assert [i for _ in range(3) for i in order_of(rig.feed(data, batch_size=5, epochs=1))] == at_once
+    assert at_once[:20] != at_once[20:40]
+
+
+def test_feeding_so_many_steps_again_gives_so_many_more():
+    rig = make_rig()
+    counts = [len(list(rig.feed(class_data(), batch_size=8, steps=7))) for _ in range(1)]
+    data = class_data()
+    counts += [len(list(rig.feed(data, batch_size=8, steps=5))) for _ in range(3)]
+    assert counts == [7, 5, 5, 5]
+
+
+def test_an_epoch_that_was_left_is_followed_by_the_next():
+    data = (torch.zeros(20, 5, dtype=torch.float64), torch.arange(20))
+    rig, whole = make_rig(), make_rig()
+    expected = order_of(whole.feed(data, batch_size=5, epochs=2))[20:]
+    next(rig.feed(data, batch_size=5, epochs=1))
+    assert order_of(rig.feed(data, batch_size=5, epochs=1)) == expected
+
+
+def test_a_second_feed_ends_the_first_with_an_error():
+    rig = make_rig()
+    first = rig.feed(class_data(), batch_size=5, epochs=1)
+    next(first)
+    next(rig.feed(class_data(), batch_size=5, epochs=1))
+    with pytest.raises(TrainingError, match="another feed was opened"):
+        next(first)
+
+
+@pytest.mark.parametrize("setting", ["clip", "schedule", "forward", "skip_nonfinite", "valid", "patience", "device"])
+def test_a_setting_that_a_feed_would_ignore_is_refused(setting):
+    with pytest.raises(JobError, match=f"{setting} is not a setting of feed"):
+        make_rig().feed(class_data(), batch_size=5, epochs=1, **{setting: 1})
+
+
+def test_workers_end_when_a_loop_is_left():
+    import multiprocessing
+
+    rig = make_rig(plan=Plan().but(kind="loader", workers=1))
+    for _ in rig.feed(class_data(), batch_size=5, epochs=1):
+        break
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"clip": -1.0}, "clip=-1.0"),
+        ({"schedule_per": "epochs"}, "did you mean 'epoch'"),
+        ({"loss": nn.functional.cross_entropy}, "torch.nn.functional"),
+        ({"optimizer": torch.optim.LBFGS}, "closure"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "made for another one"),
+        ({"schedule": torch.optim.lr_scheduler.ExponentialLR}, "the class ExponentialLR"),
+        ({"schedule": lambda optimizer, updates: None}, "how many updates"),
+    ],
+)
+def test_a_rig_checks_what_a_job_checks(settings, problem):
+    with pytest.raises(JobError, match=problem):
+        make_rig(**settings)
+    with pytest.raises(PlanError, match="load_plan"):
+        make_rig(plan="plan.toml")
+
+
+def test_a_model_handed_over_in_evaluation_mode_is_trained_in_training_mode():
+    assert make_rig(Restless().eval()).model.norm.training
+    frozen = Restless()
+    make_rig(frozen, lambda p: torch.optim.SGD([q for q in p if q.requires_grad]))
+    assert not frozen.layers[1].training
+
+
+def test_each_evaluation_scores_the_data_it_is_given():
+    rig = make_rig()
+    x, y = class_data(100)
+    scores = [rig.evaluate((x[part], y[part]))["loss"] for part in (slice(50), slice(50, None))]
+    with torch.no_grad():
+        expected = [nn.functional.cross_entropy(rig.model(x[p]), y[p]).item() for p in (slice(50), slice(50, None))]
+    assert scores == pytest.approx(expected)
+    samples = list(zip(x[:10], y[:10].tolist(), strict=True))
+    first = rig.evaluate(samples)["loss"]
+    samples += list(zip(x[10:90], y[10:90].tolist(), strict=True))
+    assert rig.evaluate(samples)["loss"] != first
+
+
+@pytest.mark.parametrize(
+    ("data", "metrics", "problem"),
+    [
+        (class_data(), ["acuracy"], "did you mean 'accuracy'"),
+        (class_data(), "accuracy", "list of names"),
+        ((torch.zeros(5, 5), torch.zeros(6)), [], "differ in length"),
+        ([torch.zeros(5, 5), torch.zeros(5)], [], "as a tuple"),
+    ],
+)
+def test_an_evaluation_that_makes_no_sense_is_refused_in_a_line(data, metrics, problem):
+    with pytest.raises(JobError, match=problem):
+        make_rig().evaluate(data, metrics)
+
+
+def test_an_evaluation_batch_whose_targets_are_all_ignored_leaves_the_loss_a_number():
+    x, _ = class_data(16)
+    y = torch.tensor([-100] * 8 + [0, 1] * 4)
+    rig = make_rig()
+    assert rig.evaluate((x, y), batch_size=8)["loss"] == pytest.approx(rig.evaluate((x, y), batch_size=16)["loss"])
+
+
+class Scaling(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output * self.scale, target)
+
+
+def test_a_losss_own_weights_are_trained_by_an_optimizer_made_from_a_function():
+    loss = Scaling()
+    make_rig(loss=loss).step(class_data())
+    assert loss.scale.item() != 1.0
+
+
+def test_clipping_covers_what_the_optimizer_does_not_hold_and_gradients_do_not_pile_up():
+    model = small_mlp()
+    rig = make_rig(model, torch.optim.SGD(model[2].parameters(), lr=0.0), clip=0.01)
+    for _ in range(3):
+        rig.step(class_data())
+        assert gradients_of(model).norm() <= 0.01 * (1 + 1e-6)
+
+
+def test_a_skipped_window_does_not_count_in_the_running_loss():
+    x, y = class_data(20)
+    x[7] = math.inf
+    rig = make_rig(skip_nonfinite=True)
+    for window in rig.feed((x, y), batch_size=5, epochs=1, order="as given"):
+        rig.step(window)
+    assert math.isfinite(rig.totals.mean())
+
+
+def test_a_pair_that_is_no_sum_and_count_is_refused():
+    def with_accuracy(model, batch):
+        output = model(batch[0])
+        return nn.functional.cross_entropy(output, batch[1]), (output.argmax(1) == batch[1]).float().mean()
+
+    with pytest.raises(TrainingError, match="not a whole number"):
+        make_rig(loss=with_accuracy).step(class_data())
+
+
+def test_what_a_plan_changes_beyond_rounding_is_told_and_kept_in_the_ledger():
+    class Wrapped(nn.Module):
+        def forward(self, output, target):
+            return nn.functional.cross_entropy(output, target, ignore_index=1)
+
+    rig = make_rig(Restless(), lambda p: torch.optim.SGD([q for q in p if q.requires_grad]), loss=Wrapped())
+    cautions = rig.cautions(Plan().but(micro_batch=2))
+    assert any("batch norms" in line for line in cautions)
+    assert any("Wrapped is taken as a mean over samples" in line for line in cautions)
+    rig.use(Plan().but(micro_batch=2))
+    assert "batch norms" in list(rig.ledger)[-1].why
+    assert make_rig().cautions(Plan().but(micro_batch=2)) == []
+
+
+def test_a_subclass_of_cross_entropy_is_weighed_as_cross_entropy_is():
+    class Mine(nn.CrossEntropyLoss):
+        pass
+
+    data = class_data(30)
+    grads = []
+    for micro in (None, 2):
+        model = small_mlp()
+        make_rig(model, loss=Mine(ignore_index=1), plan=Plan().but(micro_batch=micro)).step(data)
+        grads.append(gradients_of(model))
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "told"),
+    [
+        (
+            nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)),
+            (torch.zeros(1, 5), torch.zeros(1).long()),
+            "drop_last=True",
+        ),
+        (
+            nn.Linear(5, 3),
+            (torch.zeros(4, 5, dtype=torch.float64), torch.zeros(4).long()),
+            "float64, int64 and the model",
+        ),
+        (nn.LSTM(5, 3), (torch.zeros(4, 2, 5), torch.zeros(4).long()), "returned a tuple.*forward="),
+        (nn.Linear(5, 3), (torch.zeros(4, 5),), "a tuple of 1.*forward="),
+    ],
+)
+def test_a_mistake_that_shows_in_the_first_step_says_what_to_do(model, batch, told):
+    with pytest.raises(HotlapError, match=told):
+        make_rig(model).step(batch)
+
+
+def test_a_schedule_that_is_used_up_says_what_to_do():
+    rig = make_rig(schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=3))
+    with pytest.raises(TrainingError, match="OneCycleLR cannot go on"):
+        for _ in range(5):
+            rig.step(class_data())

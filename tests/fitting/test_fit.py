@@ -11,7 +11,7 @@ from plain import class_data, parameters_of, plain_loop, small_mlp, twins
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hotlap import Job, MachineError, Plan, PlanError, StoreError, fit, save_plan
+from hotlap import Job, JobError, MachineError, Plan, PlanError, StoreError, fit, save_plan
 
 
 def small_job(**changes):
@@ -176,6 +176,95 @@ def test_skipped_updates_are_counted_in_the_run(tmp_path):
     run = quiet(small_job(data=(x, y), skip_nonfinite=True), tmp_path)
     assert (run.steps, run.updates) == (21, 18)
     assert "skipped   3 updates" in run.summary()
+
+
+def test_choices_given_as_a_dict_change_the_users_own_plan_and_nothing_else(tmp_path):
+    model = small_mlp()
+    loader = DataLoader(TensorDataset(*class_data()), batch_size=10)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    job = small_job(model=model, data=loader, batch_size=None, optimizer=optimizer)
+    run = quiet(job, tmp_path, plan={"micro_batch": 4})
+    assert run.plan == Plan().but(kind="loader", optimizer="fused", micro_batch=4)
+    with pytest.raises(PlanError, match="did you mean 'micro_batch'"):
+        quiet(small_job(), tmp_path / "b", plan={"microbatch": 4})
+    with pytest.raises(PlanError, match="plan is a int"):
+        quiet(small_job(), tmp_path / "c", plan=4)
+
+
+def test_the_model_is_trained_in_training_mode_and_handed_back_in_the_mode_it_came_in(tmp_path):
+    seen = []
+
+    class Watching(nn.Dropout):
+        def forward(self, x):
+            seen.append(self.training)
+            return super().forward(x)
+
+    model = nn.Sequential(small_mlp(), Watching(0.5)).eval()
+    run = quiet(small_job(model=model), tmp_path)
+    assert all(seen)
+    assert not run.model.training
+
+
+def test_early_stopping_restores_the_losss_own_weights_too_and_keeps_them_in_the_run(tmp_path):
+    class Scaling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, output, target):
+            return nn.functional.cross_entropy(output * self.scale, target)
+
+    loss = Scaling()
+    kept, scores = [], iter([0.5, 0.1, 0.9])
+
+    def scripted(output, target):
+        kept.append(loss.scale.item())
+        return next(scores)
+
+    job = small_job(
+        loss=loss, valid=class_data(10), metrics={"mine": scripted}, monitor="mine", better="lower", patience=5
+    )
+    run = quiet(job, tmp_path)
+    assert loss.scale.item() == kept[1] != kept[2]
+    assert "loss.safetensors" in {artefact.name for artefact in run.artefacts()}
+
+
+def test_a_buffer_younger_than_the_best_weights_does_no_harm(tmp_path):
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small_mlp()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 15:
+                self.register_buffer("late", torch.zeros(1))
+            return self.inner(x)
+
+    scores = iter([0.1, 0.5, 0.9])
+    job = small_job(
+        model=Growing(), valid=class_data(10), metrics={"mine": lambda o, t: next(scores)}, monitor="mine",
+        better="lower", patience=5,
+    )  # fmt: skip
+    assert quiet(job, tmp_path).best["mine"] == pytest.approx(0.1)
+
+
+def test_a_plateau_schedule_made_by_a_function_is_checked_too(tmp_path):
+    job = small_job(schedule=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o))
+    with pytest.raises(JobError, match="give valid="):
+        quiet(job, tmp_path)
+
+
+def test_a_schedule_per_epoch_is_told_the_number_of_epochs(tmp_path):
+    seen = []
+
+    def schedule(optimizer, length):
+        seen.append(length)
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+
+    quiet(small_job(schedule=schedule, schedule_per="epoch"), tmp_path)
+    assert seen == [3]
 
 
 # --- the run folder ------------------------------------------------------------------------------

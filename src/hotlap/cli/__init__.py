@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from hotlap import __version__
-from hotlap.cli import demo, machine, resume, stress
+from hotlap.cli import demo, machine, resume, store, stress
 from hotlap.core.errors import HotlapError
 
 
@@ -58,6 +58,7 @@ machine.register(app)
 demo.register(app)
 resume.register(app)
 stress.register(app)
+store.register(app)
 
 
 def main() -> None:

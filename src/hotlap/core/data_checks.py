@@ -19,7 +19,16 @@ def data_problems(name: str, data: Any) -> list[str]:
     if loaded:
         if data.batch_sampler is None:
             found.append(f"{name} is a DataLoader without batches (batch_size=None); give it a batch size")
+        if type(data).__iter__ is not DataLoader.__iter__:
+            found.append(
+                f"{name} is a {type(data).__name__} with an __iter__ of its own, which would not be called; "
+                "give a plain DataLoader, or loop over yours and hand each batch to a Rig"
+            )
+        if not isinstance(data.dataset, IterableDataset) and not hasattr(data.sampler, "__len__"):
+            found.append(f"the sampler of {name} has no length; give it __len__")
         data = data.dataset
+    if loaded and isinstance(data, (tuple, Mapping)):  # to a DataLoader these are samples like any others
+        return [*found, f"{name} is empty"] if not len(data) else found
     if is_columns(data) or type(data) is TensorDataset:
         return found + _column_problems(name, _columns_in(data))
     if isinstance(data, (tuple, Mapping)):

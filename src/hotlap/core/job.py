@@ -28,17 +28,23 @@ class Job:
     data: Any = REQUIRED
     """Training data: a tuple or dict of tensors or arrays, a Dataset, a DataLoader, or anything indexable."""
     loss: Callable[..., Any] = REQUIRED
-    """A loss module of (output, target), or `f(model, batch)`; either returns a mean or (sum, count)."""
+    """A loss module of (output, target), or `f(model, batch)`.
+
+    Either returns a mean over samples, or (sum, count) where it averages over anything else: tokens, for one.
+    """
     optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] = REQUIRED
-    """An optimizer, or a function that makes one from the model's parameters."""
+    """An optimizer, or a function that makes one from the parameters of the model (and of the loss, if it has any)."""
     batch_size: int | None = None
     """Samples per batch; a DataLoader brings its own."""
     epochs: int | None = None
     steps: int | None = None
-    """How long: epochs over the data, or optimizer updates; one of the two."""
+    """How long: epochs over the data, or optimizer steps (skipped ones count too); one of the two."""
 
     order: Any = None
-    """`shuffled` (as if nothing is said), `as given`, or a sampler; a DataLoader brings its own."""
+    """`shuffled` (as if nothing is said), `as given`, or a sampler; a DataLoader brings its own.
+
+    Whatever draws, draws from `seed` and the epoch, not from the process's or the loader's generator.
+    """
     drop_last: bool | None = None
     """Leave out the last, shorter batch of an epoch; a DataLoader brings its own."""
     collate: Callable[[list[Any]], Any] | None = None
@@ -47,11 +53,11 @@ class Job:
     """`f(model, batch) -> (output, target)`; as if nothing is said, all of a tuple but its last go in."""
 
     schedule: LRScheduler | ReduceLROnPlateau | Callable[..., Any] | None = None
-    """A learning-rate schedule, or a function that makes one from (optimizer) or (optimizer, updates)."""
+    """A learning-rate schedule, or a function that makes one from (optimizer) or (optimizer, updates or epochs)."""
     schedule_per: str = "update"
     """When the schedule moves: every real `update`, or every `epoch`. A plateau moves at each evaluation."""
     clip: float | None = None
-    """Largest norm of all gradients together."""
+    """Largest norm of all gradients together: the model's, the loss's own, and whatever else the optimizer holds."""
     accumulate: int = 1
     """Batches that make one update: the effective batch is batch_size × accumulate."""
     skip_nonfinite: bool = False

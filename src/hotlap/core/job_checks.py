@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -109,9 +108,10 @@ class Problems:
         if "optimizer" in self.missing:
             return
         optimizer, model = self.job.optimizer, self.job.model
-        if torch.optim.LBFGS in (type(optimizer), _unwrapped(optimizer)):
+        kind = _unwrapped(optimizer) if isinstance(_unwrapped(optimizer), type) else type(optimizer)
+        if issubclass(kind, Optimizer) and _needs_closure(kind):
             self._add(
-                "optimizer is torch.optim.LBFGS, which evaluates the loss several times an update (a closure); "
+                f"optimizer is {kind.__name__}, which evaluates the loss several times an update (a closure); "
                 "use one that steps once, e.g. torch.optim.AdamW"
             )
         if isinstance(optimizer, Optimizer):
@@ -133,8 +133,14 @@ class Problems:
         schedule = self.job.schedule
         if schedule is None:
             return
-        if (schedule is ReduceLROnPlateau or isinstance(schedule, ReduceLROnPlateau)) and self.job.valid is None:
-            self._add("schedule is ReduceLROnPlateau, which needs validation data: give valid=")
+        if isinstance(schedule, type):
+            self._add(
+                f"schedule is the class {schedule.__name__}; give a function that makes it: "
+                f"schedule=lambda optimizer, updates: {schedule.__name__}(optimizer, …)"
+            )
+            return
+        if isinstance(schedule, ReduceLROnPlateau):
+            self.found += plateau_problems(schedule, self.job)
         if isinstance(schedule, (LRScheduler, ReduceLROnPlateau)):
             if isinstance(self.job.optimizer, Optimizer):
                 if schedule.optimizer is not self.job.optimizer:
@@ -197,32 +203,16 @@ class Problems:
 
     def _judging(self) -> None:
         job = self.job
-        if isinstance(job.metrics, str) or not isinstance(job.metrics, (Sequence, Mapping)):
-            self._add(f"metrics must be a list of names or a dict of functions, not {kind_of(job.metrics)}")
-        else:
-            self._metrics()
+        self.found += metric_problems(job.metrics)
+        if isinstance(job.metrics, (Sequence, Mapping)) and not isinstance(job.metrics, str):
+            self._monitor()
         for name in ("patience", "eval_every"):
             value = getattr(job, name)
             if value is not None and job.valid is None:
                 self._add(f"{name}={shown(value)} needs validation data: give valid=")
 
-    def _metrics(self) -> None:
+    def _monitor(self) -> None:
         job = self.job
-        if isinstance(job.metrics, Mapping):
-            for name, metric in job.metrics.items():
-                label = f"metrics[{shown(name)}]"
-                if not isinstance(name, str):
-                    self._add(f"{label} has a name that is no text")
-                elif name in RECORDED:
-                    self._add(f"{label} hides the {name} that a run records; give the metric another name")
-                if isinstance(metric, type) or not callable(metric):
-                    self._add(f"{label} must be a function of (output, target), not {kind_of(metric)}")
-        else:
-            for name in job.metrics:
-                if callable(name):
-                    self._add(f"metrics holds {kind_of(name)}; give functions by name: metrics={{'name': function}}")
-                elif not isinstance(name, str) or name not in METRICS:
-                    self._add(f"metrics holds {shown(name)}, which is not known{did_you_mean(name, METRICS)}")
         names = ("loss", *(name for name in job.metrics if isinstance(name, str)))
         if not isinstance(job.monitor, str) or job.monitor not in names:
             self._add(
@@ -232,6 +222,49 @@ class Problems:
             self._add(f"monitor={shown(job.monitor)} is a metric of your own: say better='higher' or better='lower'")
         if job.metrics and job.valid is None:
             self._add("metrics are measured on validation data: give valid=")
+
+
+def metric_problems(metrics: Any) -> list[str]:
+    """What is wrong with the metrics asked for, one line each."""
+    if isinstance(metrics, str) or not isinstance(metrics, (Sequence, Mapping)):
+        return [f"metrics must be a list of names or a dict of functions, not {kind_of(metrics)}"]
+    found = []
+    if isinstance(metrics, Mapping):
+        for name, metric in metrics.items():
+            label = f"metrics[{shown(name)}]"
+            if not isinstance(name, str):
+                found.append(f"{label} has a name that is no text")
+            elif name in RECORDED:
+                found.append(f"{label} hides the {name} that a run records; give the metric another name")
+            if isinstance(metric, type) or not callable(metric):
+                found.append(f"{label} must be a function of (output, target), not {kind_of(metric)}")
+        return found
+    for name in metrics:
+        if callable(name):
+            found.append(f"metrics holds {kind_of(name)}; give functions by name: metrics={{'name': function}}")
+        elif not isinstance(name, str) or name not in METRICS:
+            found.append(f"metrics holds {shown(name)}, which is not known{did_you_mean(name, METRICS)}")
+    return found
+
+
+def plateau_problems(schedule: ReduceLROnPlateau, job: Any) -> list[str]:
+    """What keeps a schedule that waits for a plateau from its work, one line each."""
+    found = []
+    if job.valid is None:
+        found.append("schedule is ReduceLROnPlateau, which needs validation data: give valid=")
+    higher = (job.better or METRICS.get(job.monitor, "lower")) == "higher"
+    wanted = "max" if higher else "min"
+    if schedule.mode != wanted:
+        found.append(f"schedule waits for mode={schedule.mode!r} while {job.monitor} is watched: give mode={wanted!r}")
+    return found
+
+
+def _needs_closure(kind: type) -> bool:
+    try:
+        closure = inspect.signature(kind.step).parameters.get("closure")  # type: ignore[attr-defined]
+    except ValueError:
+        return False
+    return closure is not None and closure.default is closure.empty
 
 
 def _is_whole(value: object) -> bool:

@@ -1,6 +1,7 @@
 """A Plan says how a training is run, in four frozen parts, each resting on the one before.
 
-It never says what is trained: two plans that a job supports train the same thing.
+It never says what is trained: plans differ by rounding and precision alone. Where that does not hold, as for
+batch norms that see micro-batches, `Rig.cautions` says so and the ledger keeps it.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,35 +50,52 @@ def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False)
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
-def first_tensor(batch: Batch) -> Tensor | None:
-    """The first tensor found in the batch, depth first."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(batch, keep)
-    return found[0] if found else None
-
-
-def count_samples(batch: Batch) -> int:
-    """Samples in the batch: the first dimension of its first tensor."""
-    tensor = first_tensor(batch)
-    if tensor is None or tensor.ndim == 0:
-        raise DataError(f"cannot count the samples of a batch of {type(batch).__name__} without tensors")
-    return len(tensor)
+def count_samples(batch: Batch) -> int | None:
+    """Samples in the batch: the first dimension of its first tensor that has one; None where nobody can tell."""
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return len(batch) if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    for part in parts:
+        if isinstance(part, (Tensor, np.ndarray, Mapping, tuple, list)):
+            found = count_samples(part)
+            if found is not None:
+                return found
+    return None
 
 
 def cut(batch: Batch, largest: int) -> tuple[list[Batch], list[int]]:
-    """The batch in even pieces of at most `largest` samples, and their sizes."""
+    """The batch in even pieces of at most `largest` samples, and their sizes.
+
+    Tensors and lists with one entry a sample are cut; what has another length (class weights, for one)
+    goes with every piece whole.
+    """
     total = count_samples(batch)
+    if total is None:
+        raise DataError(
+            f"a batch of {type(batch).__name__} has no tensor whose first dimension counts samples, "
+            "so it cannot be cut into micro-batches; leave micro_batch out of the plan"
+        )
     if total <= largest:
         return [batch], [total]
     bounds = list(pairwise(even_cuts(total, largest)))
-    pieces = [map_tensors(batch, partial(_rows, start=start, end=end)) for start, end in bounds]
-    return pieces, [end - start for start, end in bounds]
+    return [_rows(batch, total, a, b) for a, b in bounds], [b - a for a, b in bounds]
 
 
-def _rows(tensor: Tensor, start: int, end: int) -> Tensor:
-    return tensor[start:end]
+def _rows(batch: Batch, total: int, start: int, end: int) -> Batch:
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return batch[start:end] if batch.ndim and len(batch) == total else batch
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_rows(part, total, start, end) for part in batch))
+    if type(batch) is tuple:
+        return tuple(_rows(part, total, start, end) for part in batch)
+    if type(batch) is list:
+        # A list of samples' own things, unless it holds the batch's tensors.
+        if len(batch) == total and not any(
+            isinstance(part, Tensor) and part.ndim and len(part) == total for part in batch
+        ):
+            return batch[start:end]
+        return [_rows(part, total, start, end) for part in batch]
+    if isinstance(batch, Mapping):
+        changed = {key: _rows(part, total, start, end) for key, part in batch.items()}
+        return changed if type(batch) is dict else _rebuilt(batch, changed)
+    return batch

@@ -56,15 +56,39 @@ def training_course(job: Job, *, workers: int | None = None, on_gpu: bool = Fals
 
 
 def evaluation_course(data: Any, *, batch_size: int, collate: Any = None, on_gpu: bool = False) -> Course:
-    """All of `data` once, in its own order; a DataLoader keeps its workers and collate function."""
-    if isinstance(data, DataLoader):
-        source = as_source(data.dataset, _own_collate(data))
-        feed, extras = _loader_feed(data, on_gpu), _extras(data)
-    else:
+    """All of `data` once, in its own order. Of a DataLoader, the samples that its sampler gives."""
+    if not isinstance(data, DataLoader):
         source = as_source(data, collate)
-        feed, extras = _plainest(source, None), {}
-    order = Order(len(source), batch_size=batch_size, shuffled=False)
-    return Course(source=source, order=order, feed=feed, extras=extras)
+        order = Order(len(source), batch_size=batch_size, shuffled=False)
+        return Course(source=source, order=order, feed=_plainest(source, None), batch_size=batch_size)
+    source = as_source(data.dataset, _own_collate(data), loaded=True)
+    return Course(
+        source=source,
+        order=_evaluation_order(data, len(source), batch_size),
+        feed=_loader_feed(data, on_gpu),
+        batch_size=batch_size,
+        extras=_extras(data),
+    )
+
+
+def _evaluation_order(loader: DataLoader[Any], length: int, batch_size: int) -> Order:
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        assert batches is not None  # the job has checked it
+        return BatchedOrder(batches, length, seed=0, accumulate=1)
+    if not batches.drop_last and _takes_all(loader.sampler, length):
+        return Order(length, batch_size=batch_size, shuffled=False)
+    # What the loader leaves out of its own batches stays out of larger ones.
+    own = SampledOrder(loader.sampler, length, batch_size=batches.batch_size, drop_last=batches.drop_last).epoch(0)
+    chosen = [int(index) for window in range(len(own)) for index in own.pieces(window, None)[0]]
+    return SampledOrder(chosen, length, batch_size=batch_size)
+
+
+def _takes_all(sampler: Any, length: int) -> bool:
+    """Whether a sampler gives every sample once, in whatever order."""
+    if type(sampler) is SequentialSampler:
+        return len(sampler) == length
+    return type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == length
 
 
 def _plainest(source: Source, workers: int | None) -> Feed:
@@ -74,7 +98,7 @@ def _plainest(source: Source, workers: int | None) -> Feed:
 
 
 def _loader_course(loader: DataLoader[Any], *, seed: int, accumulate: int, on_gpu: bool) -> Course:
-    source = as_source(loader.dataset, _own_collate(loader))
+    source = as_source(loader.dataset, _own_collate(loader), loaded=True)
     sampler, batches = loader.sampler, loader.batch_sampler
     order: Order
     if type(batches) is not BatchSampler:
@@ -89,10 +113,8 @@ def _loader_course(loader: DataLoader[Any], *, seed: int, accumulate: int, on_gp
             "seed": seed,
             "accumulate": accumulate,
         }
-        if type(sampler) is SequentialSampler:
-            order = Order(len(source), shuffled=False, **settings)
-        elif type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(source):
-            order = Order(len(source), shuffled=True, **settings)
+        if _takes_all(sampler, len(source)):
+            order = Order(len(source), shuffled=type(sampler) is RandomSampler, **settings)
         else:
             order = SampledOrder(sampler, len(source), **settings)
     return Course(

@@ -21,6 +21,9 @@ LOADER_PASSES_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
 class Feeding(Protocol):
     """A feed at work."""
 
+    tickets: bool
+    """Whether it asks for tickets, which tell a repeated sample apart, or for plain indices."""
+
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """The batches at these indices, one for each, in this order."""
 
@@ -30,6 +33,8 @@ class Feeding(Protocol):
 
 class GatherFeeding:
     """Whole batches indexed out of tensors in the training process."""
+
+    tickets = False
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -44,6 +49,8 @@ class GatherFeeding:
 
 class LoaderFeeding:
     """Samples fetched one by one and collated, here or in worker processes, by torch's DataLoader."""
+
+    tickets = True
 
     def __init__(self, source: Source, plan: Feed, *, seed: int, on_gpu: bool, extras: dict[str, Any]) -> None:
         self._requests = _Requests()

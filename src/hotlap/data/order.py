@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Iterable, Sequence, Sized
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,63 +11,10 @@ import torch
 from torch import Tensor
 
 from hotlap.core.errors import DataError
-
-
-def mix(*numbers: int) -> int:
-    """A well-spread 63-bit seed out of several numbers (the finaliser of SplitMix64, folded)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
-
-
-class HostRandomness:
-    """The states of Python's, numpy's and torch's generators on the host."""
-
-    __slots__ = ("numpy", "python", "torch")
-
-    def __init__(self) -> None:
-        self.python = random.getstate()
-        self.numpy = np.random.get_state(legacy=False)
-        self.torch = torch.default_generator.get_state()
-
-    def restore(self) -> None:
-        """Set the generators back to these states."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.default_generator.set_state(self.torch)
-
-    def same_as(self, other: HostRandomness) -> bool:
-        """Whether no generator has moved from one to the other."""
-        mine, theirs = self.numpy["state"], other.numpy["state"]
-        return (
-            torch.equal(self.torch, other.torch)
-            and self.python == other.python
-            and mine["pos"] == theirs["pos"]
-            and self.numpy["has_gauss"] == other.numpy["has_gauss"]
-            and np.array_equal(mine["key"], theirs["key"])
-        )
-
-
-def seed_host(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators on the host."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def host_seeded(seed: int) -> Iterator[None]:
-    """Seed the host's generators inside, and leave them as they were."""
-    before = HostRandomness()
-    seed_host(seed)
-    try:
-        yield
-    finally:
-        before.restore()
+from hotlap.data.randomness import HostRandomness as HostRandomness
+from hotlap.data.randomness import host_seeded as host_seeded
+from hotlap.data.randomness import mix as mix
+from hotlap.data.randomness import seed_host as seed_host
 
 
 def even_cuts(total: int, largest: int) -> list[int]:
@@ -84,8 +29,9 @@ def even_cuts(total: int, largest: int) -> list[int]:
 class Epoch:
     """The samples of one epoch in their order, cut into batches; `accumulate` batches make a window."""
 
-    def __init__(self, indices: Tensor, batch_ends: Sequence[int], accumulate: int) -> None:
+    def __init__(self, indices: Tensor, batch_ends: Sequence[int], accumulate: int, length: int) -> None:
         self._indices = indices
+        self._tickets = _tickets(indices, length)
         self._ends = batch_ends
         self._accumulate = accumulate
 
@@ -93,8 +39,12 @@ class Epoch:
         """Windows, that is updates, in the epoch."""
         return -(-len(self._ends) // self._accumulate)
 
-    def pieces(self, window: int, micro_batch: int | None) -> list[Tensor]:
-        """The indices of a window, cut into micro-batches; None cuts as the user's batches are."""
+    def pieces(self, window: int, micro_batch: int | None, *, tickets: bool = False) -> list[Tensor]:
+        """The indices of a window, cut into micro-batches; None cuts as the user's batches are.
+
+        As tickets (index + how often it came before × length) a sample that comes twice is told apart, so
+        that its augmentation is not the same twice.
+        """
         first = window * self._accumulate
         last = min(first + self._accumulate, len(self._ends))
         start = self._ends[first - 1] if first else 0
@@ -102,7 +52,8 @@ class Epoch:
             bounds = [start, *self._ends[first:last]]
         else:
             bounds = [start + cut for cut in even_cuts(self._ends[last - 1] - start, micro_batch)]
-        return [self._indices[a:b] for a, b in pairwise(bounds)]
+        source = self._tickets if tickets else self._indices
+        return [source[a:b] for a, b in pairwise(bounds)]
 
 
 class Order:
@@ -124,9 +75,15 @@ class Order:
         self._seed = seed
         self._accumulate = accumulate
         self._drop_last = drop_last
+        self._last: tuple[int, Epoch] | None = None
 
     def epoch(self, epoch: int) -> Epoch:
-        """The order of one epoch."""
+        """The order of one epoch. Asked again for the same one, nothing is drawn anew."""
+        if self._last is None or self._last[0] != epoch:
+            self._last = (epoch, self._made(epoch))
+        return self._last[1]
+
+    def _made(self, epoch: int) -> Epoch:
         indices = self._indices(epoch)
         length = len(indices)
         if self._drop_last:
@@ -137,7 +94,7 @@ class Order:
                 "and the last, shorter batch is left out; use a smaller batch or keep the last one"
             )
         ends = [*range(self._batch_size, length, self._batch_size), length]
-        return Epoch(indices, ends, self._accumulate)
+        return Epoch(indices, ends, self._accumulate, self._length)
 
     def _indices(self, epoch: int) -> Tensor:
         if not self._shuffled:
@@ -154,7 +111,7 @@ class SampledOrder(Order):
         self._sampler = sampler
 
     def _indices(self, epoch: int) -> Tensor:
-        return torch.tensor([int(i) for i in _drawn(self._sampler, self._seed, epoch)], dtype=torch.int64)
+        return _as_indices(_drawn(self._sampler, self._seed, epoch), self._length)
 
 
 class BatchedOrder(Order):
@@ -164,30 +121,62 @@ class BatchedOrder(Order):
         super().__init__(length, batch_size=1, shuffled=False, seed=seed, accumulate=accumulate)
         self._batch_sampler = batch_sampler
 
-    def epoch(self, epoch: int) -> Epoch:
-        """The order of one epoch."""
-        batches = [[int(i) for i in batch] for batch in _drawn(self._batch_sampler, self._seed, epoch)]
-        if not any(batches):
+    def _made(self, epoch: int) -> Epoch:
+        batches = [list(batch) for batch in _drawn(self._batch_sampler, self._seed, epoch)]
+        ends = np.cumsum([len(batch) for batch in batches if batch]).tolist()
+        if not ends:
             raise DataError("the batch sampler gave no batch")
-        ends: list[int] = []
-        for batch in batches:
-            if batch:
-                ends.append((ends[-1] if ends else 0) + len(batch))
-        flat = torch.tensor([i for batch in batches for i in batch], dtype=torch.int64)
-        return Epoch(flat, ends, self._accumulate)
+        flat = _as_indices([index for batch in batches for index in batch], self._length)
+        return Epoch(flat, ends, self._accumulate, self._length)
 
 
 def _drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """All that a sampler gives for an epoch, whatever generator it draws from."""
+    """All that a sampler gives for an epoch, whatever generator it draws from; the user's is left as it was."""
+    generators: list[tuple[torch.Generator, Tensor]] = []
     inner: Any = sampler
     while inner is not None:
         if hasattr(inner, "set_epoch"):
             inner.set_epoch(epoch)
-        if isinstance(getattr(inner, "generator", None), torch.Generator):
-            inner.generator.manual_seed(mix(seed, epoch))
+        own = getattr(inner, "generator", None)
+        if isinstance(own, torch.Generator):
+            generators.append((own, own.get_state()))
+            own.manual_seed(mix(seed, epoch))
         inner = getattr(inner, "sampler", None)
-    with host_seeded(mix(seed, epoch)):
-        drawn = list(sampler)
+    try:
+        with host_seeded(mix(seed, epoch)):
+            # A sampler without an end is used for as long as it says it is.
+            drawn = list(islice(sampler, len(sampler)) if isinstance(sampler, Sized) else sampler)
+    finally:
+        for own, state in generators:
+            own.set_state(state)
     if not drawn:
         raise DataError("the sampler gave no sample")
     return drawn
+
+
+def _as_indices(drawn: list[Any], length: int) -> Tensor:
+    """Indices counted from the start; one that is none, or beyond the data, is refused."""
+    try:
+        indices = torch.tensor([int(index) for index in drawn], dtype=torch.int64)
+    except (TypeError, ValueError):
+        kind = type(drawn[0]).__name__
+        raise DataError(
+            f"the sampler gave a {kind}, not an index; batches belong in a DataLoader's batch_sampler"
+        ) from None
+    wrong = (indices >= length) | (indices < -length)
+    if wrong.any():
+        raise DataError(f"the sampler gave index {int(indices[wrong][0])}, and there are {length} samples")
+    return torch.where(indices < 0, indices + length, indices)
+
+
+def _tickets(indices: Tensor, length: int) -> Tensor:
+    """Each index plus `length` for every time that it came before."""
+    count = len(indices)
+    if count <= length and len(torch.unique(indices)) == count:
+        return indices
+    by_index = indices.argsort(stable=True)
+    ordered = indices[by_index]
+    first = torch.searchsorted(ordered, ordered)
+    before = torch.empty_like(indices)
+    before[by_index] = torch.arange(count) - first
+    return indices + before * length

@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from hotlap.core.errors import DataError
 from hotlap.core.job import is_columns, named_columns
 from hotlap.data.batches import Batch
-from hotlap.data.order import HostRandomness, mix, seed_host
+from hotlap.data.randomness import HOST, Generator, mix
 
 
 class Source:
@@ -23,7 +23,7 @@ class Source:
     def __init__(self, samples: Any, collate: Callable[[list[Any]], Batch] | None = None) -> None:
         self._samples = samples
         self._collate = collate or default_collate
-        self._random = False
+        self._drawn: list[Generator] = []
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -36,29 +36,42 @@ class Source:
         """The samples at `indices` as a batch, indexed as a whole."""
         raise DataError(str(self.why_not_gather()))
 
-    def fetch(self, indices: Sequence[int], seed: int, epoch: int) -> Batch:
-        """The samples at `indices` as a batch, fetched one by one.
+    def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
+        """The samples of these tickets (see Epoch) as a batch, fetched one by one.
 
-        Randomness inside the dataset is seeded by sample and epoch, so that it is the same in any
-        process and any batch. Seeding costs microseconds a sample; a dataset that draws nothing is
-        spared it: the generators are compared before and after, and only where one has moved is
-        the batch fetched again, seeded, and seeding kept on from there.
+        Randomness inside the dataset is seeded by ticket and epoch, so that it is the same in any process
+        and any batch, and leaves the training's untouched. Seeding costs microseconds a sample, and most
+        datasets draw nothing: the generators are looked at before and after, and only where one has moved
+        is the batch fetched again, with that one seeded from there on.
         """
-        before = HostRandomness()
+        before = [generator.state() for generator in HOST]
         try:
-            if not self._random:
-                batch = self._collate(self._read(indices))
-                if before.same_as(HostRandomness()):
+            while True:
+                batch = self._attempt(tickets, seed, epoch)
+                moved = [g for g, was in zip(HOST, before, strict=True) if g.moved(was, g.state())]
+                surprises = [generator for generator in moved if generator not in self._drawn]
+                if not surprises:
                     return batch
-                self._random = True
-            samples = []
-            for index in indices:
-                seed_host(mix(seed, epoch, index))
-                samples += self._read([index])
-            seed_host(mix(seed, epoch, *indices))  # for a collate function that draws
-            return self._collate(samples)
+                self._drawn += surprises
         finally:
-            before.restore()
+            for generator, was in zip(HOST, before, strict=True):
+                if generator in self._drawn:
+                    generator.restore(was)
+
+    def _attempt(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
+        length = len(self)
+        if not self._drawn:
+            return self._collate(self._read([ticket % length for ticket in tickets]))
+        samples = []
+        for ticket in tickets:
+            self._seed(mix(seed, epoch, ticket))
+            samples += self._read([ticket % length])
+        self._seed(mix(seed, epoch, *tickets))  # for a collate function that draws
+        return self._collate(samples)
+
+    def _seed(self, number: int) -> None:
+        for generator in self._drawn:
+            generator.seed(number)
 
     def _read(self, indices: Sequence[int]) -> list[Any]:
         if hasattr(self._samples, "__getitems__"):
@@ -74,10 +87,13 @@ class Columns(Source):
         self._shape = "dict" if isinstance(columns, Mapping) else "tuple" if isinstance(columns, tuple) else ""
         self._own_collate = collate
         self._device = next(iter(self.tensors.values())).device
-        super().__init__(self)
+        super().__init__(self, collate)
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._packed({key: tensor[index] for key, tensor in self.tensors.items()})
 
     def why_not_gather(self) -> str | None:
         """None, unless the user makes the batches."""
@@ -88,11 +104,12 @@ class Columns(Source):
         indices = indices.to(self._device)
         return self._packed({key: tensor.index_select(0, indices) for key, tensor in self.tensors.items()})
 
-    def fetch(self, indices: Sequence[int], seed: int, epoch: int) -> Batch:
-        """The samples at `indices`, one by one, as a DataLoader does; tensors draw no randomness."""
-        samples = [self._packed({key: tensor[i] for key, tensor in self.tensors.items()}) for i in indices]
+    def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
+        """The samples of these tickets, one by one, as a DataLoader does; tensors draw no randomness."""
         if self._own_collate:
-            return self._own_collate(samples)
+            return super().fetch(tickets, seed, epoch)
+        length = len(self)
+        samples = [self[ticket % length] for ticket in tickets]
         batch = default_collate(samples)
         return tuple(batch) if self._shape == "tuple" else batch
 
@@ -108,7 +125,8 @@ class Selection(Source):
     def __init__(self, inner: Source, rows: Sequence[int]) -> None:
         super().__init__(self)
         self._inner = inner
-        self._rows = torch.as_tensor(rows, dtype=torch.int64)
+        given = torch.as_tensor(rows, dtype=torch.int64)
+        self._rows = torch.where(given < 0, given + len(inner), given)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -121,19 +139,21 @@ class Selection(Source):
         """The samples at `indices` of the selection."""
         return self._inner.gather(self._rows.index_select(0, indices))
 
-    def fetch(self, indices: Sequence[int], seed: int, epoch: int) -> Batch:
-        """The samples at `indices` of the selection, one by one."""
-        return self._inner.fetch([int(self._rows[i]) for i in indices], seed, epoch)
+    def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
+        """The samples of these tickets of the selection, one by one."""
+        mine, inner = len(self), len(self._inner)
+        return self._inner.fetch([int(self._rows[t % mine]) + t // mine * inner for t in tickets], seed, epoch)
 
 
-def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None) -> Source:
-    """The source for data in any form a job may have, but a DataLoader."""
-    if is_columns(data):
+def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *, loaded: bool = False) -> Source:
+    """The source for data in any form a job may have, or for what is in a DataLoader (`loaded`)."""
+    # To a DataLoader a tuple or dict is a sequence of samples like any other.
+    if is_columns(data) and not (loaded and isinstance(data, (tuple, Mapping))):
         return Columns(data, collate)
     if type(data) is TensorDataset:
         return Columns(data.tensors, collate)
     if type(data) is Subset:
-        return Selection(as_source(data.dataset, collate), data.indices)
+        return Selection(as_source(data.dataset, collate, loaded=True), data.indices)
     return Source(data, collate)
 
 

@@ -54,11 +54,11 @@ def _pass(
     device: torch.device,
 ) -> dict[str, float]:
     context = precision_context(precision, device)
-    totals, gathered = Totals(device), make_metrics(metrics)
+    totals, gathered = Totals(device), make_metrics(metrics, objective.loss)
     if "loss" in gathered:
         raise HotlapError("a metric called 'loss' hides the loss; give it another name")
     epoch = course.order.epoch(0)
-    indices = [epoch.pieces(window, None)[0] for window in range(len(epoch))]
+    indices = [epoch.pieces(window, None, tickets=feeding.tickets)[0] for window in range(len(epoch))]
     for asked, batch in zip(indices, feeding.pieces(indices, 0), strict=True):
         batch, samples = to_device(batch, device, non_blocking=True), len(asked)
         with context():
@@ -66,7 +66,7 @@ def _pass(
             if objective.is_criterion and shared is not None:
                 totals.add(objective.judge(*shared, samples))
             else:
-                totals.add(objective.whole(batch, samples))
+                totals.add(objective.piece(batch, samples))
         if shared is not None:
             for metric in gathered.values():
                 metric.add(*shared, samples)

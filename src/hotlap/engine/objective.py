@@ -26,6 +26,9 @@ class Scored(NamedTuple):
     """Whether the weight is the loss's own, known only after the fact."""
 
 
+_WEIGHING = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+
+
 class Objective:
     """Calls model and loss on a batch, in the form the user gave them."""
 
@@ -37,33 +40,40 @@ class Objective:
     ) -> None:
         self.model = model
         self.loss = loss
-        self._forward = forward
+        self.forward = forward
         self._criterion = isinstance(loss, nn.Module)
         self._sums = getattr(loss, "reduction", None) == "sum"
         # These average over weights or over targets not ignored, so that means of pieces do not add up.
-        self._weighs_targets = type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and not self._sums
+        self._weighs_targets = getattr(type(loss), "forward", None) in _WEIGHING and not self._sums
         self._summing = _with_reduction(loss, "sum") if self._weighs_targets else None
+        self._counts = False
+        # torch's own losses take one tensor; what else a model may return, only its user knows.
+        self._wants_tensor = type(loss).__module__.startswith("torch.nn")
 
     def outputs(self, batch: Batch) -> tuple[Any, Any]:
         """The model's output for a batch, and the target that belongs to it."""
-        if self._forward is not None:
-            return self._forward(self.model, batch)
+        if self.forward is not None:
+            return self.forward(self.model, batch)
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            seen = f"a tuple of {len(batch)}" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
             raise DataError(
-                f"a batch is a {type(batch).__name__}, not a tuple (inputs…, target); "
-                "give the job forward=f(model, batch) -> (output, target)"
+                f"a batch is {seen}, not a tuple (inputs…, target); "
+                "give forward=f(model, batch) -> (output, target), or a loss f(model, batch)"
             )
         *inputs, target = batch
-        return self.model(*inputs), target
+        output = self.model(*inputs)
+        if self._wants_tensor and not isinstance(output, Tensor):
+            raise TrainingError(
+                f"the model returned a {type(output).__name__}, and {type(self.loss).__name__} takes a tensor; "
+                "give forward=f(model, batch) -> (output, target) that picks it"
+            )
+        return output, target
 
     def whole(self, batch: Batch, samples: int) -> Scored:
         """The loss of a batch that is not cut: differentiated exactly as the user's own loop would."""
         if not self._criterion:
             return self._read(self.loss(self.model, batch), samples)
-        return self.judge(*self.outputs(batch), samples)
-
-    def judge(self, output: Any, target: Any, samples: int) -> Scored:
-        """The loss of outputs, where the loss is a module."""
+        output, target = self.outputs(batch)
         value = self.loss(output, target)
         if self._weighs_targets and _holds_classes(target):
             count = self._target_weight(target)
@@ -74,7 +84,10 @@ class Objective:
         """The loss of a part of a batch: means are weighted by samples, counted losses are summed."""
         if not self._criterion:
             return self._read(self.loss(self.model, batch), samples, as_sum=True)
-        output, target = self.outputs(batch)
+        return self.judge(*self.outputs(batch), samples)
+
+    def judge(self, output: Any, target: Any, samples: int) -> Scored:
+        """The loss of outputs as a sum, where the loss is a module: no NaN where all targets are ignored."""
         if self._summing is not None and _holds_classes(target):
             return Scored(self._summing(output, target), 1.0, self._target_weight(target), True)
         return self._read(self.loss(output, target), samples, as_sum=True)
@@ -85,6 +98,11 @@ class Objective:
         return self._criterion
 
     @property
+    def adds_up(self) -> bool:
+        """Whether the loss is known to be the same in pieces: one of torch's own, or one that counts."""
+        return self._wants_tensor or self._counts
+
+    @property
     def sums(self) -> bool:
         """Whether the loss of a batch is a sum over its samples, so that pieces simply add."""
         return self._sums
@@ -92,11 +110,16 @@ class Objective:
     def _read(self, said: Any, samples: int, *, as_sum: bool = False) -> Scored:
         if isinstance(said, Tensor) and said.ndim == 0:
             return Scored(said, 1.0 if self._sums else samples, samples, False)
-        if isinstance(said, (tuple, list)) and len(said) == 2 and isinstance(said[0], Tensor) and said[0].ndim == 0:
+        if type(said) is tuple and len(said) == 2 and isinstance(said[0], Tensor) and said[0].ndim == 0:
             total, count = said
+            if not _is_count(count):
+                raise TrainingError(
+                    f"the loss returned a pair whose second part is {_kind(count)}, not a whole number; "
+                    "a pair means (sum, count): return the loss alone, or what it counted"
+                )
+            self._counts = True
             return Scored(total if as_sum else total / count, 1.0 if as_sum else count, count, True)
-        seen = f"a tensor of shape {tuple(said.shape)}" if isinstance(said, Tensor) else type(said).__name__
-        raise TrainingError(f"the loss returned {seen}; it must return a scalar mean, or (sum, count)")
+        raise TrainingError(f"the loss returned {_kind(said)}; it must return a scalar mean, or (sum, count)")
 
     def _target_weight(self, target: Tensor) -> Tensor:
         assert isinstance(self.loss, (nn.CrossEntropyLoss, nn.NLLLoss))
@@ -104,6 +127,18 @@ class Objective:
         if self.loss.weight is None:
             return kept.sum()
         return (self.loss.weight[target.where(kept, 0)] * kept).sum()
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_floating_point() and not value.is_complex()
+    return isinstance(value, int)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return type(value).__name__
 
 
 def _holds_classes(target: Any) -> bool:

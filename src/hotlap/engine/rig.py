@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hotlap import machine
-from hotlap.core.errors import JobError, PlanError
+from hotlap.core.data_checks import data_problems
+from hotlap.core.errors import JobError, PlanError, TrainingError, did_you_mean
 from hotlap.core.job import Job
+from hotlap.core.job_checks import metric_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import PARTS, Plan
 from hotlap.data.batches import Batch, count_samples, cut
@@ -22,6 +26,7 @@ from hotlap.data.course import Course, evaluation_course, training_course
 from hotlap.data.feeds import Feeding, open_feed, why_not
 from hotlap.data.order import Epoch
 from hotlap.engine.evaluate import evaluate
+from hotlap.engine.explain import explained
 from hotlap.engine.fused import Fusion, is_fused, why_not_fused
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.schedules import make_schedule
@@ -31,6 +36,9 @@ from hotlap.engine.step import EagerStep, Window
 EVAL_BATCHES = 4
 """How many training batches make one of evaluation, which keeps no activations."""
 
+FEED_SETTINGS = ("batch_size", "epochs", "steps", "order", "drop_last", "collate", "accumulate", "seed")
+"""What of a Job's settings belongs to its data."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -38,6 +46,8 @@ class Place:
 
     epoch: int = 0
     window: int = 0
+    served: int = 0
+    """Windows given out so far, over all epochs."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,11 @@ class Rig:
         rig = Rig(model, optimizer, loss)
         for batch in rig.feed(data, batch_size=64, epochs=10):
             rig.step(batch)
+
+    `step` also takes batches of your own loader. A model handed over in evaluation mode is put into training
+    mode; one in training mode keeps its layers as they are, frozen batch norms too. A schedule that moves by
+    epochs moves with `feed`; in a loop over your own loader call `rig.schedule.epoch_ended()`. One that waits
+    for a plateau moves with `rig.schedule.evaluated(score)`. Raises JobError with all mistakes at once.
     """
 
     def __init__(
@@ -75,10 +90,23 @@ class Rig:
         plan: Plan | None = None,
         device: str | torch.device = "auto",
     ) -> None:
+        _check(
+            model=model,
+            optimizer=optimizer,
+            loss=loss,
+            forward=forward,
+            schedule=None if isinstance(schedule, ReduceLROnPlateau) else schedule,
+            schedule_per=schedule_per,
+            clip=clip,
+            skip_nonfinite=skip_nonfinite,
+            device=str(device),
+        )
         self.device = machine.choose_device(device) if isinstance(device, str) else device
         self.model = model.to(self.device)
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
-        self.optimizer = _made(optimizer, model, self.device)
+        if not model.training:
+            model.train()
+        self.optimizer = _made(optimizer, self.modules, self.device)
         self.schedule = make_schedule(schedule, self.optimizer, updates, schedule_per)
         self.objective = Objective(self.model, self.loss, forward)
         self.totals = Totals(self.device)
@@ -94,11 +122,11 @@ class Rig:
         self.epoch_windows = 0
         """Windows in the current epoch."""
         self._clip, self._skip_nonfinite = clip, skip_nonfinite
-        self._forward = forward
         self._fusion = Fusion(self.optimizer)
         self._course: Course | None = None
+        self._feed_given: tuple[Any, dict[str, Any]] | None = None
         self._feeding: Feeding | None = None
-        self._evaluations: dict[tuple[int, int], tuple[Course, Feeding]] = {}
+        self._evaluation: _Evaluation | None = None
         self._opened = 0
         self._follows_user = plan is None
         self.plan = Plan().but(optimizer="fused" if is_fused(self.optimizer) else "plain")
@@ -106,6 +134,11 @@ class Rig:
         self.ledger.record(Entry(step=0, what="start", outcome="chosen", plan=self.plan))
         if plan is not None:
             self.use(plan, why="given")
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What is trained: the model, and the loss where it is a module."""
+        return [module for module in (self.model, self.loss) if isinstance(module, nn.Module)]
 
     # --- plans -----------------------------------------------------------------------------------
 
@@ -123,6 +156,8 @@ class Rig:
 
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
         """Obey `plan` from the next step on, with the same weights, optimizer state and place in the data."""
+        if not isinstance(plan, Plan):
+            raise PlanError(f"a plan is a hotlap.Plan, not {type(plan).__name__}; read a file with hotlap.load_plan")
         if plan == self.plan:
             return
         reason = self.supports(plan)
@@ -141,7 +176,21 @@ class Rig:
         if parts != ["feed"]:
             self._step = self._make_step()
         what = ", ".join(f"{name} {before} → {after}" for name, (before, after) in changes.items())
+        why = "; ".join(filter(None, (why, *self.cautions(plan))))
         self.ledger.record(Entry(step=self.steps, what=what, outcome=outcome, plan=plan, why=why))
+
+    def cautions(self, plan: Plan) -> list[str]:
+        """What a plan changes in the training beyond rounding, a line each; it is the user's to want that."""
+        micro = plan.memory.micro_batch
+        if micro is None or (self._course is not None and micro >= self._course.batch_size):
+            return []
+        found = []
+        if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in self.model.modules()):
+            found.append("batch norms see micro-batches, so their statistics differ")
+        if not self.objective.adds_up:
+            name = getattr(self.loss, "__name__", type(self.loss).__name__)
+            found.append(f"the loss {name} is taken as a mean over samples; return (sum, count) where it is not")
+        return found
 
     def _make_step(self) -> EagerStep:
         return EagerStep(
@@ -158,45 +207,81 @@ class Rig:
     # --- data ------------------------------------------------------------------------------------
 
     def feed(self, data: Any, **settings: Any) -> Iterator[Window]:
-        """Windows of `data` for `step`, with the settings that a Job has: batch_size, epochs or steps, order, …"""
-        job = Job(model=self.model, optimizer=self.optimizer, loss=self.loss, data=data, **settings)
-        on_gpu = self.device.type == "cuda"
-        self.attach(training_course(job, workers=machine.workers_wanted(), on_gpu=on_gpu))
-        return self.windows(epochs=job.epochs, steps=job.steps)
+        """Windows of `data` for `step`: batch_size, epochs or steps, and order, drop_last, collate, accumulate, seed.
+
+        The same data with the same settings goes on with the next epoch, so that a loop of one epoch each
+        sees another order each time.
+        """
+        wrong = [
+            f"{name} is not a setting of feed{did_you_mean(name, FEED_SETTINGS)}"
+            for name in settings
+            if name not in FEED_SETTINGS
+        ]
+        try:
+            job = Job(
+                model=self.model,
+                optimizer=self.optimizer,
+                loss=self.loss,
+                forward=self.objective.forward,
+                data=data,
+                **{name: value for name, value in settings.items() if name in FEED_SETTINGS},
+            )
+        except JobError as error:
+            raise JobError([*wrong, *error.problems]) from None
+        if wrong:
+            raise JobError(wrong)
+        lasting = {name: value for name, value in settings.items() if name not in ("epochs", "steps")}
+        given = self._feed_given
+        if given is None or given[0] is not data or given[1] != lasting:
+            self.attach(training_course(job, workers=machine.workers_wanted(), on_gpu=self._on_gpu))
+            self._feed_given = (data, lasting)
+        elif self.place.window:  # left in the middle of an epoch: the next one begins
+            self.place = Place(self.place.epoch + 1, 0, self.place.served)
+        epochs = None if job.epochs is None else self.place.epoch + job.epochs
+        steps = None if job.steps is None else self.place.served + job.steps
+        return self.windows(epochs=epochs, steps=steps)
 
     def attach(self, course: Course) -> None:
         """Train on a course from its beginning; without a plan of its own the rig feeds it as the user would."""
         self._close_feed()
-        self._course, self.place = course, Place()
+        self._course, self.place, self._feed_given = course, Place(), None
         if self._follows_user:
-            self.use(Plan(**{**_parts(self.plan), "feed": course.feed}), why="as the data is given")
+            self.use(dataclasses.replace(self.plan, feed=course.feed), why="as the data is given")
         reason = self.supports(self.plan)
         if reason:
             raise PlanError(reason)
 
     def windows(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Window]:
-        """Windows from the current place on, until so many epochs or steps are behind."""
-        assert self._course is not None, "attach data first"
-        while epochs is None or self.place.epoch < epochs:
-            number = self.place.epoch
-            epoch = self._course.order.epoch(number)
-            self.epoch_windows = len(epoch)
-            opened, expected = -1, self.place
-            stream: Iterator[Window] = iter(())
-            while self.place.epoch == number and self.place.window < len(epoch):
-                if steps is not None and self.steps >= steps:
-                    return
-                if opened != self._opened or self.place != expected:
-                    stream = self._stream(epoch, number)
-                    opened = self._opened
-                window = next(stream)
-                expected = Place(number, self.place.window + 1)
-                # The place moves before the step, so that between two steps it names the window to come.
-                self.place = expected
-                yield window
-            if self.place == Place(number, len(epoch)):
-                self.place = Place(number + 1, 0)
-                self.schedule.epoch_ended()
+        """Windows from the current place on, until so many epochs are behind or so many windows were given out."""
+        course = self._course
+        assert course is not None, "attach data first"
+        try:
+            while epochs is None or self.place.epoch < epochs:
+                number = self.place.epoch
+                epoch = course.order.epoch(number)
+                self.epoch_windows = len(epoch)
+                opened, expected = -1, self.place
+                stream: Iterator[Window] = iter(())
+                while self.place.epoch == number and self.place.window < len(epoch):
+                    if steps is not None and self.place.served >= steps:
+                        return
+                    if opened != self._opened or self.place != expected:
+                        stream = self._stream(epoch, number)
+                        opened = self._opened
+                    window = next(stream)
+                    expected = Place(number, self.place.window + 1, self.place.served + 1)
+                    # The place moves before the step, so that between two steps it names the window to come.
+                    self.place = expected
+                    yield window
+                    if self._course is not course:
+                        raise TrainingError("another feed was opened; a rig feeds from one at a time, so use two rigs")
+                if self.place.epoch == number and self.place.window == len(epoch):
+                    self.place = Place(number + 1, 0, self.place.served)
+                    self.schedule.epoch_ended()
+        finally:
+            # A loop that was left by `break` leaves no worker behind.
+            if self._course is course and not self.plan.feed.persistent:
+                self._close_feed()
 
     def _stream(self, epoch: Epoch, number: int) -> Iterator[Window]:
         """The epoch's windows from the current place on, under the current plan."""
@@ -206,20 +291,21 @@ class Rig:
                 self._course.source,
                 self.plan.feed,
                 seed=self._course.seed,
-                on_gpu=self.device.type == "cuda",
+                on_gpu=self._on_gpu,
                 extras=self._course.extras,
             )
+        feeding = self._feeding
         sizes: deque[list[int]] = deque()
         first, micro = self.place.window, self.plan.memory.micro_batch
 
         def asked() -> Iterator[Tensor]:
             for window in range(first, len(epoch)):
-                indices = epoch.pieces(window, micro)
+                indices = epoch.pieces(window, micro, tickets=feeding.tickets)
                 sizes.append([len(piece) for piece in indices])
                 yield from indices
 
         # Workers ask ahead; a window's sizes are known once its first piece is here.
-        pieces = self._feeding.pieces(asked(), number)
+        pieces = feeding.pieces(asked(), number)
         for piece in pieces:
             here = sizes.popleft()
             yield Window([piece, *islice(pieces, len(here) - 1)], here)
@@ -233,16 +319,26 @@ class Rig:
     def close(self) -> None:
         """End worker processes. The rig can go on afterwards; they start again when needed."""
         self._close_feed()
-        for _, feeding in self._evaluations.values():
-            feeding.close()
-        self._evaluations.clear()
+        if self._evaluation is not None:
+            self._evaluation.feeding.close()
+            self._evaluation = None
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     # --- steps -----------------------------------------------------------------------------------
 
     def step(self, batch: Window | Batch) -> Tensor:
         """Make one update with a window from `feed`, or with a batch of your own; its loss, on the device."""
         window = batch if isinstance(batch, Window) else self._window_of(batch)
-        loss, updated = self._step(window)
+        try:
+            loss, updated = self._step(window)
+        except (RuntimeError, ValueError) as error:
+            hint = explained(error, window, self.model)
+            if hint is None:
+                raise
+            raise TrainingError(hint) from error
         self.steps += 1
         self.updates += updated
         self.samples += window.samples
@@ -251,7 +347,8 @@ class Rig:
     def _window_of(self, batch: Batch) -> Window:
         micro = self.plan.memory.micro_batch
         if micro is None:
-            return Window([batch], [count_samples(batch)])
+            # Where nobody can count, every batch has the same weight in the running loss.
+            return Window([batch], [count_samples(batch) or 1])
         return Window(*cut(batch, micro))
 
     @property
@@ -268,18 +365,35 @@ class Rig:
         collate: Any = None,
     ) -> dict[str, float]:
         """Loss and metrics over all of `data`; mode, randomness and training stay as they were."""
+        wrong = [*data_problems("data", data), *metric_problems(metrics)]
+        if wrong:
+            raise JobError(wrong)
+        feedings: list[Feeding] = []
+
+        def opened(size: int) -> tuple[Course, Feeding]:
+            kept = self._evaluation
+            if kept is not None and kept.data is data and kept.collate is collate and kept.size == size:
+                return kept.course, kept.feeding
+            course = evaluation_course(data, batch_size=size, collate=collate, on_gpu=self._on_gpu)
+            feeding = open_feed(course.source, course.feed, on_gpu=self._on_gpu, extras=course.extras)
+            if course.feed.persistent:
+                self._keep(_Evaluation(data, collate, size, course, feeding))
+            else:
+                feedings.append(feeding)
+            return course, feeding
+
         size = batch_size or self._evaluation_batch()
-        on_gpu = self.device.type == "cuda"
+        try:
+            return evaluate(self.objective, opened, metrics, size, self.plan.numerics.precision, self.device)
+        finally:
+            for feeding in feedings:
+                feeding.close()
 
-        def opened(batch: int) -> tuple[Course, Feeding]:
-            key = (id(data), batch)
-            if key not in self._evaluations:
-                course = evaluation_course(data, batch_size=batch, collate=collate, on_gpu=on_gpu)
-                feeding = open_feed(course.source, course.feed, on_gpu=on_gpu, extras=course.extras)
-                self._evaluations[key] = (course, feeding)
-            return self._evaluations[key]
-
-        return evaluate(self.objective, opened, metrics, size, self.plan.numerics.precision, self.device)
+    def _keep(self, evaluation: _Evaluation) -> None:
+        """Keep the workers of an evaluation whose user asked for persistent ones."""
+        if self._evaluation is not None:
+            self._evaluation.feeding.close()
+        self._evaluation = evaluation
 
     def _evaluation_batch(self) -> int:
         micro = self.plan.memory.micro_batch
@@ -291,9 +405,8 @@ class Rig:
 
     def snapshot(self) -> RigSnapshot:
         """The whole state of the training, in memory."""
-        modules = [m for m in (self.model, self.loss) if isinstance(m, nn.Module)]
         return RigSnapshot(
-            training=Snapshot(modules, self.optimizer, self.schedule.scheduler, self.device),
+            training=Snapshot(self.modules, self.optimizer, self.schedule.scheduler, self.device),
             totals=self.totals.saved(),
             place=self.place,
             counters=(self.steps, self.updates, self.samples),
@@ -318,12 +431,25 @@ def _why_not_precision(precision: str, device: torch.device) -> str | None:
     return f"{precision} is {fact} on this {device.type}"
 
 
-def _parts(plan: Plan) -> dict[str, Any]:
-    return {part: getattr(plan, part) for part in PARTS}
+@dataclass(frozen=True)
+class _Evaluation:
+    """An evaluation whose workers are kept; it holds its data, so that nothing else can take its place."""
+
+    data: Any
+    collate: Any
+    size: int
+    course: Course
+    feeding: Feeding
 
 
-def _made(wanted: Any, model: nn.Module, device: torch.device) -> Optimizer:
-    optimizer = wanted if isinstance(wanted, Optimizer) else wanted(model.parameters())
+def _check(**settings: Any) -> None:
+    """Raise JobError with all that is wrong with a rig's own settings."""
+    Job(data=torch.zeros(1), batch_size=1, epochs=1, **settings)
+
+
+def _made(wanted: Any, modules: list[nn.Module], device: torch.device) -> Optimizer:
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    optimizer = wanted if isinstance(wanted, Optimizer) else wanted(parameters)
     if not isinstance(optimizer, Optimizer):
         raise JobError([f"optimizer returned {type(optimizer).__name__}, which is no torch optimizer"])
     if optimizer.state and device.type != "cpu":

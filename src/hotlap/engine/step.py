@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from hotlap.data.batches import Batch, to_device
-from hotlap.engine.objective import Objective, Totals
+from hotlap.engine.objective import Objective, Scored, Totals
 from hotlap.engine.schedules import Schedule
 
 
@@ -61,44 +61,52 @@ class EagerStep:
         self._context = precision_context(precision, device)
         self._clip = clip
         self._skip_nonfinite = skip_nonfinite
+        self._modules = [m for m in (objective.model, objective.loss) if isinstance(m, nn.Module)]
+        self._held = -1
+        self._all: list[Tensor] = []
+        self._strangers: list[Tensor] = []
 
     def __call__(self, window: Window) -> tuple[Tensor, bool]:
         """Make one update; the window's loss, and whether the weights were really updated."""
         self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._others():
+            parameter.grad = None
         if len(window.pieces) == 1:
-            loss = self._whole(window.pieces[0], window.sizes[0])
+            loss, scores = self._whole(window.pieces[0], window.sizes[0])
         else:
-            loss = self._in_pieces(window)
+            loss, scores = self._in_pieces(window)
         updated = self._update()
-        if updated and self._schedule.moves_per_update:
-            self._schedule.scheduler.step()
+        if updated:
+            # A window that was left out does not count in the running loss either.
+            for scored in scores:
+                self._totals.add(scored)
+            if self._schedule.moves_per_update:
+                self._schedule.move()
         return loss, updated
 
-    def _whole(self, batch: Batch, samples: int) -> Tensor:
+    def _whole(self, batch: Batch, samples: int) -> tuple[Tensor, list[Scored]]:
         with self._context():
             scored = self._objective.whole(self._here(batch), samples)
         torch.autograd.backward(scored.loss)
-        self._totals.add(scored)
-        return scored.loss.detach()
+        return scored.loss.detach(), [scored]
 
-    def _in_pieces(self, window: Window) -> Tensor:
+    def _in_pieces(self, window: Window) -> tuple[Tensor, list[Scored]]:
         """Gradients of the whole window: means weighted by samples; counted sums divided once at the end."""
         everything = window.samples
         total: Tensor | float = 0.0
         count: Tensor | float = 0
-        divide = False
+        scores = []
         for batch, samples in zip(window.pieces, window.sizes, strict=True):
             with self._context():
                 scored = self._objective.piece(self._here(batch), samples)
-            weighted = scored.counted or self._objective.sums
-            torch.autograd.backward(scored.loss if weighted else scored.loss * (samples / everything))
-            divide = divide or scored.counted
-            self._totals.add(scored)
-            total = total + scored.loss.detach() * scored.factor
+            adds_up = scored.counted or self._objective.sums
+            torch.autograd.backward(scored.loss if adds_up else scored.loss * (samples / everything))
+            scores.append(scored._replace(loss=scored.loss.detach()))
+            total = total + scores[-1].loss * scored.factor
             count = count + scored.weight
-        if divide:
+        if any(scored.counted for scored in scores):
             self._divide_gradients(count)
-        return torch.as_tensor(total if self._objective.sums else total / count)
+        return torch.as_tensor(total if self._objective.sums else total / count), scores
 
     def _divide_gradients(self, count: Tensor | float) -> None:
         grads = self._gradients()
@@ -122,7 +130,22 @@ class EagerStep:
         return to_device(batch, self._device, non_blocking=True) if self._moves else batch
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        """All that may have a gradient: the optimizer's parameters, the model's and the loss's."""
+        held = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if held != self._held:
+            mine = [p for group in self._optimizer.param_groups for p in group["params"]]
+            every = [p for module in self._modules for p in module.parameters()]
+            # By identity: tensors compare by value.
+            self._all = list({id(p): p for p in (*every, *mine)}.values())
+            known = {id(p) for p in mine}
+            self._strangers = [p for p in every if id(p) not in known]
+            self._held = held
+        return self._all
+
+    def _others(self) -> list[Tensor]:
+        """Parameters that the optimizer does not hold: their gradients would pile up from step to step."""
+        self._parameters()
+        return self._strangers
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters() if p.grad is not None]

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hotlap import machine
-from hotlap.core.errors import StoreError, listed
+from hotlap.core.errors import JobError, PlanError, StoreError, listed
 from hotlap.core.job import Job
+from hotlap.core.job_checks import plateau_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.data.course import Course, training_course
 from hotlap.data.order import mix, seed_host
 from hotlap.engine.rig import Rig
-from hotlap.engine.snapshot import Randomness
+from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.fitting.pace import Pace
 from hotlap.fitting.run import Run
 from hotlap.fitting.started import asked_by_command, start_record
@@ -38,7 +40,7 @@ from hotlap.store.run_folder import RunFolder
 def fit(
     job: Job,
     *,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     save_every: int | None = None,
@@ -49,7 +51,8 @@ def fit(
 ) -> Run:
     """Train the job and write its run folder.
 
-    `plan` is a Plan or a plan file; without one the training runs as the job describes it. `out` must be a
+    `plan` is a Plan, a plan file, or a dict of choices to change in the plan that the job itself describes,
+    such as {"precision": "bf16"}; without one the training runs as the job describes it. `out` must be a
     new or empty folder; without it one is made under `runs/`. `resume` names the folder of a run to go on
     with: it ends as if it had never been interrupted. A training with other code, data or settings is refused
     there, with the differences, unless `allow_changes`. `save_every` is a number of updates between
@@ -62,8 +65,10 @@ def fit(
     global _calls
     _calls += 1
     device = machine.choose_device(job.device, require_gpu=require_gpu)
-    if plan is not None and not isinstance(plan, Plan):
+    if isinstance(plan, (str, Path)):
         plan = load_plan(plan)
+    elif plan is not None and not isinstance(plan, (Plan, Mapping)):
+        raise PlanError(f"plan is a {type(plan).__name__}; give a Plan, a plan file, or a dict of choices to change")
     if resume is None:
         resume = asked_by_command(_calls)
     if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
@@ -80,7 +85,7 @@ def fit(
         if resume is None:
             training.begin(out, start_record(_calls, started_by))
         else:
-            training.go_on(resume, allow_changes=allow_changes, plan=plan)
+            training.go_on(resume, allow_changes=allow_changes, keep_plan=plan is not None)
         return training.run()
     finally:
         if training is not None:
@@ -96,11 +101,18 @@ class _Training:
     """One call of `fit`."""
 
     def __init__(
-        self, job: Job, course: Course, plan: Plan | None, device: torch.device, view: View, save_every: int | None
+        self,
+        job: Job,
+        course: Course,
+        plan: Plan | Mapping[str, Any] | None,
+        device: torch.device,
+        view: View,
+        save_every: int | None,
     ) -> None:
         self._start_s = time.perf_counter()
         self._job, self._course, self._view, self._save_every = job, course, view, save_every
         self._total = job.steps if job.steps is not None else len(course.order.epoch(0)) * (job.epochs or 0)
+        self._modes = Modes([job.model])
         self._rig = Rig(
             job.model,
             job.optimizer,
@@ -108,14 +120,18 @@ class _Training:
             forward=job.forward,
             schedule=job.schedule,
             schedule_per=job.schedule_per,
-            updates=self._total,
+            updates=job.epochs if job.schedule_per == "epoch" else self._total,
             clip=job.clip,
             skip_nonfinite=job.skip_nonfinite,
             device=device,
         )
+        if isinstance(self._rig.schedule.scheduler, ReduceLROnPlateau):
+            wrong = plateau_problems(self._rig.schedule.scheduler, job)
+            if wrong:
+                raise JobError(wrong)
         self._rig.attach(course)
         if plan is not None:
-            self._rig.use(plan, why="given")
+            self._rig.use(plan if isinstance(plan, Plan) else self._rig.plan.but(**plan), why="given")
         self._identity = identity(job, course)
         self._versions = machine.environment()["versions"]
         self._history: list[dict[str, Any]] = []
@@ -133,7 +149,6 @@ class _Training:
 
     def begin(self, out: str | Path | None, started: dict[str, Any]) -> None:
         """Begin in a new folder. It is made last: a job that cannot run leaves none behind."""
-        self._rig.model.train()
         self._take(RunFolder.create(out, type(self._job.model).__name__))
         self._folder.write_started(started)
         self._folder.write_environment({**machine.environment(), "job": self._identity["settings"]})
@@ -141,11 +156,11 @@ class _Training:
         self._folder.write_ledger(self._rig.ledger)
         self._say_banner()
         if self._save_every != 0:
-            need = 3 * sum(t.numel() * t.element_size() for t in _tensors(self._rig.model).values())
+            need = 3 * sum(t.numel() * t.element_size() for t in _tensors(self._rig).values())
             self._folder.check_room(need)
             self._save()
 
-    def go_on(self, resume: str | Path, *, allow_changes: bool, plan: Plan | None) -> None:
+    def go_on(self, resume: str | Path, *, allow_changes: bool, keep_plan: bool) -> None:
         """Go on where a run was left: from its newest checkpoint that is whole."""
         self._take(RunFolder.open(resume))
         self._checkpoints.tidy()
@@ -159,7 +174,7 @@ class _Training:
                 + "; resume it as it was, or allow the changes (allow_changes=True, --allow-changes)"
             )
         rig = self._rig
-        if plan is None:
+        if not keep_plan:
             rig.use(Plan.from_dict(checkpoint.facts["plan"]))
         loop = import_state(rig, checkpoint.files)
         self._history, self._best, self._since_best = loop["history"], loop["best"], loop["since_best"]
@@ -185,6 +200,8 @@ class _Training:
     def _say_banner(self) -> None:
         for line in banner(self._job, self._rig, self._course, self._total, self._folder.path):
             self._tell(line)
+        for caution in self._rig.cautions(self._rig.plan):
+            self._tell(f"note   {caution}")
 
     def close(self) -> None:
         """Let go of workers, view and lock, however it ended."""
@@ -303,7 +320,7 @@ class _Training:
         name = "valid_loss" if job.monitor == "loss" else job.monitor
         if self._best is None or _better(record[name], self._best[name], job.higher_is_better):
             self._best, self._since_best = record, 0
-            self._best_weights = {k: v.detach().cpu().clone() for k, v in _tensors(self._rig.model).items()}
+            self._best_weights = {k: v.detach().cpu().clone() for k, v in _tensors(self._rig).items()}
             return False
         self._since_best += 1
         return self._since_best >= job.patience
@@ -315,7 +332,8 @@ class _Training:
         rig = self._rig
         why = f"the training loss is {record['train_loss']} at step {rig.steps}"
         rig.ledger.record(Entry(step=rig.steps, what="loss not finite", outcome="fault", plan=rig.plan, why=why))
-        self._tell(f"warning: {why}; try a smaller learning rate, clip=1.0, precision fp32, or skip_nonfinite=True")
+        cures = ["a smaller learning rate", "clip=1.0", "precision fp32", "skip_nonfinite=True"]
+        self._tell(f"warning: {why}; try {', '.join(cures[: 3 if self._job.skip_nonfinite else 4])}")
 
     def _tell(self, line: str) -> None:
         self._view.say(line)
@@ -332,12 +350,17 @@ class _Training:
         if self._best is not None:
             best = self._best
             with torch.no_grad():
-                for name, tensor in _tensors(rig.model).items():
-                    tensor.copy_(self._best_weights[name])
+                for name, tensor in _tensors(rig).items():
+                    kept = self._best_weights.get(name)  # a buffer may be younger than the best weights
+                    if kept is not None and kept.shape == tensor.shape:
+                        tensor.copy_(kept)
+        self._modes.restore()
         try:
             self._folder.write_plan(rig.plan)
             self._folder.write_ledger(rig.ledger)
             self._folder.write_model(rig.model)
+            if any(True for _ in rig.modules[-1].parameters()) and rig.modules[-1] is not rig.model:
+                self._folder.write_loss(rig.modules[-1])
             self._folder.write_artefacts()
         except StoreError as error:
             # The model is in memory: whoever called can still save it elsewhere.
@@ -366,5 +389,10 @@ def _better(new: float, old: float, higher: bool) -> bool:
     return new > old if higher else new < old
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    return dict((*model.named_parameters(), *model.named_buffers()))
+def _tensors(rig: Rig) -> dict[str, Tensor]:
+    """Every weight and buffer that training may change, the loss's own included."""
+    return {
+        f"{number}.{name}": tensor
+        for number, module in enumerate(rig.modules)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }

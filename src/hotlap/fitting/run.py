@@ -11,7 +11,7 @@ from torch import nn
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_rate, show_seconds
-from hotlap.store.run_folder import Artefact, RunFolder
+from hotlap.store.run_folder import Artefact, RunFolder, finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +55,24 @@ class Run:
         return self.folder.artefacts()
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as JSON holds them."""
-        return {
-            "run": str(self.path),
-            "stopped": self.stopped,
-            "steps": self.steps,
-            "updates": self.updates,
-            "samples": self.samples,
-            "train_s": self.train_s,
-            "total_s": self.total_s,
-            "saving_s": self.saving_s,
-            "problems": list(self.problems),
-            "best": self.best,
-            "plan": self.plan.to_dict(),
-            "artefacts": [vars(artefact) for artefact in self.artefacts()],
-        }
+        """The figures as JSON holds them, null for numbers that are none."""
+        figures: dict[str, Any] = finite(
+            {
+                "run": str(self.path),
+                "stopped": self.stopped,
+                "steps": self.steps,
+                "updates": self.updates,
+                "samples": self.samples,
+                "train_s": self.train_s,
+                "total_s": self.total_s,
+                "saving_s": self.saving_s,
+                "problems": list(self.problems),
+                "best": self.best,
+                "plan": self.plan.to_dict(),
+                "artefacts": [vars(artefact) for artefact in self.artefacts()],
+            }
+        )
+        return figures
 
     def summary(self) -> str:
         """What was done and how it scored, for people."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from hotlap.core.errors import StoreError
 from hotlap.store.run_folder import RunFolder
@@ -15,13 +16,26 @@ from hotlap.store.run_folder import RunFolder
 RESUME = "HOTLAP_RESUME"
 """Set by `hotlap resume` for the script it runs: the folder of the run to go on with."""
 
-_SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
+_SECRET = re.compile(
+    r"key|token|secret|passw|passphrase|credential|auth|cookie|bearer|signature|webhook|private|session_id|dsn"
+    r"|conn(ection)?_?str|(?<![a-z])(pat|sas|jwt)(?![a-z])|[a-z]_pwd|_pass(?![a-z])|^-*pass$|^-*pwd$(?<!^PWD)",
+    re.IGNORECASE,
+)
+"""Names of what should not be told."""
+_SHAPE = re.compile(
+    r"(hf|ghp|gho|ghs|ghu|glpat|github_pat|xox[abpr]|sk|rk|pk|kgat)[_-][A-Za-z0-9_-]{16,}"
+    r"|A[KS]IA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}|-----BEGIN"
+)
+"""What keys of well-known services look like."""
+_IN_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:([^/\s@]+)@", re.IGNORECASE)
 HIDDEN = "***"
+WHOLE, WITHIN = 4, 6
+"""From so many characters on a secret is hidden as a word of its own, and inside of a longer one."""
 
 
 def start_record(call: int, words: Sequence[str] | None) -> dict[str, Any]:
     """What a run folder keeps of its start: words for a shell, and the how manieth training of its script it is."""
-    return {"words": list(words) if words is not None else without_secrets(sys.argv, os.environ), "call": call}
+    return {"words": without_secrets(sys.argv if words is None else words, os.environ), "call": call}
 
 
 def asked_by_command(call: int) -> Path | None:
@@ -35,22 +49,40 @@ def asked_by_command(call: int) -> Path | None:
 
 def without_secrets(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The words of a command line with everything hidden that looks like a secret, or is one in the environment."""
-    known = {v for k, v in environ.items() if _SECRET.search(k) and len(v) >= 6}
+    known = secrets_of(environ)
     shown: list[str] = []
     hide_next = False
     for word in words:
         flag, equals, value = word.partition("=")
-        if hide_next or (not equals and word in known):
+        if hide_next:
             shown.append(HIDDEN)
             hide_next = False
-        elif word.startswith("-") and _SECRET.search(flag):
-            shown.append(f"{flag}={HIDDEN}" if equals else word)
-            hide_next = not equals
-        elif equals and (value in known or any(secret in word for secret in known)):
+        elif word.startswith("-") and not equals and _SECRET.search(flag) and not _tells(word, known):
+            shown.append(word)
+            hide_next = True
+        elif equals and not _tells(flag, known) and (_SECRET.search(flag) or _tells(value, known)):
             shown.append(f"{flag}={HIDDEN}")
+        # A name and a value in one word: a header, a piece of JSON or YAML.
+        elif _tells(word, known) or (":" in word and _SECRET.search(word.partition(":")[0])):
+            shown.append(HIDDEN)
         else:
-            shown.append(HIDDEN if any(secret in word for secret in known) else word)
+            shown.append(word)
     return shown
+
+
+def secrets_of(environ: Mapping[str, str]) -> set[str]:
+    """The values in the environment that should not be told: by their names, or as passwords inside of addresses."""
+    named = {v for k, v in environ.items() if _SECRET.search(k) and v.lower() not in ("true", "false", "none", "auto")}
+    named |= {found for v in environ.values() for found in _IN_URL.findall(v)}
+    # A private key has several lines, and each tells too much; an address has it with signs in place of others.
+    named |= {line for v in named for line in v.splitlines()} | {quote(v, safe="") for v in named}
+    return {v.strip() for v in named if len(v.strip()) >= WHOLE}
+
+
+def _tells(word: str, known: set[str]) -> bool:
+    if word in known or any(secret in word for secret in known if len(secret) >= WITHIN):
+        return True
+    return bool(_SHAPE.search(word) or _IN_URL.search(word))
 
 
 def checked_words(folder: RunFolder) -> list[str]:
@@ -58,4 +90,5 @@ def checked_words(folder: RunFolder) -> list[str]:
     words = folder.read_started().get("words")
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise StoreError(f"{folder.path} does not say how it was started")
-    return words
+    # Shown in a terminal, which a stranger's words must not drive.
+    return ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in word) for word in words]

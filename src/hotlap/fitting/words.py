@@ -24,7 +24,11 @@ def banner(job: Job, rig: Rig, course: Course, total: int, folder: Path) -> list
     batch = f"batch {course.batch_size}"
     if job.accumulate > 1:
         batch += f" × {job.accumulate} accumulated = {course.batch_size * job.accumulate} per update"
-    length = f"{job.epochs} epochs = {total:,} updates" if job.epochs is not None else f"{total:,} updates"
+    length = (
+        f"{job.epochs} epoch{'s' if job.epochs > 1 else ''} = {total:,} updates"
+        if job.epochs is not None
+        else f"{total:,} updates"
+    )
     return [
         f"hotlap {__version__} on {device}, torch {torch.__version__}",
         f"model  {type(job.model).__name__}, {trained:,} parameters in training",

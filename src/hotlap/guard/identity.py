@@ -15,21 +15,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hotlap.core.job import Job
-from hotlap.data.batches import map_tensors
 from hotlap.data.course import Course
 from hotlap.data.source import Columns
+from hotlap.guard.fingerprint import outside_of
 
-WHOLE_BYTES = 32 * 1024 * 1024
-"""Data up to this size is hashed whole; of larger data evenly spread rows."""
-SAMPLES = 8
-"""Samples of a dataset that are looked at."""
 MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device")
 """Settings that say how long or where, not what: a resumed training may have others."""
 
 
 def identity(job: Job, course: Course) -> dict[str, Any]:
     """What makes this training this training, as JSON."""
-    return {"settings": settings_of(job), "code": code_of(job), "data": data_of(course), "model": shapes_of(job.model)}
+    return {
+        "settings": settings_of(job),
+        "code": code_of(job),
+        "data": data_of(job, course),
+        "model": shapes_of(job.model),
+    }
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -73,37 +74,16 @@ def code_of(job: Job) -> dict[str, str]:
     return found
 
 
-def data_of(course: Course) -> dict[str, Any]:
-    """How many samples there are, and a hash of what they hold."""
-    source = course.source
-    digest = hashlib.sha256()
-    if isinstance(source, Columns):
-        whole = sum(t.numel() * t.element_size() for t in source.tensors.values())
-        for name, tensor in source.tensors.items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            rows = max(1, len(tensor) * WHOLE_BYTES // whole) if whole > WHOLE_BYTES else len(tensor)
-            digest.update(_bytes(tensor[:: max(1, len(tensor) // rows)]))
-        return {"samples": len(source), "sha256": digest.hexdigest()}
-    spread = sorted({n * (len(source) - 1) // max(1, SAMPLES - 1) for n in range(SAMPLES)})
-    # Seeded as in training, so that a dataset that draws at random gives the same again.
-    batch = [source.fetch([index], 0, 0) for index in spread]
-
-    def add(tensor: Tensor) -> Tensor:
-        digest.update(_bytes(tensor))
-        return tensor
-
-    map_tensors(batch, add)
-    return {"samples": len(source), "sha256": digest.hexdigest()}
+def data_of(job: Job, course: Course) -> dict[str, Any]:
+    """How many samples there are, and a hash of what can be told of them without asking for any."""
+    data = job.data.dataset if isinstance(job.data, DataLoader) else job.data
+    told = outside_of(course.source.tensors if isinstance(course.source, Columns) else data)
+    return {"samples": len(course.source), "sha256": hashlib.sha256(told.encode()).hexdigest()}
 
 
 def shapes_of(model: nn.Module) -> dict[str, Any]:
     """Name and shape of every weight and buffer."""
     return {name: list(value.shape) for name, value in (*model.named_parameters(), *model.named_buffers())}
-
-
-def _bytes(tensor: Tensor) -> memoryview | bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> str:

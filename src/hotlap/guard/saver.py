@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hotlap.core.errors import StoreError
 from hotlap.store.checkpoints import Checkpoints
 from hotlap.store.disk import Piece
 
@@ -29,19 +30,24 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._last_s = time.perf_counter()
-        self._cost_s = 0.0
+        self._stood_s = 0.0
+        self._wrote_s = 0.0
         self.saved = 0
         """Checkpoints that are whole on the disk."""
         self.spent_s = 0.0
         """Seconds that training stood still for saving."""
+        self.writing_s = 0.0
+        """Seconds that the thread was writing, beside the training or while that waited."""
 
     def due(self, step: int) -> bool:
         """Whether it is time for a checkpoint before the next step."""
         if self._every is not None:
             return self._every > 0 and step % self._every == 0
         waited = time.perf_counter() - self._last_s
+        # On few cores writing takes time from training, so all of it counts as cost.
+        cost_s = self._stood_s + self._wrote_s
         # A save that is under way is waited for by nobody: the next one comes when it is done.
-        return waited >= max(LEAST_S, self._cost_s / COST_SHARE) and not self.busy
+        return waited >= max(LEAST_S, cost_s / COST_SHARE) and not self.busy
 
     @property
     def busy(self) -> bool:
@@ -54,16 +60,18 @@ class Saver:
         self.finish()
         try:
             files = export()
-        except OSError as error:
-            self._complain(f"step {step} is not saved: {error}")
-            self._last_s = time.perf_counter()
-            return
-        self._thread = threading.Thread(target=self._write, args=(step, files, facts), name="hotlap-save", daemon=True)
-        self._thread.start()
-        if wait:
-            self.finish()
+        except (OSError, MemoryError) as error:
+            self._complain(f"step {step} is not saved: {error or type(error).__name__}")
+        else:
+            self._thread = threading.Thread(
+                target=self._write, args=(step, files, facts), name="hotlap-save", daemon=True
+            )
+            self._thread.start()
+            if wait:
+                self.finish()
         self._last_s = time.perf_counter()
-        self.spent_s += self._last_s - begun
+        self._stood_s = self._last_s - begun
+        self.spent_s += self._stood_s
 
     def finish(self) -> None:
         """Wait for the files of the last save; tell if they could not be written."""
@@ -72,9 +80,11 @@ class Saver:
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            if not isinstance(failure, OSError):
-                raise failure
-            reason = failure.strerror or str(failure)
+            if isinstance(failure, StoreError):
+                self._complain(str(failure))
+                return
+            # Whatever it was, it happened beside the training, which is sound.
+            reason = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {failure}"
             self._complain(f"a checkpoint could not be written: {reason}; training goes on, the last one is untouched")
 
     def _write(self, step: int, files: Files, facts: dict[str, Any]) -> None:
@@ -83,6 +93,7 @@ class Saver:
             self._checkpoints.write(step, files, facts)
             self.saved += 1
         except BaseException as error:
-            self._failure = error
-        # On few cores writing takes time from training, so all of it counts as cost.
-        self._cost_s = time.perf_counter() - begun
+            # Without its trace, which would keep the copied state alive until the next save.
+            self._failure = error.with_traceback(None)
+        self._wrote_s = time.perf_counter() - begun
+        self.writing_s += self._wrote_s

@@ -12,7 +12,7 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class StopRequest:
-    """Inside, SIGINT and SIGTERM only set `signal`; outside, they act as before.
+    """Inside, SIGINT and SIGTERM only set `signal`; outside, they act as before. One that is ignored stays ignored.
 
     In a thread other than the main one nothing is changed: Python delivers signals to the main one alone.
     """
@@ -23,7 +23,10 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {watched: signal.signal(watched, self._note) for watched in WATCHED}
+            for watched in WATCHED:
+                # A shell starts a job in the background, and nohup any, with signals ignored that are not for it.
+                if signal.getsignal(watched) is not signal.SIG_IGN:
+                    self._before[watched] = signal.signal(watched, self._note)
         return self
 
     def __exit__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,10 +16,12 @@ from hotlap.data.order import HostRandomness
 from hotlap.engine.rig import Place, Rig
 from hotlap.store.disk import Piece
 from hotlap.store.encoding import decode, encode, from_json, to_json
-from hotlap.store.tensors import tensor_pieces, tensors_from
-from hotlap.store.weights import plain_state, unwrapped
+from hotlap.store.tensors import tensor_pieces, tensors_from, why_not_stored
+from hotlap.store.weights import load_weights_into, unwrapped
 
 MODEL, TENSORS, VALUES = "model.safetensors", "training.safetensors", "training.json"
+_BY_PLAN = ("fused", "foreach")
+"""Settings of an optimizer that the plan in force decides, which may be another one than the checkpoint's."""
 
 
 def export_state(rig: Rig, loop: dict[str, Any]) -> dict[str, Iterable[Piece]]:
@@ -28,26 +31,22 @@ def export_state(rig: Rig, loop: dict[str, Any]) -> dict[str, Iterable[Piece]]:
     numbers nor tensors.
     """
     tensors: dict[str, Tensor] = {}
-    model = unwrapped(rig.model)
-    persistent = model.state_dict()
+    weights, model = _module_state(unwrapped(rig.model))
     state = {
-        "buffers": {name: b for name, b in model.named_buffers() if name not in persistent},
-        "extra": {name: value for name, value in persistent.items() if not isinstance(value, Tensor)},
-        "loss": dict(rig.loss.state_dict()) if isinstance(rig.loss, nn.Module) else None,
-        "modes": [layer.training for layer in model.modules()],
-        "flags": [p.requires_grad for p in model.parameters()],
+        "device": rig.device.type,
+        "model": model,
+        "loss": _module_state(rig.loss) if isinstance(rig.loss, nn.Module) else None,
         "optimizer": _optimizer_state(rig.optimizer),
         "schedule": rig.schedule.scheduler.state_dict() if rig.schedule.scheduler is not None else None,
         "randomness": _randomness(rig.device),
         "totals": rig.totals.saved(),
-        "place": (rig.place.epoch, rig.place.window),
+        "place": dataclasses.astuple(rig.place),
         "counters": (rig.steps, rig.updates, rig.samples),
         "loop": loop,
     }
     values = to_json(encode(state, tensors, "training"))
-    weights = plain_state(rig.model)
     return {
-        MODEL: tensor_pieces(weights, {"format": "pt"}),
+        MODEL: tensor_pieces(_copies(weights), {"format": "pt"}),
         TENSORS: tensor_pieces(tensors),
         VALUES: [values],
     }
@@ -60,13 +59,11 @@ def import_state(rig: Rig, files: dict[str, bytes]) -> dict[str, Any]:
         raise StoreError(f"the checkpoint has no {missing[0]}")
     tensors = tensors_from(files[TENSORS], TENSORS)
     state = decode(from_json(files[VALUES], VALUES), tensors, rig.device)
-    model = unwrapped(rig.model)
-    load_weights_into(model, tensors_from(files[MODEL], MODEL))
     try:
-        _import_model(model, state)
+        _import_module(unwrapped(rig.model), tensors_from(files[MODEL], MODEL), state["model"])
         if isinstance(rig.loss, nn.Module):
-            rig.loss.load_state_dict(state["loss"])
-        _import_optimizer(rig.optimizer, state["optimizer"])
+            _import_module(rig.loss, *state["loss"])
+        _import_optimizer(rig.optimizer, state["optimizer"], moved=state["device"] != rig.device.type)
         if rig.schedule.scheduler is not None:
             rig.schedule.scheduler.load_state_dict(state["schedule"])
         # After the schedule: loading one may write its own idea of the learning rate.
@@ -77,40 +74,57 @@ def import_state(rig: Rig, files: dict[str, bytes]) -> dict[str, Any]:
         _import_randomness(state["randomness"], rig.device)
         loop: dict[str, Any] = state["loop"]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise StoreError(f"the checkpoint does not fit this training: {str(error).splitlines()[0]}") from error
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise StoreError(f"the checkpoint does not fit this training: {told}") from error
     return loop
 
 
-def load_weights_into(model: nn.Module, stored: dict[str, Tensor]) -> None:
-    """Copy stored weights into a model, each at its place; StoreError lists what does not fit."""
-    mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    wrong = [f"{name} is missing in the file" for name in mine if name not in stored]
-    wrong += [f"{name} is not in the model" for name in stored if name not in mine]
-    wrong += [
-        f"{name} is {tuple(stored[name].shape)} in the file and {tuple(value.shape)} in the model"
-        for name, value in mine.items()
-        if name in stored and stored[name].shape != value.shape
-    ]
-    if wrong:
-        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise StoreError(f"the weights do not fit the model: {'; '.join(wrong[:4])}{more}")
-    with torch.no_grad():
-        for name, value in mine.items():
-            value.copy_(stored[name])
+def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors that a state_dict holds, and all else that a module remembers."""
+    persistent: dict[str, Any] = module.state_dict()
+    weights = {name: value for name, value in persistent.items() if isinstance(value, Tensor)}
+    return weights, {
+        "buffers": {name: b for name, b in module.named_buffers() if name not in persistent},
+        "extra": {name: value for name, value in persistent.items() if name not in weights},
+        "modes": [layer.training for layer in module.modules()],
+        "flags": [p.requires_grad for p in module.parameters()],
+    }
 
 
-def _import_model(model: nn.Module, state: dict[str, Any]) -> None:
-    buffers = dict(model.named_buffers())
-    with torch.no_grad():
-        for name, value in state["buffers"].items():
-            if name in buffers:
-                buffers[name].copy_(value)
-    if state["extra"]:
-        model.load_state_dict(state["extra"], strict=False)
-    for layer, training in zip(model.modules(), state["modes"], strict=True):
+def _copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights as they are now, on the CPU; tied ones under each of their names."""
+    for name, value in weights.items():
+        why = why_not_stored(value)
+        if why:  # told here, where the training can hear it, not by the thread that writes
+            raise StoreError(f"{name} has {why}")
+    kept = torch.contiguous_format
+    return {name: value.detach().to("cpu", copy=True, memory_format=kept) for name, value in weights.items()}
+
+
+def _import_module(module: nn.Module, weights: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    load_weights_into(module, weights)
+    for name, value in rest["buffers"].items():
+        _put_buffer(module, name, value)
+    if rest["extra"]:
+        module.load_state_dict(rest["extra"], strict=False)
+    for layer, training in zip(module.modules(), rest["modes"], strict=True):
         layer.training = training
-    for parameter, flag in zip(model.parameters(), state["flags"], strict=True):
+    for parameter, flag in zip(module.parameters(), rest["flags"], strict=True):
         parameter.requires_grad_(flag)
+
+
+def _put_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    """Set a buffer that no state_dict holds, also one that came to be, or changed its shape, in training."""
+    owner_name, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    if leaf not in owner._buffers:
+        raise KeyError(f"the model has no buffer {name}")
+    now = owner._buffers[leaf]
+    if now is not None and now.shape == value.shape and now.dtype == value.dtype:
+        with torch.no_grad():
+            now.copy_(value)
+    else:
+        owner._buffers[leaf] = value
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -129,21 +143,31 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _import_optimizer(optimizer: Optimizer, stored: dict[str, Any]) -> None:
+def _import_optimizer(optimizer: Optimizer, stored: dict[str, Any], *, moved: bool) -> None:
+    """Put the state back; `moved` from a CPU to a GPU, or the other way."""
     if stored["kind"] != type(optimizer).__name__:
         raise StoreError(f"the checkpoint is of {stored['kind']}, the optimizer is {type(optimizer).__name__}")
-    parameters = _parameters(optimizer)
+    owners = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     optimizer.state.clear()
     # Not by load_state_dict: that casts every state to its parameter's dtype.
     for n, values in stored["state"].items():
-        optimizer.state[parameters[n]] = values
+        parameter, group = owners[n]
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for name, value in values.items():
+            if not isinstance(value, Tensor):
+                continue
+            if name == "step":  # the fused kernel reads the count on the device, the plain loop on the host
+                values[name] = value.to(parameter.device if on_device else "cpu")
+            elif moved:
+                values[name] = value.to(parameter.device)
+        optimizer.state[parameter] = values
 
 
 def _import_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
-        for name in [name for name in group if name not in stored and name != "params"]:
+        for name in [name for name in group if name not in stored and name not in ("params", *_BY_PLAN)]:
             del group[name]
-        group.update(stored)
+        group.update({name: value for name, value in stored.items() if name not in _BY_PLAN})
 
 
 def _randomness(device: torch.device) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from hotlap.core.errors import StoreError
 
@@ -23,6 +23,8 @@ _T = TypeVar("_T")
 
 CHUNK = 4 * 1024 * 1024
 """Bytes per write: small enough that other threads get their turn."""
+
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
 _watcher: Watcher | None = None
 
@@ -95,9 +97,11 @@ def sync_folder(path: Path) -> None:
     """Make the names in a folder last."""
     handle = os.open(path, os.O_RDONLY)
     try:
+        _call("sync folder", os.fsync, handle)
+    except OSError as error:
         # Some network file systems cannot sync a folder; what is in it is there all the same.
-        with contextlib.suppress(OSError):
-            _call("sync folder", os.fsync, handle)
+        if error.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(handle)
 
@@ -106,26 +110,26 @@ def remove_folder(path: Path) -> None:
     """Remove a folder and all in it, under another name first, so that half of it is never taken for the whole."""
     doomed = path if path.name.startswith(".old-") else path.with_name(f".old-{path.name}")
     if doomed != path:
-        if doomed.exists():
-            _call("remove", shutil.rmtree, doomed)
+        if os.path.lexists(doomed):
+            _call("remove", _remove, doomed)
         rename(path, doomed)
-    _call("remove", shutil.rmtree, doomed)
+    _call("remove", _remove, doomed)
+
+
+def _remove(path: Path) -> None:
+    """Remove whatever has this name; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def read_checked(path: Path, size: int, sha256: str) -> bytes:
     """The bytes of a regular file, if they are those that were written; StoreError says how they differ."""
-    try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    except FileNotFoundError:
-        raise StoreError(f"{path.name} is missing") from None
-    except OSError as error:
-        raise StoreError(f"{path.name} cannot be read: {error.strerror or error}") from None
-    with os.fdopen(handle, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise StoreError(f"{path.name} is not a regular file")
-        if status.st_size != size:
-            raise StoreError(f"{path.name} has {status.st_size:,} bytes, not the {size:,} written")
+    with _opened(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise StoreError(f"{path.name} has {found:,} bytes, not the {size:,} written")
         content = file.read()
     if hashlib.sha256(content).hexdigest() != sha256:
         raise StoreError(f"{path.name} differs from what was written (sha256)")
@@ -134,16 +138,26 @@ def read_checked(path: Path, size: int, sha256: str) -> bytes:
 
 def read_small(path: Path, most: int) -> bytes:
     """The bytes of a regular file that is no link and no larger than `most`."""
+    with _opened(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found > most:
+            raise StoreError(f"{path.name} has {found:,} bytes; at most {most:,} are read")
+        return file.read(most + 1)[:most]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file that is no link, open for reading; StoreError for all that goes wrong with it, inside too."""
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK)
+        # Not blocking: opening a pipe would wait for its other end for ever.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise StoreError(f"{path.name} is not a regular file")
+            yield file
+    except StoreError:
+        raise
     except FileNotFoundError:
         raise StoreError(f"{path.name} is missing") from None
     except OSError as error:
         raise StoreError(f"{path.name} cannot be read: {error.strerror or error}") from None
-    with os.fdopen(handle, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise StoreError(f"{path.name} is not a regular file")
-        if status.st_size > most:
-            raise StoreError(f"{path.name} has {status.st_size:,} bytes; at most {most:,} are read")
-        return file.read(most + 1)[:most]

@@ -13,68 +13,133 @@ import torch
 from torch import Tensor
 
 from hotlap.core.errors import StoreError
+from hotlap.store.tensors import why_not_stored
 
 _PLAIN = (str, bool, type(None))
+MOST_BITS = 4096
+"""A whole number of more bits is refused; Python itself reads none of more than 4,300 digits."""
 
 
 def encode(value: Any, tensors: dict[str, Tensor], at: str) -> Any:
-    """`value` as JSON; its tensors go into `tensors` under names that begin with `at`.
+    """`value` as JSON; copies of its tensors go into `tensors` under names that begin with `at`.
 
     Raises StoreError for a value that is no number, word, list, dict, tuple, array or tensor.
     """
     if isinstance(value, _PLAIN):
-        return value
+        return str(value) if isinstance(value, str) else value
     if isinstance(value, Tensor):
-        tensors[at] = value.detach().to("cpu", copy=True)
-        return {"$tensor": [at, value.device.type]}
-    if isinstance(value, np.ndarray):
-        tensors[at] = torch.from_numpy(np.ascontiguousarray(value).copy())
-        return {"$array": at}
-    if isinstance(value, (int, np.integer)):
+        return _encode_tensor(value, tensors, at)
+    if isinstance(value, (np.ndarray, np.generic)):
+        # A number of numpy's comes back as one: it computes by other rules than Python's.
+        kind = "$array" if isinstance(value, np.ndarray) else "$scalar"
+        return {kind: _keep(_from_numpy(np.asarray(value), at), tensors, at)}
+    if isinstance(value, int):
+        if value.bit_length() > MOST_BITS:
+            raise StoreError(f"{at} is a number of {value.bit_length():,} bits; at most {MOST_BITS:,} are stored")
         return int(value)
-    if isinstance(value, (float, np.floating)):
+    if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, list):
         return [encode(part, tensors, f"{at}.{n}") for n, part in enumerate(value)]
     if type(value) is tuple:
         return {"$tuple": [encode(part, tensors, f"{at}.{n}") for n, part in enumerate(value)]}
     if isinstance(value, Mapping):
-        rows = [[encode(k, tensors, at), encode(v, tensors, f"{at}.{k}")] for k, v in value.items()]
+        rows = [[_encode_key(k, at), encode(v, tensors, f"{at}.{k}")] for k, v in value.items()]
         return {"$counter" if isinstance(value, Counter) else "$dict": rows}
     raise StoreError(f"{at} is a {type(value).__name__}, which no file that is safe to read can hold")
 
 
+def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], at: str) -> Any:
+    why = why_not_stored(value)
+    if why:
+        raise StoreError(f"{at} has {why}")
+    name = _keep(value.detach().to("cpu", copy=True), tensors, at)
+    strides = value.stride()
+    turned = sorted(range(value.ndim), key=lambda n: -strides[n])
+    # How it lies in memory matters: a fused optimizer goes through weight and state side by side.
+    if not value.is_contiguous() and value.permute(turned).is_contiguous():
+        return {"$tensor": [name, value.device.type, turned]}
+    return {"$tensor": [name, value.device.type]}
+
+
+def _from_numpy(value: np.ndarray[Any, Any], at: str) -> Tensor:
+    try:
+        return torch.from_numpy(value.copy(order="C"))
+    except (TypeError, ValueError):  # of objects, words, dates, or another byte order
+        raise StoreError(f"{at} is an array of {value.dtype}, which no file that is safe to read can hold") from None
+
+
+def _keep(tensor: Tensor, tensors: dict[str, Tensor], at: str) -> str:
+    """Put a tensor under `at`, or a name near it: the keys 1 and "1" give one name, and a key may hold anything."""
+    name = at.encode("utf-8", "backslashreplace").decode()
+    number = 1
+    while name in tensors:
+        number += 1
+        name = f"{at}#{number}".encode("utf-8", "backslashreplace").decode()
+    tensors[name] = tensor
+    return name
+
+
+def _encode_key(key: Any, at: str) -> Any:
+    if not _is_key(key):
+        raise StoreError(f"{at} has a key of type {type(key).__name__}, which no file that is safe to read can hold")
+    return encode(key, {}, at)
+
+
 def decode(coded: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """What `encode` was given; tensors that were on a GPU go to `device`, or to the CPU without one."""
+    """What `encode` was given; tensors that were on a GPU go to `device`, or to the CPU without one.
+
+    Raises StoreError, and nothing else, where `coded` was not made by `encode`.
+    """
+    try:
+        return _decode(coded, tensors, device)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # RecursionError is a RuntimeError
+        told = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+        raise StoreError(f"the stored state is not in hotlap's form: {told}") from None
+
+
+def _decode(coded: Any, tensors: Mapping[str, Tensor], device: torch.device | None) -> Any:
     if isinstance(coded, list):
-        return [decode(part, tensors, device) for part in coded]
+        return [_decode(part, tensors, device) for part in coded]
     if not isinstance(coded, dict):
         return coded
     if len(coded) != 1:
-        raise StoreError("the stored state is not in hotlap's form")
+        raise ValueError(f"a value of {len(coded)} kinds")
     ((kind, inner),) = coded.items()
-    try:
-        match kind:
-            case "$tensor":
-                name, home = inner
-                return tensors[name] if home == "cpu" or device is None else tensors[name].to(device)
-            case "$array":
-                return tensors[inner].numpy()
-            case "$float":
-                return float(inner)
-            case "$tuple":
-                return tuple(decode(part, tensors, device) for part in inner)
-            case "$dict":
-                return {_key(decode(k, tensors)): decode(v, tensors, device) for k, v in inner}
-            case "$counter":
-                return Counter({_key(decode(k, tensors)): decode(v, tensors, device) for k, v in inner})
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"the stored state is not in hotlap's form: {error}") from None
-    raise StoreError(f"the stored state is not in hotlap's form: {kind!r}")
+    match kind:
+        case "$tensor":
+            name, home, *turned = inner
+            tensor = _turned(tensors[name], turned[0]) if turned else tensors[name]
+            return tensor if home == "cpu" or device is None else tensor.to(device)
+        case "$array":
+            return tensors[inner].numpy()
+        case "$scalar":
+            return tensors[inner].numpy()[()]
+        case "$float":
+            return float(inner)
+        case "$tuple":
+            return tuple(_decode(part, tensors, device) for part in inner)
+        case "$dict":
+            return {_key(_decode(k, tensors, device)): _decode(v, tensors, device) for k, v in inner}
+        case "$counter":
+            return Counter({_key(_decode(k, tensors, device)): _decode(v, tensors, device) for k, v in inner})
+    raise ValueError(f"{kind!r:.40}")
+
+
+def _turned(tensor: Tensor, dims: list[int]) -> Tensor:
+    """The same values, lying in memory in the order of these dimensions."""
+    lying = tensor.permute(dims).contiguous()
+    return lying.permute([dims.index(n) for n in range(tensor.ndim)])
+
+
+def _is_key(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(_is_key(part) for part in value)
+    return isinstance(value, (str, int, float, bool, type(None))) and not isinstance(value, np.generic)
 
 
 def _key(value: Any) -> Any:
-    if not isinstance(value, (str, int, float, bool, tuple, type(None))):
+    if not _is_key(value):
         raise TypeError(f"a {type(value).__name__} is no key")
     return value
 
@@ -87,8 +152,12 @@ def to_json(value: Any) -> bytes:
 def from_json(content: bytes, name: str) -> Any:
     """The value of a JSON file; StoreError where it is none, or nested beyond reason."""
     try:
-        return json.loads(content)
+        return json.loads(content, parse_constant=_refused)
     except RecursionError:
         raise StoreError(f"{name} is nested too deeply") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise StoreError(f"{name} is not JSON: {error}") from None
+
+
+def _refused(word: str) -> Any:
+    raise ValueError(f"it holds {word}")

@@ -30,6 +30,7 @@ ABOUT = {
     "environment.json": "machine, versions and settings",
     "model.safetensors": "trained weights, for plain PyTorch",
     "started.json": "how it was started",
+    "loss.safetensors": "trained weights of the loss",
     "artefacts.json": "this list",
     "checkpoints/": "to go on from: hotlap resume",
 }
@@ -98,11 +99,11 @@ class RunFolder:
 
     def add_metrics(self, record: dict[str, Any]) -> None:
         """Add a line to `metrics.jsonl`."""
-        append_line(self.path / "metrics.jsonl", json.dumps(_finite(record)))
+        append_line(self.path / "metrics.jsonl", json.dumps(finite(record)))
 
     def write_metrics(self, records: list[dict[str, Any]]) -> None:
         """Replace `metrics.jsonl` by these lines."""
-        lines = "".join(json.dumps(_finite(record)) + "\n" for record in records)
+        lines = "".join(json.dumps(finite(record)) + "\n" for record in records)
         write_text(self.path / "metrics.jsonl", lines)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -120,11 +121,11 @@ class RunFolder:
 
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write `environment.json`."""
-        write_text(self.path / "environment.json", json.dumps(_finite(facts), indent=2) + "\n")
+        write_text(self.path / "environment.json", json.dumps(finite(facts), indent=2) + "\n")
 
     def write_started(self, record: dict[str, Any]) -> None:
         """Write `started.json`."""
-        write_text(self.path / "started.json", json.dumps(record, indent=2) + "\n")
+        write_text(self.path / "started.json", json.dumps(finite(record), indent=2) + "\n")
 
     def read_started(self) -> dict[str, Any]:
         """How the run was started."""
@@ -146,6 +147,10 @@ class RunFolder:
     def write_model(self, model: nn.Module) -> None:
         """Write `model.safetensors`."""
         save_weights(model, self.path / "model.safetensors", {"format": "pt", "written_by": "hotlap"})
+
+    def write_loss(self, loss: nn.Module) -> None:
+        """Write `loss.safetensors`: the weights of a loss that has its own."""
+        save_weights(loss, self.path / "loss.safetensors", {"format": "pt", "written_by": "hotlap"})
 
     def artefacts(self) -> list[Artefact]:
         """The files that are here, with their sizes; hidden ones, as a crash may leave, do not count."""
@@ -182,10 +187,10 @@ def _fresh(parent: Path, name: str) -> Path:
     raise AssertionError("numbers never end")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` with null for numbers that are none: JSON has no NaN."""
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

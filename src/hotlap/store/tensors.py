@@ -28,6 +28,8 @@ NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+MOST_HEADER_BYTES = 100_000_000
+"""Readers of safetensors refuse a longer header."""
 
 
 def tensor_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[Piece]:
@@ -36,21 +38,35 @@ def tensor_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None
     The library writes a file by itself or as one block of bytes; here every byte is hashed on its way.
     """
     header: dict[str, object] = {"__metadata__": dict(about)} if about else {}
+    # Wide elements first, as the library does: each then begins where a reader may map it as it is.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     start = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES:
-            raise StoreError(f"{name} has dtype {tensor.dtype}, which safetensors cannot hold")
+    for name, tensor in ordered:
+        why = why_not_stored(tensor)
+        if name == "__metadata__":
+            why = "a name that safetensors keeps for itself"
+        if why:
+            raise StoreError(f"{name} has {why}")
         end = start + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MOST_HEADER_BYTES:
+        raise StoreError(f"{len(ordered):,} tensors are more than one safetensors file can list")
     yield len(text).to_bytes(8, "little")
     yield text
-    for tensor in tensors.values():
+    for _, tensor in ordered:
         if tensor.numel():
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             yield flat.numpy().data
+
+
+def why_not_stored(tensor: Tensor) -> str | None:
+    """What about a tensor safetensors cannot hold, or None where it can."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return f"the layout {'of the meta device' if tensor.is_meta else tensor.layout}, which safetensors cannot hold"
+    return None if tensor.dtype in NAMES else f"dtype {tensor.dtype}, which safetensors cannot hold"
 
 
 def tensors_from(content: bytes, name: str) -> dict[str, Tensor]:

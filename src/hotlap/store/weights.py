@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from hotlap.core.errors import StoreError, shown
 from hotlap.store.files import write_atomically
 from hotlap.store.tensors import tensor_pieces
 
@@ -52,3 +53,26 @@ def save_weights(model: nn.Module, path: Path, about: dict[str, str] | None = No
             file.writelines(tensor_pieces(state, about))
 
     write_atomically(path, write)
+
+
+def load_weights_into(model: nn.Module, stored: dict[str, Tensor]) -> None:
+    """Copy stored weights into a model, each at its place; StoreError lists what does not fit."""
+    mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    wrong = [f"{name} is missing in the file" for name in mine if name not in stored]
+    wrong += [f"{_told(name)} is not in the model" for name in stored if name not in mine]
+    wrong += [
+        f"{name} is {tuple(stored[name].shape)} in the file and {tuple(value.shape)} in the model"
+        for name, value in mine.items()
+        if name in stored and stored[name].shape != value.shape
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise StoreError(f"the weights do not fit the model: {'; '.join(wrong[:4])}{more}")
+    with torch.no_grad():
+        for name, value in mine.items():
+            value.copy_(stored[name])
+
+
+def _told(name: str) -> str:
+    # The file may be a stranger's: a name in it can hold anything.
+    return name if name.isprintable() and len(name) <= 60 else shown(name)

@@ -1,0 +1,175 @@
+"""`hotlap cache`, `hotlap pack` and `hotlap unpack`: what hotlap keeps, and taking a run elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hotlap.store.cache import Item
+
+cache = typer.Typer(help="What hotlap keeps from run to run: list, size, verify, prune.", rich_markup_mode=None)
+
+_JSON = typer.Option(False, "--json", help="Print one JSON object and nothing else.")
+_KIND = typer.Option(None, "--kind", help="Only entries of this kind, as the list names it.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(pack)
+    app.command()(unpack)
+    app.add_typer(cache, name="cache")
+
+
+def pack(
+    run: Path = typer.Argument(help="The folder of the run."),
+    archive: Path | None = typer.Argument(None, help="The zip file to write; as a rule RUN.zip."),
+    as_json: bool = _JSON,
+) -> None:
+    """Write a run folder into one zip file, to take it to another machine and resume it there."""
+    from hotlap.core.units import show_bytes
+    from hotlap.store import archives
+
+    folder = run.absolute()
+    written = archives.pack(folder, archive or folder.with_name(f"{folder.name}.zip"))
+    size = written.stat().st_size
+    told = {"archive": str(written), "bytes": size}
+    print(json.dumps(told) if as_json else f"{written}  {show_bytes(size)}")
+
+
+def unpack(
+    archive: Path = typer.Argument(help="A zip file that hotlap pack wrote."),
+    folder: Path = typer.Argument(help="A new folder for the run."),
+    as_json: bool = _JSON,
+) -> None:
+    """Unpack a run into a new folder; an archive that would write anywhere else is refused."""
+    from hotlap.store import archives
+
+    written = archives.unpack(archive, folder.absolute())
+    if as_json:
+        print(json.dumps({"folder": str(written)}))
+    else:
+        print(f"{written}\ngo on with: hotlap resume {shlex.quote(str(written))}")
+
+
+@cache.callback(invoke_without_command=True)
+def _cache(ctx: typer.Context, as_json: bool = _JSON) -> None:
+    """What hotlap keeps from run to run: features and trained models. Without a command: list."""
+    if ctx.invoked_subcommand is None:
+        list_entries(kind=None, as_json=as_json)
+
+
+@cache.command("list")
+def list_entries(kind: str | None = _KIND, as_json: bool = _JSON) -> None:
+    """Every entry with its size, the one used last first."""
+    from hotlap.core.units import show_bytes
+    from hotlap.store.cache import Cache
+
+    held = Cache()
+    items = held.list(kind)
+    if as_json:
+        print(json.dumps({"root": str(held.root), "entries": [_row(item) for item in items]}, indent=2))
+        return
+    for item in items:
+        print(f"{item.kind:<12} {item.key[:12]}  {show_bytes(item.bytes):>9}  {_ago(item.used_s):<12} {_what(item)}")
+    print(f"{len(items)} entries, {show_bytes(sum(item.bytes for item in items))} in {held.root}")
+
+
+@cache.command()
+def size(kind: str | None = _KIND, as_json: bool = _JSON) -> None:
+    """How much room the entries take."""
+    from hotlap.core.units import show_bytes
+    from hotlap.store.cache import Cache
+
+    held = Cache()
+    total = held.size(kind)
+    print(json.dumps({"root": str(held.root), "bytes": total}) if as_json else f"{show_bytes(total)} in {held.root}")
+
+
+@cache.command()
+def verify(
+    kind: str | None = _KIND,
+    remove: bool = typer.Option(False, "--remove", help="Remove what is damaged; it is made again when needed."),
+    as_json: bool = _JSON,
+) -> None:
+    """Read every byte of every entry. Exit code 1: some are not as they were written."""
+    from hotlap.store.cache import Cache
+
+    held = Cache()
+    damaged = held.verify(kind, remove=remove)
+    if as_json:
+        rows = [{"path": str(one.path), "why": one.why} for one in damaged]
+        print(json.dumps({"root": str(held.root), "damaged": rows, "removed": remove}, indent=2))
+    else:
+        for one in damaged:
+            print(f"{'removed' if remove else 'damaged'}: {one.path}: {_plain(one.why)}")
+        cure = "; remove them with --remove" if damaged and not remove else ""
+        print(f"{len(damaged)} damaged{cure}")
+    raise typer.Exit(1 if damaged else 0)
+
+
+@cache.command()
+def prune(
+    keep: str | None = typer.Option(None, "--keep", metavar="SIZE", help="Keep at most so much, as in 10GB or 500MB."),
+    older_than: str | None = typer.Option(
+        None, "--older-than", metavar="TIME", help="Remove what was not used for so long, as in 30d, 12h or 90m."
+    ),
+    kind: str | None = _KIND,
+    as_json: bool = _JSON,
+) -> None:
+    """Remove entries, the least recently used first; --keep 0 removes all."""
+    from hotlap.core.units import show_bytes
+    from hotlap.store.cache import Cache
+
+    if keep is None and older_than is None:
+        raise typer.BadParameter("say what to keep: --keep SIZE, --older-than TIME, or both")
+    most = None if keep is None else int(_amount(keep, _SIZES, "--keep", "10GB"))
+    age = None if older_than is None else _amount(older_than, _TIMES, "--older-than", "30d")
+    held = Cache()
+    removed = held.prune(most, age, kind)
+    total = sum(item.bytes for item in removed)
+    if as_json:
+        print(
+            json.dumps({"root": str(held.root), "removed": [_row(item) for item in removed], "bytes": total}, indent=2)
+        )
+    else:
+        print(f"removed {len(removed)} entries, {show_bytes(total)}")
+
+
+_SIZES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_SIZES |= {"kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4}
+_TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _amount(text: str, units: Mapping[str, float], option: str, example: str) -> float:
+    """A number with its unit, as people write them."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in units:
+        raise typer.BadParameter(f"{text!r:.40} is no amount; write it as in {option} {example}")
+    return float(found[1]) * units[found[2]]
+
+
+def _row(item: Item) -> dict[str, Any]:
+    return {"kind": item.kind, "key": item.key, "bytes": item.bytes, "used_s": item.used_s, "facts": item.facts}
+
+
+def _ago(then_s: float) -> str:
+    from hotlap.core.units import show_seconds
+
+    return f"{show_seconds(max(0, round(time.time() - then_s)))} ago" if then_s else "gone"
+
+
+def _what(item: Item) -> str:
+    return _plain("  ".join(f"{name} {value}" for name, value in item.facts.items() if isinstance(value, str | int)))
+
+
+def _plain(text: str) -> str:
+    """One line of at most 100 characters that a terminal shows and does not obey."""
+    return "".join(c if c.isprintable() else "?" for c in text)[:100]

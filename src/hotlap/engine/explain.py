@@ -1,0 +1,34 @@
+"""What torch's errors mean for a training, in words that say what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hotlap.data.batches import map_tensors
+from hotlap.engine.step import Window
+
+
+def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
+    """A clear line for an error in a step that users meet often, or None for all others."""
+    text = str(error)
+    if "more than 1 value per channel" in text:
+        return (
+            f"a batch norm was given a piece of one sample (of sizes {window.sizes}); leave out the last, shorter "
+            "batch (drop_last=True), or choose a batch size that leaves no single sample"
+        )
+    words = ("same dtype", "expected scalar type", "expected m1 and m2", "Found dtype", "not implemented for 'Int'")
+    if isinstance(error, torch.OutOfMemoryError) or not any(word in text for word in words):
+        return None
+    seen: list[str] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        seen.append(str(tensor.dtype).removeprefix("torch."))
+        return tensor
+
+    map_tensors(window.pieces[0], note)
+    held = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    return (
+        f"{text.splitlines()[0]}: the batch holds {', '.join(seen) or 'no tensors'} and the model {', '.join(held)}; "
+        "let the dataset give numbers of the model's dtype, and classes as int64"
+    )

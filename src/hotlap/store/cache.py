@@ -1,0 +1,276 @@
+"""Work kept from run to run under a key of data, code and parameters: checked when read, made again when damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotlap.core.errors import StoreError, shown
+from hotlap.store import disk
+from hotlap.store.entries import Arrays, Entry, content_from, content_of
+from hotlap.store.keys import key_of
+from hotlap.store.manifest import Manifest, check_files, read_files, read_manifest, write_folder
+
+__all__ = ["Cache", "Damage", "Entry", "Item", "default_root", "key_of", "refuse_shared"]
+
+log = logging.getLogger(__name__)
+
+LEFT_OVER_S = 3600.0
+"""A folder that nobody finished within this time belongs to a process that died."""
+_KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """An entry as a list shows it; its files were not looked at."""
+
+    kind: str
+    key: str
+    path: Path
+    bytes: int
+    used_s: float
+    """When it was last read or written, in seconds since 1970."""
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """An entry that is not as it was written."""
+
+    path: Path
+    why: str
+
+
+Items = list[Item]
+Damages = list[Damage]
+
+
+def default_root() -> Path:
+    """HOTLAP_CACHE, else hotlap's folder under XDG_CACHE_HOME, else under ~/.cache."""
+    if named := os.environ.get("HOTLAP_CACHE"):
+        return Path(named).absolute()
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (shared if shared.is_absolute() else Path.home() / ".cache") / "hotlap"
+    except RuntimeError:
+        raise StoreError("there is no home folder for the cache; name one with HOTLAP_CACHE") from None
+
+
+class Cache:
+    """A folder of entries, `kind/key/`. Any number of processes may use it at once.
+
+    Raises StoreError where others can write to it: whoever can, decides what is trained.
+    """
+
+    def __init__(self, root: str | Path | None = None) -> None:
+        self.root = Path(root).absolute() if root is not None else default_root()
+        if os.path.lexists(self.root):
+            refuse_shared(self.root)
+
+    def get(self, kind: str, key: str) -> Entry | None:
+        """The entry, or None. One that is damaged is thrown away with a warning; it counts as none."""
+        path = self._place(kind, key)
+        if not os.path.lexists(path):
+            return None
+        refuse_shared(self.root, path.parent)
+        try:
+            manifest = _own_manifest(kind, key, path)
+            entry = content_from(kind, key, read_files(path, manifest), manifest.facts)
+        except StoreError as error:
+            log.warning("the cached %s %s is thrown away: %s", kind, key[:12], error)
+            self._remove(path)
+            return None
+        with contextlib.suppress(OSError):  # a cache that is only read from keeps no such order
+            os.utime(path, follow_symlinks=False)
+        return entry
+
+    def put(
+        self, kind: str, key: str, *, tensors: Arrays | None = None, values: Any = None, facts: Mapping[str, Any]
+    ) -> Entry:
+        """Store an entry, and give it as `get` would. Where a whole one is there already, that one stays.
+
+        `values` are words, numbers, arrays, tensors, and lists, tuples and dicts of them; `facts` are JSON, for
+        people. Raises StoreError where it cannot be stored: the disk is full, or a value is of another kind.
+        """
+        path = self._place(kind, key)
+        files, entry = content_of(kind, key, tensors or {}, values, facts)
+        try:
+            self._make_folders(path.parent)
+            new = path.with_name(f".new-{key}-{secrets.token_hex(8)}")
+            write_folder(new, {"kind": kind, "key": key}, files, facts, lambda: self._settle(new, path))
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"cannot store in the cache {self.root}: {error.strerror or error}") from error
+        return entry
+
+    def get_or_make(
+        self, kind: str, key: str, make: Callable[[], tuple[Arrays, Any]], facts: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], Any]:
+        """Tensors and values of the entry; where there is none, `make` makes them, and they are kept.
+
+        A cache that cannot store them stops nothing: that is told in the log.
+        """
+        if (found := self.get(kind, key)) is not None:
+            return found.tensors, found.values
+        tensors, values = make()
+        try:
+            made = self.put(kind, key, tensors=tensors, values=values, facts=facts or {})
+        except StoreError as error:
+            log.warning("a %s is not cached: %s", kind, error)
+            return dict(tensors), values
+        return made.tensors, made.values
+
+    def list(self, kind: str | None = None) -> Items:
+        """All entries, the one used last first."""
+        return sorted((_item(path) for path in self._entries(kind)), key=lambda item: item.used_s, reverse=True)
+
+    def size(self, kind: str | None = None) -> int:
+        """Bytes of all entries."""
+        return sum(item.bytes for item in self.list(kind))
+
+    def verify(self, kind: str | None = None, *, remove: bool = False) -> Damages:
+        """Read every byte of every entry; those that are not as they were written, removed if so wished."""
+        found = []
+        for path in self._entries(kind):
+            try:
+                check_files(path, _own_manifest(path.parent.name, path.name, path))
+            except StoreError as error:
+                found.append(Damage(path=path, why=str(error)))
+                if remove:
+                    self._remove(path)
+        return found
+
+    def prune(self, keep_bytes: int | None = None, older_than_s: float | None = None, kind: str | None = None) -> Items:
+        """Remove what was not used for `older_than_s` seconds, then the least recently used beyond `keep_bytes`.
+
+        What processes that died left behind goes too. The entries removed, in that order.
+        """
+        self._remove_left_overs()
+        found, now, removed = self.list(kind), time.time(), []
+        held = sum(item.bytes for item in found)
+        for item in reversed(found):
+            too_old = older_than_s is not None and now - item.used_s > older_than_s
+            if too_old or (keep_bytes is not None and held > keep_bytes):
+                self._remove(item.path)
+                removed.append(item)
+                held -= item.bytes
+        return removed
+
+    # --- folders -----------------------------------------------------------------------------------
+
+    def _place(self, kind: str, key: str) -> Path:
+        if not _KIND.fullmatch(kind) or not _KEY.fullmatch(key):
+            raise StoreError(f"{shown(kind)}, {shown(key)} name no cache entry; a key is what key_of gives")
+        return self.root / kind / key
+
+    def _make_folders(self, folder: Path) -> None:
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        for each in (self.root, folder):
+            each.mkdir(mode=0o700, exist_ok=True)
+            refuse_shared(each)
+
+    def _settle(self, new: Path, path: Path) -> None:
+        """Give a finished entry its name, unless another process was first."""
+        new.chmod(0o700)
+        for _ in range(100):
+            try:
+                disk.rename(new, path)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+            try:
+                check_files(path, _own_manifest(path.parent.name, path.name, path))
+            except StoreError:
+                self._remove(path)
+            else:
+                shutil.rmtree(new, ignore_errors=True)
+                return
+        raise StoreError(f"{path} cannot be replaced")
+
+    def _remove(self, path: Path) -> None:
+        """Remove an entry under another name, so that half of it is never taken for the whole."""
+        doomed = path.with_name(f".old-{path.name}-{secrets.token_hex(8)}")
+        try:
+            disk.rename(path, doomed)
+            if doomed.is_symlink() or not doomed.is_dir():
+                doomed.unlink()
+            else:
+                disk.remove_folder(doomed)
+        except FileNotFoundError:  # another process was first
+            return
+        except OSError as error:
+            raise StoreError(f"cannot remove {path}: {error.strerror or error}") from error
+
+    def _kinds(self, kind: str | None) -> Iterator[Path]:
+        if os.path.lexists(self.root):
+            refuse_shared(self.root)
+            for folder in _within(self.root, _KIND):
+                if folder.is_dir() and not folder.is_symlink() and kind in (None, folder.name):
+                    refuse_shared(folder)
+                    yield folder
+
+    def _entries(self, kind: str | None) -> Iterator[Path]:
+        for folder in self._kinds(kind):
+            yield from _within(folder, _KEY)
+
+    def _remove_left_overs(self) -> None:
+        for folder in self._kinds(None):
+            for path in _within(folder, re.compile(r"\.(new|old)-[0-9a-f]{64}-[0-9a-f]{16}")):
+                with contextlib.suppress(OSError):
+                    if time.time() - path.lstat().st_mtime > LEFT_OVER_S and not path.is_symlink():
+                        shutil.rmtree(path, ignore_errors=True)
+
+
+def refuse_shared(*folders: Path) -> None:
+    """Raise StoreError, with the cure, where a folder is a link, somebody else's, or others can write to it."""
+    for folder in folders:
+        try:
+            status = folder.lstat()
+        except OSError as error:
+            raise StoreError(f"cannot use the cache {folder}: {error.strerror or error}") from None
+        if not stat.S_ISDIR(status.st_mode):
+            told = "a link" if stat.S_ISLNK(status.st_mode) else "not a folder"
+            raise StoreError(f"the cache {folder} is {told}; name a folder with HOTLAP_CACHE")
+        if status.st_uid != os.geteuid():
+            raise StoreError(f"the cache {folder} is owned by somebody else; name your own with HOTLAP_CACHE")
+        if status.st_mode & 0o022:
+            raise StoreError(f"others can write to the cache {folder}; mend it with: chmod go-w {folder}")
+
+
+def _within(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if name.fullmatch(path.name))
+    except OSError as error:
+        raise StoreError(f"cannot read the cache {folder}: {error.strerror or error}") from error
+
+
+def _own_manifest(kind: str, key: str, path: Path) -> Manifest:
+    refuse_shared(path)
+    manifest = read_manifest(path)
+    if manifest.name != {"kind": kind, "key": key}:
+        raise StoreError("its manifest is of another entry")
+    return manifest
+
+
+def _item(path: Path) -> Item:
+    kind, key = path.parent.name, path.name
+    used_s, size, facts = 0.0, 0, {}
+    with contextlib.suppress(OSError):  # gone, or damaged, which verify tells
+        used_s = path.lstat().st_mtime
+        manifest = _own_manifest(kind, key, path)
+        size, facts = manifest.bytes, manifest.facts
+    return Item(kind=kind, key=key, path=path, bytes=size, used_s=used_s, facts=facts)
