@@ -6,7 +6,29 @@ Nothing here imports torch until a name is used, so that the command answers at 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers, which do not run what is below
+    from hotlap.core.errors import DataError as DataError
+    from hotlap.core.errors import HotlapError as HotlapError
+    from hotlap.core.errors import JobError as JobError
+    from hotlap.core.errors import MachineError as MachineError
+    from hotlap.core.errors import PlanError as PlanError
+    from hotlap.core.errors import StoreError as StoreError
+    from hotlap.core.errors import TrainingError as TrainingError
+    from hotlap.core.job import Job as Job
+    from hotlap.core.ledger import Ledger as Ledger
+    from hotlap.core.plan import Execution as Execution
+    from hotlap.core.plan import Feed as Feed
+    from hotlap.core.plan import Memory as Memory
+    from hotlap.core.plan import Numerics as Numerics
+    from hotlap.core.plan import Plan as Plan
+    from hotlap.engine.rig import Rig as Rig
+    from hotlap.fitting.loop import fit as fit
+    from hotlap.fitting.run import Run as Run
+    from hotlap.store.loading import load_weights as load_weights
+    from hotlap.store.plans import load_plan as load_plan
+    from hotlap.store.plans import save_plan as save_plan
 
 __version__ = "0.1.0"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hotlap.core.errors import MachineError
 from hotlap.fitting import views
 from hotlap.fitting.pace import Reading
 from hotlap.fitting.views import LineView, NotebookView, Silence, TerminalView, open_view, status
@@ -348,6 +349,7 @@ def test_a_training_of_unknown_length_has_an_empty_bar(cell):
 
 FIT_CELL = """
 import torch, hotlap
+from hotlap.core.errors import MachineError
 from hotlap.fitting import views
 views.NotebookView.every_s = 0.0
 torch.manual_seed(0)
@@ -404,3 +406,45 @@ def test_in_a_real_notebook_a_fit_leaves_one_output_with_its_lines_and_no_noise(
     assert any("<progress" in page for page in result["seen"]), "a bar was shown while it trained"
     assert [output["text"] for output in told] == ["after all epochs\n"]
     assert [output["output_type"] for output in again] == ["execute_result"]
+
+
+@pytest.mark.parametrize(
+    ("width", "kept"),
+    [
+        (200, ["step 5/10", "epoch 2", "loss 0.25", "12.5 steps/s", "4,000 samples/s", "1 min 15 s left"]),
+        (60, ["step 5/10", "loss 0.25", "12.5 steps/s", "1 min 15 s left"]),
+        (10, ["step 5/10", "1 min 15 s left"]),
+    ],
+)
+def test_in_a_narrow_terminal_what_matters_least_is_left_out(width, kept):
+    assert status(reading(), width).split(" · ") == kept
+
+
+def test_an_unknown_word_for_progress_is_refused_with_the_known_ones(monkeypatch):
+    monkeypatch.setenv("HOTLAP_PROGRESS", "linez")
+    with pytest.raises(MachineError, match="did you mean 'lines'"):
+        open_view()
+
+
+def test_a_long_training_begins_a_new_output_now_and_then():
+    shown = []
+
+    class Handle:
+        def update(self, page, raw):
+            shown[-1] = page
+
+    view = NotebookView()
+
+    def display(page, raw, display_id):
+        shown.append(page)
+        return Handle()
+
+    view._display = display
+    for number in range(120):
+        view.say(f"line {number}")
+        view.show(reading())
+    view.close()
+    lines = [line for page in shown for line in page["text/plain"].splitlines()]
+    assert lines == [f"line {number}" for number in range(120)]
+    assert len(shown) == 3
+    assert not any("progress" in page["text/html"] for page in shown)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,6 +17,7 @@ from hotlap.core.errors import HotlapError
 if TYPE_CHECKING:
     from hotlap.core.job import Job
     from hotlap.fitting.run import Run
+    from hotlap.store.run_folder import RunFolder
 
 
 def register(app: typer.Typer) -> None:
@@ -34,26 +36,21 @@ def resume(
 ) -> None:
     """Go on with an interrupted run from its newest checkpoint that is whole."""
     from hotlap.fitting.loop import fit
-    from hotlap.fitting.started import RESUME, checked_words
+    from hotlap.fitting.started import checked_words
     from hotlap.store.run_folder import RunFolder
 
-    words = checked_words(RunFolder.open(run))
-    if not training and words[:2] == ["hotlap", "demo"]:
-        job = _demo_job(words[2:])
-    elif not training:
-        # What a folder says about commands is shown, never run: it may be a stranger's.
-        raise HotlapError(
-            f"{run} was started by a program of yours; name it again: "
-            f"hotlap resume {shlex.quote(str(run))} {shlex.join(words)}"
-        )
-    elif ":" in training[0] and not training[0].endswith(".py"):
-        job = _named_job(training[0])
-    else:
-        os.environ[RESUME] = str(run.resolve())
-        _run_script(training)
+    folder = RunFolder.open(run)
+    # After the folder nothing is read as an option, so that a script's own stay its own; these are ours all the same.
+    training = list(training or ())
+    flags = {"--allow-changes": allow_changes, "--json": as_json, "--quiet": quiet}
+    while training and training[0] in flags:
+        flags[training.pop(0)] = True
+    if training and (training[0] == "-m" or ":" not in training[0] or training[0].endswith(".py")):
+        _run_script(folder, training, flags)
         return
-    finished = fit(job, resume=run, allow_changes=allow_changes, progress=not quiet)
-    print_run(finished, as_json)
+    job = _named_job(training[0]) if training else _own_job(folder, checked_words(folder))
+    finished = fit(job, resume=run, allow_changes=flags["--allow-changes"], progress=not flags["--quiet"])
+    print_run(finished, flags["--json"])
 
 
 def print_run(run: Run, as_json: bool) -> None:
@@ -63,12 +60,20 @@ def print_run(run: Run, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _demo_job(words: list[str]) -> Job:
+def _own_job(folder: RunFolder, words: list[str]) -> Job:
+    """The job of a training that a command of hotlap's started; of any other, how to name it."""
     from hotlap.demo import digits_job
 
-    options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=False))
+    if words[:2] != ["hotlap", "demo"]:
+        # What a folder says about commands is shown, never run: it may be a stranger's.
+        shown = shlex.join(word if word.isprintable() else repr(word)[1:-1] for word in words)
+        raise HotlapError(
+            f"{folder.path} was started by a program of yours; name it again: "
+            f"hotlap resume {shlex.quote(str(folder.path))} {shown}"
+        )
+    options: dict[str, str] = dict(zip(words[2::2], words[3::2], strict=False))
     epochs, device = options.get("--epochs", "15"), options.get("--device", "auto")
-    if not epochs.isdigit() or not 1 <= int(epochs) <= 100_000:
+    if not re.fullmatch("[0-9]{1,6}", epochs) or not 1 <= int(epochs) <= 100_000:
         raise HotlapError(f"the run says it was started with --epochs {epochs!r:.20}, which is no number of epochs")
     return digits_job(epochs=int(epochs), device=device)
 
@@ -93,19 +98,30 @@ def _named_job(name: str) -> Job:
     return job
 
 
-def _run_script(words: list[str]) -> None:
-    """Run a script or module as `python` would."""
+def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> None:
+    """Run a script or module as `python` would; its call of `fit` goes on with the run."""
     import runpy
 
+    from hotlap.fitting.started import RESUME
+
+    for flag in ("--allow-changes", "--json"):
+        if flags[flag]:
+            raise HotlapError(f"{flag} does not reach {words[0]}; set it where that calls fit, or name module:job")
+    if flags["--quiet"]:
+        os.environ["HOTLAP_PROGRESS"] = "off"
+    os.environ[RESUME] = str(folder.path.resolve())
+    before = len(folder.read_ledger())
     if words[0] == "-m":
         if len(words) < 2:
             raise HotlapError("-m needs the name of a module")
         sys.argv = words[1:]
         sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    if not Path(words[0]).is_file():
-        raise HotlapError(f"{words[0]} is no file; name the script as you did when you started it")
-    sys.argv = list(words)
-    sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    runpy.run_path(words[0], run_name="__main__")
+    else:
+        if not Path(words[0]).is_file():
+            raise HotlapError(f"{words[0]} is no file; name the script as you did when you started it")
+        sys.argv = list(words)
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+    if len(folder.read_ledger()) == before:
+        raise HotlapError(f"{words[-1] if words[0] == '-m' else words[0]} ended without going on with {folder.path}")

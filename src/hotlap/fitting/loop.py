@@ -305,7 +305,7 @@ class _Training:
             self._folder.add_metrics(record)
         except StoreError as error:
             self._tell_problem(f"metrics.jsonl lacks step {rig.steps}: {error}; training goes on")
-        self._tell(told(record))
+        self._tell(told(record, by_step=job.eval_every is not None))
         self._warn_of_nonfinite(record)
         stop = self._judge(record)
         spent = time.perf_counter() - aside

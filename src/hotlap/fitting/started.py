@@ -18,7 +18,7 @@ RESUME = "HOTLAP_RESUME"
 
 _SECRET = re.compile(
     r"key|token|secret|passw|passphrase|credential|auth|cookie|bearer|signature|webhook|private|session_id|dsn"
-    r"|conn(ection)?_?str|(?<![a-z])(pat|sas|jwt)(?![a-z])|[a-z]_pwd|_pass(?![a-z])|^-*pass$|^-*pwd$(?<!^PWD)",
+    r"|conn(ection)?_?str|(?<![a-z])(pat|sas|jwt)(?![a-z])|[a-z]_pwd|_pass(?![a-z])|^-*pass$|^-+pwd$",
     re.IGNORECASE,
 )
 """Names of what should not be told."""

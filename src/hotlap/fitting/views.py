@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any, Protocol, TextIO, cast
 
+from hotlap.core.errors import MachineError, did_you_mean
 from hotlap.core.units import show_rate, show_seconds
 from hotlap.fitting.pace import Reading
 
@@ -33,6 +34,8 @@ def open_view(wanted: bool = True, stream: TextIO | None = None) -> View:
     anywhere = stream is None
     stream = stream or sys.stderr
     asked = os.environ.get("HOTLAP_PROGRESS", "").strip().lower()
+    if asked not in ("", "off", "lines"):
+        raise MachineError(f"HOTLAP_PROGRESS={asked[:40]!r} is not known{did_you_mean(asked, ('off', 'lines'))}")
     # Without a console, as under pythonw, there is no stderr.
     if not wanted or asked == "off" or stream is None:
         return Silence()
@@ -44,8 +47,8 @@ def open_view(wanted: bool = True, stream: TextIO | None = None) -> View:
     return LineView(stream)
 
 
-def status(reading: Reading) -> str:
-    """A reading in one line."""
+def status(reading: Reading, width: int | None = None) -> str:
+    """A reading in one line; where it has to fit `width`, what matters least is left out first."""
     place = f"{reading.step:,}/{reading.total_steps:,}" if reading.total_steps else f"{reading.step:,}"
     parts = [
         f"step {place}",
@@ -56,6 +59,10 @@ def status(reading: Reading) -> str:
     ]
     if reading.eta_s is not None:
         parts.append(f"{show_seconds(reading.eta_s)} left")
+    for least in ("samples/s", "epoch", "steps/s", "loss"):
+        if width is None or len(" · ".join(parts)) <= width:
+            break
+        parts = [part for part in parts if least not in part]
     return " · ".join(parts)
 
 
@@ -108,10 +115,12 @@ class TerminalView:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+        console = Console(file=stream)
+        self._bar_width = min(24, console.width // 6)
         self._bar = Progress(
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=self._bar_width),
             TextColumn("{task.description}", markup=False),
-            console=Console(file=stream),
+            console=console,
             transient=True,
             # What the user prints goes above the bar, but only where both are the same terminal:
             # results sent to a file belong there and not on stderr.
@@ -131,7 +140,8 @@ class TerminalView:
         if not self._live:
             self._bar.start()
             self._live = True
-        self._bar.update(self._task, completed=reading.step, total=reading.total_steps, description=status(reading))
+        told = status(reading, self._bar.console.width - self._bar_width - 2)
+        self._bar.update(self._task, completed=reading.step, total=reading.total_steps, description=told)
         self._bar.refresh()
 
     def close(self) -> None:
@@ -145,6 +155,8 @@ class NotebookView:
     """A bar in the output cell, changed in place; needs IPython, which every notebook has."""
 
     every_s = 0.5
+    block = 50
+    """Lines in one output."""
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -156,6 +168,11 @@ class NotebookView:
 
     def say(self, line: str) -> None:
         """Keep the line above the bar."""
+        if len(self._lines) >= self.block:
+            # Every change sends the whole output again, so a full one is left as it is and a new one begun.
+            bar, self._bar = self._bar, ""
+            self._draw()
+            self._handle, self._lines, self._bar = None, [], bar
         self._lines.append(line)
         self._draw()
 

@@ -38,9 +38,9 @@ def banner(job: Job, rig: Rig, course: Course, total: int, folder: Path) -> list
     ]
 
 
-def told(record: dict[str, Any]) -> str:
-    """An evaluation in one line."""
+def told(record: dict[str, Any], *, by_step: bool = False) -> str:
+    """An evaluation in one line: what changes, and nothing that the run folder holds anyway."""
     names = {"train_loss": "train", "valid_loss": "valid"}
     aside = ("step", "epoch", "samples", "elapsed_s", "lr")
     rest = [f"{names.get(name, name)} {value:.4g}" for name, value in record.items() if name not in aside]
-    return " · ".join([f"epoch {record['epoch']} · step {record['step']:,}", *rest, f"lr {record['lr']:.2g}"])
+    return " · ".join([f"step {record['step']:,}" if by_step else f"epoch {record['epoch']}", *rest])

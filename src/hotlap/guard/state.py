@@ -147,18 +147,17 @@ def _import_optimizer(optimizer: Optimizer, stored: dict[str, Any], *, moved: bo
     """Put the state back; `moved` from a CPU to a GPU, or the other way."""
     if stored["kind"] != type(optimizer).__name__:
         raise StoreError(f"the checkpoint is of {stored['kind']}, the optimizer is {type(optimizer).__name__}")
-    owners = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    pairs = zip(optimizer.param_groups, stored["groups"], strict=True)
+    owners = [(p, group, bool(was.get("fused"))) for group, was in pairs for p in group["params"]]
     optimizer.state.clear()
     # Not by load_state_dict: that casts every state to its parameter's dtype.
     for n, values in stored["state"].items():
-        parameter, group = owners[n]
-        on_device = bool(group.get("fused") or group.get("capturable"))
+        parameter, group, was_fused = owners[n]
         for name, value in values.items():
-            if not isinstance(value, Tensor):
-                continue
-            if name == "step":  # the fused kernel reads the count on the device, the plain loop on the host
-                values[name] = value.to(parameter.device if on_device else "cpu")
-            elif moved:
+            if name == "step" and isinstance(value, Tensor) and (moved or bool(group.get("fused")) != was_fused):
+                # The fused kernel reads the count on the device, the plain loop on the host.
+                values[name] = value.to(parameter.device if group.get("fused") or group.get("capturable") else "cpu")
+            elif moved and isinstance(value, Tensor):
                 values[name] = value.to(parameter.device)
         optimizer.state[parameter] = values
 

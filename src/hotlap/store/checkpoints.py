@@ -69,7 +69,7 @@ class Checkpoints:
         return final
 
     def _let_go(self, step: int) -> None:
-        """Remove all but the last two up to `step`, and what is beyond it: damaged ones that this training passed by."""
+        """Remove all but the last two up to `step`, and damaged ones beyond it, which this training passed by."""
         found = self._found()
         kept = [path for number, path in found if number <= step][:KEPT]
         replaced = self.folder / f"{_REPLACED}{step:09d}"

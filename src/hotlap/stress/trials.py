@@ -14,9 +14,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -44,17 +45,49 @@ class Tally:
     """Killed before the first checkpoint: nothing had been trained, so it was begun anew."""
     equal: int = 0
     trials: int = 0
+    """Trainings that were killed at least once."""
     lost: list[str] = field(default_factory=list)
     """Trials that did not end as the undisturbed training did, and how."""
 
 
-def trained(folder: Path, *, resume: bool, workers: int, watcher: Callable[[str], None] | None = None) -> int:
-    """Run the training in a child; its process id."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
+class Child:
+    """A training in a process of its own."""
+
+    def __init__(
+        self, folder: Path, *, resume: bool, workers: int, watcher: Callable[[str], None] | None = None
+    ) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._code: int | None = None
+        self._pid = os.fork()
+        if not self._pid:
+            _train_and_exit(folder, resume, workers, watcher)
+
+    def ended(self, within_s: float = PATIENCE_S) -> int | None:
+        """Its exit code (negative: the signal that killed it), or None where it is still running then."""
+        deadline = time.monotonic() + within_s
+        while self._code is None:
+            done, status = os.waitpid(self._pid, os.WNOHANG)
+            if done:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= deadline:
+                break
+            else:
+                time.sleep(0.002)
+        return self._code
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it is still there."""
+        if self.ended(0) is None:
+            os.kill(self._pid, number)
+
+    def end(self) -> None:
+        """Make sure that it is gone."""
+        self.signal(signal.SIGKILL)
+        self.ended()
+
+
+def _train_and_exit(folder: Path, resume: bool, workers: int, watcher: Callable[[str], None] | None) -> NoReturn:
     code = 1
     try:
         torch.set_num_threads(1)
@@ -66,29 +99,13 @@ def trained(folder: Path, *, resume: bool, workers: int, watcher: Callable[[str]
     except SystemExit as ended:
         code = int(ended.code or 0)
     except StoreError as error:
-        (folder / "refused.txt").write_text(str(error)) if folder.is_dir() else None
+        if folder.is_dir():
+            (folder / "refused.txt").write_text(str(error))
         code = REFUSED
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def ended(pid: int, within_s: float = PATIENCE_S) -> int | None:
-    """The exit code of a child (negative: the signal that killed it), or None where it is still running then."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    return None
-
-
-def stop(pid: int) -> None:
-    """Kill a child and wait until it is gone."""
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 def kill_at(event: int) -> Callable[[str], None]:
@@ -112,127 +129,144 @@ class Trials:
         self.tally = Tally()
         self._draw = random.Random(seed)
         self._workers = workers
+        self._child: Child | None = None
         torch.set_num_threads(1)
         victim_job(0)  # loads what torch loads late, once for all children
         whole = self.folder / "undisturbed"
-        pid = trained(whole, resume=False, workers=workers)
-        self._first_checkpoint(whole)
+        child = self._start(whole, resume=False)
+        self._first_checkpoint(whole, child)
         begun = time.monotonic()
-        code = ended(pid)
+        code = child.ended()
         if code != 0:
-            raise StoreError(f"the undisturbed training ended with {code}")
+            self.close()
+            raise StoreError(f"the undisturbed training {_said(code, whole)}")
         self.whole_s = time.monotonic() - begun
         self.fate = fate_of(whole)
         shutil.rmtree(whole)
 
     def close(self) -> None:
-        """Remove all that the trials left."""
+        """End what still runs, and remove all that the trials left."""
+        if self._child is not None:
+            self._child.end()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def at_random(self) -> None:
         """Kill at random moments, now and then several times, with or without damage to the newest checkpoint."""
         run = self.folder / f"run-{self.tally.trials}"
-        told, resume = [], False
+        told: list[str] = []
+        resume, kills = False, self.tally.kills
         for _ in range(self._draw.choice((1, 1, 2, 3))):
-            way = self._draw.choice(("time", "time", "save", "term"))
-            if way == "save":
-                event = self._draw.randrange(1, 160)
-                pid = trained(run, resume=resume, workers=self._workers, watcher=kill_at(event))
-                code = ended(pid)
-                told.append(f"killed at moment {event} of saving")
-            else:
-                pid = trained(run, resume=resume, workers=self._workers)
-                # One in five is killed while it sets itself up, the others while they train.
-                if self._draw.random() < 0.8:
-                    self._first_checkpoint(run)
-                code = ended(pid, self._draw.uniform(0.0, 1.0) * self.whole_s)
-                if code is None:
-                    os.kill(pid, signal.SIGTERM if way == "term" else signal.SIGKILL)
-                    code = ended(pid)
-                    told.append(f"{'terminated' if way == 'term' else 'killed'} at random")
+            how, code = self._harm(run, resume)
+            told += [how] if how else []
             if code in (-signal.SIGKILL, 143, -signal.SIGTERM):
                 self.tally.kills += 1
             elif code != 0:
-                self._lose(told, f"a child ended with {code}{_words(run)}")
+                self._lose(run, told, f"a child {_said(code, run)}")
                 return
             if self._draw.random() < 0.4:
                 told.append(self._damage(run))
-            resume = self._has_checkpoint(run)
+            if resume and not _has_checkpoint(run):
+                self._lose(run, told, "its checkpoints are gone")
+                return
+            resume = _has_checkpoint(run)
             if not resume and run.exists():
                 shutil.rmtree(run)
-        self._conclude(run, told, resume)
+        self._conclude(run, told, resume, counts=self.tally.kills > kills)
 
-    def at_every_call(self) -> Iterator[int]:
-        """Kill before and after every system call of one save in the middle; the number of moments so far."""
-        # Each save of this training makes as many calls as the one before, once there are two to keep.
-        counted = self.folder / "calls"
-        moments = self._moments_of_saves(counted)
-        save = len(moments) // 2
-        first, last = moments[save - 1] + 1, moments[save]
-        for event in range(first, last + 1):
-            run = self.folder / f"call-{event}"
-            code = ended(trained(run, resume=False, workers=self._workers, watcher=kill_at(event)))
-            self.tally.kills += code == -signal.SIGKILL
-            told = [f"killed at moment {event} ({event - first + 1} of {last - first + 1}) of a save"]
-            if code != -signal.SIGKILL:
-                self._lose(told, f"a child ended with {code}{_words(run)}")
-            else:
-                self._conclude(run, told, resume=True)
-            yield event - first + 1
+    def _harm(self, run: Path, resume: bool) -> tuple[str, int | None]:
+        """Run the training and kill it in one of the ways there are; in which, and its exit code."""
+        way = self._draw.choice(("time", "time", "save", "term"))
+        if way == "save":
+            event = self._draw.randrange(1, 160)
+            child = self._start(run, resume=resume, watcher=kill_at(event))
+            return f"killed at moment {event} of saving", child.ended()
+        child = self._start(run, resume=resume)
+        # One in five is killed while it sets itself up, the others while they train.
+        if self._draw.random() < 0.8:
+            self._first_checkpoint(run, child)
+        code = child.ended(self._draw.uniform(0.0, 1.0) * self.whole_s)
+        if code is not None:
+            return "", code
+        child.signal(signal.SIGTERM if way == "term" else signal.SIGKILL)
+        return f"{'terminated' if way == 'term' else 'killed'} at random", child.ended()
 
-    def _moments_of_saves(self, folder: Path) -> list[int]:
-        """After how many moments each save of an undisturbed training was done."""
+    def moments(self) -> dict[int, str]:
+        """Every moment before and after a system call of one save in the middle, by number.
+
+        Each save of the training makes as many calls as the one before, once there are two to keep.
+        """
         log = self.folder / "moments"
 
-        def count(moment: str) -> None:
+        def note(moment: str) -> None:
             with log.open("a") as file:
                 file.write(moment + "\n")
 
-        code = ended(trained(folder, resume=False, workers=self._workers, watcher=count))
+        counted = self.folder / "counted"
+        code = self._start(counted, resume=False, watcher=note).ended()
         if code != 0:
-            raise StoreError(f"the training whose calls are counted ended with {code}")
+            raise StoreError(f"the training whose calls are counted {_said(code, counted)}")
+        shutil.rmtree(counted)
         lines = log.read_text().splitlines()
+        log.unlink()
         # A save begins with a folder of its own.
         starts = [n for n, line in enumerate(lines) if line == "before make folder"]
-        shutil.rmtree(folder)
-        return starts[1:]
+        middle = len(starts) // 2
+        return {n + 1: lines[n] for n in range(starts[middle], starts[middle + 1])}
 
-    def _conclude(self, run: Path, told: list[str], resume: bool) -> None:
-        """Let the training end, and compare."""
-        if resume:
+    def at_call(self, event: int, name: str) -> None:
+        """Kill at one of these moments."""
+        run = self.folder / f"call-{event}"
+        code = self._start(run, resume=False, watcher=kill_at(event)).ended()
+        told = [f"killed {name} (moment {event}) of a save"]
+        if code != -signal.SIGKILL:
+            self._lose(run, told, f"a child {_said(code, run)}")
+        else:
+            self.tally.kills += 1
+            # Never begun anew: there were good checkpoints before this one.
+            self._conclude(run, told, resume=True, counts=True)
+
+    def _conclude(self, run: Path, told: list[str], resume: bool, *, counts: bool) -> None:
+        """Let the training end, and compare. One that was never killed counts only where it ended otherwise."""
+        if counts and resume:
             self.tally.resumes += 1
-        else:
+        elif counts:
             self.tally.anew += 1
-        code = ended(trained(run, resume=resume, workers=self._workers))
+        code = self._start(run, resume=resume).ended()
         if code != 0:
-            self._lose(told, f"it could not go on: {'hangs' if code is None else code}{_words(run)}")
-            return
-        self.tally.trials += 1
-        if fate_of(run) == self.fate:
-            self.tally.equal += 1
+            self._lose(run, told, f"it could not go on: it {_said(code, run)}")
+        elif fate_of(run) != self.fate:
+            self._lose(run, told, "ended otherwise")
         else:
-            self.tally.lost.append(f"{'; '.join(told)}: ended otherwise")
-        shutil.rmtree(run)
+            self.tally.trials += counts
+            self.tally.equal += counts
+            shutil.rmtree(run)
 
-    def _lose(self, told: list[str], how: str) -> None:
+    def _lose(self, run: Path, told: list[str], how: str) -> None:
         self.tally.trials += 1
-        self.tally.lost.append(f"{'; '.join(told)}: {how}")
+        self.tally.lost.append(f"{'; '.join(told) or 'not killed'}: {how}")
+        shutil.rmtree(run, ignore_errors=True)
 
-    def _first_checkpoint(self, run: Path) -> None:
+    def _start(self, run: Path, *, resume: bool, watcher: Callable[[str], None] | None = None) -> Child:
+        if self._child is not None:
+            self._child.end()  # one that hangs
+        self._child = Child(run, resume=resume, workers=self._workers, watcher=watcher)
+        return self._child
+
+    def _first_checkpoint(self, run: Path, child: Child) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while not self._has_checkpoint(run) and time.monotonic() < deadline:
+        while not _has_checkpoint(run) and child.ended(0) is None and time.monotonic() < deadline:
             time.sleep(0.002)
-
-    def _has_checkpoint(self, run: Path) -> bool:
-        return any((run / "checkpoints").glob("step-*"))
 
     def _damage(self, run: Path) -> str:
         """Flip, cut or remove a file of the newest checkpoint, where there is one before it to fall back on."""
         found = sorted((run / "checkpoints").glob("step-*"))
         if len(found) < 2:
             return "nothing to damage"
+        files = [file for file in sorted(found[-1].iterdir()) if file.stat().st_size]
+        if not files:
+            return "nothing to damage"
         self.tally.damages += 1
-        file = self._draw.choice(sorted(found[-1].iterdir()))
+        file = self._draw.choice(files)
         way = self._draw.choice(("flipped", "cut", "removed", "emptied"))
         content = bytearray(file.read_bytes())
         if way == "flipped":
@@ -247,6 +281,12 @@ class Trials:
         return f"{file.parent.name}/{file.name} {way}"
 
 
-def _words(run: Path) -> str:
+def _has_checkpoint(run: Path) -> bool:
+    # Also one that was being replaced by another of the same step, which a resume gives its name back.
+    return any(any((run / "checkpoints").glob(name)) for name in ("step-*", ".was-*"))
+
+
+def _said(code: int | None, run: Path) -> str:
     file = run / "refused.txt"
-    return f": {file.read_text()}" if file.is_file() else ""
+    told = f": {file.read_text()}" if code == REFUSED and file.is_file() else ""
+    return "hangs" if code is None else f"ended with {code}{told}"
