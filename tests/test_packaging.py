@@ -113,3 +113,19 @@ def test_the_search_for_forbidden_words_looks_into_every_kind_of_place():
     searched = {path.relative_to(ROOT).parts[0] for path in written_files()}
     assert {"src", "tests", "README.md", "Makefile"} <= searched
     assert Path(__file__) in set(written_files())
+
+
+def test_every_package_of_the_set_up_is_pinned():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {line.partition("==")[0] for line in lines}
+    assert all(re.fullmatch(r"[a-z0-9.-]+==[0-9][\w.]*", line) for line in lines)
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    wanted = {re.split(r"[\[<>=]", requirement)[0] for group in groups for requirement in group} - {"hotlap"}
+    assert wanted <= pinned
+    assert {"hatchling", "editables"} <= pinned
+
+
+def test_the_way_to_report_a_problem_is_written_down():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert "## Report a problem" in text
+    assert "hotlap doctor --json" in text

@@ -124,4 +124,4 @@ def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> 
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")
     if len(folder.read_ledger()) == before:
-        raise HotlapError(f"{words[-1] if words[0] == '-m' else words[0]} ended without going on with {folder.path}")
+        raise HotlapError(f"{words[words[0] == '-m']} ended without going on with {folder.path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from hotlap.core.job import Job
 from hotlap.data.course import Course
@@ -21,12 +23,15 @@ from hotlap.guard.fingerprint import outside_of
 
 MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device")
 """Settings that say how long or where, not what: a resumed training may have others."""
+_PLAIN = (int, float, str, bool, type(None))
+_MOVED_BY_SCHEDULES = ("lr", "betas", "momentum")
+_BY_PLAN = ("fused", "foreach")
 
 
-def identity(job: Job, course: Course) -> dict[str, Any]:
-    """What makes this training this training, as JSON."""
+def identity(job: Job, course: Course, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """What makes this training this training, as JSON; `optimizer` is the one that the job's function made."""
     return {
-        "settings": settings_of(job),
+        "settings": settings_of(job, optimizer),
         "code": code_of(job),
         "data": data_of(job, course),
         "model": shapes_of(job.model),
@@ -37,7 +42,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """How two identities differ, one line each; settings that may change are left out."""
     found = []
     for part in ("settings", "code", "data", "model"):
-        old, new = before.get(part) or {}, now.get(part) or {}
+        # What a checkpoint says may come from anyone.
+        old, new = (parts.get(part) if isinstance(parts.get(part), dict) else {} for parts in (before, now))
         for name in sorted({*old, *new}):
             if old.get(name) == new.get(name) or (part == "settings" and name in MAY_CHANGE):
                 continue
@@ -48,51 +54,103 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def settings_of(job: Job) -> dict[str, Any]:
-    """The job's settings; objects by the name of their class."""
-    plain = (int, float, str, bool, type(None))
-    settings = {name: v if isinstance(v, plain) else _named(v) for name, v in vars(job).items()}
-    if isinstance(job.optimizer, torch.optim.Optimizer):
-        settings["optimizer"] = _optimizer(job.optimizer)
+def settings_of(job: Job, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """The job's settings; objects by their class and what they were made with, as far as they tell."""
+    settings = {name: value if isinstance(value, _PLAIN) else _described(value) for name, value in vars(job).items()}
+    made = optimizer if optimizer is not None else job.optimizer
+    if isinstance(made, Optimizer):
+        settings["optimizer"] = _optimizer(made, scheduled=job.schedule is not None)
     settings["metrics"] = ", ".join(job.metric_names)
+    if isinstance(job.data, DataLoader):
+        batches = job.data.batch_sampler
+        settings["batch_size"], settings["drop_last"] = job.data.batch_size, job.data.drop_last
+        settings["order"] = _named(job.data.sampler if type(batches) is BatchSampler else batches)
+        settings["collate"] = _named(job.data.collate_fn)
     return settings
 
 
 def code_of(job: Job) -> dict[str, str]:
     """A hash of each source file of the user's that takes part; by class or function where there is no file."""
-    parts: list[Any] = [*{type(layer) for layer in job.model.modules()}]
+    parts: list[Any] = [type(layer) for layer in job.model.modules()]
     parts += [job.loss, job.forward, job.collate, job.optimizer, job.schedule]
+    if isinstance(job.loss, nn.Module):
+        parts += [type(layer) for layer in job.loss.modules()]
     if isinstance(job.metrics, Mapping):
         parts += job.metrics.values()
-    data = job.data.dataset if isinstance(job.data, DataLoader) else job.data
-    if not isinstance(data, (Tensor, tuple, dict, list)):
-        parts.append(type(data))
-    found: dict[str, str] = {}
-    for part in parts:
-        if part is not None:
-            found |= _source(part if inspect.isfunction(part) or isinstance(part, type) else type(part))
-    return found
+    for data in (job.data, job.valid):
+        if isinstance(data, DataLoader):
+            parts += [data.dataset, data.collate_fn, data.sampler, data.batch_sampler]
+        elif not isinstance(data, (Tensor, tuple, dict, list)):
+            parts.append(data)
+    found: dict[str, set[str]] = {}
+    for part in dict.fromkeys(origin for part in parts if part is not None for origin in _origins(part)):
+        for name, digest in _source(part).items():
+            found.setdefault(name, set()).add(digest)
+    # Files of one name in two folders are told as one.
+    return {name: _hash(*sorted(digests)) if len(digests) > 1 else min(digests) for name, digests in found.items()}
 
 
 def data_of(job: Job, course: Course) -> dict[str, Any]:
     """How many samples there are, and a hash of what can be told of them without asking for any."""
     data = job.data.dataset if isinstance(job.data, DataLoader) else job.data
     told = outside_of(course.source.tensors if isinstance(course.source, Columns) else data)
-    return {"samples": len(course.source), "sha256": hashlib.sha256(told.encode()).hexdigest()}
+    found: dict[str, Any] = {"samples": len(course.source), "sha256": _hash(told)}
+    if job.valid is not None:
+        valid = job.valid.dataset if isinstance(job.valid, DataLoader) else job.valid
+        found["validation sha256"] = _hash(outside_of(valid.tensors if type(valid) is TensorDataset else valid))
+    return found
 
 
 def shapes_of(model: nn.Module) -> dict[str, Any]:
-    """Name and shape of every weight and buffer."""
-    return {name: list(value.shape) for name, value in (*model.named_parameters(), *model.named_buffers())}
+    """Name and shape of every weight and buffer, and what each layer says of itself, such as a dropout's rate."""
+    shapes: dict[str, Any] = {
+        name: list(value.shape) for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
+    said = {name or "the model": layer.extra_repr() for name, layer in model.named_modules()}
+    return shapes | {f"({name})": words for name, words in said.items() if words}
 
 
-def _optimizer(optimizer: torch.optim.Optimizer) -> str:
-    settings = {k: v for k, v in optimizer.defaults.items() if isinstance(v, (int, float, str, tuple))}
-    return f"{type(optimizer).__name__}({', '.join(f'{k}={v}' for k, v in sorted(settings.items()))})"
+def _optimizer(optimizer: Optimizer, *, scheduled: bool) -> str:
+    """Class, settings, and per group what differs from them and no schedule writes."""
+    plain = {k: v for k, v in optimizer.defaults.items() if isinstance(v, (int, float, str, tuple))}
+    told = [_told(plain)]
+    for group in optimizer.param_groups:
+        moving = _MOVED_BY_SCHEDULES if scheduled else ()
+        own = {k: v for k, v in group.items() if k in plain and v != plain[k] and k not in (*moving, *_BY_PLAN)}
+        told += [f"{len(group['params'])} parameters: {_told(own)}"] if own else []
+    return f"{type(optimizer).__name__}({'; '.join(told)})"
+
+
+def _told(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, functools.partial):
+        words = [*map(str, (v for v in value.args if isinstance(v, _PLAIN)))]
+        words += [f"{k}={v}" for k, v in sorted(value.keywords.items()) if isinstance(v, (*_PLAIN, tuple))]
+        return f"{_described(value.func)}({', '.join(words)})"
+    constants = {name: getattr(value, name, None) for name in getattr(type(value), "__constants__", ())}
+    return _named(value) + (f"({_told(constants)})" if constants and isinstance(value, nn.Module) else "")
 
 
 def _named(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__name__))
+
+
+def _origins(part: Any) -> list[Any]:
+    """The functions and classes that a part of a job is made of; a class with those that it builds upon."""
+    if isinstance(part, functools.partial):
+        return _origins(part.func)
+    if inspect.ismethod(part):
+        return [part.__func__, *_origins(type(part.__self__))]
+    if inspect.isfunction(part):
+        return [part]
+    return [*(part if isinstance(part, type) else type(part)).__mro__]
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()
 
 
 def _source(part: Any) -> dict[str, str]:
@@ -106,12 +164,12 @@ def _source(part: Any) -> dict[str, str]:
     except (OSError, TypeError, UnicodeDecodeError):
         return {}
     name = Path(file).name if file is not None else _named(part)
-    return {name: hashlib.sha256(text.encode()).hexdigest()}
+    return {name: _hash(text)}
 
 
 def _is_library(file: Path) -> bool:
     homes: Iterable[str] = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    homes = [*homes, str(Path(torch.__file__).parents[1])]
+    homes = [*homes, str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1])]
     return any(file.resolve().is_relative_to(Path(home).resolve()) for home in homes)
 
 
