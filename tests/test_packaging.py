@@ -119,7 +119,7 @@ def test_every_package_of_the_set_up_is_pinned():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = {line.partition("==")[0] for line in lines}
     assert all(re.fullmatch(r"[a-z0-9.-]+==[0-9][\w.]*", line) for line in lines)
-    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    groups = [PROJECT["project"]["dependencies"], *EXTRAS.values()]
     wanted = {re.split(r"[\[<>=]", requirement)[0] for group in groups for requirement in group} - {"hotlap"}
     assert wanted <= pinned
     assert {"hatchling", "editables"} <= pinned

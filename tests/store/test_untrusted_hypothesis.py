@@ -31,14 +31,14 @@ FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=list(Heal
 SLOW = settings(FUZZ, max_examples=60)
 
 
-def small_job():
+def small_job(epochs=2):
     return hotlap.Job(
         model=small_mlp(),
         data=class_data(16),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
         batch_size=8,
-        epochs=2,
+        epochs=epochs,
         device="cpu",
     )
 
@@ -246,4 +246,4 @@ def test_a_training_of_somebody_who_can_sign_is_refused_or_resumed(good, data):
         state = data.draw(with_other_values(json.loads((folder / "training.json").read_bytes())))
         (folder / "training.json").write_text(json.dumps(state))
         sign(folder)
-        ends_well(lambda: hotlap.fit(small_job(), resume=copy, progress=False))
+        ends_well(lambda: hotlap.fit(small_job(epochs=3), resume=copy, progress=False))

@@ -2,46 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hotlap.core.errors import HotlapError
 from hotlap.data.batches import to_device
-from hotlap.data.course import Course
-from hotlap.data.feeds import Feeding
+from hotlap.data.course import Course, evaluation_course
+from hotlap.data.feeds import Feeding, open_feed
 from hotlap.engine.metrics import make_metrics
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import precision_context
 
 
-def evaluate(
-    objective: Objective,
-    opened: Callable[[int], tuple[Course, Feeding]],
-    metrics: Sequence[str] | Mapping[str, Any],
-    batch_size: int,
-    precision: str,
-    device: torch.device,
-) -> dict[str, float]:
-    """Loss and metrics by name. A batch that does not fit is halved until it does."""
-    modules = [m for m in (objective.model, objective.loss) if isinstance(m, torch.nn.Module)]
-    modes, randomness = Modes(modules), Randomness(device)
-    for module in modules:
-        module.eval()
-    try:
-        while True:
-            try:
-                return _pass(objective, *opened(batch_size), metrics, precision, device)
-            except torch.OutOfMemoryError:
-                if batch_size == 1:
-                    raise
-                batch_size //= 2
-                torch.cuda.empty_cache()
-    finally:
-        modes.restore()
-        randomness.restore()
+class Evaluator:
+    """Evaluates one model; workers are kept only for a loader whose user asked for persistent ones."""
+
+    def __init__(self, objective: Objective, device: torch.device) -> None:
+        self._objective, self._device = objective, device
+        self._kept: _Kept | None = None
+
+    def __call__(
+        self,
+        data: Any,
+        metrics: Sequence[str] | Mapping[str, Any],
+        *,
+        batch_size: int,
+        collate: Any,
+        precision: str,
+    ) -> dict[str, float]:
+        """Loss and metrics by name. A batch that does not fit is halved until it does."""
+        objective, device = self._objective, self._device
+        modules = [m for m in (objective.model, objective.loss) if isinstance(m, torch.nn.Module)]
+        modes, randomness = Modes(modules), Randomness(device)
+        for module in modules:
+            module.eval()
+        try:
+            while True:
+                course, feeding = self._open(data, collate, batch_size)
+                try:
+                    return _pass(objective, course, feeding, metrics, precision, device)
+                except torch.OutOfMemoryError:
+                    if batch_size == 1:
+                        raise
+                    batch_size //= 2
+                    torch.cuda.empty_cache()
+                finally:
+                    if self._kept is None or self._kept.feeding is not feeding:
+                        feeding.close()
+        finally:
+            modes.restore()
+            randomness.restore()
+
+    def close(self) -> None:
+        """End workers that were kept."""
+        if self._kept is not None:
+            self._kept.feeding.close()
+            self._kept = None
+
+    def _open(self, data: Any, collate: Any, size: int) -> tuple[Course, Feeding]:
+        kept = self._kept
+        if kept is not None and kept.data is data and kept.collate is collate and kept.size == size:
+            return kept.course, kept.feeding
+        on_gpu = self._device.type == "cuda"
+        course = evaluation_course(data, batch_size=size, collate=collate, on_gpu=on_gpu)
+        feeding = open_feed(course.source, course.feed, on_gpu=on_gpu, extras=course.extras)
+        if course.feed.persistent:
+            self.close()
+            self._kept = _Kept(data, collate, size, course, feeding)
+        return course, feeding
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An evaluation whose workers are kept; it holds its data, so that nothing else can take its place."""
+
+    data: Any
+    collate: Any
+    size: int
+    course: Course
+    feeding: Feeding
 
 
 @torch.no_grad()

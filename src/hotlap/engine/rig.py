@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,13 +20,14 @@ from hotlap.core.job_checks import metric_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import PARTS, Plan
 from hotlap.data.batches import Batch, count_samples, cut
-from hotlap.data.course import Course, evaluation_course, training_course
-from hotlap.data.feeds import Feeding, open_feed, why_not
-from hotlap.data.order import Epoch
-from hotlap.engine.evaluate import evaluate
+from hotlap.data.course import Course, training_course
+from hotlap.data.feeds import why_not
+from hotlap.engine.evaluate import Evaluator
 from hotlap.engine.explain import explained
 from hotlap.engine.fused import Fusion, is_fused, why_not_fused
 from hotlap.engine.objective import Objective, Totals
+from hotlap.engine.route import Place as Place
+from hotlap.engine.route import Route
 from hotlap.engine.schedules import make_schedule
 from hotlap.engine.snapshot import Snapshot
 from hotlap.engine.step import EagerStep, Window
@@ -38,16 +37,6 @@ EVAL_BATCHES = 4
 
 FEED_SETTINGS = ("batch_size", "epochs", "steps", "order", "drop_last", "collate", "accumulate", "seed")
 """What of a Job's settings belongs to its data."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in the data a training stands: the window to come."""
-
-    epoch: int = 0
-    window: int = 0
-    served: int = 0
-    """Windows given out so far, over all epochs."""
 
 
 @dataclass(frozen=True)
@@ -112,22 +101,17 @@ class Rig:
         self.totals = Totals(self.device)
         """Running loss since the last reset."""
         self.ledger = Ledger()
-        self.place = Place()
         self.steps = 0
         """Windows gone through, updated or skipped."""
         self.updates = 0
         """Real updates of the weights."""
         self.samples = 0
         """Samples seen."""
-        self.epoch_windows = 0
-        """Windows in the current epoch."""
         self._clip, self._skip_nonfinite = clip, skip_nonfinite
         self._fusion = Fusion(self.optimizer)
-        self._course: Course | None = None
+        self._route: Route | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
-        self._feeding: Feeding | None = None
-        self._evaluation: _Evaluation | None = None
-        self._opened = 0
+        self._evaluator = Evaluator(self.objective, self.device)
         self._follows_user = plan is None
         self.plan = Plan().but(optimizer="fused" if is_fused(self.optimizer) else "plain")
         self._step = self._make_step()
@@ -144,8 +128,8 @@ class Rig:
 
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
-        if self._course is not None:
-            reason = why_not(self._course.source, plan.feed)
+        if self._route is not None:
+            reason = why_not(self._route.course.source, plan.feed)
             if reason:
                 return reason
         if plan.numerics.precision != "fp32":
@@ -167,10 +151,10 @@ class Rig:
         parts = [part for part in PARTS if getattr(plan, part) != getattr(self.plan, part)]
         self.plan = plan
         # A part rests on those before it: from the first that differs on, all are built anew.
-        if "feed" in parts:
-            self._close_feed()
-        if "feed" in parts or "memory" in parts:
-            self._opened += 1
+        if self._route is not None and "feed" in parts:
+            self._route.reopen()
+        elif self._route is not None and "memory" in parts:
+            self._route.recut()
         if "numerics" in parts:
             self._fusion.set(plan.numerics.optimizer == "fused")
         if parts != ["feed"]:
@@ -182,7 +166,7 @@ class Rig:
     def cautions(self, plan: Plan) -> list[str]:
         """What a plan changes in the training beyond rounding, a line each; it is the user's to want that."""
         micro = plan.memory.micro_batch
-        if micro is None or (self._course is not None and micro >= self._course.batch_size):
+        if micro is None or (self._route is not None and micro >= self._route.course.batch_size):
             return []
         found = []
         if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in self.model.modules()):
@@ -243,8 +227,9 @@ class Rig:
 
     def attach(self, course: Course) -> None:
         """Train on a course from its beginning; without a plan of its own the rig feeds it as the user would."""
-        self._close_feed()
-        self._course, self.place, self._feed_given = course, Place(), None
+        if self._route is not None:
+            self._route.leave()
+        self._route, self._feed_given = Route(course, lambda: self.plan, on_gpu=self._on_gpu), None
         if self._follows_user:
             self.use(dataclasses.replace(self.plan, feed=course.feed), why="as the data is given")
         reason = self.supports(self.plan)
@@ -253,75 +238,29 @@ class Rig:
 
     def windows(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Window]:
         """Windows from the current place on, until so many epochs are behind or so many windows were given out."""
-        course = self._course
-        assert course is not None, "attach data first"
-        try:
-            while epochs is None or self.place.epoch < epochs:
-                number = self.place.epoch
-                epoch = course.order.epoch(number)
-                self.epoch_windows = len(epoch)
-                opened, expected = -1, self.place
-                stream: Iterator[Window] = iter(())
-                while self.place.epoch == number and self.place.window < len(epoch):
-                    if steps is not None and self.place.served >= steps:
-                        return
-                    if opened != self._opened or self.place != expected:
-                        stream = self._stream(epoch, number)
-                        opened = self._opened
-                    window = next(stream)
-                    expected = Place(number, self.place.window + 1, self.place.served + 1)
-                    # The place moves before the step, so that between two steps it names the window to come.
-                    self.place = expected
-                    yield window
-                    if self._course is not course:
-                        raise TrainingError("another feed was opened; a rig feeds from one at a time, so use two rigs")
-                if self.place.epoch == number and self.place.window == len(epoch):
-                    self.place = Place(number + 1, 0, self.place.served)
-                    self.schedule.epoch_ended()
-        finally:
-            # A loop that was left by `break` leaves no worker behind.
-            if self._course is course and not self.plan.feed.persistent:
-                self._close_feed()
+        assert self._route is not None, "attach data first"
+        return self._route.windows(epochs=epochs, steps=steps, epoch_ended=self.schedule.epoch_ended)
 
-    def _stream(self, epoch: Epoch, number: int) -> Iterator[Window]:
-        """The epoch's windows from the current place on, under the current plan."""
-        assert self._course is not None
-        if self._feeding is None:
-            self._feeding = open_feed(
-                self._course.source,
-                self.plan.feed,
-                seed=self._course.seed,
-                on_gpu=self._on_gpu,
-                extras=self._course.extras,
-            )
-        feeding = self._feeding
-        sizes: deque[list[int]] = deque()
-        first, micro = self.place.window, self.plan.memory.micro_batch
+    @property
+    def place(self) -> Place:
+        """Where in the data the training stands."""
+        return self._route.place if self._route is not None else Place()
 
-        def asked() -> Iterator[Tensor]:
-            for window in range(first, len(epoch)):
-                indices = epoch.pieces(window, micro, tickets=feeding.tickets)
-                sizes.append([len(piece) for piece in indices])
-                yield from indices
+    @place.setter
+    def place(self, place: Place) -> None:
+        if self._route is not None:
+            self._route.place = place
 
-        # Workers ask ahead; a window's sizes are known once its first piece is here.
-        pieces = feeding.pieces(asked(), number)
-        for piece in pieces:
-            here = sizes.popleft()
-            yield Window([piece, *islice(pieces, len(here) - 1)], here)
-
-    def _close_feed(self) -> None:
-        if self._feeding is not None:
-            self._feeding.close()
-            self._feeding = None
-        self._opened += 1
+    @property
+    def epoch_windows(self) -> int:
+        """Windows in the current epoch."""
+        return self._route.epoch_windows if self._route is not None else 0
 
     def close(self) -> None:
         """End worker processes. The rig can go on afterwards; they start again when needed."""
-        self._close_feed()
-        if self._evaluation is not None:
-            self._evaluation.feeding.close()
-            self._evaluation = None
+        if self._route is not None:
+            self._route.reopen()
+        self._evaluator.close()
 
     @property
     def _on_gpu(self) -> bool:
@@ -368,38 +307,14 @@ class Rig:
         wrong = [*data_problems("data", data), *metric_problems(metrics)]
         if wrong:
             raise JobError(wrong)
-        feedings: list[Feeding] = []
-
-        def opened(size: int) -> tuple[Course, Feeding]:
-            kept = self._evaluation
-            if kept is not None and kept.data is data and kept.collate is collate and kept.size == size:
-                return kept.course, kept.feeding
-            course = evaluation_course(data, batch_size=size, collate=collate, on_gpu=self._on_gpu)
-            feeding = open_feed(course.source, course.feed, on_gpu=self._on_gpu, extras=course.extras)
-            if course.feed.persistent:
-                self._keep(_Evaluation(data, collate, size, course, feeding))
-            else:
-                feedings.append(feeding)
-            return course, feeding
-
-        size = batch_size or self._evaluation_batch()
-        try:
-            return evaluate(self.objective, opened, metrics, size, self.plan.numerics.precision, self.device)
-        finally:
-            for feeding in feedings:
-                feeding.close()
-
-    def _keep(self, evaluation: _Evaluation) -> None:
-        """Keep the workers of an evaluation whose user asked for persistent ones."""
-        if self._evaluation is not None:
-            self._evaluation.feeding.close()
-        self._evaluation = evaluation
-
-    def _evaluation_batch(self) -> int:
-        micro = self.plan.memory.micro_batch
-        if micro is None:
-            micro = self._course.batch_size if self._course else 64
-        return EVAL_BATCHES * micro
+        micro = self.plan.memory.micro_batch or (self._route.course.batch_size if self._route is not None else 16)
+        return self._evaluator(
+            data,
+            metrics,
+            batch_size=batch_size or EVAL_BATCHES * micro,
+            collate=collate,
+            precision=self.plan.numerics.precision,
+        )
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -429,17 +344,6 @@ def _why_not_precision(precision: str, device: torch.device) -> str | None:
     if fact == machine.Support.EMULATED and device.type == "cpu" and machine.detect().pretended is None:
         return None
     return f"{precision} is {fact} on this {device.type}"
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """An evaluation whose workers are kept; it holds its data, so that nothing else can take its place."""
-
-    data: Any
-    collate: Any
-    size: int
-    course: Course
-    feeding: Feeding
 
 
 def _check(**settings: Any) -> None:

@@ -23,6 +23,8 @@ from hotlap.guard.fingerprint import outside_of
 
 MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device")
 """Settings that say how long or where, not what: a resumed training may have others."""
+SHOWN = 60
+"""Characters of a value that a difference shows."""
 _PLAIN = (int, float, str, bool, type(None))
 _MOVED_BY_SCHEDULES = ("lr", "betas", "momentum")
 _BY_PLAN = ("fused", "foreach")
@@ -42,16 +44,22 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """How two identities differ, one line each; settings that may change are left out."""
     found = []
     for part in ("settings", "code", "data", "model"):
-        # What a checkpoint says may come from anyone.
-        old, new = (parts.get(part) if isinstance(parts.get(part), dict) else {} for parts in (before, now))
+        old, new = _part(before, part), _part(now, part)
         for name in sorted({*old, *new}):
             if old.get(name) == new.get(name) or (part == "settings" and name in MAY_CHANGE):
                 continue
             if part == "code":
                 found.append(f"the code of {name} {'is other' if name in old and name in new else 'is new or gone'}")
             else:
-                found.append(f"{part}: {name} was {_short(old.get(name))}, is {_short(new.get(name))}")
+                was, now_is = _apart(repr(old.get(name)), repr(new.get(name)))
+                found.append(f"{part}: {name} was {was}, is {now_is}")
     return found
+
+
+def _part(known: Any, name: str) -> dict[str, Any]:
+    # What a checkpoint says may come from anyone.
+    part = known.get(name) if isinstance(known, Mapping) else None
+    return part if isinstance(part, dict) else {}
 
 
 def settings_of(job: Job, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -83,8 +91,8 @@ def code_of(job: Job) -> dict[str, str]:
         elif not isinstance(data, (Tensor, tuple, dict, list)):
             parts.append(data)
     found: dict[str, set[str]] = {}
-    for part in dict.fromkeys(origin for part in parts if part is not None for origin in _origins(part)):
-        for name, digest in _source(part).items():
+    for origin in dict.fromkeys(origin for part in parts if part is not None for origin in _origins(part)):
+        for name, digest in _source(origin).items():
             found.setdefault(name, set()).add(digest)
     # Files of one name in two folders are told as one.
     return {name: _hash(*sorted(digests)) if len(digests) > 1 else min(digests) for name, digests in found.items()}
@@ -173,6 +181,17 @@ def _is_library(file: Path) -> bool:
     return any(file.resolve().is_relative_to(Path(home).resolve()) for home in homes)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+def _apart(old: str, new: str) -> tuple[str, str]:
+    """Two texts cut so that one sees where they differ."""
+    if max(len(old), len(new)) <= SHOWN:
+        return old, new
+    pairs = enumerate(zip(old, new, strict=False))
+    common = next((n for n, (a, b) in pairs if a != b), min(len(old), len(new)))
+    # From the beginning of the setting that differs.
+    start = max(old.rfind(" ", 0, common), old.rfind("(", 0, common)) + 1
+
+    def cut(text: str) -> str:
+        rest = text[start:]
+        return ("…" if start else "") + (rest if len(rest) <= SHOWN else f"{rest[: SHOWN - 2]}…")
+
+    return cut(old), cut(new)

@@ -30,7 +30,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._last_s = time.perf_counter()
-        self._stood_s = 0.0
+        self._copied_s = 0.0
         self._wrote_s = 0.0
         self.saved = 0
         """Checkpoints that are whole on the disk."""
@@ -45,7 +45,7 @@ class Saver:
             return self._every > 0 and step % self._every == 0
         waited = time.perf_counter() - self._last_s
         # On few cores writing takes time from training, so all of it counts as cost.
-        cost_s = self._stood_s + self._wrote_s
+        cost_s = self._copied_s + self._wrote_s
         # A save that is under way is waited for by nobody: the next one comes when it is done.
         return waited >= max(LEAST_S, cost_s / COST_SHARE) and not self.busy
 
@@ -58,20 +58,21 @@ class Saver:
         """Copy the state now, write it beside the training. A failure is told and training goes on."""
         begun = time.perf_counter()
         self.finish()
+        copying = time.perf_counter()
         try:
             files = export()
         except (OSError, MemoryError) as error:
             self._complain(f"step {step} is not saved: {error or type(error).__name__}")
         else:
+            self._copied_s = time.perf_counter() - copying
             self._thread = threading.Thread(
                 target=self._write, args=(step, files, facts), name="hotlap-save", daemon=True
             )
             self._thread.start()
-            if wait:
-                self.finish()
+        if wait:
+            self.finish()
         self._last_s = time.perf_counter()
-        self._stood_s = self._last_s - begun
-        self.spent_s += self._stood_s
+        self.spent_s += self._last_s - begun
 
     def finish(self) -> None:
         """Wait for the files of the last save; tell if they could not be written."""

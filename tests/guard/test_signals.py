@@ -1,0 +1,218 @@
+"""SIGINT and SIGTERM end a training after a step and a checkpoint, whatever comes while it saves."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from killed import ended, in_a_child, outcome, started
+from plain import class_data, parameters_of, small_mlp
+from torch import nn
+
+from hotlap import Job, fit
+from hotlap.cli import main
+from hotlap.guard.signals import StopRequest
+from hotlap.store import disk
+from hotlap.store.checkpoints import Checkpoints
+from hotlap.stress.victim import victim_job
+
+
+def signalled(run, at=-1, first=signal.SIGTERM, more=(), workers=0, resume=False):
+    """A training that signals itself inside its `at`th forward pass, and again while it saves because of that."""
+    os.environ["HOTLAP_PROGRESS"] = "lines"
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL)
+    job = victim_job(workers)
+    forward, calls, left = job.model.forward, [], list(more)
+
+    def counted(x):
+        calls.append(job.model.training)
+        if sum(calls) == at and calls[-1]:
+            os.kill(os.getpid(), first)
+        return forward(x)
+
+    def watch(moment):
+        # Between the calls of the save that the first signal asked for.
+        if sum(calls) >= at > 0 and left and moment.startswith("before"):
+            os.kill(os.getpid(), left.pop(0))
+            time.sleep(0.005)
+
+    job.model.forward = counted
+    with disk.watched(watch):
+        fit(job, **{"resume" if resume else "out": run})
+    assert not left, "the later signals were never sent"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert in_a_child(lambda: signalled(run)) == 0
+    return outcome(run)
+
+
+INTERRUPTED = 1
+"""How a KeyboardInterrupt ends a forked child; a script of its own is looked at below."""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("first", "more", "code"),
+    [
+        (signal.SIGINT, (), INTERRUPTED),
+        (signal.SIGTERM, (signal.SIGTERM, signal.SIGINT, signal.SIGTERM), 143),
+        (signal.SIGINT, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), INTERRUPTED),
+    ],
+    ids=["SIGINT", "SIGTERM and three more", "SIGINT and three more"],
+)
+def test_the_step_is_finished_and_saved_whole_and_it_goes_on_to_the_same_bit(
+    tmp_path, whole, first, more, code, workers
+):
+    run, said = tmp_path / "run", tmp_path / "said"
+    assert in_a_child(lambda: signalled(run, 21, first, more, workers), said) == code, said.read_text()
+    assert f"stopped by {first.name}; go on with: hotlap resume {run}" in said.read_text()
+    assert said.read_text().count("KeyboardInterrupt") == (code == INTERRUPTED)
+    found, damaged = Checkpoints(run / "checkpoints").newest_good()
+    assert (found.step, damaged) == (11, []), "the step in hand was finished: 21 batches, two a step"
+    assert not [f.name for f in (run / "checkpoints").iterdir() if f.name.startswith(".")]
+    assert in_a_child(lambda: signalled(run, workers=workers, resume=True), said) == 0, said.read_text()
+    assert outcome(run) == whole
+
+
+SCRIPT = """
+    import os, signal, sys
+    from hotlap import fit
+    from hotlap.stress.victim import victim_job
+
+    job = victim_job(0)
+    forward = job.model.forward
+    calls = []
+
+    def counted(x):
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(x)
+
+    job.model.forward = counted
+    try:
+        fit(job, out=sys.argv[1])
+    except KeyboardInterrupt:
+        print("interrupted, and the script knows")
+        raise
+"""
+
+
+def test_an_interrupted_script_gets_its_keyboard_interrupt(tmp_path):
+    code, out, err = ended(started(SCRIPT, tmp_path / "run"))
+    assert code == -signal.SIGINT, err
+    assert out == "interrupted, and the script knows\n"
+    assert Checkpoints(tmp_path / "run/checkpoints").newest_good()[1] == []
+
+
+def demo(name, run):
+    """The command as its entry point runs it, signalled when its first checkpoint is in place."""
+    os.environ["HOTLAP_PROGRESS"] = "lines"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["hotlap", "demo", "--epochs", "500", "--device", "cpu", "--out", str(run)]
+    sent = []
+
+    def watch(moment):
+        if moment == "after rename" and not sent:
+            sent.append(1)
+            os.kill(os.getpid(), name)
+
+    with disk.watched(watch):
+        main()
+
+
+@pytest.mark.parametrize(("name", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_ends_with_the_documented_code(tmp_path, name, code):
+    said = tmp_path / "said"
+    assert in_a_child(lambda: demo(name, tmp_path / "run"), said) == code, said.read_text()
+    assert f"stopped by {name.name}" in said.read_text()
+    assert "Traceback" not in said.read_text()
+    assert Checkpoints(tmp_path / "run/checkpoints").newest_good()[1] == []
+
+
+# --- handlers ------------------------------------------------------------------------------------
+
+
+def small_job(**changes):
+    settings = {
+        "model": small_mlp(), "data": class_data(), "loss": nn.CrossEntropyLoss(),
+        "optimizer": lambda p: torch.optim.AdamW(p, lr=0.01), "batch_size": 8, "epochs": 2, "device": "cpu",
+    }  # fmt: skip
+    return Job(**{**settings, **changes})
+
+
+@pytest.fixture
+def own_handlers():
+    def mine(*_):
+        pass
+
+    before = {name: signal.signal(name, mine) for name in (signal.SIGINT, signal.SIGTERM)}
+    yield mine
+    for name, handler in before.items():
+        signal.signal(name, handler)
+
+
+def test_the_callers_handlers_are_back_after_a_fit_and_after_one_that_failed(tmp_path, own_handlers):
+    fit(small_job(), out=tmp_path / "a", progress=False)
+    assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM) is own_handlers
+
+    def broken(model, batch):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(small_job(loss=broken), out=tmp_path / "b", progress=False)
+    assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM) is own_handlers
+
+
+def test_a_fit_outside_the_main_thread_trains_and_touches_no_handler(tmp_path, own_handlers):
+    runs, seen = [], []
+
+    def train():
+        runs.append(fit(small_job(loss=watching), out=tmp_path / "thread", progress=False))
+
+    class Watching(nn.CrossEntropyLoss):
+        def forward(self, *args):
+            seen.append(signal.getsignal(signal.SIGINT))
+            return super().forward(*args)
+
+    watching = Watching()
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    expected = fit(small_job(), out=tmp_path / "main", progress=False)
+    assert torch.equal(parameters_of(runs[0].model), parameters_of(expected.model))
+    assert set(seen) == {own_handlers}
+
+
+def test_a_handler_only_notes_the_first_signal(own_handlers):
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal is signal.SIGTERM
+    with pytest.raises(SystemExit) as caught:
+        stop.obey()
+    assert caught.value.code == 143
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.signal is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_without_a_signal_there_is_nothing_to_obey():
+    with StopRequest() as stop:
+        pass
+    assert stop.obey() is None

@@ -1,0 +1,110 @@
+"""Trainings in processes of their own, to be killed; and what a run came to, to be compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+import hotlap
+from hotlap.stress.victim import _timeless, fate_of
+
+SOURCE = Path(hotlap.__file__).parents[1]
+
+
+def environment(**variables):
+    paths = os.pathsep.join([str(SOURCE), str(Path(__file__).parent)])
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("HOTLAP") and k != "NUM_WORKERS"}
+    return {**kept, "PYTHONPATH": paths, "HOTLAP_PROGRESS": "lines", "OMP_NUM_THREADS": "1", **variables}
+
+
+def started(script, *arguments, **settings):
+    """A Python process that runs this text."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings,
+    )  # fmt: skip
+
+
+def ended(process):
+    """Its exit code and what it said; nothing here may take long, so a process that does hangs."""
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def run_python(script, *arguments, **settings):
+    return ended(started(script, *arguments, **settings))
+
+
+def hotlap_command(*arguments, cwd=None, **variables):
+    done = subprocess.run(
+        [sys.executable, "-m", "hotlap", *map(str, arguments)],
+        env=environment(**variables), cwd=cwd, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def forked(function, said=None):
+    """Run a function in a forked child, where torch is loaded already; its process id.
+
+    `said` is a file for what it prints.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that the child does not use
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            # The pools of threads that torch keeps did not come along.
+            torch.set_num_threads(1)
+            if said is not None:
+                handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(handle, 1)
+                os.dup2(handle, 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            function()
+            code = 0
+        except SystemExit as left:
+            code = int(left.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+
+def code_of(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_a_child(function, said=None):
+    """Run a function in a forked child; its exit code, negative where a signal ended it."""
+    return code_of(forked(function, said))
+
+
+def kill_me():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outcome(run):
+    """All that a run came to, without its times."""
+    metrics = [_timeless(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return fate_of(run), metrics
+
+
+def flip(path, at=None):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 0x10
+    path.write_bytes(content)
