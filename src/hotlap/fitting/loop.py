@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hotlap import machine
@@ -22,6 +21,7 @@ from hotlap.data.course import Course, training_course
 from hotlap.data.order import mix, seed_host
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
+from hotlap.fitting.best import Best, trained_tensors
 from hotlap.fitting.pace import Pace
 from hotlap.fitting.run import Run
 from hotlap.fitting.started import asked_by_command, start_record
@@ -135,9 +135,7 @@ class _Training:
         self._identity = identity(job, course)
         self._versions = machine.environment()["versions"]
         self._history: list[dict[str, Any]] = []
-        self._best: dict[str, Any] | None = None
-        self._best_weights: dict[str, Tensor] = {}
-        self._since_best = 0
+        self._best = Best(job, self._rig)
         self._before_s = 0.0
         self._train_before_s = 0.0
         self._aside_s = 0.0
@@ -156,7 +154,7 @@ class _Training:
         self._folder.write_ledger(self._rig.ledger)
         self._say_banner()
         if self._save_every != 0:
-            need = 3 * sum(t.numel() * t.element_size() for t in _tensors(self._rig).values())
+            need = 3 * sum(t.numel() * t.element_size() for t in trained_tensors(self._rig).values())
             self._folder.check_room(need)
             self._save()
 
@@ -177,8 +175,8 @@ class _Training:
         if not keep_plan:
             rig.use(Plan.from_dict(checkpoint.facts["plan"]))
         loop = import_state(rig, checkpoint.files)
-        self._history, self._best, self._since_best = loop["history"], loop["best"], loop["since_best"]
-        self._best_weights = loop["best_weights"]
+        self._history = loop["history"]
+        self._best.put_back(loop["best"])
         self._before_s, self._train_before_s = loop["elapsed_s"], loop["train_s"]
         rig.ledger = Ledger.from_lines(loop["ledger"])
         why = "; ".join([*damaged, *changed])
@@ -233,15 +231,17 @@ class _Training:
         every_s = self._view.every_s
         next_s = clock() + every_s
         early = f"early: no better {job.monitor} in {job.patience} evaluations"
-        if job.patience is not None and self._since_best >= job.patience:
+        if self._best.is_long_ago:
             return early
         for window in rig.windows(epochs=job.epochs, steps=job.steps):
             rig.step(window)
             if clock() >= next_s:
                 self._show()
                 next_s = clock() + every_s
-            if self._is_record_due() and self._record():
-                return early
+            if self._is_record_due():
+                self._record()
+                if self._best.is_long_ago:
+                    return early
             if stop.signal is not None:
                 return "on a signal"
             if saver.due(rig.steps):
@@ -254,9 +254,7 @@ class _Training:
         rig, now = self._rig, time.perf_counter()
         loop = {
             "history": self._history,
-            "best": self._best,
-            "best_weights": self._best_weights,
-            "since_best": self._since_best,
+            "best": self._best.export(),
             "ledger": rig.ledger.to_lines(),
             "elapsed_s": self._elapsed(now),
             "train_s": self._trained(now),
@@ -282,8 +280,8 @@ class _Training:
         loss = rig.totals.mean()  # waits for the device, so that the rates below are true
         self._view.show(self._pace.read(step=rig.steps, samples=rig.samples, epoch=rig.place.epoch, loss=loss))
 
-    def _record(self) -> bool:
-        """Evaluate and note the figures; whether it is time to stop."""
+    def _record(self) -> None:
+        """Evaluate and note the figures."""
         job, rig = self._job, self._rig
         train_loss = rig.totals.mean()
         rig.totals.reset()
@@ -307,23 +305,10 @@ class _Training:
             self._tell_problem(f"metrics.jsonl lacks step {rig.steps}: {error}; training goes on")
         self._tell(told(record, by_step=job.eval_every is not None))
         self._warn_of_nonfinite(record)
-        stop = self._judge(record)
+        self._best.judge(record)
         spent = time.perf_counter() - aside
         self._aside_s += spent
         self._pace.pause(spent)
-        return stop
-
-    def _judge(self, record: dict[str, Any]) -> bool:
-        job = self._job
-        if job.patience is None:
-            return False
-        name = "valid_loss" if job.monitor == "loss" else job.monitor
-        if self._best is None or _better(record[name], self._best[name], job.higher_is_better):
-            self._best, self._since_best = record, 0
-            self._best_weights = {k: v.detach().cpu().clone() for k, v in _tensors(self._rig).items()}
-            return False
-        self._since_best += 1
-        return self._since_best >= job.patience
 
     def _warn_of_nonfinite(self, record: dict[str, Any]) -> None:
         if math.isfinite(record["train_loss"]) or self._warned:
@@ -346,14 +331,7 @@ class _Training:
 
     def _finish(self, stopped: str) -> Run:
         rig, ended_s = self._rig, time.perf_counter()
-        best = self._history[-1]
-        if self._best is not None:
-            best = self._best
-            with torch.no_grad():
-                for name, tensor in _tensors(rig).items():
-                    kept = self._best_weights.get(name)  # a buffer may be younger than the best weights
-                    if kept is not None and kept.shape == tensor.shape:
-                        tensor.copy_(kept)
+        self._best.restore_weights()
         self._modes.restore()
         try:
             self._folder.write_plan(rig.plan)
@@ -370,7 +348,7 @@ class _Training:
             plan=rig.plan,
             ledger=rig.ledger,
             history=self._history,
-            best=best,
+            best=self._best.record or self._history[-1],
             steps=rig.steps,
             updates=rig.updates,
             samples=rig.samples,
@@ -381,18 +359,3 @@ class _Training:
             problems=tuple(self._problems),
             folder=self._folder,
         )
-
-
-def _better(new: float, old: float, higher: bool) -> bool:
-    if math.isnan(old):
-        return not math.isnan(new)
-    return new > old if higher else new < old
-
-
-def _tensors(rig: Rig) -> dict[str, Tensor]:
-    """Every weight and buffer that training may change, the loss's own included."""
-    return {
-        f"{number}.{name}": tensor
-        for number, module in enumerate(rig.modules)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    }
