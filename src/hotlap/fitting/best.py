@@ -33,7 +33,6 @@ class Best:
         else:
             self._since += 1
 
-    @property
     def is_long_ago(self) -> bool:
         """Whether patience is at its end."""
         return self._patience is not None and self._since >= self._patience

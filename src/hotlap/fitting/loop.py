@@ -231,7 +231,7 @@ class _Training:
         every_s = self._view.every_s
         next_s = clock() + every_s
         early = f"early: no better {job.monitor} in {job.patience} evaluations"
-        if self._best.is_long_ago:
+        if self._best.is_long_ago():
             return early
         for window in rig.windows(epochs=job.epochs, steps=job.steps):
             rig.step(window)
@@ -240,7 +240,7 @@ class _Training:
                 next_s = clock() + every_s
             if self._is_record_due():
                 self._record()
-                if self._best.is_long_ago:
+                if self._best.is_long_ago():
                     return early
             if stop.signal is not None:
                 return "on a signal"
