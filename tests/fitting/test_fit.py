@@ -338,6 +338,53 @@ def test_a_job_that_cannot_run_leaves_no_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+# --- models trained before -----------------------------------------------------------------------
+
+
+def test_the_very_same_training_is_loaded_and_not_trained_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    settings = {"valid": class_data(10), "metrics": ["accuracy"], "patience": 5}
+    first = quiet(small_job(**settings), tmp_path / "a", reuse=True)
+    model = small_mlp()
+    model.register_forward_hook(lambda *_: pytest.fail("it was trained again"))
+    again = quiet(small_job(model=model, **settings), tmp_path / "b", reuse=True)
+    assert torch.equal(parameters_of(first.model), parameters_of(again.model))
+    assert "trained before" in again.stopped
+    assert (again.best, again.history, again.updates) == (first.best, first.history, first.updates)
+    assert (again.path / "model.safetensors").read_bytes() == (first.path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"epochs": 4},
+        {"batch_size": 9},
+        {"data": class_data(seed=5)},
+        {"model": small_mlp(seed=8)},
+        {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+        {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.02)},
+        {"valid": class_data(10)},
+    ],
+    ids=str,
+)
+def test_a_training_that_differs_in_anything_is_trained(changes, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    quiet(small_job(), tmp_path / "a", reuse=True)
+    assert "trained before" not in quiet(small_job(**changes), tmp_path / "b", reuse=True).stopped
+
+
+def test_a_damaged_model_in_the_cache_is_trained_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    first = quiet(small_job(), tmp_path / "a", reuse=True)
+    for file in (tmp_path / "cache").rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    again = quiet(small_job(), tmp_path / "b", reuse=True)
+    assert "trained before" not in again.stopped
+    assert torch.equal(parameters_of(first.model), parameters_of(again.model))
+    assert caplog.records
+
+
 # --- plans and machine ---------------------------------------------------------------------------
 
 

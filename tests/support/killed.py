@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import traceback
 import warnings
@@ -15,7 +17,7 @@ from pathlib import Path
 import torch
 
 import hotlap
-from hotlap.stress.victim import _timeless, fate_of
+from hotlap.stress.victim import _timeless, fate_of, victim_job
 
 SOURCE = Path(hotlap.__file__).parents[1]
 
@@ -52,11 +54,19 @@ def hotlap_command(*arguments, cwd=None, **variables):
     return done.returncode, done.stdout, done.stderr
 
 
+@functools.cache
+def warm():
+    """Train once here, so that children find loaded what torch loads late."""
+    with tempfile.TemporaryDirectory() as folder:
+        hotlap.fit(victim_job(0), out=Path(folder) / "run", progress=False)
+
+
 def forked(function, said=None):
     """Run a function in a forked child, where torch is loaded already; its process id.
 
     `said` is a file for what it prints.
     """
+    warm()
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():

@@ -19,6 +19,7 @@ def demo(
     device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
     plan: Path | None = typer.Option(None, help="A plan file to run under."),
     out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
+    reuse: bool = typer.Option(False, "--reuse", help="Load the model if this very training was done before."),
     require_gpu: bool = typer.Option(False, "--require-gpu", help="Stop at once if no GPU works."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
@@ -34,5 +35,5 @@ def demo(
 
     job = digits_job(epochs=epochs, device=device)
     words = ["hotlap", "demo", "--epochs", str(epochs), "--device", device]
-    run = fit(job, plan=plan, out=out, require_gpu=require_gpu, progress=not quiet, started_by=words)
+    run = fit(job, plan=plan, out=out, reuse=reuse, require_gpu=require_gpu, progress=not quiet, started_by=words)
     print_run(run, as_json)

@@ -17,11 +17,13 @@ from hotlap.core.job import Job
 from hotlap.core.job_checks import plateau_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
+from hotlap.core.units import show_seconds
 from hotlap.data.course import Course, training_course
 from hotlap.data.order import mix, seed_host
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.fitting.best import Best, trained_tensors
+from hotlap.fitting.kept import KeptModel
 from hotlap.fitting.pace import Pace
 from hotlap.fitting.run import Run
 from hotlap.fitting.started import asked_by_command, start_record
@@ -45,6 +47,7 @@ def fit(
     resume: str | Path | None = None,
     save_every: int | None = None,
     allow_changes: bool = False,
+    reuse: bool = False,
     require_gpu: bool = False,
     progress: bool = True,
     started_by: Sequence[str] | None = None,
@@ -57,6 +60,9 @@ def fit(
     with: it ends as if it had never been interrupted. A training with other code, data or settings is refused
     there, with the differences, unless `allow_changes`. `save_every` is a number of updates between
     checkpoints; without it they come as often as 2 % of the time allows; 0 keeps none.
+
+    With `reuse`, a model that was trained before on the same data, code, settings, plan and first weights is
+    loaded from the cache instead of trained again, and one that was not is kept there.
 
     SIGINT and SIGTERM end it after the step in hand and a checkpoint: KeyboardInterrupt, or exit code 143.
     The caller's random generators are left as they were. Raises HotlapError where the job, plan, machine or
@@ -82,11 +88,17 @@ def fit(
     training = None
     try:
         training = _Training(job, course, plan, device, view, save_every)
-        if resume is None:
-            training.begin(out, start_record(_calls, started_by))
-        else:
+        kept = KeptModel(training.identity, job, training.rig) if reuse else None
+        if resume is not None:
             training.go_on(resume, allow_changes=allow_changes, keep_plan=plan is not None)
-        return training.run()
+        else:
+            training.begin(out, start_record(_calls, started_by))
+            if kept is not None and (found := kept.load()) is not None:
+                return training.loaded(found)
+        run = training.run()
+        if kept is not None:
+            kept.store(run)
+        return run
     finally:
         if training is not None:
             training.close()
@@ -113,7 +125,7 @@ class _Training:
         self._job, self._course, self._view, self._save_every = job, course, view, save_every
         self._total = job.steps if job.steps is not None else len(course.order.epoch(0)) * (job.epochs or 0)
         self._modes = Modes([job.model])
-        self._rig = Rig(
+        self.rig = Rig(
             job.model,
             job.optimizer,
             job.loss,
@@ -125,17 +137,17 @@ class _Training:
             skip_nonfinite=job.skip_nonfinite,
             device=device,
         )
-        if isinstance(self._rig.schedule.scheduler, ReduceLROnPlateau):
-            wrong = plateau_problems(self._rig.schedule.scheduler, job)
+        if isinstance(self.rig.schedule.scheduler, ReduceLROnPlateau):
+            wrong = plateau_problems(self.rig.schedule.scheduler, job)
             if wrong:
                 raise JobError(wrong)
-        self._rig.attach(course)
+        self.rig.attach(course)
         if plan is not None:
-            self._rig.use(plan if isinstance(plan, Plan) else self._rig.plan.but(**plan), why="given")
-        self._identity = identity(job, course)
+            self.rig.use(plan if isinstance(plan, Plan) else self.rig.plan.but(**plan), why="given")
+        self.identity = identity(job, course)
         self._versions = machine.environment()["versions"]
         self._history: list[dict[str, Any]] = []
-        self._best = Best(job, self._rig)
+        self._best = Best(job, self.rig)
         self._before_s = 0.0
         self._train_before_s = 0.0
         self._aside_s = 0.0
@@ -149,12 +161,12 @@ class _Training:
         """Begin in a new folder. It is made last: a job that cannot run leaves none behind."""
         self._take(RunFolder.create(out, type(self._job.model).__name__))
         self._folder.write_started(started)
-        self._folder.write_environment({**machine.environment(), "job": self._identity["settings"]})
-        self._folder.write_plan(self._rig.plan)
-        self._folder.write_ledger(self._rig.ledger)
+        self._folder.write_environment({**machine.environment(), "job": self.identity["settings"]})
+        self._folder.write_plan(self.rig.plan)
+        self._folder.write_ledger(self.rig.ledger)
         self._say_banner()
         if self._save_every != 0:
-            need = 3 * sum(t.numel() * t.element_size() for t in trained_tensors(self._rig).values())
+            need = 3 * sum(t.numel() * t.element_size() for t in trained_tensors(self.rig).values())
             self._folder.check_room(need)
             self._save()
 
@@ -165,13 +177,13 @@ class _Training:
         checkpoint, damaged = self._checkpoints.newest_good()
         for line in damaged:
             self._tell(line)
-        changed = differences(checkpoint.facts.get("identity", {}), self._identity)
+        changed = differences(checkpoint.facts.get("identity", {}), self.identity)
         if changed and not allow_changes:
             raise StoreError(
                 listed(f"{resume} was another training in", "point", changed)
                 + "; resume it as it was, or allow the changes (allow_changes=True, --allow-changes)"
             )
-        rig = self._rig
+        rig = self.rig
         if not keep_plan:
             rig.use(Plan.from_dict(checkpoint.facts["plan"]))
         loop = import_state(rig, checkpoint.files)
@@ -196,14 +208,14 @@ class _Training:
         self._saver = Saver(self._checkpoints, self._save_every, self._tell_problem)
 
     def _say_banner(self) -> None:
-        for line in banner(self._job, self._rig, self._course, self._total, self._folder.path):
+        for line in banner(self._job, self.rig, self._course, self._total, self._folder.path):
             self._tell(line)
-        for caution in self._rig.cautions(self._rig.plan):
+        for caution in self.rig.cautions(self.rig.plan):
             self._tell(f"note   {caution}")
 
     def close(self) -> None:
         """Let go of workers, view and lock, however it ended."""
-        self._rig.close()
+        self.rig.close()
         self._view.close()
         if self._lock is not None:
             self._lock.release()
@@ -213,7 +225,7 @@ class _Training:
     def run(self) -> Run:
         """Train to the end."""
         self._loop_s = time.perf_counter()
-        self._pace = Pace(self._total, self._rig.steps, self._rig.samples)
+        self._pace = Pace(self._total, self.rig.steps, self.rig.samples)
         try:
             with StopRequest() as stop:
                 stopped = self._steps(stop)
@@ -227,7 +239,7 @@ class _Training:
         return self._finish(stopped)
 
     def _steps(self, stop: StopRequest) -> str:
-        job, rig, saver, clock = self._job, self._rig, self._saver, time.perf_counter
+        job, rig, saver, clock = self._job, self.rig, self._saver, time.perf_counter
         every_s = self._view.every_s
         next_s = clock() + every_s
         early = f"early: no better {job.monitor} in {job.patience} evaluations"
@@ -251,7 +263,7 @@ class _Training:
         return "after all epochs" if job.epochs is not None else "after all steps"
 
     def _save(self, *, wait: bool = False) -> None:
-        rig, now = self._rig, time.perf_counter()
+        rig, now = self.rig, time.perf_counter()
         loop = {
             "history": self._history,
             "best": self._best.export(),
@@ -259,7 +271,7 @@ class _Training:
             "elapsed_s": self._elapsed(now),
             "train_s": self._trained(now),
         }
-        facts = {"identity": self._identity, "plan": rig.plan.to_dict(), "versions": self._versions}
+        facts = {"identity": self.identity, "plan": rig.plan.to_dict(), "versions": self._versions}
         self._saver.save(rig.steps, lambda: export_state(rig, loop), facts, wait=wait)
 
     def _elapsed(self, now: float) -> float:
@@ -272,17 +284,17 @@ class _Training:
     def _is_record_due(self) -> bool:
         every = self._job.eval_every
         if every is not None:
-            return self._rig.steps % every == 0
-        return self._rig.place.window == self._rig.epoch_windows
+            return self.rig.steps % every == 0
+        return self.rig.place.window == self.rig.epoch_windows
 
     def _show(self) -> None:
-        rig = self._rig
+        rig = self.rig
         loss = rig.totals.mean()  # waits for the device, so that the rates below are true
         self._view.show(self._pace.read(step=rig.steps, samples=rig.samples, epoch=rig.place.epoch, loss=loss))
 
     def _record(self) -> None:
         """Evaluate and note the figures."""
-        job, rig = self._job, self._rig
+        job, rig = self._job, self.rig
         train_loss = rig.totals.mean()
         rig.totals.reset()
         aside = time.perf_counter()
@@ -314,7 +326,7 @@ class _Training:
         if math.isfinite(record["train_loss"]) or self._warned:
             return
         self._warned = True
-        rig = self._rig
+        rig = self.rig
         why = f"the training loss is {record['train_loss']} at step {rig.steps}"
         rig.ledger.record(Entry(step=rig.steps, what="loss not finite", outcome="fault", plan=rig.plan, why=why))
         cures = ["a smaller learning rate", "clip=1.0", "precision fp32", "skip_nonfinite=True"]
@@ -327,10 +339,23 @@ class _Training:
         self._problems.append(line)
         self._tell(f"warning: {line}")
 
+    def loaded(self, found: dict[str, Any]) -> Run:
+        """End at once with a model that was trained before; its weights are in place already."""
+        rig = self.rig
+        self._history = found["history"]
+        rig.steps, rig.updates, rig.samples = found["counters"]
+        self._train_before_s = found["train_s"]
+        self._folder.write_metrics(self._history)
+        self._saver.finish()
+        self._loop_s = time.perf_counter()
+        return self._finish(
+            f"trained before, in {show_seconds(found['train_s'])}: loaded from the cache", found["best"]
+        )
+
     # --- the end -----------------------------------------------------------------------------------
 
-    def _finish(self, stopped: str) -> Run:
-        rig, ended_s = self._rig, time.perf_counter()
+    def _finish(self, stopped: str, best: dict[str, Any] | None = None) -> Run:
+        rig, ended_s = self.rig, time.perf_counter()
         self._best.restore_weights()
         self._modes.restore()
         try:
@@ -348,7 +373,7 @@ class _Training:
             plan=rig.plan,
             ledger=rig.ledger,
             history=self._history,
-            best=self._best.record or self._history[-1],
+            best=best or self._best.record or self._history[-1],
             steps=rig.steps,
             updates=rig.updates,
             samples=rig.samples,

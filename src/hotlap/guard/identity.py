@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,13 @@ def _source(part: Any) -> dict[str, str]:
 
 
 def _is_library(file: Path) -> bool:
-    homes: Iterable[str] = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    homes = [*homes, str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1])]
-    return any(file.resolve().is_relative_to(Path(home).resolve()) for home in homes)
+    return any(file.resolve().is_relative_to(home) for home in _library_homes())
+
+
+@functools.cache
+def _library_homes() -> tuple[Path, ...]:
+    named = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return tuple(Path(home).resolve() for home in (*named, Path(torch.__file__).parents[1], Path(__file__).parents[1]))
 
 
 def _apart(old: str, new: str) -> tuple[str, str]:

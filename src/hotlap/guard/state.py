@@ -68,6 +68,8 @@ def import_state(rig: Rig, files: dict[str, bytes]) -> dict[str, Any]:
             rig.schedule.scheduler.load_state_dict(state["schedule"])
         # After the schedule: loading one may write its own idea of the learning rate.
         _import_groups(rig.optimizer, state["optimizer"]["groups"])
+        # A schedule that moves before the next update would warn that there has been none.
+        rig.optimizer._opt_called = True  # type: ignore[attr-defined]
         rig.totals.put_back(state["totals"])
         rig.place = Place(*state["place"])
         rig.steps, rig.updates, rig.samples = state["counters"]

@@ -88,7 +88,10 @@ def unpack(archive: Path, into: Path, *, most_bytes: int = MOST_BYTES) -> Path:
                     continue
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with file.open(entry) as content:
-                    written += disk.write_new(target, _limited(content, most_bytes - written))[0]
+                    size, _ = disk.write_new(target, _limited(content, most_bytes - written))
+                if size != entry.file_size:
+                    raise StoreError(f"{shown(entry.filename)} has {size:,} bytes, not the {entry.file_size:,} it says")
+                written += size
         disk.rename(new, into)
     except StoreError as error:
         raise StoreError(f"cannot unpack {archive}: {error}") from None

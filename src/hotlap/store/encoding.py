@@ -93,7 +93,7 @@ def decode(coded: Any, tensors: Mapping[str, Tensor], device: torch.device | Non
     """
     try:
         return _decode(coded, tensors, device)
-    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # RecursionError is a RuntimeError
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # also a RecursionError
         told = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
         raise StoreError(f"the stored state is not in hotlap's form: {told}") from None
 

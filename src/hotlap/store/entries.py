@@ -34,7 +34,8 @@ def content_of(
     kind: str, key: str, tensors: Arrays, values: Any, facts: Mapping[str, Any]
 ) -> tuple[dict[str, Iterable[Piece]], Entry]:
     """The files of an entry, and the entry as it will be read; StoreError names what no safe file can hold."""
-    plain, inner = {name: _as_tensor(name, value) for name, value in tensors.items()}, _Once()
+    plain = {name: _as_tensor(name, value) for name, value in tensors.items()}
+    inner: dict[str, Tensor] = {}
     arrays = [name for name, value in tensors.items() if isinstance(value, np.ndarray)]
     try:
         coded = encode(values, inner, "values")
@@ -75,12 +76,3 @@ def _as_tensor(name: str, value: Tensor | np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape).copy())
     except (TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{name} cannot be stored as a tensor: {str(error).splitlines()[0]}") from None
-
-
-class _Once(dict[str, Tensor]):
-    """Refuses a second tensor under one name, as the dict `{1: a, "1": b}` would give."""
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        if name in self:
-            raise StoreError(f"two tensors of the values would both be called {name}")
-        super().__setitem__(name, value)

@@ -1,0 +1,133 @@
+"""`hotlap stress` in a quick variant; and proof that it can fail: faults planted on purpose are caught."""
+
+import json
+
+import pytest
+from killed import hotlap_command, run_python
+
+SHORT = """
+    import json, sys
+    from hotlap.stress.trials import Trials
+
+    trials = Trials(seed=1)
+    moments = trials.moments()
+    names = list(moments.values())
+    rename = names.index("before rename")
+    picked = sorted({0, 1, rename, rename + 1, rename + 2, len(names) - 1})
+    numbers = list(moments)
+    for n in picked:
+        trials.at_call(numbers[n], names[n])
+    tally = trials.tally
+    trials.close()
+    print(json.dumps({"names": names, "picked": [names[n] for n in picked], **vars(tally)}))
+    assert not trials.folder.exists()
+"""
+
+
+def test_kills_in_and_between_saves_lose_nothing():
+    code, out, err = hotlap_command("stress", "--kills", 6, "--workers", 0, "--json")
+    assert code == 0, err + out
+    figures = json.loads(out)
+    assert figures["lost"] == []
+    assert figures["equal"] == figures["trials"] == figures["asked"] == 6
+    assert figures["kills"] >= 6
+    assert figures["resumes"] + figures["anew"] == 6
+
+
+def test_kills_around_the_calls_of_a_save_lose_nothing():
+    """The first, the last, and those around the rename; `hotlap stress --every-call` tries them all."""
+    code, out, err = run_python(SHORT)
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["lost"] == []
+    assert told["equal"] == told["kills"] == told["resumes"] == 6
+    assert told["anew"] == 0
+    assert told["picked"][0] == "before make folder"
+    assert told["picked"][2:5] == ["before rename", "after rename", "before sync folder"]
+    kinds = {"make folder", "open", "write", "sync", "sync folder", "rename", "remove"}
+    assert {name.partition(" ")[2] for name in told["names"]} == kinds
+    assert len(told["names"]) % 2 == 0
+
+
+FAULTS = {
+    "randomness is not put back": "state._import_randomness = lambda *_: None",
+    "optimizer state is not put back": "state._import_optimizer = lambda *_, **__: None",
+    "the place in the data is lost": "state.Place = lambda *_: rig.Place()",
+    "a buffer is forgotten": "state._put_buffer = lambda *_: None",
+    "metrics are lost": "real = loop.import_state; loop.import_state = lambda *a: {**real(*a), 'history': []}",
+    "the best weights are lost": (
+        "real = loop.import_state\\n"
+        "def worse(*a):\\n"
+        "    found = real(*a)\\n"
+        "    return {**found, 'best_weights': {k: v * 0 for k, v in found['best_weights'].items()}}\\n"
+        "loop.import_state = worse"
+    ),
+    "damage is not looked for": "disk.read_checked = lambda path, size, sha256: path.read_bytes()",
+    "checkpoints are not renamed but moved away first": (
+        "import shutil\\n"
+        "def place(new, name, files, facts, rename):\\n"
+        "    for old in new.parent.glob('step-*'): shutil.rmtree(old)\\n"
+        "    write(new, name, files, facts, rename)\\n"
+        "write = checkpoints.write_folder; checkpoints.write_folder = place"
+    ),
+}
+PLANTED = """
+    import json, random, sys
+    import hotlap.engine.rig as rig
+    import hotlap.fitting.loop as loop
+    import hotlap.guard.state as state
+    import hotlap.store.checkpoints as checkpoints
+    from hotlap.store import disk
+    from hotlap.stress.trials import Trials
+
+    for fault in json.loads(sys.argv[1]):
+        names = {rig: dict(vars(rig)), loop: dict(vars(loop)), state: dict(vars(state)),
+                 disk: dict(vars(disk)), checkpoints: dict(vars(checkpoints))}
+        exec(fault)
+        trials = Trials(seed=0)
+        moments = trials.moments()
+        for event in list(moments)[3:5]:
+            trials.at_call(event, moments[event])
+        for _ in range(8):
+            if not trials.tally.lost:
+                trials.at_random()
+        print(json.dumps(trials.tally.lost), flush=True)
+        trials.close()
+        for module, before in names.items():
+            vars(module).update(before)
+"""
+
+
+@pytest.fixture(scope="module")
+def caught():
+    faults = [fault.replace("\\n", "\n") for fault in FAULTS.values()]
+    code, out, err = run_python(PLANTED, json.dumps(faults))
+    assert code == 0, err
+    return dict(zip(FAULTS, map(json.loads, out.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_is_planted_is_caught(caught, fault):
+    assert caught[fault], "the trials found nothing wrong"
+
+
+def test_what_was_lost_is_told_and_the_command_fails():
+    script = """
+        import sys
+        import hotlap.guard.state as state
+        from hotlap.cli import main
+        state._import_randomness = lambda *_: None
+        sys.argv = ["hotlap", "stress", "--kills", "2", "--workers", "0"]
+        main()
+    """
+    code, out, _ = run_python(script)
+    assert code == 1
+    assert "lost 2" in out
+    assert "bit-equal 0 of 2" in out
+    assert out.count("ended otherwise") == 2
+
+
+def test_a_test_cut_short_by_time_says_so():
+    code, out, err = hotlap_command("stress", "--kills", 1000, "--workers", 0, "--seconds", 2)
+    assert code == 0, err
+    assert "1000 trainings were asked for" in out
