@@ -197,3 +197,22 @@ def test_what_cannot_be_read_as_text_is_told_in_one_line(tmp_path, make, reason)
 def test_the_mark_that_some_editors_put_before_a_text_is_no_part_of_it(tmp_path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbftext")
     assert read_text(tmp_path / "a") == "text"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_would_never_end_is_not_read(kind, tmp_path):
+    path = tmp_path / "plan.toml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(StoreError, match="not a regular file"):
+        read_text(path)
+
+
+def test_a_text_beyond_all_reason_is_not_read(tmp_path):
+    path = tmp_path / "plan.toml"
+    with path.open("wb") as file:
+        file.truncate(300 * 1024 * 1024)  # takes no room: nothing is written
+    with pytest.raises(StoreError, match="at most"):
+        read_text(path)

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from hotlap.core.errors import StoreError
 from hotlap.core.job import Job
@@ -24,7 +25,8 @@ class KeptModel:
 
     def __init__(self, identity: dict[str, Any], job: Job, rig: Rig) -> None:
         self._rig, self._cache = rig, Cache()
-        everything = {**identity, "plan": rig.plan.to_dict(), "valid": outside_of(job.valid)}
+        data = [outside_of(_held(part), whole=True) for part in (job.data, job.valid)]
+        everything = {**identity, "plan": rig.plan.to_dict(), "whole data": data}
         self._key = model_key(everything, {k: v.detach().cpu() for k, v in trained_tensors(rig).items()})
 
     def load(self) -> dict[str, Any] | None:
@@ -56,3 +58,8 @@ class KeptModel:
             store_model(self._cache, self._key, weights, values, {"model": type(run.model).__name__})
         except StoreError as error:
             log.warning("the trained model is not kept in the cache: %s", error)
+
+
+def _held(data: Any) -> Any:
+    """What a DataLoader loads, or the data itself."""
+    return data.dataset if isinstance(data, DataLoader) else data

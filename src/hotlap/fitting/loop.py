@@ -144,7 +144,7 @@ class _Training:
         self.rig.attach(course)
         if plan is not None:
             self.rig.use(plan if isinstance(plan, Plan) else self.rig.plan.but(**plan), why="given")
-        self.identity = identity(job, course)
+        self.identity = identity(job, course, self.rig.optimizer)
         self._versions = machine.environment()["versions"]
         self._history: list[dict[str, Any]] = []
         self._best = Best(job, self.rig)

@@ -6,6 +6,7 @@ A sample may be broken, or move a generator that the dataset keeps.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,32 +18,54 @@ WHOLE_BYTES = 32 * 1024 * 1024
 """Tensors up to this size are hashed whole; of larger ones evenly spread rows."""
 ENTRIES = 1000
 """Entries of a list or dict that are looked at, evenly spread."""
-DEPTH = 4
+DEPTH, WHOLE_DEPTH = 4, 12
 
 
-def outside_of(value: Any, depth: int = 0) -> str:
-    """A text that differs where two values do: numbers, words and tensors by what they hold, objects by their parts."""
+def outside_of(value: Any, *, whole: bool = False) -> str:
+    """A text that differs where two values do: numbers, words and tensors by what they hold, objects by their parts.
+
+    `whole` looks at every byte, entry and depth instead of a spread of them, and at size and time of files that
+    are named: for a cache, where a difference that is not seen gives a wrong result.
+    """
+    return _told(value, whole, 0)
+
+
+def _told(value: Any, whole: bool, depth: int) -> str:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
-        return _tensor(torch.from_numpy(np.ascontiguousarray(value)))
+        return _tensor(torch.from_numpy(np.ascontiguousarray(value)), whole)
     if isinstance(value, Tensor):
-        return _tensor(value)
-    if isinstance(value, (str, bytes, int, float, bool, type(None))):
+        return _tensor(value, whole)
+    if isinstance(value, (bytes, int, float, bool, type(None))):
         return repr(value)
-    if depth >= DEPTH:
+    if isinstance(value, (str, os.PathLike)):
+        return f"{value!r}{_file(os.fspath(value)) if whole else ''}"
+    if depth >= (WHOLE_DEPTH if whole else DEPTH):
         return type(value).__qualname__
     if isinstance(value, (list, tuple)):
-        spread = value[:: max(1, len(value) // ENTRIES)]
-        return f"{len(value)}[{','.join(outside_of(part, depth + 1) for part in spread)}]"
+        spread = value if whole else value[:: max(1, len(value) // ENTRIES)]
+        return f"{len(value)}[{','.join(_told(part, whole, depth + 1) for part in spread)}]"
     if isinstance(value, Mapping):
-        entries = list(value.items())[:: max(1, len(value) // ENTRIES)]
-        return f"{len(value)}{{{','.join(f'{key!r}:{outside_of(part, depth + 1)}' for key, part in entries)}}}"
+        entries = list(value.items())
+        spread = entries if whole else entries[:: max(1, len(entries) // ENTRIES)]
+        return f"{len(value)}{{{','.join(f'{key!r}:{_told(part, whole, depth + 1)}' for key, part in spread)}}}"
     parts = sorted(getattr(value, "__dict__", {}).items())
-    return f"{type(value).__qualname__}({','.join(f'{name}={outside_of(part, depth + 1)}' for name, part in parts)})"
+    return f"{type(value).__qualname__}({','.join(f'{k}={_told(part, whole, depth + 1)}' for k, part in parts)})"
 
 
-def _tensor(tensor: Tensor) -> str:
+def _tensor(tensor: Tensor, whole: bool) -> str:
     flat = tensor.detach().reshape(len(tensor), -1) if tensor.ndim else tensor.detach().reshape(1, 1)
-    step = max(1, -(-flat.numel() * flat.element_size() // WHOLE_BYTES))
+    step = 1 if whole else max(1, -(-flat.numel() * flat.element_size() // WHOLE_BYTES))
     rows = flat[::step].cpu().contiguous().reshape(-1)
     digest = hashlib.sha256(rows.view(torch.uint8).numpy().data if rows.numel() else b"")
     return f"{tensor.dtype}{tuple(tensor.shape)}{digest.hexdigest()}"
+
+
+def _file(name: str | bytes) -> str:
+    """Size and time of a file, where the word names one."""
+    if not 0 < len(name) < 1024 or (isinstance(name, str) and "\0" in name):
+        return ""
+    try:
+        found = os.stat(name)
+    except (OSError, ValueError):
+        return ""
+    return f"<{found.st_size} {found.st_mtime_ns}>"

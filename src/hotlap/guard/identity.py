@@ -181,8 +181,9 @@ def _is_library(file: Path) -> bool:
 
 @functools.cache
 def _library_homes() -> tuple[Path, ...]:
-    named = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple(Path(home).resolve() for home in (*named, Path(torch.__file__).parents[1], Path(__file__).parents[1]))
+    homes = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    homes += [Path(torch.__file__).parents[1], Path(__file__).parents[1]]
+    return tuple(home.resolve() for home in homes)
 
 
 def _apart(old: str, new: str) -> tuple[str, str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from hotlap.core.errors import StoreError
+
+MOST_TEXT_BYTES = 256 * 1024 * 1024
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -43,7 +47,21 @@ def write_text(path: Path, text: str) -> None:
 def read_text(path: Path) -> str:
     """The text of a file, without the mark that some editors put before it; a clear error where it is no text."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        # Not blocking, and regular files only: a pipe or a device in a stranger's folder would never end.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(handle)
+            if stat.S_ISDIR(status.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreError(f"cannot read {path}: it is not a regular file")
+            if status.st_size > MOST_TEXT_BYTES:
+                raise StoreError(
+                    f"cannot read {path}: it has {status.st_size:,} bytes; at most {MOST_TEXT_BYTES:,} are read"
+                )
+            return file.read(MOST_TEXT_BYTES).decode("utf-8-sig")
+    except StoreError:
+        raise
     except UnicodeDecodeError:
         raise StoreError(f"cannot read {path}: it is not a text file") from None
     except OSError as error:
