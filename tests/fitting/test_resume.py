@@ -98,6 +98,12 @@ def resumed(run, make, **settings):
     assert in_a_child(lambda: train(run, make, resume=True, **settings)) == 0
 
 
+def files_of(run):
+    """Every file with its time, but for the lock, and for what the kill left half written."""
+    files = [f for f in run.rglob("*") if f.is_file() and f.name != "lock"]
+    return sorted((f, f.stat().st_mtime_ns) for f in files if not f.parent.name.startswith("."))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """What each training comes to when nobody kills it."""
@@ -203,7 +209,7 @@ def test_other_settings_and_data_are_refused_with_each_difference(tmp_path):
     train(run, lambda: job(epochs=1))
     x, y = class_data()
     x[3, 2] += 1
-    before = sorted((f, f.stat().st_mtime_ns) for f in run.rglob("*") if f.name != "lock")
+    before = files_of(run)
     with pytest.raises(StoreError) as caught:
         fit(job(batch_size=4, seed=3, data=(x, y)), resume=run, progress=False)
     told = str(caught.value)
@@ -212,7 +218,7 @@ def test_other_settings_and_data_are_refused_with_each_difference(tmp_path):
     assert "data: sha256 was" in told
     assert "allow_changes=True" in told
     assert "--allow-changes" in told
-    assert sorted((f, f.stat().st_mtime_ns) for f in run.rglob("*") if f.name != "lock") == before
+    assert files_of(run) == before
 
 
 def test_changes_are_allowed_by_a_word_and_written_down(tmp_path):
@@ -351,13 +357,13 @@ def test_no_good_checkpoint_is_a_clear_stop_and_nothing_is_trained_or_touched(tm
     killed(run, job, 17)
     for step in (run / "checkpoints").glob("step-*"):
         flip(step / "model.safetensors")
-    before = sorted((f, f.stat().st_mtime_ns) for f in run.rglob("*") if f.is_file() and f.name != "lock")
+    before = files_of(run)
     model = Net()
     weights = parameters_of(model).clone()
     with pytest.raises(StoreError, match=r"no checkpoint of .* is whole"):
         fit(job(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01)), resume=run, progress=False)
     assert torch.equal(parameters_of(model), weights)
-    assert sorted((f, f.stat().st_mtime_ns) for f in run.rglob("*") if f.is_file() and f.name != "lock") == before
+    assert files_of(run) == before
 
 
 def test_metrics_have_no_doubled_or_torn_line(tmp_path, undisturbed):
@@ -476,10 +482,10 @@ def test_the_command_resumes_the_demo_without_more_words(tmp_path):
 
 
 def test_without_words_the_command_of_a_script_is_shown_and_nothing_runs(tmp_path, script, left):
-    before = sorted((f, f.stat().st_mtime_ns) for f in left.rglob("*") if f.is_file())
+    before = files_of(left)
     said = said_by(tmp_path, command("hotlap", "resume", left), expected=1)
     assert f"hotlap resume {left} {script} {left} --out --die" in said
-    assert sorted((f, f.stat().st_mtime_ns) for f in left.rglob("*") if f.is_file()) == before
+    assert files_of(left) == before
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,9 @@ def _own_job(folder: RunFolder, words: list[str]) -> Job:
 
     if words[:2] != ["hotlap", "demo"]:
         # What a folder says about commands is shown, never run: it may be a stranger's.
-        shown = shlex.join(word if word.isprintable() else repr(word)[1:-1] for word in words)
         raise HotlapError(
             f"{folder.path} was started by a program of yours; name it again: "
-            f"hotlap resume {shlex.quote(str(folder.path))} {shown}"
+            f"hotlap resume {shlex.quote(str(folder.path))} {shlex.join(words)}"
         )
     options: dict[str, str] = dict(zip(words[2::2], words[3::2], strict=False))
     epochs, device = options.get("--epochs", "15"), options.get("--device", "auto")

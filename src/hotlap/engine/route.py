@@ -66,6 +66,8 @@ class Route:
                 number = self.place.epoch
                 epoch = self.course.order.epoch(number)
                 self.epoch_windows = len(epoch)
+                if self.place.window > len(epoch):
+                    raise TrainingError(f"window {self.place.window} of an epoch of {len(epoch)} cannot be trained on")
                 version, expected = -1, self.place
                 stream: Iterator[Window] = iter(())
                 while self.place.epoch == number and self.place.window < len(epoch):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hotlap.core.job import Job
 from hotlap.engine.rig import Rig
+from hotlap.fitting.forged import counts, records
 
 
 class Best:
@@ -50,8 +51,14 @@ class Best:
         return {"record": self.record, "weights": self._weights, "since": self._since}
 
     def put_back(self, stored: dict[str, Any]) -> None:
-        """Go on from what a checkpoint kept."""
-        self.record, self._weights, self._since = stored["record"], stored["weights"], stored["since"]
+        """Go on from what a checkpoint kept; raises ValueError where that is something else."""
+        record, weights, since = stored["record"], stored["weights"], stored["since"]
+        counts(since)
+        if record is not None:
+            records(record)
+        if not isinstance(weights, dict) or not all(isinstance(kept, Tensor) for kept in weights.values()):
+            raise ValueError("the best weights are no tensors")
+        self.record, self._weights, self._since = record, weights, since
 
     def _beats(self, new: float, old: float) -> bool:
         if math.isnan(old):

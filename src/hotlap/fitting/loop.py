@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hotlap import machine
@@ -22,7 +24,9 @@ from hotlap.data.course import Course, training_course
 from hotlap.data.order import mix, seed_host
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
+from hotlap.engine.step import Window
 from hotlap.fitting.best import Best, trained_tensors
+from hotlap.fitting.forged import counts, records, unfit_checkpoint
 from hotlap.fitting.kept import KeptModel
 from hotlap.fitting.pace import Pace
 from hotlap.fitting.run import Run
@@ -154,6 +158,7 @@ class _Training:
         self._warned = False
         self._problems: list[str] = []
         self._lock: RunLock | None = None
+        self._from_checkpoint: str | None = None
 
     # --- beginning and going on --------------------------------------------------------------------
 
@@ -185,12 +190,17 @@ class _Training:
             )
         rig = self.rig
         if not keep_plan:
-            rig.use(Plan.from_dict(checkpoint.facts["plan"]))
-        loop = import_state(rig, checkpoint.files)
-        self._history = loop["history"]
-        self._best.put_back(loop["best"])
-        self._before_s, self._train_before_s = loop["elapsed_s"], loop["train_s"]
-        rig.ledger = Ledger.from_lines(loop["ledger"])
+            with unfit_checkpoint(checkpoint.path.name):
+                rig.use(Plan.from_dict(checkpoint.facts["plan"]))
+        self._from_checkpoint = checkpoint.path.name
+        with unfit_checkpoint(self._from_checkpoint):
+            loop = import_state(rig, checkpoint.files)
+            counts(*dataclasses.astuple(rig.place), rig.steps, rig.updates, rig.samples)
+            rig.totals.mean()
+            self._history = records(*loop["history"])
+            self._best.put_back(loop["best"])
+            self._before_s, self._train_before_s = float(loop["elapsed_s"]), float(loop["train_s"])
+            rig.ledger = Ledger.from_lines(loop["ledger"])
         why = "; ".join([*damaged, *changed])
         rig.ledger.record(
             Entry(step=rig.steps, what=f"resumed at step {rig.steps}", outcome="chosen", plan=rig.plan, why=why)
@@ -245,8 +255,11 @@ class _Training:
         early = f"early: no better {job.monitor} in {job.patience} evaluations"
         if self._best.is_long_ago():
             return early
+        # What a forged or foreign state breaks, it breaks in the first step.
+        step = rig.step if self._from_checkpoint is None else self._step_from_checkpoint
         for window in rig.windows(epochs=job.epochs, steps=job.steps):
-            rig.step(window)
+            step(window)
+            step = rig.step
             if clock() >= next_s:
                 self._show()
                 next_s = clock() + every_s
@@ -261,6 +274,10 @@ class _Training:
         if not self._history or self._history[-1]["step"] != rig.steps:
             self._record()
         return "after all epochs" if job.epochs is not None else "after all steps"
+
+    def _step_from_checkpoint(self, window: Window) -> Tensor:
+        with unfit_checkpoint(str(self._from_checkpoint)):
+            return self.rig.step(window)
 
     def _save(self, *, wait: bool = False) -> None:
         rig, now = self.rig, time.perf_counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,10 +63,10 @@ def _tensor(tensor: Tensor, whole: bool) -> str:
 
 def _file(name: str | bytes) -> str:
     """Size and time of a file, where the word names one."""
-    if not 0 < len(name) < 1024 or (isinstance(name, str) and "\0" in name):
+    if not isinstance(name, str) or not 0 < len(name) < 1024:
         return ""
     try:
-        found = os.stat(name)
+        found = Path(name).stat()
     except (OSError, ValueError):
         return ""
     return f"<{found.st_size} {found.st_mtime_ns}>"

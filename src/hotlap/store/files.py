@@ -56,9 +56,7 @@ def read_text(path: Path) -> str:
             if not stat.S_ISREG(status.st_mode):
                 raise StoreError(f"cannot read {path}: it is not a regular file")
             if status.st_size > MOST_TEXT_BYTES:
-                raise StoreError(
-                    f"cannot read {path}: it has {status.st_size:,} bytes; at most {MOST_TEXT_BYTES:,} are read"
-                )
+                raise StoreError(f"cannot read {path}: of its {status.st_size:,} bytes at most {MOST_TEXT_BYTES:,} are")
             return file.read(MOST_TEXT_BYTES).decode("utf-8-sig")
     except StoreError:
         raise
