@@ -1,5 +1,6 @@
 """A checkpoint that somebody forged, hashes and all: refused in a line or trained on, never a traceback or a hang."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -104,10 +105,8 @@ def test_a_forged_state_is_refused_or_trained_on(seed, run, tmp_path):
             state[place[-1]] = copy.deepcopy(nasty)
 
         folder = forged(run, tmp_path / str(number), change)
-        try:
-            fit(job(3), resume=folder, progress=False)
-        except HotlapError as error:
-            assert str(error)
+        with contextlib.suppress(HotlapError):  # anything else fails the test
+            assert fit(job(3), resume=folder, progress=False).history
         shutil.rmtree(folder)
 
 
