@@ -128,6 +128,17 @@ def test_what_was_lost_is_told_and_the_command_fails():
 
 
 def test_a_test_cut_short_by_time_says_so():
-    code, out, err = hotlap_command("stress", "--kills", 1000, "--workers", 0, "--seconds", 2)
+    """Its clock moves by a second each time it is read: once at the start, and before each trial."""
+    script = """
+        import itertools, sys, types
+        import hotlap.cli.stress as stress
+        from hotlap.cli import main
+        stress.time = types.SimpleNamespace(monotonic=itertools.count().__next__)
+        sys.argv = ["hotlap", "stress", "--kills", "1000", "--workers", "0", "--seconds", "4"]
+        main()
+    """
+    code, out, err = run_python(script)
     assert code == 0, err
+    assert "lost 0" in out
+    assert "stopped after" in out
     assert "1000 trainings were asked for" in out
