@@ -1,7 +1,7 @@
 """The `hotlap` command: parse, call, print.
 
 Exit codes: 0 done; 1 not fit, or failed with a message; 2 the command line makes no sense;
-130 interrupted. Commands import what they need when they run, so that `--help` stays instant.
+130 interrupted, 143 terminated. Commands import what they need when they run, so that `--help` stays instant.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ app = typer.Typer(
     name="hotlap",
     cls=_Commands,
     help="Makes PyTorch training fast by measuring.",
-    epilog="Exit codes: 0 done; 1 not fit, or failed with a message; 2 bad command line; 130 interrupted.",
+    epilog="Exit codes: 0 done; 1 not fit, or failed with a message; 2 bad command line; 130 interrupted; 143 ended.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

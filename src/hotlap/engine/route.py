@@ -66,8 +66,6 @@ class Route:
                 number = self.place.epoch
                 epoch = self.course.order.epoch(number)
                 self.epoch_windows = len(epoch)
-                if self.place.window > len(epoch):
-                    raise TrainingError(f"window {self.place.window} of an epoch of {len(epoch)} cannot be trained on")
                 version, expected = -1, self.place
                 stream: Iterator[Window] = iter(())
                 while self.place.epoch == number and self.place.window < len(epoch):
@@ -82,7 +80,8 @@ class Route:
                     yield window
                     if self._left:
                         raise TrainingError("another feed was opened; a rig feeds from one at a time, so use two rigs")
-                if self.place.epoch == number and self.place.window == len(epoch):
+                # Beyond its end, where a resumed training was allowed larger batches.
+                if self.place.epoch == number and self.place.window >= len(epoch):
                     self.place = Place(number + 1, 0, self.place.served)
                     epoch_ended()
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,14 @@ from hotlap.fitting.forged import counts, records, unfit_checkpoint
 from hotlap.fitting.kept import KeptModel
 from hotlap.fitting.pace import Pace
 from hotlap.fitting.run import Run
-from hotlap.fitting.started import asked_by_command, start_record
+from hotlap.fitting.started import asked_by_command, resume_words, start_record
 from hotlap.fitting.views import View, open_view
 from hotlap.fitting.words import banner, told
 from hotlap.guard.identity import differences, identity
 from hotlap.guard.saver import Saver
 from hotlap.guard.signals import StopRequest
 from hotlap.guard.state import export_state, import_state
-from hotlap.store.checkpoints import Checkpoints
+from hotlap.store.checkpoints import KEPT, Checkpoints
 from hotlap.store.lock import RunLock
 from hotlap.store.plans import load_plan
 from hotlap.store.run_folder import RunFolder
@@ -109,6 +109,9 @@ def fit(
         randomness.restore()
 
 
+SIGNAL_S = 2.0
+"""How long a signal may take to arrive after it has ended the workers."""
+
 _calls = 0
 """How often `fit` was called in this process: tells the trainings of one script apart."""
 
@@ -171,9 +174,15 @@ class _Training:
         self._folder.write_ledger(self.rig.ledger)
         self._say_banner()
         if self._save_every != 0:
-            need = 3 * sum(t.numel() * t.element_size() for t in trained_tensors(self.rig).values())
-            self._folder.check_room(need)
+            self._folder.check_room(self._checkpoint_bytes() * (KEPT + 1))
             self._save()
+
+    def _checkpoint_bytes(self) -> int:
+        """About how large a checkpoint will be: weights, the optimizer's state, and the best weights."""
+        weights = sum(t.numel() * t.element_size() for t in trained_tensors(self.rig).values())
+        defaults = self.rig.optimizer.defaults
+        states = 2 if "betas" in defaults else 1 if defaults.get("momentum") else 0
+        return weights * (1 + states + (self._job.patience is not None))
 
     def go_on(self, resume: str | Path, *, allow_changes: bool, keep_plan: bool) -> None:
         """Go on where a run was left: from its newest checkpoint that is whole."""
@@ -225,6 +234,8 @@ class _Training:
 
     def close(self) -> None:
         """Let go of workers, view and lock, however it ended."""
+        if self._lock is not None:
+            self._saver.finish()
         self.rig.close()
         self._view.close()
         if self._lock is not None:
@@ -242,7 +253,7 @@ class _Training:
                 if self._save_every != 0:
                     self._save(wait=True)
             if stop.signal is not None:
-                self._tell(f"stopped by {stop.signal.name}; go on with: hotlap resume {self._folder.path}")
+                self._tell(f"stopped by {stop.signal.name}; go on with: {resume_words(self._folder)}")
                 stop.obey()
         finally:
             self._saver.finish()
@@ -257,7 +268,7 @@ class _Training:
             return early
         # What a forged or foreign state breaks, it breaks in the first step.
         step = rig.step if self._from_checkpoint is None else self._step_from_checkpoint
-        for window in rig.windows(epochs=job.epochs, steps=job.steps):
+        for window in self._windows(stop):
             step(window)
             step = rig.step
             if clock() >= next_s:
@@ -271,9 +282,26 @@ class _Training:
                 return "on a signal"
             if saver.due(rig.steps):
                 self._save()
+        if stop.signal is not None:
+            return "on a signal"
         if not self._history or self._history[-1]["step"] != rig.steps:
             self._record()
         return "after all epochs" if job.epochs is not None else "after all steps"
+
+    def _windows(self, stop: StopRequest) -> Iterator[Window]:
+        """The rig's windows, until they end or a signal ends the workers that bring them."""
+        windows = self.rig.windows(epochs=self._job.epochs, steps=self._job.steps)
+        while True:
+            try:
+                window = next(windows)
+            except StopIteration:
+                return
+            except RuntimeError:
+                # A signal to the whole group ends the loader's workers too, and torch complains of that first.
+                if not stop.comes_within(SIGNAL_S):
+                    raise
+                return
+            yield window
 
     def _step_from_checkpoint(self, window: Window) -> Tensor:
         with unfit_checkpoint(str(self._from_checkpoint)):
@@ -306,6 +334,8 @@ class _Training:
 
     def _show(self) -> None:
         rig = self.rig
+        if not self._saver.busy:
+            self._saver.finish()  # tells of a checkpoint that could not be written
         loss = rig.totals.mean()  # waits for the device, so that the rates below are true
         self._view.show(self._pace.read(step=rig.steps, samples=rig.samples, epoch=rig.place.epoch, loss=loss))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,3 +93,10 @@ def checked_words(folder: RunFolder) -> list[str]:
         raise StoreError(f"{folder.path} does not say how it was started")
     # Shown in a terminal, which a stranger's words must not drive.
     return ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in word) for word in words]
+
+
+def resume_words(folder: RunFolder) -> str:
+    """The command that goes on with a run."""
+    words = checked_words(folder)
+    training = [] if words[:1] == ["hotlap"] else words
+    return shlex.join(["hotlap", "resume", str(folder.path), *training])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -39,6 +40,13 @@ class StopRequest:
         # The first one names the exit code; a second while saving changes nothing.
         if self.signal is None:
             self.signal = signal.Signals(number)
+
+    def comes_within(self, seconds: float) -> bool:
+        """Whether a signal has come, or comes in so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self.signal is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.signal is not None
 
     def obey(self) -> None:
         """End as the signal would have ended it: KeyboardInterrupt, or exit code 143."""
