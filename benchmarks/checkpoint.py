@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 import hotlap
 from benchmarks.overhead import mlp
-from benchmarks.paired import T95
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.guard.saver import Saver
 
@@ -102,6 +101,10 @@ def in_turn(one: Callable[[], dict[str, float]], other: Callable[[], dict[str, f
         second = (other if number % 2 == 0 else one)()
         found.append((first, second) if number % 2 == 0 else (second, first))
     return found
+
+
+# Two-sided 95 % points of Student's t for 1, 2, 3 … degrees of freedom: whole runs are few.
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20)
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:

@@ -121,6 +121,7 @@ def steps_in_turn(name: str, device: torch.device, pairs: int) -> Comparison:
         plain_steps(plain, data, batch, kind, device),
         engine_steps(engine, data, batch, kind, device),
         device=device,
+        lap_s=0.1,
         pairs=pairs,
     )
 
@@ -173,11 +174,14 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=100, help="short laps in many pairs: what drifts, drifts in both")
+    parser.add_argument("--threads", type=int, help="CPU threads; one has far less noise than all")
     parser.add_argument("--fit-seconds", type=float, default=4.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"engine over plain loop on {name}, torch {torch.__version__}, Python {platform.python_version()}")
     rows = {}

@@ -34,6 +34,7 @@ class Epoch:
         self._tickets = _tickets(indices, length)
         self._ends = batch_ends
         self._accumulate = accumulate
+        self._cut: dict[bool, Sequence[Tensor]] = {}
 
     def __len__(self) -> int:
         """Windows, that is updates, in the epoch."""
@@ -45,6 +46,13 @@ class Epoch:
         As tickets (index + how often it came before × length) a sample that comes twice is told apart, so
         that its augmentation is not the same twice.
         """
+        source = self._tickets if tickets else self._indices
+        if self._accumulate == 1 and micro_batch is None:
+            # The usual case, in every step: cut once for the epoch, which takes a fraction of as many slices.
+            if tickets not in self._cut:
+                sizes = [end - start for start, end in pairwise((0, *self._ends))]
+                self._cut[tickets] = torch.split_with_sizes(source[: self._ends[-1]], sizes)
+            return [self._cut[tickets][window]]
         first = window * self._accumulate
         last = min(first + self._accumulate, len(self._ends))
         start = self._ends[first - 1] if first else 0
@@ -52,7 +60,6 @@ class Epoch:
             bounds = [start, *self._ends[first:last]]
         else:
             bounds = [start + cut for cut in even_cuts(self._ends[last - 1] - start, micro_batch)]
-        source = self._tickets if tickets else self._indices
         return [source[a:b] for a, b in pairwise(bounds)]
 
 

@@ -32,6 +32,10 @@ class Source:
         """Why whole batches cannot be indexed out of this source, or None where they can."""
         return f"{type(self._samples).__name__} gives samples one by one; gathering needs tensors or arrays"
 
+    def never_holds(self, value: int) -> bool:
+        """Whether it is known that no whole number in the samples is `value`; no, where nobody looked."""
+        return False
+
     def gather(self, indices: Tensor) -> Batch:
         """The samples at `indices` as a batch, indexed as a whole."""
         raise DataError(str(self.why_not_gather()))
@@ -86,7 +90,9 @@ class Columns(Source):
         self.tensors = {key: _as_tensor(column) for key, column in named_columns(columns).items()}
         self._shape = "dict" if isinstance(columns, Mapping) else "tuple" if isinstance(columns, tuple) else ""
         self._own_collate = collate
-        self._device = next(iter(self.tensors.values())).device
+        self._in_order = list(self.tensors.values())
+        self._device = self._in_order[0].device
+        self._on_host = self._device.type == "cpu"
         super().__init__(self, collate)
 
     def __len__(self) -> int:
@@ -99,9 +105,19 @@ class Columns(Source):
         """None, unless the user makes the batches."""
         return "the job has a collate function of its own" if self._own_collate else None
 
+    def never_holds(self, value: int) -> bool:
+        """Whether no column of whole numbers, of at most one number a sample, holds `value`."""
+        if self._own_collate:
+            return False
+        classes = [t for t in self.tensors.values() if t.ndim == 1 and not t.is_floating_point() and not t.is_complex()]
+        return not any(bool((column == value).any()) for column in classes)
+
     def gather(self, indices: Tensor) -> Batch:
         """The samples at `indices` as a batch, indexed as a whole."""
-        indices = indices.to(self._device)
+        if not self._on_host:
+            indices = indices.to(self._device)
+        if self._shape == "tuple":
+            return tuple(tensor.index_select(0, indices) for tensor in self._in_order)
         return self._packed({key: tensor.index_select(0, indices) for key, tensor in self.tensors.items()})
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
@@ -134,6 +150,10 @@ class Selection(Source):
     def why_not_gather(self) -> str | None:
         """What the source beneath says."""
         return self._inner.why_not_gather()
+
+    def never_holds(self, value: int) -> bool:
+        """What the source beneath says."""
+        return self._inner.never_holds(value)
 
     def gather(self, indices: Tensor) -> Batch:
         """The samples at `indices` of the selection."""

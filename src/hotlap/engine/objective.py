@@ -46,6 +46,7 @@ class Objective:
         # These average over weights or over targets not ignored, so that means of pieces do not add up.
         self._weighs_targets = getattr(type(loss), "forward", None) in _WEIGHING and not self._sums
         self._summing = _with_reduction(loss, "sum") if self._weighs_targets else None
+        self._evenly = getattr(loss, "weight", None) is None
         self._counts = False
         # torch's own losses take one tensor; what else a model may return, only its user knows.
         self._wants_tensor = type(loss).__module__.startswith("torch.nn")
@@ -69,13 +70,16 @@ class Objective:
             )
         return output, target
 
-    def whole(self, batch: Batch, samples: int) -> Scored:
-        """The loss of a batch that is not cut: differentiated exactly as the user's own loop would."""
+    def whole(self, batch: Batch, samples: int, *, all_count: bool = False) -> Scored:
+        """The loss of a batch that is not cut: differentiated exactly as the user's own loop would.
+
+        `all_count` says that no target in it is ignored, which spares counting them on the device.
+        """
         if not self._criterion:
             return self._read(self.loss(self.model, batch), samples)
         output, target = self.outputs(batch)
         value = self.loss(output, target)
-        if self._weighs_targets and _holds_classes(target):
+        if self._weighs_targets and not (all_count and self._evenly and target.ndim == 1) and _holds_classes(target):
             count = self._target_weight(target)
             return Scored(value, count, count, True)
         return self._read(value, samples)
@@ -91,6 +95,12 @@ class Objective:
         if self._summing is not None and _holds_classes(target):
             return Scored(self._summing(output, target), 1.0, self._target_weight(target), True)
         return self._read(self.loss(output, target), samples, as_sum=True)
+
+    @property
+    def ignored(self) -> int | None:
+        """The class of targets that the loss leaves out, where it has one."""
+        # What a forward of the user's own makes of the data, nobody can tell from the data.
+        return self.loss.ignore_index if self._weighs_targets and self.forward is None else None  # type: ignore[attr-defined]
 
     @property
     def is_criterion(self) -> bool:

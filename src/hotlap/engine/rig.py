@@ -229,7 +229,10 @@ class Rig:
         """Train on a course from its beginning; without a plan of its own the rig feeds it as the user would."""
         if self._route is not None:
             self._route.leave()
-        self._route, self._feed_given = Route(course, lambda: self.plan, on_gpu=self._on_gpu), None
+        self._route, self._feed_given = (
+            Route(course, lambda: self.plan, on_gpu=self._on_gpu, ignored=self.objective.ignored),
+            None,
+        )
         if self._follows_user:
             self.use(dataclasses.replace(self.plan, feed=course.feed), why="as the data is given")
         reason = self.supports(self.plan)
@@ -280,7 +283,8 @@ class Rig:
             raise TrainingError(hint) from error
         self.steps += 1
         self.updates += updated
-        self.samples += window.samples
+        sizes = window.sizes
+        self.samples += sizes[0] if len(sizes) == 1 else sum(sizes)
         return loss
 
     def _window_of(self, batch: Batch) -> Window:

@@ -33,12 +33,13 @@ class Route:
     The plan may change between any two windows: the next one is then brought the new way, from the same place.
     """
 
-    def __init__(self, course: Course, plan: Callable[[], Plan], *, on_gpu: bool) -> None:
+    def __init__(self, course: Course, plan: Callable[[], Plan], *, on_gpu: bool, ignored: int | None = None) -> None:
         self.course = course
         self.place = Place()
         self.epoch_windows = 0
         """Windows in the current epoch."""
         self._plan, self._on_gpu = plan, on_gpu
+        self._all_count = ignored is not None and course.source.never_holds(ignored)
         self._feeding: Feeding | None = None
         self._version = 0
         self._left = False
@@ -110,4 +111,4 @@ class Route:
         pieces = feeding.pieces(asked(), number)
         for piece in pieces:
             here = sizes.popleft()
-            yield Window([piece, *islice(pieces, len(here) - 1)], here)
+            yield Window([piece, *islice(pieces, len(here) - 1)], here, self._all_count)

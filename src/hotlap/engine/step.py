@@ -23,6 +23,8 @@ class Window:
 
     pieces: list[Batch]
     sizes: list[int]
+    all_count: bool = False
+    """Whether it is known that the loss ignores none of its targets."""
 
     @property
     def samples(self) -> int:
@@ -69,10 +71,11 @@ class EagerStep:
     def __call__(self, window: Window) -> tuple[Tensor, bool]:
         """Make one update; the window's loss, and whether the weights were really updated."""
         self._optimizer.zero_grad(set_to_none=True)
-        for parameter in self._others():
+        self._parameters()
+        for parameter in self._strangers:
             parameter.grad = None
         if len(window.pieces) == 1:
-            loss, scores = self._whole(window.pieces[0], window.sizes[0])
+            loss, scores = self._whole(window)
         else:
             loss, scores = self._in_pieces(window)
         updated = self._update()
@@ -84,9 +87,10 @@ class EagerStep:
                 self._schedule.move()
         return loss, updated
 
-    def _whole(self, batch: Batch, samples: int) -> tuple[Tensor, list[Scored]]:
+    def _whole(self, window: Window) -> tuple[Tensor, list[Scored]]:
         with self._context():
-            scored = self._objective.whole(self._here(batch), samples)
+            batch = self._here(window.pieces[0])
+            scored = self._objective.whole(batch, window.sizes[0], all_count=window.all_count)
         torch.autograd.backward(scored.loss)
         return scored.loss.detach(), [scored]
 
@@ -131,21 +135,18 @@ class EagerStep:
 
     def _parameters(self) -> list[Tensor]:
         """All that may have a gradient: the optimizer's parameters, the model's and the loss's."""
-        held = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        groups = self._optimizer.param_groups
+        held = len(groups[0]["params"]) if len(groups) == 1 else sum(len(group["params"]) for group in groups)
         if held != self._held:
             mine = [p for group in self._optimizer.param_groups for p in group["params"]]
             every = [p for module in self._modules for p in module.parameters()]
             # By identity: tensors compare by value.
             self._all = list({id(p): p for p in (*every, *mine)}.values())
             known = {id(p) for p in mine}
+            # Their gradients would pile up from step to step: the optimizer does not know them.
             self._strangers = [p for p in every if id(p) not in known]
             self._held = held
         return self._all
-
-    def _others(self) -> list[Tensor]:
-        """Parameters that the optimizer does not hold: their gradients would pile up from step to step."""
-        self._parameters()
-        return self._strangers
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters() if p.grad is not None]
