@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -162,12 +162,12 @@ def whole_fit(device: torch.device, seconds: float) -> dict[str, float]:
 
     timed_fit(20)
     steps = round(seconds / (timed_plain(200) / 200))
-    logs = []
-    for number in range(6):
+    ratios = []
+    for number in range(7):
         a, b = (timed_plain, timed_fit) if number % 2 == 0 else (timed_fit, timed_plain)
         first, second = a(steps), b(steps)
-        logs.append(math.log(second / first if number % 2 == 0 else first / second))
-    return {"steps": steps, "ratio": math.exp(sum(logs) / len(logs))}
+        ratios.append(second / first if number % 2 == 0 else first / second)
+    return {"steps": steps, "ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
 def main() -> None:
@@ -194,7 +194,9 @@ def main() -> None:
             flush=True,
         )
     fitted = whole_fit(device, options.fit_seconds)
-    print(f"{'MLP, whole fit':<28} {fitted['steps']:,} steps  {(fitted['ratio'] - 1) * 100:+.1f} %")
+    percent = {name: (fitted[name] - 1) * 100 for name in ("ratio", "low", "high")}
+    told = f"{percent['ratio']:+.1f} % (of 7: {percent['low']:+.1f} to {percent['high']:+.1f})"
+    print(f"{'MLP, whole fit':<28} {fitted['steps']:,} steps  {told}")
     if options.json:
         options.json.write_text(json.dumps({"machine": name, "rows": rows, "whole_fit": fitted}, indent=2) + "\n")
 
