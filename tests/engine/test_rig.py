@@ -267,7 +267,9 @@ def test_a_model_with_several_inputs_gets_all_but_the_last():
             return self.layer(torch.cat([a, b], 1))
 
     x, y = class_data()
-    make_rig(Two()).step((x, x, y))
+    model = Two()
+    expected = nn.functional.cross_entropy(model(x, 2 * x), y).item()
+    assert make_rig(model).step((x, 2 * x, y)).item() == pytest.approx(expected)
 
 
 def test_the_running_loss_is_exact_over_batches_of_unequal_size():
