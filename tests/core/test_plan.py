@@ -150,7 +150,7 @@ def test_but_reports_misspelt_names_and_wrong_values_of_all_parts_at_once():
         "no choice is called 'presicion'; did you mean 'precision'?",
         "feed.workers=-1 must be a whole number of at least 0",
         "memory.micro_batch=0 must be a whole number of at least 1",
-        "execution.mode='fast' is not a choice; known: eager",
+        "execution.mode='fast' is not a choice; known: captured, eager",
     )
 
 
@@ -245,7 +245,7 @@ def test_every_mistake_in_a_table_is_reported_at_once():
         "feed.workers=True must be a whole number of at least 0",
         "feed.pinned=1 must be True or False",
         "memory must be a table of choices, not 3",
-        "execution.mode='' is not a choice; known: eager",
+        "execution.mode='' is not a choice; known: captured, eager",
     )
 
 

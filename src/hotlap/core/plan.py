@@ -20,10 +20,11 @@ FORMAT = 1
 LARGEST = 2**31 - 1
 """The largest whole number a choice may have: what every reader of a plan file can hold."""
 
-FEEDS = ("loader", "gather")
-PRECISIONS = ("fp32", "bf16")
+FEEDS = ("loader", "gather", "stream", "resident")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+LAYOUTS = ("as given", "channels_last")
 OPTIMIZERS = ("plain", "fused")
-MODES = ("eager",)
+MODES = ("eager", "captured")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,9 @@ class Feed:
     """Where batches come from."""
 
     kind: str = "gather"
-    """`gather`: whole batches indexed out of tensors; `loader`: samples fetched one by one and collated."""
+    """`loader`: samples fetched one by one and collated; `gather`: whole batches indexed out of tensors;
+    `stream`: gathered into page-locked memory and copied to the GPU ahead, on a stream of their own;
+    `resident`: all of the data held on the device and gathered there."""
     workers: int = 0
     """Processes that fetch ahead; 0 fetches in the training process. Only for `loader`."""
     prefetch: int | None = None
@@ -50,14 +53,14 @@ class Feed:
             *_flag("feed.pinned", self.pinned),
         ]
         sound = not wrong  # contradictions are sought between values that are right by themselves
-        if sound and self.kind == "gather":
+        if sound and self.kind != "loader":
             if self.workers:
                 wrong.append(
-                    f"feed.workers={self.workers} contradicts feed.kind='gather', which reads in the "
+                    f"feed.workers={self.workers} contradicts feed.kind='{self.kind}', which reads in the "
                     "training process; use kind='loader' or workers=0"
                 )
             if self.pinned:
-                wrong.append("feed.pinned=True contradicts feed.kind='gather'; use kind='loader'")
+                wrong.append(f"feed.pinned=True contradicts feed.kind='{self.kind}'; use kind='loader'")
         if sound and not self.workers:
             if self.prefetch is not None:
                 wrong.append(f"feed.prefetch={self.prefetch} needs feed.workers of at least 1")
@@ -71,7 +74,10 @@ class Numerics:
     """In which numbers the maths is done."""
 
     precision: str = "fp32"
-    """`fp32`: as the model is; `bf16`: autocast to bfloat16, weights and updates stay as they are."""
+    """`fp32`: as the model is; `tf32`: fp32 whose products are rounded to 10 bits of fraction; `bf16`, `fp16`:
+    autocast to that format, weights and updates stay as they are; fp16 with a scaled loss."""
+    layout: str = "as given"
+    """`as given`: tensors as the model has them; `channels_last`: images and their convolutions that way round."""
     optimizer: str = "plain"
     """`plain`: the optimizer's own loop; `fused`: one kernel for the whole update, where torch has it."""
 
@@ -79,6 +85,7 @@ class Numerics:
         _refuse(
             [
                 *_one_of("numerics.precision", self.precision, PRECISIONS),
+                *_one_of("numerics.layout", self.layout, LAYOUTS),
                 *_one_of("numerics.optimizer", self.optimizer, OPTIMIZERS),
             ]
         )
@@ -100,10 +107,21 @@ class Execution:
     """How the work of a step reaches the device."""
 
     mode: str = "eager"
-    """`eager`: operation by operation."""
+    """`eager`: operation by operation; `captured`: the whole step recorded once as a CUDA graph and replayed."""
+    replay_steps: int = 1
+    """Updates in one replay. More than 1 needs `captured` and a `resident` feed."""
+    autotune: bool = False
+    """Let cuDNN time its convolutions for each shape and keep the fastest."""
 
     def __post_init__(self) -> None:
-        _refuse(_one_of("execution.mode", self.mode, MODES))
+        wrong = [
+            *_one_of("execution.mode", self.mode, MODES),
+            *_whole("execution.replay_steps", self.replay_steps, least=1),
+            *_flag("execution.autotune", self.autotune),
+        ]
+        if not wrong and self.replay_steps > 1 and self.mode != "captured":
+            wrong.append(f"execution.replay_steps={self.replay_steps} needs execution.mode='captured'")
+        _refuse(wrong)
 
 
 Part = Feed | Numerics | Memory | Execution
@@ -137,6 +155,14 @@ class Plan:
                 if not isinstance(getattr(self, name), kind)
             ]
         )
+        steps = self.execution.replay_steps
+        if steps > 1 and self.feed.kind != "resident":
+            _refuse(
+                [
+                    f"execution.replay_steps={steps} needs feed.kind='resident', not '{self.feed.kind}': "
+                    "several updates at once need their data on the device"
+                ]
+            )
 
     def but(self, **choices: Any) -> Self:
         """This plan with some choices changed, each named by itself: `plan.but(precision="bf16")`."""
@@ -224,15 +250,14 @@ class Plan:
         extras = [name for name in ("persistent", "pinned") if getattr(self.feed, name)]
         feed = ", ".join([feed, *ahead, *extras])
         pieces = f"micro-batch {self.memory.micro_batch}" if self.memory.micro_batch else "batches whole"
-        return " · ".join(
-            (
-                feed,
-                self.numerics.precision,
-                f"{self.numerics.optimizer} optimizer",
-                pieces,
-                self.execution.mode,
-            )
-        )
+        numbers, execution = self.numerics.precision, self.execution.mode
+        if self.numerics.layout != "as given":
+            numbers += f", {self.numerics.layout}"
+        if self.execution.replay_steps > 1:
+            execution += f", {self.execution.replay_steps} steps a replay"
+        if self.execution.autotune:
+            execution += ", cuDNN autotuned"
+        return " · ".join((feed, numbers, f"{self.numerics.optimizer} optimizer", pieces, execution))
 
 
 def _refuse(wrong: list[str]) -> None:

@@ -132,6 +132,8 @@ class Rig:
             reason = why_not(self._route.course.source, plan.feed)
             if reason:
                 return reason
+        if plan.execution.mode != "eager" or plan.feed.kind in ("stream", "resident"):
+            return "not built yet"
         if plan.numerics.precision != "fp32":
             reason = _why_not_precision(plan.numerics.precision, self.device)
             if reason:
