@@ -2,10 +2,12 @@
 
     python -m benchmarks.checkpoint [--device cpu|cuda] [--seconds 40] [--pairs 4] [--json FILE]
 
-Three ways for each model: no checkpoint (save_every=0); as hotlap chooses (at most one in 30 s, and so seldom that
-copying and writing stay within 2 % of the time); and a forced interval, so often that a long run's cost shows in a
-short one. The first and the last checkpoint of a run do not depend on its length, so a short run pays a larger share
-for them: they are counted, and told apart. The noise of the machine is what two runs without checkpoints differ by.
+Each model without a checkpoint (save_every=0) against two ways. As hotlap chooses, in runs of several lengths: never
+more than one in 30 s, and so seldom that copying and writing stay within 2 % of the time since the run began, so a
+short run makes none at all. And at a forced interval, with one before the first step and one at the end, so often
+that what saves cost shows in a short run. "Saving" is the seconds of copying and of writing, in the training's way or
+beside it, as a share of the run; "most" is the largest share it ever had after a step. The noise of the machine is
+what runs without checkpoints differ by.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from hotlap.core.units import show_bytes, show_seconds
 from hotlap.guard.saver import Saver
 
 BATCH = 256
+LENGTHS = (1 / 4, 1, 2)
+"""Runs that leave the saving to hotlap, as multiples of --seconds."""
 WORK: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "MLP, 0.07 M parameters": (mlp, 100),
     "MLP, 25 M parameters": (lambda: large(), 1024),
@@ -65,13 +69,19 @@ def one_run(name: str, device: str, steps: int, save_every: int | None) -> dict[
         device=device,
     )
     savers: list[Saver] = []
-    real = Saver.__init__
+    begun, most = 0.0, 0.0
+    real, due = Saver.__init__, Saver.due
 
-    def noted(self: Saver, *given: Any) -> None:
-        real(self, *given)
+    def noted(self: Saver, *given: Any, **named: Any) -> None:
+        real(self, *given, **named)
         savers.append(self)
 
-    Saver.__init__ = noted  # type: ignore[method-assign]
+    def watched(self: Saver, step: int) -> bool:
+        nonlocal most
+        most = max(most, self.cost_s / (time.perf_counter() - begun))
+        return due(self, step)
+
+    Saver.__init__, Saver.due = noted, watched  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as folder:
             begun = time.perf_counter()
@@ -80,13 +90,14 @@ def one_run(name: str, device: str, steps: int, save_every: int | None) -> dict[
             sizes = [f.stat().st_size for f in (Path(folder) / "run/checkpoints").glob("step-*/*")]
             kept = len(list((Path(folder) / "run/checkpoints").glob("step-*")))
     finally:
-        Saver.__init__ = real  # type: ignore[method-assign]
+        Saver.__init__, Saver.due = real, due  # type: ignore[method-assign]
     (saver,) = savers
     return {
         "run_s": took_s,
         "step_s": run.train_s / run.steps,
         "stood_s": saver.spent_s,
-        "writing_s": saver.writing_s,
+        "saving_s": saver.cost_s,
+        "most": max(most, saver.cost_s / took_s),
         "saves": saver.saved,
         "bytes": sum(sizes) / kept if kept else 0,
         "problems": len(run.problems),
@@ -124,14 +135,14 @@ def compared(name: str, device: str, steps: int, save_every: int | None, pairs: 
         pairs,
     )
     share = interval([(b["run_s"] / a["run_s"] - 1) * 100 for a, b in runs])
-    stood = interval([b["stood_s"] / b["run_s"] * 100 for _, b in runs])
     without = [a["run_s"] for a, _ in runs]
     return {
         "steps": steps,
         "save_every": save_every,
         "pairs": pairs,
         "share_percent": share,
-        "stood_percent": stood,
+        "saving_percent": max(b["saving_s"] / b["run_s"] * 100 for _, b in runs),
+        "most_percent": max(b["most"] * 100 for _, b in runs),
         "noise_percent": (max(without) / min(without) - 1) * 100,
         **{f"without_{key}": statistics.median(a[key] for a, _ in runs) for key in ("run_s", "step_s")},
         **{key: statistics.median(b[key] for _, b in runs) for key in runs[0][1]},
@@ -141,12 +152,12 @@ def compared(name: str, device: str, steps: int, save_every: int | None, pairs: 
 def shown(way: str, found: dict[str, Any]) -> str:
     """One row."""
     mean, low, high = found["share_percent"]
-    stood = found["stood_percent"][0]
     return (
-        f"  {way:<22} run {show_seconds(found['without_run_s']):>7} → {show_seconds(found['run_s']):>7}  "
+        f"  {way:<26} run {show_seconds(found['without_run_s']):>7} → {show_seconds(found['run_s']):>7}  "
         f"step {show_seconds(found['without_step_s']):>8} → {show_seconds(found['step_s']):>8}  "
         f"{found['saves']:.0f} saves of {show_bytes(int(found['bytes']))}, "
-        f"stood {show_seconds(found['stood_s'])} ({stood:.2f} %), writing {show_seconds(found['writing_s'])}  "
+        f"stood {show_seconds(found['stood_s'])}, saving {show_seconds(found['saving_s'])}: "
+        f"{found['saving_percent']:.2f} % of the run, most {found['most_percent']:.2f} %  "
         f"whole run {mean:+.1f} % [{low:+.1f}, {high:+.1f}]; noise {found['noise_percent']:.1f} %"
     )
 
@@ -171,10 +182,12 @@ def main() -> None:
         one_run(name, options.device, 20, 0)
         step_s = one_run(name, options.device, 20, 0)["step_s"]
         steps = max(20, round(options.seconds / step_s))
-        print(f"{name}, {steps:,} steps", flush=True)
+        print(f"{name}, {steps:,} steps in {options.seconds:g} s", flush=True)
         every = max(1, steps // (options.forced + 1))
-        for way, save_every in (("as hotlap chooses", None), (f"every {every:,} steps", every)):
-            rows[f"{name}, {way}"] = found = compared(name, options.device, steps, save_every, options.pairs)
+        ways: list[tuple[int, int | None]] = [(max(20, round(steps * length)), None) for length in LENGTHS]
+        for length, save_every in [*ways, (steps, every)]:
+            way = f"every {every:,} of {length:,}" if save_every else f"as hotlap chooses, {length:,}"
+            rows[f"{name}, {way}"] = found = compared(name, options.device, length, save_every, options.pairs)
             print(shown(way, found), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"machine": where, "rows": rows}, indent=2) + "\n")

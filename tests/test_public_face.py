@@ -31,6 +31,7 @@ PUBLIC = {
     "Run",
     "StoreError",
     "TrainingError",
+    "Windows",
     "__version__",
     "fit",
     "load_plan",

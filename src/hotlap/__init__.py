@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.core.plan import Memory as Memory
     from hotlap.core.plan import Numerics as Numerics
     from hotlap.core.plan import Plan as Plan
+    from hotlap.data.windows import Windows as Windows
     from hotlap.engine.rig import Rig as Rig
     from hotlap.fitting.loop import fit as fit
     from hotlap.fitting.run import Run as Run
@@ -49,6 +50,7 @@ _HOME = {
     "Run": "hotlap.fitting.run",
     "StoreError": "hotlap.core.errors",
     "TrainingError": "hotlap.core.errors",
+    "Windows": "hotlap.data.windows",
     "fit": "hotlap.fitting.loop",
     "load_plan": "hotlap.store.plans",
     "load_weights": "hotlap.store.loading",

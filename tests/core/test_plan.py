@@ -15,7 +15,9 @@ from hotlap.core.plan import (
     FEEDS,
     FORMAT,
     HOME,
+    LAYOUTS,
     MODES,
+    MOST_REPLAY_STEPS,
     OPTIMIZERS,
     PARTS,
     PRECISIONS,
@@ -31,6 +33,8 @@ from hotlap.core.plan import (
 def plans(draw):
     kind = draw(st.sampled_from(FEEDS))
     workers = draw(st.integers(0, 64)) if kind == "loader" else 0
+    mode = draw(st.sampled_from(MODES))
+    several = mode == "captured" and kind == "resident"
     return Plan().but(
         kind=kind,
         workers=workers,
@@ -38,10 +42,30 @@ def plans(draw):
         persistent=draw(st.booleans()) if workers else False,
         pinned=draw(st.booleans()) if kind == "loader" else False,
         precision=draw(st.sampled_from(PRECISIONS)),
+        layout=draw(st.sampled_from(LAYOUTS)),
         optimizer=draw(st.sampled_from(OPTIMIZERS)),
         micro_batch=draw(st.none() | st.integers(1, 2**31 - 1)),
-        mode=draw(st.sampled_from(MODES)),
+        mode=mode,
+        replay_steps=draw(st.integers(1, MOST_REPLAY_STEPS)) if several else 1,
+        autotune=draw(st.booleans()),
     )
+
+
+values = {
+    "kind": st.sampled_from(FEEDS),
+    "workers": st.integers(0, 3),
+    "prefetch": st.none() | st.integers(1, 3),
+    "persistent": st.booleans(),
+    "pinned": st.booleans(),
+    "precision": st.sampled_from(PRECISIONS),
+    "layout": st.sampled_from(LAYOUTS),
+    "optimizer": st.sampled_from(OPTIMIZERS),
+    "micro_batch": st.none() | st.integers(1, 3),
+    "mode": st.sampled_from(MODES),
+    "replay_steps": st.integers(1, 3),
+    "autotune": st.booleans(),
+}
+"""For each choice, values that are right by themselves."""
 
 
 anything = st.recursive(
@@ -117,6 +141,18 @@ def test_a_plan_reads_as_one_line():
         "loader with 2 workers, prefetch 3, persistent, pinned · fp32 · plain optimizer · micro-batch 8 · eager"
     )
     assert "with 1 worker ·" in str(Plan().but(kind="loader", workers=1))
+    fast = Plan().but(
+        kind="resident",
+        precision="fp16",
+        layout="channels_last",
+        optimizer="fused",
+        mode="captured",
+        replay_steps=8,
+        autotune=True,
+    )
+    assert str(fast) == (
+        "resident · fp16, channels_last · fused optimizer · batches whole · captured, 8 steps a replay, cuDNN autotuned"
+    )
 
 
 # --- changing ----------------------------------------------------------------------------------------
@@ -179,6 +215,18 @@ def test_a_number_that_may_be_left_open_is_a_whole_number_or_none(value):
     assert Memory(micro_batch=None).micro_batch is Feed(kind="loader", workers=1, prefetch=None).prefetch is None
 
 
+@pytest.mark.parametrize("value", [True, "8", 1.5, 0, -3, None, MOST_REPLAY_STEPS + 1, 2**31])
+def test_updates_in_a_replay_are_a_whole_number_that_a_signal_can_wait_for(value):
+    (problem,) = problems_of(lambda: Execution(mode="captured", replay_steps=value))
+    assert problem.startswith("execution.replay_steps=")
+    assert Execution(mode="captured", replay_steps=MOST_REPLAY_STEPS).replay_steps == MOST_REPLAY_STEPS
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", None])
+def test_autotune_is_true_or_false_and_nothing_like_it(value):
+    assert problems_of(lambda: Execution(autotune=value)) == (f"execution.autotune={value!r} must be True or False",)
+
+
 @pytest.mark.parametrize("value", [1, 0, "true", None])
 @pytest.mark.parametrize("name", ["persistent", "pinned"])
 def test_a_flag_is_true_or_false_and_nothing_like_it(name, value):
@@ -192,8 +240,27 @@ def test_a_word_that_is_not_a_choice_is_refused(value):
     assert problem.startswith("numerics.precision=")
 
 
-def test_a_word_close_to_a_choice_is_answered_with_that_choice():
-    assert problems_of(lambda: Feed(kind="Gather")) == ("feed.kind='Gather' is not a choice; did you mean 'gather'?",)
+@pytest.mark.parametrize("value", ["channels_first", "contiguous", None, 1, True, ["as given"]])
+def test_a_layout_that_is_not_a_choice_is_refused(value):
+    (problem,) = problems_of(lambda: Numerics(layout=value))
+    assert problem.startswith("numerics.layout=")
+
+
+@pytest.mark.parametrize(
+    ("make", "meant"),
+    [
+        (lambda: Feed(kind="Gather"), "feed.kind='Gather' is not a choice; did you mean 'gather'?"),
+        (lambda: Feed(kind="residant"), "feed.kind='residant' is not a choice; did you mean 'resident'?"),
+        (lambda: Numerics(precision="TF32"), "numerics.precision='TF32' is not a choice; did you mean 'tf32'?"),
+        (
+            lambda: Numerics(layout="channels-last"),
+            "numerics.layout='channels-last' is not a choice; did you mean 'channels_last'?",
+        ),
+        (lambda: Execution(mode="capture"), "execution.mode='capture' is not a choice; did you mean 'captured'?"),
+    ],
+)
+def test_a_word_close_to_a_choice_is_answered_with_that_choice(make, meant):
+    assert problems_of(make) == (meant,)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +271,10 @@ def test_a_word_close_to_a_choice_is_answered_with_that_choice():
         ({"kind": "loader", "persistent": True}, ["feed.persistent=True", "feed.workers"]),
         ({"workers": 2}, ["feed.workers=2", "feed.kind='gather'"]),
         ({"pinned": True}, ["feed.pinned=True", "feed.kind='gather'"]),
+        ({"kind": "stream", "workers": 1}, ["feed.workers=1", "feed.kind='stream'"]),
+        ({"kind": "stream", "pinned": True}, ["feed.pinned=True", "feed.kind='stream'"]),
+        ({"kind": "resident", "workers": 1}, ["feed.workers=1", "feed.kind='resident'"]),
+        ({"kind": "resident", "pinned": True}, ["feed.pinned=True", "feed.kind='resident'"]),
     ],
 )
 def test_a_contradiction_names_both_sides(choices, both):
@@ -216,9 +287,43 @@ def test_all_contradictions_are_reported_at_once():
     assert [problem.split("=")[0] for problem in found] == ["feed.pinned", "feed.prefetch", "feed.persistent"]
 
 
+def test_several_updates_in_a_replay_need_a_capture_and_their_data_on_the_device():
+    (problem,) = problems_of(lambda: Execution(replay_steps=4))
+    assert problem == "execution.replay_steps=4 needs execution.mode='captured'"
+    for kind in ("loader", "gather", "stream"):
+        (problem,) = problems_of(lambda k=kind: Plan().but(kind=k, mode="captured", replay_steps=4))
+        assert problem.startswith(f"execution.replay_steps=4 needs feed.kind='resident', not '{kind}'")
+    plan = Plan().but(kind="resident", mode="captured", replay_steps=4)
+    assert problems_of(lambda: plan.but(kind="gather"))
+    assert problems_of(lambda: plan.but(mode="eager")) == ("execution.replay_steps=4 needs execution.mode='captured'",)
+    assert plan.but(kind="gather", mode="eager", replay_steps=1) == Plan()
+
+
+@given(st.fixed_dictionaries({}, optional=values))
+def test_a_plan_of_right_values_is_refused_only_for_a_contradiction_and_never_changed_silently(choices):
+    plan, problems = tried(lambda: Plan().but(**choices))
+    full = {**Plan().choices(), **choices}
+    contradicts = (
+        (full["kind"] != "loader" and (full["workers"] or full["pinned"]))
+        or (not full["workers"] and (full["prefetch"] is not None or full["persistent"]))
+        or (full["replay_steps"] > 1 and (full["mode"] != "captured" or full["kind"] != "resident"))
+    )
+    if contradicts:
+        assert problems
+    else:
+        assert plan.choices() == full
+
+
+def test_every_choice_is_drawn_in_these_tests():
+    assert set(values) == set(HOME)
+
+
 def test_wrong_values_are_not_also_called_contradictory():
     assert problems_of(lambda: Feed(workers="2", persistent=True)) == (
         "feed.workers='2' must be a whole number of at least 0",
+    )
+    assert problems_of(lambda: Execution(mode="fast", replay_steps=4)) == (
+        "execution.mode='fast' is not a choice; known: captured, eager",
     )
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from hotlap.core.errors import HotlapError, JobError, PlanError, TrainingError
 from hotlap.core.plan import Plan
 from hotlap.data.order import HostRandomness
-from hotlap.engine.fused import why_not_fused
+from hotlap.engine.optimizers import why_not_fused
 from hotlap.engine.rig import Place, Rig
 
 

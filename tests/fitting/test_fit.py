@@ -271,11 +271,11 @@ def test_a_schedule_per_epoch_is_told_the_number_of_epochs(tmp_path):
 
 
 def test_the_run_folder_holds_all_that_a_run_left_and_lists_it(tmp_path):
-    run = quiet(small_job(valid=class_data(10), metrics=["accuracy"]), tmp_path)
+    run = quiet(small_job(valid=class_data(10), metrics=["accuracy"]), tmp_path, save_every=4)
     names = {artefact.name: artefact.bytes for artefact in run.artefacts()}
     assert set(names) == {
         "plan.toml", "ledger.jsonl", "metrics.jsonl", "environment.json", "model.safetensors", "artefacts.json",
-        "started.json", "checkpoints/",
+        "started.json", "record.json", "checkpoints/", "checkpoints.made",
     }  # fmt: skip
     stored = sum(file.stat().st_size for file in (run.path / "checkpoints").rglob("*") if file.is_file())
     assert names.pop("checkpoints/") == stored

@@ -118,3 +118,48 @@ def test_a_place_beyond_an_epoch_goes_on_with_the_next_one(run, tmp_path):
 
     resumed = fit(job(3), resume=forged(run, tmp_path / "run", change), progress=False)
     assert resumed.updates == 6 + 6
+
+
+# --- the record of a start and an end --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unsaved(tmp_path_factory):
+    """A run that has ended and never had a checkpoint."""
+    folder = tmp_path_factory.mktemp("unsaved") / "run"
+    fit(job(2), out=folder, progress=False)
+    return folder
+
+
+def changed_record(run, folder, place, value):
+    shutil.copytree(run, folder)
+    record = state = json.loads((folder / "record.json").read_text())
+    for key in place[:-1]:
+        state = state[key]
+    state[place[-1]] = value
+    (folder / "record.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_a_forged_record_is_refused_or_trained_on(epochs, unsaved, tmp_path):
+    """With as many epochs as it had it is about its end, with more about its start."""
+    places = list(places_in(json.loads((unsaved / "record.json").read_text())))
+    draw = random.Random(epochs)
+    for number in range(60):
+        place, nasty = draw.choice(places), copy.deepcopy(draw.choice(NASTY))
+        folder = changed_record(unsaved, tmp_path / str(number), place, nasty)
+        with contextlib.suppress(HotlapError):  # anything else fails the test
+            assert fit(job(epochs), resume=folder, progress=False).history
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{}, {"../model.safetensors": "x"}, {"/etc/passwd": "x"}, {"model.safetensors": "x", "started.json": "x"}],
+    ids=str,
+)
+def test_a_record_that_names_other_files_is_none(unsaved, tmp_path, weights):
+    folder = changed_record(unsaved, tmp_path / "run", ("ended", "weights"), weights)
+    with pytest.raises(HotlapError, match="has no checkpoint to resume from"):
+        fit(job(2), resume=folder, progress=False)

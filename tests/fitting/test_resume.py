@@ -15,8 +15,11 @@ from torch import nn
 import hotlap.fitting.loop as loop
 from hotlap import Job, Plan, StoreError, fit
 from hotlap.cli import main
+from hotlap.fitting.best import Best
+from hotlap.store import disk
 from hotlap.store.checkpoints import Checkpoints
 from hotlap.store.run_folder import RunFolder
+from hotlap.stress.trials import kill_at
 from hotlap.stress.victim import victim_job
 
 SCORES = [0.5, 0.9, 0.7, 0.6, 0.8, 0.7, 0.7, 0.7]
@@ -74,7 +77,7 @@ WAYS = {
 }
 
 
-def train(run, make, *, kill_at=None, resume=False, **settings):
+def train(run, make, *, kill_at=None, resume=False, save_every=3, **settings):
     """Train, and be killed inside the so manieth training forward pass."""
     made = make()
     forward, passes = made.model.forward, []
@@ -86,7 +89,7 @@ def train(run, make, *, kill_at=None, resume=False, **settings):
         return forward(x)
 
     made.model.forward = counted
-    return fit(made, **{"resume" if resume else "out": run}, save_every=3, progress=False, **settings)
+    return fit(made, **{"resume" if resume else "out": run}, save_every=save_every, progress=False, **settings)
 
 
 def killed(run, make, at, **settings):
@@ -175,7 +178,286 @@ def test_the_callers_randomness_is_left_alone_by_a_resume(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+# --- before the first checkpoint -----------------------------------------------------------------
+
+BEGUN_AGAIN = "begun again at step 0"
+
+
+@pytest.mark.parametrize("way", ["plain", "bf16", "early stopping", "a loader, two workers"])
+def test_killed_before_the_first_checkpoint_it_begins_again_and_ends_as_if_nothing_had_been(tmp_path, undisturbed, way):
+    """Twice; and the plan is the one it was begun with."""
+    make, settings = WAYS[way]
+    run = tmp_path / "run"
+    killed(run, make, 17, save_every=None, **settings)
+    killed(run, make, 12, save_every=None, resume=True)
+    assert not (run / "checkpoints").exists()
+    resumed(run, make)
+    assert BEGUN_AGAIN in [entry.what for entry in RunFolder.open(run).read_ledger()]
+    assert outcome(run) == undisturbed(way)
+
+
+def moments_of_the_first_save(run):
+    seen = []
+    with disk.watched(seen.append):
+        train(run, lambda: job(epochs=1), save_every=1000)
+    return seen[: len(seen) // 2]
+
+
+def test_killed_in_its_very_first_save_it_ends_as_if_nothing_had_been(tmp_path, undisturbed):
+    """At moments from before the first call to after the last, those around the rename among them."""
+    seen = moments_of_the_first_save(tmp_path / "counted")
+    named = seen.index("after rename") + 1
+    again = {}
+    for moment in sorted({1, 2, 5, 12, named - 2, named - 1, named, named + 1, named + 4, named + 8}):
+        run = tmp_path / str(moment)
+
+        def die(run=run, moment=moment):
+            with disk.watched(kill_at(moment)):
+                train(run, job, save_every=1000)
+
+        assert in_a_child(die) == -signal.SIGKILL
+        resumed(run, job)
+        again[moment] = BEGUN_AGAIN in [entry.what for entry in RunFolder.open(run).read_ledger()]
+        assert outcome(run) == undisturbed("plain"), seen[moment - 1]
+    assert again == {moment: moment < named for moment in again}, "from the checkpoint once it has its name"
+
+
+def test_that_it_begins_again_is_said_in_a_line_and_written_down(tmp_path, capfd, monkeypatch):
+    run = tmp_path / "run"
+    killed(run, job, 17, save_every=None)
+    monkeypatch.setenv("HOTLAP_PROGRESS", "lines")
+    finished = fit(job(), resume=run)
+    assert f"\nno checkpoint of {run} had been completed: begun again at step 0\n" in capfd.readouterr().err
+    assert [(entry.step, entry.why) for entry in finished.ledger if entry.what == BEGUN_AGAIN] == [
+        (0, "no checkpoint had been completed")
+    ]
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [7, 14, 21, 28]
+
+
+def moved(model):
+    with torch.no_grad():
+        model.inner[0][2].bias[1] += 1e-9
+
+
+def counting(model):
+    model.count += 1
+
+
+OTHER_STARTS = {
+    "a weight": lambda model, optimizer: moved(model),
+    "a buffer": lambda model, optimizer: counting(model),
+    "what the optimizer brings along": lambda model, optimizer: optimizer.state.update(
+        {p: {"step": torch.ones(()), "exp_avg": p.detach() + 1} for p in list(model.parameters())[:1]}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_STARTS.values(), ids=OTHER_STARTS)
+def test_another_start_is_refused_in_one_line_before_the_first_checkpoint(tmp_path, change):
+    run = tmp_path / "run"
+    killed(run, job, 17, save_every=None)
+    before = files_of(run)
+
+    def other():
+        made = job()
+        change(made.model, made.optimizer)
+        return made
+
+    with pytest.raises(StoreError) as caught:
+        fit(other(), resume=run, progress=False)
+    told = str(caught.value)
+    assert told.startswith(f"the model's first weights are not those that {run} began with")
+    for words in ("seed before the model is made", "start anew in another folder", "--allow-changes"):
+        assert words in told
+    assert "\n" not in told
+    assert files_of(run) == before
+
+
+def test_another_start_that_is_allowed_is_the_one_that_counts_from_then_on(tmp_path):
+    run = tmp_path / "run"
+
+    def other():
+        made = job()
+        moved(made.model)
+        return made
+
+    whole = fit(other(), out=tmp_path / "whole", progress=False)
+    killed(run, job, 17, save_every=None)
+    killed(run, other, 17, save_every=None, resume=True, allow_changes=True)
+    with pytest.raises(StoreError, match="first weights"):
+        fit(job(), resume=run, progress=False)
+    finished = fit(other(), resume=run, progress=False)
+    assert torch.equal(parameters_of(finished.model), parameters_of(whole.model))
+
+
+def test_other_settings_are_refused_before_the_first_checkpoint_too(tmp_path):
+    run = tmp_path / "run"
+    killed(run, job, 17, save_every=None)
+    before = files_of(run)
+    with pytest.raises(StoreError, match="settings: batch_size was 8, is 4; resume it as it was"):
+        fit(job(batch_size=4), resume=run, progress=False)
+    assert files_of(run) == before
+
+
+@pytest.mark.parametrize("lost", ["checkpoints", "checkpoints/step-*"])
+def test_checkpoints_that_are_gone_are_a_clear_stop_and_nothing_is_begun_again(tmp_path, lost):
+    run = tmp_path / "run"
+    killed(run, job, 17)
+    for path in run.glob(lost):
+        shutil.rmtree(path)
+    before = files_of(run)
+    with pytest.raises(StoreError, match="had checkpoints and has none now; put checkpoints back, or start"):
+        fit(job(), resume=run, progress=False)
+    assert files_of(run) == before
+
+
+@pytest.mark.parametrize("content", [None, "garbage", "{}", '{"format": 2}', "[]"])
+def test_without_a_record_of_its_start_and_a_checkpoint_nothing_is_begun_again(tmp_path, content):
+    run = tmp_path / "run"
+    killed(run, job, 17, save_every=None)
+    (run / "record.json").unlink() if content is None else (run / "record.json").write_text(content)
+    with pytest.raises(StoreError, match="has no checkpoint to resume from; start the training anew"):
+        fit(job(), resume=run, progress=False)
+
+
+def test_with_a_checkpoint_a_record_that_is_damaged_does_not_matter(tmp_path, undisturbed):
+    run = tmp_path / "run"
+    killed(run, job, 17)
+    (run / "record.json").write_text("garbage")
+    resumed(run, job)
+    assert outcome(run) == undisturbed("plain")
+
+
+@pytest.mark.parametrize("name", ["started", "environment", "ledger", "plan"])
+def test_killed_while_the_folder_is_set_up_it_is_started_anew_there(tmp_path, undisturbed, name):
+    run = tmp_path / "run"
+
+    def die():
+        setattr(RunFolder, f"write_{name}", lambda *_: kill_me())
+        train(run, job)
+
+    assert in_a_child(die) == -signal.SIGKILL
+    with pytest.raises(StoreError, match="was left before anything was trained there; start it anew"):
+        fit(job(), resume=run, progress=False)
+    assert in_a_child(lambda: train(run, job)) == 0
+    assert outcome(run) == undisturbed("plain")
+
+
 # --- after the end -------------------------------------------------------------------------------
+
+
+def untouchable(made):
+    """A job that fails the test when it is trained or evaluated."""
+    made.model.register_forward_hook(lambda *_: pytest.fail("it was trained again"))
+    return made
+
+
+@pytest.mark.parametrize("save_every", [None, 3])
+@pytest.mark.parametrize("make", [job, early], ids=["to the end", "early"])
+def test_a_run_that_has_ended_is_handed_back_without_training(tmp_path, capfd, monkeypatch, make, save_every):
+    first = train(tmp_path / "run", make, save_every=save_every)
+    shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
+    model = (tmp_path / "run/model.safetensors").stat().st_mtime_ns
+    monkeypatch.setenv("HOTLAP_PROGRESS", "lines")
+    again = fit(untouchable(make()), resume=tmp_path / "run")
+    assert f"{tmp_path / 'run'} had ended {first.stopped}: nothing is left to train" in capfd.readouterr().err
+    assert torch.equal(parameters_of(again.model), parameters_of(first.model))
+    assert int(again.model.count) == int(first.model.count)
+    for name in ("history", "best", "steps", "updates", "samples", "stopped", "plan", "train_s"):
+        assert getattr(again, name) == getattr(first, name), name
+    assert (tmp_path / "run/model.safetensors").stat().st_mtime_ns == model
+    assert [entry.what for entry in again.ledger][-1] == f"resumed at step {first.steps}"
+
+
+def test_an_ended_run_with_its_own_loss_is_handed_back_whole(tmp_path):
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+        def forward(self, output, target):
+            return nn.functional.cross_entropy(output * self.scale, target)
+
+    def make():
+        model, loss = Net(), Weighted()
+        return job(model=model, loss=loss, optimizer=torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1))
+
+    first, again = make(), make()
+    fit(first, out=tmp_path / "run", progress=False)
+    assert not torch.equal(first.loss.scale, again.loss.scale)
+    fit(untouchable(again), resume=tmp_path / "run", progress=False)
+    assert torch.equal(first.loss.scale, again.loss.scale)
+
+
+def test_losses_that_are_no_numbers_come_back_as_such(tmp_path):
+    make = lambda: job(valid=None, metrics=(), loss=lambda model, batch: model(batch[0]).sum() * float("nan"))  # noqa: E731
+    train(tmp_path / "run", make, save_every=None)
+    again = fit(untouchable(make()), resume=tmp_path / "run", progress=False)
+    assert [record["train_loss"] != record["train_loss"] for record in again.history] == [True] * 4
+
+
+def test_fewer_epochs_than_it_had_leave_an_ended_run_as_it_is(tmp_path):
+    first = train(tmp_path / "run", job, save_every=None)
+    again = fit(untouchable(job(epochs=2)), resume=tmp_path / "run", progress=False)
+    assert again.updates == 28
+    assert torch.equal(parameters_of(again.model), parameters_of(first.model))
+
+
+def test_another_training_is_not_handed_what_this_one_came_to(tmp_path):
+    train(tmp_path / "run", job, save_every=None)
+    with pytest.raises(StoreError, match="settings: seed was 0, is 3"):
+        fit(job(seed=3), resume=tmp_path / "run", progress=False)
+
+
+def test_more_epochs_without_a_checkpoint_are_trained_from_step_0(tmp_path, undisturbed):
+    run = tmp_path / "run"
+    train(run, lambda: job(epochs=2), save_every=None)
+    resumed(run, job)
+    assert outcome(run) == undisturbed("plain")
+
+
+def test_more_patience_goes_on_where_it_had_stopped_early(tmp_path):
+    """It stopped at 28, two evaluations after the best; with three more it ends after them or at the last epoch."""
+    assert train(tmp_path / "run", early).steps == 28
+    assert train(tmp_path / "run", lambda: job(**patient(5)), resume=True).steps == 49
+
+
+def patient(patience):
+    return {"scripted": True, "monitor": "scripted", "better": "higher", "patience": patience, "epochs": 8}
+
+
+def test_killed_while_it_trains_more_epochs_it_is_not_taken_for_ended(tmp_path, undisturbed):
+    run = tmp_path / "run"
+    train(run, lambda: job(epochs=2))
+    killed(run, job, 4, resume=True)
+    assert json.loads((run / "record.json").read_text())["ended"] is None
+    resumed(run, job)
+    assert outcome(run) == undisturbed("plain")
+
+
+def removed(run):
+    (run / "model.safetensors").unlink()
+
+
+HARMS = {
+    "a flipped bit": lambda run: flip(run / "model.safetensors", at=-3),
+    "no model": removed,
+    "no metrics": lambda run: (run / "metrics.jsonl").write_text(""),
+    "metrics of something else": lambda run: (run / "metrics.jsonl").write_text("[1]\n"),
+    "no ledger": lambda run: (run / "ledger.jsonl").write_text("x"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+@pytest.mark.parametrize("save_every", [None, 3])
+def test_an_end_that_was_damaged_is_told_and_trained_again(tmp_path, undisturbed, capfd, monkeypatch, harm, save_every):
+    run = tmp_path / "run"
+    train(run, job, save_every=save_every)
+    harm(run)
+    monkeypatch.setenv("HOTLAP_PROGRESS", "lines")
+    fit(job(), resume=run, save_every=3)
+    assert f"{run} had ended, but " in capfd.readouterr().err
+    assert outcome(run) == undisturbed("plain")
 
 
 def test_a_finished_run_trains_nothing_more(tmp_path, undisturbed):
@@ -269,7 +551,8 @@ if __name__ == "__main__":
     job = make()
     if "--die" in sys.argv:
         die_at(job.model, 9)
-    run = fit(job, out=sys.argv[1] if "--out" in sys.argv else None, save_every=2, progress=False)
+    save_every = None if "--unsaved" in sys.argv else 2
+    run = fit(job, out=sys.argv[1] if "--out" in sys.argv else None, save_every=save_every, progress=False)
     print("done", run.updates, sys.argv[1:])
 """
 )
@@ -465,20 +748,29 @@ def test_the_command_resumes_the_demo_without_more_words(tmp_path):
     words = ("hotlap", "demo", "--epochs", 2, "--device", "cpu", "--quiet", "--out")
 
     def die():
-        from hotlap.store import disk
-
-        def watch(moment):
-            if moment == "after rename":
-                kill_me()
-
-        with disk.watched(watch):
-            command(*words, run)()
+        Best.judge = lambda *_: kill_me()  # after the first epoch
+        command(*words, run)()
 
     assert in_a_child(die) == -signal.SIGKILL
-    said = said_by(tmp_path, command("hotlap", "resume", "--quiet", run))
+    said = said_by(tmp_path, command("hotlap", "resume", run))
+    assert f"no checkpoint of {run} had been completed: begun again at step 0" in said
     assert "trained   90 updates" in said
     said_by(tmp_path, command(*words, tmp_path / "whole"))
     assert weights(run) == weights(tmp_path / "whole")
+
+
+def test_the_command_resumes_a_script_that_was_killed_before_its_first_checkpoint_again_and_again(
+    tmp_path, script, expected
+):
+    run = tmp_path / "unsaved"
+    assert in_a_child(command(run, "--out", "--die", "--unsaved", script=script)) == -signal.SIGKILL
+    again = command("hotlap", "resume", run, script, "x", "--die", "--unsaved", cwd=tmp_path)
+    assert in_a_child(again, tmp_path / "said") == -signal.SIGKILL
+    said = said_by(tmp_path, command("hotlap", "resume", run, script, "x", "--unsaved", cwd=tmp_path))
+    assert "done 20 ['x', '--unsaved']" in said
+    assert weights(run) == expected
+    said = said_by(tmp_path, command("hotlap", "resume", run, script, "x", "--unsaved", cwd=tmp_path))
+    assert "done 20 ['x', '--unsaved']" in said, "it had ended"
 
 
 def test_without_words_the_command_of_a_script_is_shown_and_nothing_runs(tmp_path, script, left):

@@ -3,13 +3,12 @@
 import itertools
 import subprocess
 import sys
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
 from plain import class_data, parameters_of, small_mlp, twins
 from torch import nn
+from waiting import no_waiting
 
 from hotlap import Job, Plan, Rig, fit
 from hotlap.data.order import mix
@@ -106,19 +105,6 @@ def test_plans_switched_in_the_middle_of_an_epoch_change_nothing_beyond_rounding
             rig.use(switches[rig.steps])
     rig.close()
     torch.testing.assert_close(parameters_of(mine), parameters_of(theirs), rtol=1e-7, atol=1e-10)
-
-
-@contextmanager
-def no_waiting():
-    """Inside, whatever waits for the GPU raises."""
-    with warnings.catch_warnings():
-        # torch says once per process that this mode does not see every wait.
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])

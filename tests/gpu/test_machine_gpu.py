@@ -124,7 +124,8 @@ def test_the_device_is_the_gpu_and_its_formats_are_proven():
 
 
 def test_tf32_really_is_on_while_it_is_probed_and_put_back_afterwards():
-    from hotlap.machine.kernels import _tf32, run_kernel
+    from hotlap.machine.kernels import run_kernel
+    from hotlap.machine.tf32 import Tf32
 
     if torch.cuda.get_device_capability(0) < (8, 0):
         pytest.skip("TF32 begins with compute capability 8.0")
@@ -136,9 +137,9 @@ def test_tf32_really_is_on_while_it_is_probed_and_put_back_afterwards():
     def error():
         return float(((on_gpu @ on_gpu).to("cpu", torch.float64) - truth).norm() / truth.norm())
 
-    with _tf32(True):
+    with Tf32(True):
         coarse = error()
-    with _tf32(False):
+    with Tf32(False):
         fine = error()
     assert fine < 1e-5 < coarse < 3e-3
     assert run_kernel("cuda:0", "tf32") is None

@@ -25,8 +25,9 @@ def job(steps):
 
 plan = {"optimizer": sys.argv[2], "precision": sys.argv[3]}
 whole = hotlap.fit(job(30), out=sys.argv[1] + "/whole", plan=plan, progress=False)
-hotlap.fit(job(17), out=sys.argv[1] + "/left", plan=plan, progress=False)
+hotlap.fit(job(17), out=sys.argv[1] + "/left", plan=plan, save_every=17, progress=False)
 resumed = hotlap.fit(job(30), resume=sys.argv[1] + "/left", progress=False)
+assert "resumed at step 17" in [entry.what for entry in resumed.ledger]
 assert resumed.plan == whole.plan
 assert resumed.updates == whole.updates == 30
 for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values()):

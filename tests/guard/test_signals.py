@@ -14,14 +14,19 @@ from torch import nn
 
 from hotlap import Job, fit
 from hotlap.cli import main
+from hotlap.fitting.best import Best
+from hotlap.guard.saver import Saver
 from hotlap.guard.signals import StopRequest
 from hotlap.store import disk
 from hotlap.store.checkpoints import Checkpoints
 from hotlap.stress.victim import victim_job
 
 
-def signalled(run, at=-1, first=signal.SIGTERM, more=(), workers=0, resume=False):
-    """A training that signals itself inside its `at`th forward pass, and again while it saves because of that."""
+def signalled(run, at=-1, first=signal.SIGTERM, more=(), workers=0, resume=False, save_every=None):
+    """A training that signals itself inside its `at`th forward pass, and again while it saves because of that.
+
+    As hotlap chooses, it is too short for a checkpoint: only the signal makes one.
+    """
     os.environ["HOTLAP_PROGRESS"] = "lines"
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL)
@@ -42,14 +47,14 @@ def signalled(run, at=-1, first=signal.SIGTERM, more=(), workers=0, resume=False
 
     job.model.forward = counted
     with disk.watched(watch):
-        fit(job, **{"resume" if resume else "out": run})
+        fit(job, **{"resume" if resume else "out": run}, save_every=save_every)
     assert not left, "the later signals were never sent"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
-    assert in_a_child(lambda: signalled(run)) == 0
+    assert in_a_child(lambda: signalled(run, save_every=1000)) == 0
     return outcome(run)
 
 
@@ -77,8 +82,31 @@ def test_the_step_is_finished_and_saved_whole_and_it_goes_on_to_the_same_bit(
     found, damaged = Checkpoints(run / "checkpoints").newest_good()
     assert (found.step, damaged) == (11, []), "the step in hand was finished: 21 batches, two a step"
     assert not [f.name for f in (run / "checkpoints").iterdir() if f.name.startswith(".")]
-    assert in_a_child(lambda: signalled(run, workers=workers, resume=True), said) == 0, said.read_text()
+    assert in_a_child(lambda: signalled(run, workers=workers, resume=True, save_every=1000), said) == 0, (
+        said.read_text()
+    )
     assert outcome(run) == whole
+
+
+@pytest.mark.parametrize("save_every", [None, 1000])
+def test_a_signal_that_comes_at_the_very_end_is_saved_too(tmp_path, save_every):
+    """While it is decided whether the end is worth a checkpoint."""
+
+    def at_the_end():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        due = Saver.due_at_end
+        Saver.due_at_end = lambda self, step: os.kill(os.getpid(), signal.SIGTERM) or due(self, step)
+        fit(small_job(), out=tmp_path / "run", save_every=save_every, progress=False)
+
+    assert in_a_child(at_the_end) == 143
+    assert Checkpoints(tmp_path / "run/checkpoints").newest_good()[0].step == 14
+    assert fit(small_job(), resume=tmp_path / "run", progress=False).updates == 14
+
+
+def test_where_nothing_is_to_be_saved_a_signal_saves_nothing(tmp_path):
+    run = tmp_path / "run"
+    assert in_a_child(lambda: signalled(run, 21, save_every=0), tmp_path / "said") == 143
+    assert not (run / "checkpoints").exists()
 
 
 SCRIPT = """
@@ -113,19 +141,20 @@ def test_an_interrupted_script_gets_its_keyboard_interrupt(tmp_path):
 
 
 def demo(name, run):
-    """The command as its entry point runs it, signalled when its first checkpoint is in place."""
+    """The command as its entry point runs it, signalled after its first epoch."""
     os.environ["HOTLAP_PROGRESS"] = "lines"
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["hotlap", "demo", "--epochs", "500", "--device", "cpu", "--out", str(run)]
-    sent = []
+    judge, sent = Best.judge, []
 
-    def watch(moment):
-        if moment == "after rename" and not sent:
+    def judged(self, record):
+        judge(self, record)
+        if not sent:
             sent.append(1)
             os.kill(os.getpid(), name)
 
-    with disk.watched(watch):
-        main()
+    Best.judge = judged
+    main()
 
 
 @pytest.mark.parametrize(("name", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

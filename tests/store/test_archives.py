@@ -35,13 +35,14 @@ def files_of(folder):
 
 def test_a_run_taken_elsewhere_goes_on_there_to_the_same_bits(tmp_path):
     straight = hotlap.fit(small_job(4), out=tmp_path / "straight", progress=False)
-    hotlap.fit(small_job(2), out=tmp_path / "kaggle", progress=False)
+    hotlap.fit(small_job(2), out=tmp_path / "kaggle", save_every=1, progress=False)
     pack(tmp_path / "kaggle", tmp_path / "kaggle.zip")
     home = unpack(tmp_path / "kaggle.zip", tmp_path / "home")
     packed, unpacked = files_of(tmp_path / "kaggle"), files_of(home)
     packed.pop("lock")
     assert unpacked == packed
     resumed = hotlap.fit(small_job(4), resume=home, progress=False)
+    assert "resumed at step 4" in [entry.what for entry in resumed.ledger]
     one, other = straight.model.state_dict(), resumed.model.state_dict()
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -11,7 +11,7 @@ from killed import flip, in_a_child, kill_me
 
 from hotlap.core.errors import StoreError
 from hotlap.store import disk
-from hotlap.store.checkpoints import Checkpoints
+from hotlap.store.checkpoints import MADE, Checkpoints
 from hotlap.store.encoding import to_json
 from hotlap.store.manifest import MANIFEST, _digest
 
@@ -153,6 +153,63 @@ def test_a_kill_at_any_call_leaves_a_good_checkpoint_and_the_next_save_works(tmp
             break
         moments.append(moment)
     assert len(moments) > 30, "every call was hit, and then the save went through"
+
+
+def test_a_kill_at_any_call_of_the_first_save_leaves_none_at_all_or_a_good_one(tmp_path):
+    seen = []
+    for moment in range(1, 200):
+        store = Checkpoints(tmp_path / f"run-{moment}" / "checkpoints")
+        store.folder.parent.mkdir()
+
+        def killed(store=store, moment=moment):
+            seen = 0
+
+            def watch(_):
+                nonlocal seen
+                seen += 1
+                if seen == moment:
+                    kill_me()
+
+            with disk.watched(watch):
+                write(store, 3)
+
+        if in_a_child(killed) == 0:
+            break
+        store.tidy()
+        seen.append(store.none_yet())
+        if not seen[-1]:
+            assert content(store) == (3, "3", [])
+        write(store, 4)
+        assert not store.none_yet()
+        shutil.rmtree(store.folder)
+        assert not store.none_yet(), "gone is not the same as never there"
+        with pytest.raises(StoreError, match="had checkpoints and has none now"):
+            store.newest_good()
+    assert 15 < seen.index(False) < len(seen)
+    assert not any(seen[seen.index(False) :])
+
+
+def test_a_link_in_the_place_of_the_checkpoints_is_not_taken_for_none_yet(store, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    store.folder.symlink_to(tmp_path / "elsewhere")
+    assert not store.none_yet()
+
+
+def test_a_mark_that_cannot_be_left_is_told_and_left_next_time(store):
+    renamed = []
+
+    def watch(moment):
+        renamed.append(moment == "after rename")
+        if any(renamed) and moment == "before open":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    said = "checkpoints.made could not be written: No space left on device; step-000000001 itself is whole"
+    with disk.watched(watch), pytest.raises(StoreError, match=said):
+        write(store, 1)
+    assert content(store) == (1, "1", [])
+    assert not store.folder.with_name(MADE).exists()
+    write(store, 2)
+    assert store.folder.with_name(MADE).is_file()
 
 
 def test_what_a_crash_left_is_tidied_and_links_are_left_alone(store, tmp_path):

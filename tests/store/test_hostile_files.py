@@ -198,7 +198,7 @@ def small_job(**changes):
 @pytest.fixture(scope="module")
 def good_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good") / "run"
-    hotlap.fit(small_job(), out=folder, progress=False)
+    hotlap.fit(small_job(), out=folder, save_every=1, progress=False)
     for extra in sorted((folder / "checkpoints").iterdir())[:-1]:
         for file in extra.iterdir():
             file.unlink()

@@ -76,6 +76,31 @@ def test_a_file_called_runs_is_told_and_not_waited_for(at_noon):
         RunFolder.create(None)
 
 
+@pytest.mark.parametrize(
+    "names", [["lock"], ["lock", "started.json", ".plan.toml.abc"], ["lock", "record.json"]], ids=str
+)
+def test_a_folder_left_before_anything_was_trained_there_is_as_good_as_new(tmp_path, names):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(
+        StoreError, match="was left before anything was trained there; start it anew, there or elsewhere"
+    ):
+        RunFolder.open(tmp_path)
+    assert RunFolder.create(tmp_path).path == tmp_path
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["started.json"], ["lock", "mine.txt"], ["lock", "plan.toml"], ["lock", ".mine"], ["lock", "locks"]],
+    ids=str,
+)
+def test_a_folder_that_holds_anything_else_is_refused(tmp_path, names):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(StoreError, match="holds files already"):
+        RunFolder.create(tmp_path)
+
+
 def test_a_folder_without_a_plan_is_no_run(tmp_path):
     with pytest.raises(StoreError) as caught:
         RunFolder.open(tmp_path)

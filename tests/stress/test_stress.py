@@ -49,6 +49,29 @@ def test_kills_around_the_calls_of_a_save_lose_nothing():
     assert len(told["names"]) % 2 == 0
 
 
+UNSAVED = """
+    import json
+    from hotlap.stress import trials as module
+
+    module.UNSAVED = 1.0
+    trials = module.Trials(seed=2)
+    while trials.tally.trials < 5:
+        trials.at_random()
+    print(json.dumps(vars(trials.tally)))
+    trials.close()
+"""
+
+
+def test_kills_before_the_first_checkpoint_lose_nothing():
+    """In trainings that leave it to hotlap when to save, and are too short for that; a SIGTERM saves all the same."""
+    code, out, err = run_python(UNSAVED)
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["lost"] == []
+    assert told["equal"] == told["trials"] == 5
+    assert told["anew"] > 0
+
+
 FAULTS = {
     "randomness is not put back": "state._import_randomness = lambda *_: None",
     "optimizer state is not put back": "state._import_optimizer = lambda *_, **__: None",

@@ -34,7 +34,7 @@ def resume(
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
 ) -> None:
-    """Go on with an interrupted run from its newest checkpoint that is whole."""
+    """Go on with an interrupted run: from its newest checkpoint that is whole, or from step 0 if it never had one."""
     from hotlap.fitting.loop import fit
     from hotlap.fitting.started import checked_words
     from hotlap.store.run_folder import RunFolder
@@ -101,7 +101,7 @@ def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> 
     """Run a script or module as `python` would; its call of `fit` goes on with the run."""
     import runpy
 
-    from hotlap.fitting.started import RESUME
+    from hotlap.fitting.started import RESUME, has_gone_on
 
     for flag in ("--allow-changes", "--json"):
         if flags[flag]:
@@ -109,7 +109,6 @@ def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> 
     if flags["--quiet"]:
         os.environ["HOTLAP_PROGRESS"] = "off"
     os.environ[RESUME] = str(folder.path.resolve())
-    before = len(folder.read_ledger())
     if words[0] == "-m":
         if len(words) < 2:
             raise HotlapError("-m needs the name of a module")
@@ -122,5 +121,5 @@ def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> 
         sys.argv = list(words)
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")
-    if len(folder.read_ledger()) == before:
+    if not has_gone_on(folder.path):
         raise HotlapError(f"{words[words[0] == '-m']} ended without going on with {folder.path}")

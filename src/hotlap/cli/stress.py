@@ -71,7 +71,7 @@ def _told(figures: dict[str, Any], lost: list[str]) -> str:
     return "\n".join(
         [
             f"kills {figures['kills']} in {figures['trials']} trainings, damaged files {figures['damages']}, "
-            f"resumes {figures['resumes']}, begun anew {figures['anew']} (killed before their first checkpoint)",
+            f"resumes {figures['resumes']}, begun again at step 0 {figures['anew']} (killed before a first checkpoint)",
             f"lost {len(lost)}",
             f"bit-equal {figures['equal']} of {figures['trials']}",
             *([f"stopped after {figures['seconds']} s; {figures['asked']} trainings were asked for"] if short else []),

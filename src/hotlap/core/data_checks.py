@@ -42,12 +42,13 @@ def double_problems(name: str, data: Any, model: torch.nn.Module) -> list[str]:
     held = [p.dtype for p in model.parameters()]
     narrow = next((dtype for dtype in held if dtype.is_floating_point), None)
     data = data.dataset if isinstance(data, DataLoader) else data
-    if narrow is None or torch.float64 in held or not (is_columns(data) or type(data) is TensorDataset):
+    stores = hasattr(data, "stored_columns")  # windows of a series: hotlap's own, which this room does not know
+    if narrow is None or torch.float64 in held or not (stores or is_columns(data) or type(data) is TensorDataset):
         return []
     word = str(narrow).removeprefix("torch.")
     return [
         f"{_label(name, key)} is float64 while the model is {word}; give it {_cure(column, narrow)}"
-        for key, column in _columns_in(data).items()
+        for key, column in (data.stored_columns if stores else _columns_in(data)).items()
         if _torch_dtype(column) == torch.float64
     ]
 
@@ -68,6 +69,16 @@ def named_columns(data: Any) -> dict[Any, Any]:
     if isinstance(data, tuple):
         return dict(enumerate(data))
     return {"": data}
+
+
+def dtype_problem(label: str, column: torch.Tensor | np.ndarray[Any, Any]) -> str | None:
+    """Why torch cannot index batches out of a column of this dtype, or None where it can."""
+    dtype = _torch_dtype(column)
+    if dtype is None:
+        return f"{label} has dtype {column.dtype}, which torch cannot hold; turn it into numbers first"
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return f"{label} has dtype {column.dtype}, which torch cannot index; make it a signed integer"
+    return None
 
 
 def _sample_problem(name: str, data: Any, *, loaded: bool) -> str | None:
@@ -102,11 +113,10 @@ def _not_columns(name: str, columns: dict[Any, Any]) -> list[str]:
 def _column_problems(name: str, columns: dict[Any, Any]) -> list[str]:
     found, lengths = [], {}
     for key, column in columns.items():
-        label, dtype = _label(name, key), _torch_dtype(column)
-        if dtype is None:
-            found.append(f"{label} has dtype {column.dtype}, which torch cannot hold; turn it into numbers first")
-        elif dtype in (torch.uint16, torch.uint32, torch.uint64):
-            found.append(f"{label} has dtype {column.dtype}, which torch cannot index; make it a signed integer")
+        label = _label(name, key)
+        problem = dtype_problem(label, column)
+        if problem:
+            found.append(problem)
         elif column.ndim == 0:
             found.append(f"{label} is a single number; data needs a first dimension of samples")
         else:

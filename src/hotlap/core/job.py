@@ -51,6 +51,10 @@ class Job:
     """Makes a batch of samples; a DataLoader brings its own."""
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None
     """`f(model, batch) -> (output, target)`; as if nothing is said, all of a tuple but its last go in."""
+    prepare: Callable[[Any], Any] | None = None
+    """`f(batch) -> batch`, run on the device on every batch, in training and evaluation: normalising, for one."""
+    augment: Callable[[Any], Any] | None = None
+    """`f(batch) -> batch`, run on the device after `prepare`, in training alone. It draws from torch's generator."""
 
     schedule: LRScheduler | ReduceLROnPlateau | Callable[..., Any] | None = None
     """A learning-rate schedule, or a function that makes one from (optimizer) or (optimizer, updates or epochs)."""

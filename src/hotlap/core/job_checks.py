@@ -183,7 +183,8 @@ class Problems:
             value = getattr(job, name)
             if not isinstance(value, bool) and not (name == "drop_last" and value is None):
                 self._add(f"{name}={shown(value)} must be True or False")
-        for name, takes in (("collate", "(samples)"), ("forward", "(model, batch)")):
+        functions = {"collate": "(samples)", "forward": "(model, batch)", "prepare": "(batch)", "augment": "(batch)"}
+        for name, takes in functions.items():
             value = getattr(job, name)
             if value is None:
                 continue
@@ -195,7 +196,7 @@ class Problems:
     def _one_data(self, name: str, data: Any) -> None:
         job = self.job
         self.found += data_problems(name, data)
-        made_by_user = job.forward is not None or job.collate is not None
+        made_by_user = job.forward is not None or job.collate is not None or job.prepare is not None
         if isinstance(data, DataLoader):
             made_by_user = made_by_user or data.collate_fn is not default_collate
         if isinstance(job.loss, nn.Module) and isinstance(job.model, nn.Module) and not made_by_user:

@@ -20,6 +20,9 @@ FORMAT = 1
 LARGEST = 2**31 - 1
 """The largest whole number a choice may have: what every reader of a plan file can hold."""
 
+MOST_REPLAY_STEPS = 1024
+"""Updates in one replay at most: a signal, an evaluation and a checkpoint wait for its end."""
+
 FEEDS = ("loader", "gather", "stream", "resident")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 LAYOUTS = ("as given", "channels_last")
@@ -116,7 +119,7 @@ class Execution:
     def __post_init__(self) -> None:
         wrong = [
             *_one_of("execution.mode", self.mode, MODES),
-            *_whole("execution.replay_steps", self.replay_steps, least=1),
+            *_whole("execution.replay_steps", self.replay_steps, least=1, most=MOST_REPLAY_STEPS),
             *_flag("execution.autotune", self.autotune),
         ]
         if not wrong and self.replay_steps > 1 and self.mode != "captured":
@@ -271,13 +274,13 @@ def _one_of(name: str, value: object, known: tuple[str, ...]) -> list[str]:
     return [f"{name}={shown(value)} is not a choice{did_you_mean(value, known)}"]
 
 
-def _whole(name: str, value: object, *, least: int, optional: bool = False) -> list[str]:
+def _whole(name: str, value: object, *, least: int, most: int = LARGEST, optional: bool = False) -> list[str]:
     if optional and value is None:
         return []
     # bool is an int to Python; workers=True is a mistake all the same.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         return [f"{name}={shown(value)} must be a whole number of at least {least}"]
-    return [] if value <= LARGEST else [f"{name}={shown(value)} is too large; the most is {LARGEST}"]
+    return [] if value <= most else [f"{name}={shown(value)} is too large; the most is {most}"]
 
 
 def _flag(name: str, value: object) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +15,7 @@ from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
 from hotlap.data.source import Source
+from hotlap.data.stream import CudaLane, Lane, StreamFeeding, ahead
 
 LOADER_PASSES_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
 """Settings of a user's DataLoader that are kept as they are."""
@@ -48,14 +51,28 @@ class GatherFeeding:
 
 
 class LoaderFeeding:
-    """Samples fetched one by one and collated, here or in worker processes, by torch's DataLoader."""
+    """Samples fetched one by one and collated, here or in worker processes, by torch's DataLoader.
+
+    With a lane, which takes page-locked memory, batches come by it and are on the device.
+    """
 
     tickets = True
 
-    def __init__(self, source: Source, plan: Feed, *, seed: int, on_gpu: bool, extras: dict[str, Any]) -> None:
-        self._requests = _Requests()
+    def __init__(
+        self,
+        source: Source,
+        plan: Feed,
+        *,
+        seed: int,
+        on_gpu: bool,
+        extras: dict[str, Any],
+        lane: Lane | None = None,
+    ) -> None:
+        self._requests, self._lane = _Requests(), lane
+        self._start = _WorkerStart(extras.get("worker_init_fn"))
         settings: dict[str, Any] = dict(extras)
         if plan.workers:
+            settings["worker_init_fn"] = self._start
             settings["num_workers"] = plan.workers
             settings["persistent_workers"] = plan.persistent
             if plan.prefetch is not None:
@@ -78,7 +95,9 @@ class LoaderFeeding:
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """The batches at these indices."""
         self._requests.ask(indices, epoch)
-        return iter(self._loader)
+        with self._start.in_peace():
+            batches = iter(self._loader)
+        return batches if self._lane is None else ahead(map(self._lane.send, batches))
 
     def close(self) -> None:
         """End the workers, also persistent ones."""
@@ -104,6 +123,36 @@ class _Requests:
             yield [self._epoch, *piece.tolist()]
 
 
+class _WorkerStart:
+    """What a worker does first.
+
+    A forked worker inherits CUDA graphs and tensors in reference cycles. Collecting one of them would call CUDA,
+    which does not live through a fork: what is there at the fork is never collected in the worker.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+        self._collects = True
+
+    @contextmanager
+    def in_peace(self) -> Iterator[None]:
+        """Start workers inside: the collector rests, here and in them, until they have come as far as `__call__`."""
+        self._collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if self._collects:
+                gc.enable()
+
+    def __call__(self, worker: int) -> None:
+        gc.freeze()
+        if self._collects:
+            gc.enable()
+        if self._then is not None:
+            self._then(worker)
+
+
 class _Fetches(Dataset[Any]):
     """Answers a request (epoch, then indices) with a whole batch."""
 
@@ -124,17 +173,46 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def open_feed(
-    source: Source, plan: Feed, *, seed: int = 0, on_gpu: bool = False, extras: dict[str, Any] | None = None
+    source: Source,
+    plan: Feed,
+    *,
+    seed: int = 0,
+    on_gpu: bool = False,
+    device: torch.device | None = None,
+    extras: dict[str, Any] | None = None,
 ) -> Feeding:
-    """Start the feed that the plan names."""
-    reason = why_not(source, plan)
+    """Start the feed that the plan names.
+
+    With the device to train on, `stream` and page-locked batches of a `loader` are copied there ahead; `on_gpu`
+    alone says that it is a GPU, and the batches are left on the host.
+    """
+    reason = why_not(source, plan, device=device)
     if reason:
         raise PlanError(reason)
     if plan.kind == "gather":
         return GatherFeeding(source)
-    return LoaderFeeding(source, plan, seed=seed, on_gpu=on_gpu, extras=extras or {})
+    lane = CudaLane(device) if device is not None and device.type == "cuda" else None
+    if plan.kind == "stream":
+        assert lane is not None  # why_not has seen to it
+        return StreamFeeding(source, lane)
+    return LoaderFeeding(
+        source,
+        plan,
+        seed=seed,
+        on_gpu=on_gpu or lane is not None,
+        extras=extras or {},
+        lane=lane if plan.pinned else None,
+    )
 
 
-def why_not(source: Source, plan: Feed) -> str | None:
-    """Why this source cannot be fed as planned, or None where it can."""
-    return source.why_not_gather() if plan.kind == "gather" else None
+def why_not(source: Source, plan: Feed, *, device: torch.device | None = None) -> str | None:
+    """Why this source cannot be fed as planned to this device, or None where it can."""
+    if plan.kind not in ("gather", "stream"):
+        return None
+    if plan.kind == "stream" and (device is None or device.type != "cuda"):
+        where = "no device was named" if device is None else f"this training is on the {device.type.upper()}"
+        return f"feed.kind='stream' copies batches to a GPU ahead, and {where}; use kind='gather'"
+    reason = source.why_not_gather()
+    if reason is None and plan.kind == "stream" and not source.on_host:
+        return "feed.kind='stream' copies batches to a GPU ahead, and the data is there already; use kind='gather'"
+    return reason

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
+from concurrent.futures import Future
+from functools import cached_property
 from itertools import islice, pairwise
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -30,8 +33,9 @@ class Epoch:
     """The samples of one epoch in their order, cut into batches; `accumulate` batches make a window."""
 
     def __init__(self, indices: Tensor, batch_ends: Sequence[int], accumulate: int, length: int) -> None:
-        self._indices = indices
-        self._tickets = _tickets(indices, length)
+        self.indices = indices
+        """All samples of the epoch in their order."""
+        self._length = length
         self._ends = batch_ends
         self._accumulate = accumulate
         self._cut: dict[bool, Sequence[Tensor]] = {}
@@ -46,21 +50,35 @@ class Epoch:
         As tickets (index + how often it came before × length) a sample that comes twice is told apart, so
         that its augmentation is not the same twice.
         """
-        source = self._tickets if tickets else self._indices
+        source = self._tickets if tickets else self.indices
         if self._accumulate == 1 and micro_batch is None:
             # The usual case, in every step: cut once for the epoch, which takes a fraction of as many slices.
             if tickets not in self._cut:
                 sizes = [end - start for start, end in pairwise((0, *self._ends))]
                 self._cut[tickets] = torch.split_with_sizes(source[: self._ends[-1]], sizes)
             return [self._cut[tickets][window]]
+        return [source[a:b] for a, b in pairwise(self.bounds(window, micro_batch))]
+
+    def bounds(self, window: int, micro_batch: int | None) -> list[int]:
+        """Where in the epoch's order the pieces of a window begin, and where the last one ends."""
         first = window * self._accumulate
         last = min(first + self._accumulate, len(self._ends))
         start = self._ends[first - 1] if first else 0
         if micro_batch is None:
-            bounds = [start, *self._ends[first:last]]
-        else:
-            bounds = [start + cut for cut in even_cuts(self._ends[last - 1] - start, micro_batch)]
-        return [source[a:b] for a, b in pairwise(bounds)]
+            return [start, *self._ends[first:last]]
+        return [start + cut for cut in even_cuts(self._ends[last - 1] - start, micro_batch)]
+
+    def are_alike(self, window: int, count: int, micro_batch: int | None) -> bool:
+        """Whether `count` windows from this one on are there, and cut into pieces of the same sizes."""
+        if window + count > len(self):
+            return False
+        mine = _steps(self.bounds(window, micro_batch))
+        return all(_steps(self.bounds(other, micro_batch)) == mine for other in range(window + 1, window + count))
+
+    @cached_property
+    def _tickets(self) -> Tensor:
+        # Sorting takes longer than drawing the order; only who fetches sample by sample asks for it.
+        return _tickets(self.indices, self._length)
 
 
 class Order:
@@ -83,12 +101,30 @@ class Order:
         self._accumulate = accumulate
         self._drop_last = drop_last
         self._last: tuple[int, Epoch] | None = None
+        self._coming: tuple[int, Future[Epoch]] | None = None
 
     def epoch(self, epoch: int) -> Epoch:
         """The order of one epoch. Asked again for the same one, nothing is drawn anew."""
         if self._last is None or self._last[0] != epoch:
-            self._last = (epoch, self._made(epoch))
+            coming, self._coming = self._coming, None
+            made = coming[1].result() if coming is not None and coming[0] == epoch else self._made(epoch)
+            self._last = (epoch, made)
         return self._last[1]
+
+    def draw_ahead(self, epoch: int) -> None:
+        """Draw the order of an epoch beside the training, so that its beginning does not wait for it."""
+        # A user's sampler draws from the process's generators, so it stays in the training's own thread.
+        if type(self) is Order and (self._coming is None or self._coming[0] != epoch):
+            future: Future[Epoch] = Future()
+
+            def draw() -> None:
+                try:
+                    future.set_result(self._made(epoch))
+                except BaseException as error:
+                    future.set_exception(error)
+
+            Thread(target=draw, name="hotlap-order", daemon=True).start()
+            self._coming = (epoch, future)
 
     def _made(self, epoch: int) -> Epoch:
         indices = self._indices(epoch)
@@ -135,6 +171,10 @@ class BatchedOrder(Order):
             raise DataError("the batch sampler gave no batch")
         flat = _as_indices([index for batch in batches for index in batch], self._length)
         return Epoch(flat, ends, self._accumulate, self._length)
+
+
+def _steps(bounds: Sequence[int]) -> list[int]:
+    return [b - a for a, b in pairwise(bounds)]
 
 
 def _drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:

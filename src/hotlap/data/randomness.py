@@ -25,6 +25,9 @@ def mix(*numbers: int) -> int:
 class Generator(Protocol):
     """One of the host's global generators."""
 
+    name: str
+    """What users call it."""
+
     def state(self) -> Any:
         """A copy of its state."""
 
@@ -39,6 +42,8 @@ class Generator(Protocol):
 
 
 class _Python:
+    name = "Python's random"
+
     def state(self) -> Any:
         return random.getstate()
 
@@ -54,6 +59,8 @@ class _Python:
 
 
 class _Numpy:
+    name = "numpy.random"
+
     def state(self) -> Any:
         return np.random.get_state(legacy=False)
 
@@ -71,6 +78,8 @@ class _Numpy:
 
 
 class _Torch:
+    name = "torch's generator"
+
     def state(self) -> Any:
         return torch.default_generator.get_state()
 

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hotlap.core.errors import HotlapError
-from hotlap.data.batches import to_device
+from hotlap.core.plan import Plan
+from hotlap.data.batches import map_tensors, to_device
+from hotlap.data.columns import tensors_in
 from hotlap.data.course import Course, evaluation_course
 from hotlap.data.feeds import Feeding, open_feed
+from hotlap.data.holding import held, why_not_held
+from hotlap.data.resident import ResidentFeeding
+from hotlap.engine.capture import CapturedOutputs
+from hotlap.engine.layout import Layout
 from hotlap.engine.metrics import make_metrics
 from hotlap.engine.objective import Objective, Totals
+from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.snapshot import Modes, Randomness
-from hotlap.engine.step import precision_context
 
 
 class Evaluator:
-    """Evaluates one model; workers are kept only for a loader whose user asked for persistent ones."""
+    """Evaluates one model. Kept from one evaluation to the next: data held on the device, captures, and the workers
+    of a loader whose user asked for persistent ones.
+    """
 
-    def __init__(self, objective: Objective, device: torch.device) -> None:
-        self._objective, self._device = objective, device
+    def __init__(self, objective: Objective, device: torch.device, layout: Layout) -> None:
+        self._objective, self._device, self._layout = objective, device, layout
         self._kept: _Kept | None = None
+        self._captured: tuple[Plan, CapturedOutputs] | None = None
 
     def __call__(
         self,
@@ -32,9 +42,23 @@ class Evaluator:
         *,
         batch_size: int,
         collate: Any,
-        precision: str,
+        plan: Plan,
     ) -> dict[str, float]:
-        """Loss and metrics by name. A batch that does not fit is halved until it does."""
+        """Loss and metrics by name, on the plan's own path. A batch that does not fit is halved until it does."""
+        scores: dict[str, float] = self._without_a_trace(
+            lambda course, feeding: self._scores(course, feeding, metrics, plan), data, batch_size, collate, plan
+        )
+        return scores
+
+    def outputs(self, data: Any, *, batch_size: int, collate: Any, plan: Plan) -> Any:
+        """The model's outputs for all of `data`, in its order, on the host."""
+        return self._without_a_trace(
+            lambda course, feeding: self._predictions(course, feeding, plan), data, batch_size, collate, plan
+        )
+
+    def _without_a_trace(
+        self, work: Callable[[Course, Feeding], Any], data: Any, batch_size: int, collate: Any, plan: Plan
+    ) -> Any:
         objective, device = self._objective, self._device
         modules = [m for m in (objective.model, objective.loss) if isinstance(m, torch.nn.Module)]
         modes, randomness = Modes(modules), Randomness(device)
@@ -42,9 +66,10 @@ class Evaluator:
             module.eval()
         try:
             while True:
-                course, feeding = self._open(data, collate, batch_size)
+                course, feeding = self._open(data, collate, batch_size, plan)
                 try:
-                    return _pass(objective, course, feeding, metrics, precision, device)
+                    with torch.no_grad(), Switches(plan.numerics, plan.execution, device):
+                        return work(course, feeding)
                 except torch.OutOfMemoryError:
                     if batch_size == 1:
                         raise
@@ -58,22 +83,90 @@ class Evaluator:
             randomness.restore()
 
     def close(self) -> None:
-        """End workers that were kept."""
+        """End workers that were kept, and let go of data and captures."""
         if self._kept is not None:
             self._kept.feeding.close()
             self._kept = None
+        self._captured = None
 
-    def _open(self, data: Any, collate: Any, size: int) -> tuple[Course, Feeding]:
-        kept = self._kept
-        if kept is not None and kept.data is data and kept.collate is collate and kept.size == size:
+    def _open(self, data: Any, collate: Any, size: int, plan: Plan) -> tuple[Course, Feeding]:
+        kept, wanted = self._kept, plan.feed.kind == "resident"
+        if kept is not None and kept.is_for(data, collate, size, wanted):
             return kept.course, kept.feeding
         on_gpu = self._device.type == "cuda"
         course = evaluation_course(data, batch_size=size, collate=collate, on_gpu=on_gpu)
-        feeding = open_feed(course.source, course.feed, on_gpu=on_gpu, extras=course.extras)
-        if course.feed.persistent:
+        # A third of what is free: the training needs the rest, and evaluation only runs now and then.
+        resident = wanted and why_not_held(course.source, self._device, reserve_bytes=self._two_thirds_free()) is None
+        feeding: Feeding = (
+            ResidentFeeding(held(course.source, self._device), self._device)
+            if resident
+            else open_feed(course.source, course.feed, on_gpu=on_gpu, device=self._device, extras=course.extras)
+        )
+        if course.feed.persistent or resident:
             self.close()
-            self._kept = _Kept(data, collate, size, course, feeding)
+            self._kept = _Kept(data, collate, size, course, feeding, wanted)
         return course, feeding
+
+    def _two_thirds_free(self) -> int:
+        return 2 * torch.cuda.mem_get_info(self._device)[0] // 3 if self._device.type == "cuda" else 0
+
+    def _scores(
+        self, course: Course, feeding: Feeding, metrics: Sequence[str] | Mapping[str, Any], plan: Plan
+    ) -> dict[str, float]:
+        objective, device = self._objective, self._device
+        context = precision_context(plan.numerics.precision, device)
+        totals, gathered = Totals(device), make_metrics(metrics, objective.loss)
+        if "loss" in gathered:
+            raise HotlapError("a metric called 'loss' hides the loss; give it another name")
+        outputs = self._outputs(plan)
+        for batch, samples in self._batches(course, feeding):
+            shared = outputs(batch) if gathered or objective.is_criterion else None
+            with context():
+                if objective.is_criterion and shared is not None:
+                    totals.add(objective.judge(*shared, samples))
+                else:
+                    totals.add(objective.piece(self._ready(batch, plan), samples))
+            if shared is not None:
+                for metric in gathered.values():
+                    metric.add(*shared, samples)
+        return {"loss": totals.mean(), **{name: metric.result() for name, metric in gathered.items()}}
+
+    def _predictions(self, course: Course, feeding: Feeding, plan: Plan) -> Any:
+        outputs = self._outputs(plan)
+        parts = [map_tensors(outputs(batch)[0], _on_host) for batch, _ in self._batches(course, feeding)]
+        columns = iter([torch.cat(column) for column in zip(*map(tensors_in, parts), strict=True)])
+        return map_tensors(parts[0], lambda _: next(columns))
+
+    def _batches(self, course: Course, feeding: Feeding) -> Iterator[tuple[Any, int]]:
+        """Batches on the device, and their samples."""
+        epoch = course.order.epoch(0)
+        indices = [epoch.pieces(window, None, tickets=feeding.tickets)[0] for window in range(len(epoch))]
+        for asked, piece in zip(indices, feeding.pieces(indices, 0), strict=True):
+            yield to_device(piece, self._device, non_blocking=True), len(asked)
+
+    def _ready(self, batch: Any, plan: Plan) -> Any:
+        batch = self._objective.ready(batch, training=False)
+        return batch if plan.numerics.layout == "as given" else self._layout.batch(batch)
+
+    def _outputs(self, plan: Plan) -> Callable[[Any], tuple[Any, Any]]:
+        """Outputs and targets of a batch, computed as the plan says."""
+        context = precision_context(plan.numerics.precision, self._device)
+
+        def eager(batch: Any) -> tuple[Any, Any]:
+            with context():
+                return self._objective.outputs(self._ready(batch, plan))
+
+        if plan.execution.mode != "captured":
+            return eager
+        if self._captured is None or self._captured[0] != plan:
+            modules = [m for m in (self._objective.model, self._objective.loss) if isinstance(m, torch.nn.Module)]
+            self._captured = (plan, CapturedOutputs(eager, modules, self._device))
+        return self._captured[1]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    # A copy in any case: what a replay gives out, the next one overwrites.
+    return tensor.detach().to("cpu", copy=True)
 
 
 @dataclass(frozen=True)
@@ -85,32 +178,10 @@ class _Kept:
     size: int
     course: Course
     feeding: Feeding
+    resident: bool
+    """Whether it was to be held on the device."""
 
-
-@torch.no_grad()
-def _pass(
-    objective: Objective,
-    course: Course,
-    feeding: Feeding,
-    metrics: Sequence[str] | Mapping[str, Any],
-    precision: str,
-    device: torch.device,
-) -> dict[str, float]:
-    context = precision_context(precision, device)
-    totals, gathered = Totals(device), make_metrics(metrics, objective.loss)
-    if "loss" in gathered:
-        raise HotlapError("a metric called 'loss' hides the loss; give it another name")
-    epoch = course.order.epoch(0)
-    indices = [epoch.pieces(window, None, tickets=feeding.tickets)[0] for window in range(len(epoch))]
-    for asked, batch in zip(indices, feeding.pieces(indices, 0), strict=True):
-        batch, samples = to_device(batch, device, non_blocking=True), len(asked)
-        with context():
-            shared = objective.outputs(batch) if gathered or objective.is_criterion else None
-            if objective.is_criterion and shared is not None:
-                totals.add(objective.judge(*shared, samples))
-            else:
-                totals.add(objective.piece(batch, samples))
-        if shared is not None:
-            for metric in gathered.values():
-                metric.add(*shared, samples)
-    return {"loss": totals.mean(), **{name: metric.result() for name, metric in gathered.items()}}
+    def is_for(self, data: Any, collate: Any, size: int, resident: bool) -> bool:
+        """Whether it is what an evaluation asks for."""
+        mine = (self.size, self.resident)
+        return self.data is data and self.collate is collate and mine == (size, resident)

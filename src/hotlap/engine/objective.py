@@ -37,10 +37,14 @@ class Objective:
         model: nn.Module,
         loss: Callable[..., Any],
         forward: Callable[[nn.Module, Batch], tuple[Any, Any]] | None = None,
+        *,
+        prepare: Callable[[Batch], Batch] | None = None,
+        augment: Callable[[Batch], Batch] | None = None,
     ) -> None:
         self.model = model
         self.loss = loss
         self.forward = forward
+        self._prepare, self._augment = prepare, augment
         self._criterion = isinstance(loss, nn.Module)
         self._sums = getattr(loss, "reduction", None) == "sum"
         # These average over weights or over targets not ignored, so that means of pieces do not add up.
@@ -50,6 +54,14 @@ class Objective:
         self._counts = False
         # torch's own losses take one tensor; what else a model may return, only its user knows.
         self._wants_tensor = type(loss).__module__.startswith("torch.nn")
+
+    def ready(self, batch: Batch, *, training: bool) -> Batch:
+        """A batch on the device as the model takes it: prepared, and augmented where it trains."""
+        if self._prepare is not None:
+            batch = self._prepare(batch)
+        if training and self._augment is not None:
+            batch = self._augment(batch)
+        return batch
 
     def outputs(self, batch: Batch) -> tuple[Any, Any]:
         """The model's output for a batch, and the target that belongs to it."""
@@ -99,8 +111,9 @@ class Objective:
     @property
     def ignored(self) -> int | None:
         """The class of targets that the loss leaves out, where it has one."""
-        # What a forward of the user's own makes of the data, nobody can tell from the data.
-        return self.loss.ignore_index if self._weighs_targets and self.forward is None else None  # type: ignore[attr-defined]
+        # What functions of the user's own make of the data, nobody can tell from the data.
+        as_given = self.forward is None and self._prepare is None and self._augment is None
+        return self.loss.ignore_index if self._weighs_targets and as_given else None  # type: ignore[attr-defined]
 
     @property
     def is_criterion(self) -> bool:
@@ -170,9 +183,18 @@ class Totals:
         self._device_count = torch.zeros((), dtype=torch.float64, device=device)
         self._count = 0
 
-    def add(self, scored: Scored) -> None:
-        """Add what a loss said."""
+    def add(self, scored: Scored, skipped: Tensor | None = None) -> None:
+        """Add what a loss said, unless `skipped` (a flag on the device) says that its update was left out."""
         value = scored.loss.detach()
+        if skipped is not None:
+            made = skipped == 0
+            # Not by a product: what was left out is most often not a number.
+            self._sum.add_((value * scored.factor).masked_fill(~made, 0.0))
+            if isinstance(scored.weight, Tensor):
+                self._device_count.add_(scored.weight * made)
+            else:
+                self._device_count.add_(made, alpha=scored.weight)
+            return
         if isinstance(scored.factor, Tensor):
             self._sum.add_(value * scored.factor)
         else:
@@ -181,6 +203,15 @@ class Totals:
             self._device_count.add_(scored.weight)
         else:
             self._count += scored.weight
+
+    @property
+    def host_count(self) -> int:
+        """What was counted on the host; a replayed capture adds it by `count`."""
+        return self._count
+
+    def count(self, weight: int) -> None:
+        """Count what was added on the device by a replay."""
+        self._count += weight
 
     def mean(self) -> float:
         """The mean over all that was added; NaN where that is nothing. Waits for the device."""

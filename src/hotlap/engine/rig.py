@@ -18,14 +18,19 @@ from hotlap.core.errors import JobError, PlanError, TrainingError, did_you_mean
 from hotlap.core.job import Job
 from hotlap.core.job_checks import metric_problems
 from hotlap.core.ledger import Entry, Ledger
-from hotlap.core.plan import PARTS, Plan
+from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Execution, Numerics, Plan
 from hotlap.data.batches import Batch, count_samples, cut
 from hotlap.data.course import Course, training_course
 from hotlap.data.feeds import why_not
+from hotlap.engine.capture import CapturedStep
 from hotlap.engine.evaluate import Evaluator
 from hotlap.engine.explain import explained
-from hotlap.engine.fused import Fusion, is_fused, why_not_fused
+from hotlap.engine.guards import Guards
+from hotlap.engine.layout import Layout, why_not_channels_last
 from hotlap.engine.objective import Objective, Totals
+from hotlap.engine.optimizers import Fusion, is_fused, why_not_captured, why_not_fused
+from hotlap.engine.precision import why_not_precision
+from hotlap.engine.rates import Rates, moves_rates_only
 from hotlap.engine.route import Place as Place
 from hotlap.engine.route import Route
 from hotlap.engine.schedules import make_schedule
@@ -45,8 +50,9 @@ class RigSnapshot:
 
     training: Snapshot
     totals: tuple[Tensor, Tensor, int]
+    guards: Any
     place: Place
-    counters: tuple[int, int, int]
+    counters: tuple[int, int]
 
 
 class Rig:
@@ -71,6 +77,8 @@ class Rig:
         loss: Callable[..., Any],
         *,
         forward: Callable[[nn.Module, Batch], tuple[Any, Any]] | None = None,
+        prepare: Callable[[Batch], Batch] | None = None,
+        augment: Callable[[Batch], Batch] | None = None,
         schedule: Any = None,
         schedule_per: str = "update",
         updates: int | None = None,
@@ -84,6 +92,8 @@ class Rig:
             optimizer=optimizer,
             loss=loss,
             forward=forward,
+            prepare=prepare,
+            augment=augment,
             schedule=None if isinstance(schedule, ReduceLROnPlateau) else schedule,
             schedule_per=schedule_per,
             clip=clip,
@@ -97,24 +107,25 @@ class Rig:
             model.train()
         self.optimizer = _made(optimizer, self.modules, self.device)
         self.schedule = make_schedule(schedule, self.optimizer, updates, schedule_per)
-        self.objective = Objective(self.model, self.loss, forward)
+        self.objective = Objective(self.model, self.loss, forward, prepare=prepare, augment=augment)
         self.totals = Totals(self.device)
         """Running loss since the last reset."""
         self.ledger = Ledger()
         self.steps = 0
         """Windows gone through, updated or skipped."""
-        self.updates = 0
-        """Real updates of the weights."""
         self.samples = 0
         """Samples seen."""
-        self._clip, self._skip_nonfinite = clip, skip_nonfinite
+        self._clip = clip
+        self.guards = Guards(self.optimizer, self.schedule, self.device, skip_nonfinite=skip_nonfinite)
         self._fusion = Fusion(self.optimizer)
+        self._layout = Layout(self.modules, self.optimizer)
         self._route: Route | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
-        self._evaluator = Evaluator(self.objective, self.device)
+        self._evaluator = Evaluator(self.objective, self.device, self._layout)
         self._follows_user = plan is None
         self.plan = Plan().but(optimizer="fused" if is_fused(self.optimizer) else "plain")
-        self._step = self._make_step()
+        self._steps: dict[tuple[Numerics, Execution], EagerStep | CapturedStep] = {}
+        self._step = self._made_step()
         self.ledger.record(Entry(step=0, what="start", outcome="chosen", plan=self.plan))
         if plan is not None:
             self.use(plan, why="given")
@@ -128,17 +139,35 @@ class Rig:
 
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
+        feed, numerics = plan.feed, plan.numerics
         if self._route is not None:
-            reason = why_not(self._route.course.source, plan.feed)
+            reason = why_not(self._route.course.source, feed, device=self.device)
+            if reason is None and feed.kind == "resident":
+                reason = self._route.why_not_resident(self._reserve())
             if reason:
                 return reason
-        if plan.execution.mode != "eager" or plan.feed.kind in ("stream", "resident"):
-            return "not built yet"
-        if plan.numerics.precision != "fp32":
-            reason = _why_not_precision(plan.numerics.precision, self.device)
+        if plan.execution.mode == "captured" and not self._on_gpu:
+            return f"execution.mode='captured' needs a GPU, and this is trained on {self.device.type}"
+        if plan.execution.mode == "captured" and self._takes_closure:
+            return f"{type(self.optimizer).__name__} calls the model by itself, so its step cannot be captured"
+        if numerics.precision != "fp32":
+            reason = why_not_precision(numerics.precision, self.device)
             if reason:
                 return reason
-        return why_not_fused(self.optimizer) if plan.numerics.optimizer == "fused" else None
+        if numerics.layout == "channels_last":
+            reason = why_not_channels_last(self.modules)
+            if reason:
+                return reason
+        return why_not_fused(self.optimizer) if numerics.optimizer == "fused" else None
+
+    @property
+    def _takes_closure(self) -> bool:
+        return isinstance(self.optimizer, torch.optim.LBFGS)
+
+    def _reserve(self) -> int:
+        """Bytes to leave free beside resident data: gradients and the optimizer's state, and a tenth for all else."""
+        weights = sum(p.numel() * p.element_size() for module in self.modules for p in module.parameters())
+        return 4 * weights + (torch.cuda.mem_get_info(self.device)[1] // 10 if self._on_gpu else 0)
 
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
         """Obey `plan` from the next step on, with the same weights, optimizer state and place in the data."""
@@ -149,21 +178,21 @@ class Rig:
         reason = self.supports(plan)
         if reason:
             raise PlanError(reason)
+        self.settle()
         changes = self.plan.changes(plan)
         parts = [part for part in PARTS if getattr(plan, part) != getattr(self.plan, part)]
         self.plan = plan
         # A part rests on those before it: from the first that differs on, all are built anew.
-        if self._route is not None and "feed" in parts:
+        if self._route is not None and ("feed" in parts or "layout" in changes):
             self._route.reopen()
-        elif self._route is not None and "memory" in parts:
+        elif self._route is not None and ("memory" in parts or "replay_steps" in changes):
             self._route.recut()
-        if "numerics" in parts:
-            self._fusion.set(plan.numerics.optimizer == "fused")
-        if parts != ["feed"]:
-            self._step = self._make_step()
+        if "numerics" in parts or "mode" in changes:
+            self.conform()
         what = ", ".join(f"{name} {before} → {after}" for name, (before, after) in changes.items())
         why = "; ".join(filter(None, (why, *self.cautions(plan))))
         self.ledger.record(Entry(step=self.steps, what=what, outcome=outcome, plan=plan, why=why))
+        self._step = self._made_step()
 
     def cautions(self, plan: Plan) -> list[str]:
         """What a plan changes in the training beyond rounding, a line each; it is the user's to want that."""
@@ -178,17 +207,65 @@ class Rig:
             found.append(f"the loss {name} is taken as a mean over samples; return (sum, count) where it is not")
         return found
 
-    def _make_step(self) -> EagerStep:
-        return EagerStep(
+    def _made_step(self) -> EagerStep | CapturedStep:
+        """The step of the plan in force. Those of other plans are kept with what they recorded."""
+        numerics, execution = self.plan.numerics, self.plan.execution
+        captured = execution.mode == "captured"
+        # The feed is part of no step, and how many steps a window holds is the window's own.
+        key = (numerics, dataclasses.replace(execution, replay_steps=1))
+        if key in self._steps:
+            return self._steps[key]
+        why_split = self._why_split() if captured else None
+        scale, on_device = self.guards.of(numerics.precision)
+        rates = None
+        if (captured and why_split is None) or (on_device and self.schedule.moves_per_update):
+            rates = Rates(
+                self.optimizer, self.schedule, self.device, updates=MOST_REPLAY_STEPS, counted=scale is not None
+            )
+        eager = EagerStep(
             self.objective,
             self.optimizer,
             self.schedule,
             self.totals,
             device=self.device,
-            precision=self.plan.numerics.precision,
+            numerics=numerics,
+            execution=execution,
+            layout=self._layout,
             clip=self._clip,
-            skip_nonfinite=self._skip_nonfinite,
+            scale=scale,
+            skips_on_device=on_device,
+            rates=rates,
         )
+        made = CapturedStep(eager, device=self.device, why_split=why_split, note=self._note) if captured else eager
+        self._steps[key] = made
+        return made
+
+    def _why_split(self) -> str | None:
+        """Why the optimizer's step stays outside a capture, or None where it can be recorded."""
+        if any(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups):
+            return "its learning rate is a tensor of the user's own"
+        if not moves_rates_only(self.schedule, self.optimizer):
+            return f"{type(self.schedule.scheduler).__name__} moves more than the learning rate"
+        return why_not_captured(self.optimizer)
+
+    def _note(self, why: str) -> None:
+        """Write down that the plan in force is obeyed in part only, and why."""
+        self.ledger.record(
+            Entry(step=self.steps, what="capture", outcome="fault", plan=self.plan, why=why),
+        )
+
+    def conform(self) -> None:
+        """Bring weights and optimizer state into the form that the plan asks for; also after they were put in anew."""
+        numerics = self.plan.numerics
+        self._fusion.set(numerics.optimizer == "fused", captured=self.plan.execution.mode == "captured")
+        self._layout.set(numerics.layout)
+
+    def settle(self) -> None:
+        """Let the host know what only the device knew: how far a schedule is where updates may be left out."""
+        for step in self._steps.values():
+            rates = step.rates
+            if rates is not None:
+                rates.settle()
 
     # --- data ------------------------------------------------------------------------------------
 
@@ -232,7 +309,7 @@ class Rig:
         if self._route is not None:
             self._route.leave()
         self._route, self._feed_given = (
-            Route(course, lambda: self.plan, on_gpu=self._on_gpu, ignored=self.objective.ignored),
+            Route(course, lambda: self.plan, device=self.device, ignored=self.objective.ignored),
             None,
         )
         if self._follows_user:
@@ -241,10 +318,18 @@ class Rig:
         if reason:
             raise PlanError(reason)
 
-    def windows(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Window]:
-        """Windows from the current place on, until so many epochs are behind or so many windows were given out."""
+    def windows(
+        self, *, epochs: int | None = None, steps: int | None = None, room: Callable[[], int] | None = None
+    ) -> Iterator[Window]:
+        """Windows from the current place on, until so many epochs are behind or so many updates were given out.
+
+        A window holds several updates where the plan replays as many at once: never more than `room` allows.
+        """
         assert self._route is not None, "attach data first"
-        return self._route.windows(epochs=epochs, steps=steps, epoch_ended=self.schedule.epoch_ended)
+        return self._route.windows(epochs=epochs, steps=steps, epoch_ended=self._epoch_ended, room=room)
+
+    def _epoch_ended(self) -> None:
+        self.schedule.epoch_ended()
 
     @property
     def place(self) -> Place:
@@ -274,20 +359,36 @@ class Rig:
     # --- steps -----------------------------------------------------------------------------------
 
     def step(self, batch: Window | Batch) -> Tensor:
-        """Make one update with a window from `feed`, or with a batch of your own; its loss, on the device."""
+        """Make an update with a window from `feed`, or with a batch of your own; its loss, on the device.
+
+        A window from `feed` holds as many updates as the plan replays at once; the loss is the last one's.
+        """
+        loss = self.advance(batch)
+        # What a replay leaves behind, the next one overwrites.
+        return loss.to(self._step.loss_dtype, copy=True) if isinstance(self._step, CapturedStep) else loss
+
+    def advance(self, batch: Window | Batch) -> Tensor:
+        """As `step`; the loss may be overwritten by the next one."""
         window = batch if isinstance(batch, Window) else self._window_of(batch)
         try:
-            loss, updated = self._step(window)
+            loss = self._step(window)
         except (RuntimeError, ValueError) as error:
             hint = explained(error, window, self.model)
             if hint is None:
                 raise
             raise TrainingError(hint) from error
-        self.steps += 1
-        self.updates += updated
-        sizes = window.sizes
-        self.samples += sizes[0] if len(sizes) == 1 else sum(sizes)
+        self.steps += window.updates
+        self.samples += window.samples
         return loss
+
+    @property
+    def updates(self) -> int:
+        """Real updates of the weights; where the device decides which are made, waits for it."""
+        return self.steps - self.skipped
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        self.guards.set_skipped(self.steps - updates)
 
     def _window_of(self, batch: Batch) -> Window:
         micro = self.plan.memory.micro_batch
@@ -299,7 +400,7 @@ class Rig:
     @property
     def skipped(self) -> int:
         """Steps whose update was left out, since their gradients were not finite."""
-        return self.steps - self.updates
+        return self.guards.skipped
 
     def evaluate(
         self,
@@ -313,43 +414,47 @@ class Rig:
         wrong = [*data_problems("data", data), *metric_problems(metrics)]
         if wrong:
             raise JobError(wrong)
-        micro = self.plan.memory.micro_batch or (self._route.course.batch_size if self._route is not None else 16)
-        return self._evaluator(
-            data,
-            metrics,
-            batch_size=batch_size or EVAL_BATCHES * micro,
-            collate=collate,
-            precision=self.plan.numerics.precision,
-        )
+        size = batch_size or self._evaluation_batch
+        return self._evaluator(data, metrics, batch_size=size, collate=collate, plan=self.plan)
+
+    def predict(self, data: Any, *, batch_size: int | None = None, collate: Any = None) -> Any:
+        """The model's outputs for all of `data`, in its order, on the host; mode, randomness and training stay.
+
+        `data` is given as for training, targets too; they are not looked at.
+        """
+        wrong = data_problems("data", data)
+        if wrong:
+            raise JobError(wrong)
+        size = batch_size or self._evaluation_batch
+        return self._evaluator.outputs(data, batch_size=size, collate=collate, plan=self.plan)
+
+    @property
+    def _evaluation_batch(self) -> int:
+        course = self._route.course if self._route is not None else None
+        return EVAL_BATCHES * (self.plan.memory.micro_batch or (course.batch_size if course is not None else 16))
 
     # --- state -----------------------------------------------------------------------------------
 
     def snapshot(self) -> RigSnapshot:
         """The whole state of the training, in memory."""
+        self.settle()
         return RigSnapshot(
             training=Snapshot(self.modules, self.optimizer, self.schedule.scheduler, self.device),
             totals=self.totals.saved(),
+            guards=self.guards.saved(),
             place=self.place,
-            counters=(self.steps, self.updates, self.samples),
+            counters=(self.steps, self.samples),
         )
 
     def restore(self, snapshot: RigSnapshot) -> None:
         """Go back to a snapshot without a trace; the plan stays the one in force."""
+        self.settle()
         snapshot.training.restore()
-        self._fusion.set(self.plan.numerics.optimizer == "fused")
+        self.conform()
         self.totals.put_back(snapshot.totals)
+        self.guards.put_back(snapshot.guards)
         self.place = snapshot.place
-        self.steps, self.updates, self.samples = snapshot.counters
-
-
-def _why_not_precision(precision: str, device: torch.device) -> str | None:
-    fact = machine.dtype_support(device)[precision]
-    if fact == machine.Support.HARDWARE:
-        return None
-    # A CPU without instructions for it still trains in bf16, slowly; on a GPU that is never wanted.
-    if fact == machine.Support.EMULATED and device.type == "cpu" and machine.detect().pretended is None:
-        return None
-    return f"{precision} is {fact} on this {device.type}"
+        self.steps, self.samples = snapshot.counters
 
 
 def _check(**settings: Any) -> None:

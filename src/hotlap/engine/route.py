@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 
+import torch
 from torch import Tensor
 
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Plan
+from hotlap.data.batches import Batch
+from hotlap.data.columns import Columns
 from hotlap.data.course import Course
 from hotlap.data.feeds import Feeding, open_feed
+from hotlap.data.holding import held, why_not_held
 from hotlap.data.order import Epoch
+from hotlap.data.resident import ResidentFeeding, packed
 from hotlap.engine.step import Window
 
 
@@ -33,12 +38,16 @@ class Route:
     The plan may change between any two windows: the next one is then brought the new way, from the same place.
     """
 
-    def __init__(self, course: Course, plan: Callable[[], Plan], *, on_gpu: bool, ignored: int | None = None) -> None:
+    def __init__(
+        self, course: Course, plan: Callable[[], Plan], *, device: torch.device, ignored: int | None = None
+    ) -> None:
         self.course = course
         self.place = Place()
         self.epoch_windows = 0
         """Windows in the current epoch."""
-        self._plan, self._on_gpu = plan, on_gpu
+        self._plan, self._device = plan, device
+        self._held: Columns | None = None
+        self._held_as = ""
         self._all_count = ignored is not None and course.source.never_holds(ignored)
         self._feeding: Feeding | None = None
         self._version = 0
@@ -55,18 +64,38 @@ class Route:
         """Cut the next window anew, by the same feed."""
         self._version += 1
 
+    def why_not_resident(self, reserve_bytes: int) -> str | None:
+        """Why the data cannot be held on the device beside so many bytes, or None where it can."""
+        if self._held is not None:
+            return None
+        return why_not_held(self.course.source, self._device, reserve_bytes=reserve_bytes)
+
     def leave(self) -> None:
         """Give the route up for another one."""
         self._left = True
+        self._held = None
         self.reopen()
 
-    def windows(self, *, epochs: int | None, steps: int | None, epoch_ended: Callable[[], None]) -> Iterator[Window]:
-        """Windows from the current place on, until so many epochs are behind or so many windows were given out."""
+    def windows(
+        self,
+        *,
+        epochs: int | None,
+        steps: int | None,
+        epoch_ended: Callable[[], None],
+        room: Callable[[], int] | None = None,
+    ) -> Iterator[Window]:
+        """Windows from the current place on, until so many epochs are behind or so many windows were given out.
+
+        Where the plan replays several updates at once, a window holds as many, but never more than `room` says
+        may be made before somebody has to look.
+        """
         try:
             while epochs is None or self.place.epoch < epochs:
                 number = self.place.epoch
                 epoch = self.course.order.epoch(number)
                 self.epoch_windows = len(epoch)
+                if epochs is None or number + 1 < epochs:
+                    self.course.order.draw_ahead(number + 1)
                 version, expected = -1, self.place
                 stream: Iterator[Window] = iter(())
                 while self.place.epoch == number and self.place.window < len(epoch):
@@ -74,10 +103,11 @@ class Route:
                         return
                     # A changed plan, or a place that was put back, begins a new stream.
                     if version != self._version or self.place != expected:
-                        stream, version = self._stream(epoch, number), self._version
+                        stream, version = self._stream(epoch, number, steps, room), self._version
                     window = next(stream)
+                    made = window.updates
                     # The place moves before the step, so that between two steps it names the window to come.
-                    expected = self.place = Place(number, self.place.window + 1, self.place.served + 1)
+                    expected = self.place = Place(number, self.place.window + made, self.place.served + made)
                     yield window
                     if self._left:
                         raise TrainingError("another feed was opened; a rig feeds from one at a time, so use two rigs")
@@ -90,16 +120,18 @@ class Route:
             if not self._plan().feed.persistent:
                 self.reopen()
 
-    def _stream(self, epoch: Epoch, number: int) -> Iterator[Window]:
+    def _stream(self, epoch: Epoch, number: int, steps: int | None, room: Callable[[], int] | None) -> Iterator[Window]:
         """The epoch's windows from the current place on, under the plan in force."""
-        course, plan = self.course, self._plan()
+        _course, plan = self.course, self._plan()
         if self._feeding is None:
-            self._feeding = open_feed(
-                course.source, plan.feed, seed=course.seed, on_gpu=self._on_gpu, extras=course.extras
-            )
+            self._feeding = self._opened(plan)
         feeding = self._feeding
+        micro = plan.memory.micro_batch
+        if isinstance(feeding, ResidentFeeding):
+            yield from self._held_windows(feeding, epoch, plan, steps, room)
+            return
         sizes: deque[list[int]] = deque()
-        first, micro = self.place.window, plan.memory.micro_batch
+        first = self.place.window
 
         def asked() -> Iterator[Tensor]:
             for window in range(first, len(epoch)):
@@ -112,3 +144,43 @@ class Route:
         for piece in pieces:
             here = sizes.popleft()
             yield Window([piece, *islice(pieces, len(here) - 1)], here, self._all_count)
+
+    def _opened(self, plan: Plan) -> Feeding:
+        course = self.course
+        if plan.feed.kind == "resident":
+            layout = plan.numerics.layout
+            if self._held is None or self._held_as != layout:
+                self._held = None  # let go of before it is held the other way round
+                columns = held(course.source, self._device)
+                self._held = packed(columns, images_last=layout == "channels_last")
+                self._held_as = layout
+            return ResidentFeeding(self._held, self._device)
+        on_gpu = self._device.type == "cuda"
+        return open_feed(
+            course.source, plan.feed, seed=course.seed, on_gpu=on_gpu, device=self._device, extras=course.extras
+        )
+
+    def _held_windows(
+        self,
+        feeding: ResidentFeeding,
+        epoch: Epoch,
+        plan: Plan,
+        steps: int | None,
+        room: Callable[[], int] | None,
+    ) -> Iterator[Window]:
+        """Windows whose samples are on the device: they name rows, and gathering them is part of the step."""
+        feeding.begin(epoch.indices)
+        micro, together = plan.memory.micro_batch, plan.execution.replay_steps
+        window = self.place.window
+        while window < len(epoch):
+            updates = together
+            if together > 1:
+                free = min(
+                    together if steps is None else steps - self.place.served, together if room is None else room()
+                )
+                if free < together or not epoch.are_alike(window, together, micro):
+                    updates = 1
+            bounds = epoch.bounds(window, micro)
+            pieces: list[Batch] = [feeding.rows(a, b - a) for a, b in pairwise(bounds)]
+            yield Window(pieces, [b - a for a, b in pairwise(bounds)], self._all_count, updates)
+            window += updates

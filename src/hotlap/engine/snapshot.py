@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotlap.data.order import HostRandomness
+from hotlap.engine.layout import laid_out_as
 
 
 class Randomness:
@@ -62,7 +63,8 @@ class Snapshot:
                     _put_back(tensor, self._tensors[name])
         for (parameter, flag), (_, grad) in zip(self._flags, self._grads, strict=True):
             parameter.requires_grad_(flag)
-            parameter.grad = None if grad is None else grad.clone()
+            # In the layout that the parameter has now, which may be another than it had then.
+            parameter.grad = None if grad is None else laid_out_as(parameter, grad.clone())
         self._modes.restore()
         self._restore_optimizer()
         if self._schedule is not None:
@@ -80,10 +82,13 @@ class Snapshot:
                 del current[name]
             for name, value in saved.items():
                 now = current.get(name)
-                if isinstance(now, Tensor) and isinstance(value, Tensor) and now.device == value.device:
+                # A step count may lie on the host in one plan and on the device in the other: it stays where it is.
+                if isinstance(now, Tensor) and isinstance(value, Tensor):
                     _put_back(now, value)
                 else:
-                    current[name] = _copied(value)
+                    fresh = _copied(value)
+                    both = isinstance(fresh, Tensor) and isinstance(key, Tensor)
+                    current[name] = laid_out_as(key, fresh) if both else fresh
 
     def _restore_groups(self) -> None:
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from hotlap.core.plan import Execution, Numerics
 from hotlap.data.batches import Batch, to_device
+from hotlap.data.resident import Rows, gathered
+from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Scored, Totals
+from hotlap.engine.precision import Switches, precision_context
+from hotlap.engine.rates import Rates
+from hotlap.engine.scaling import LossScale, skipping
 from hotlap.engine.schedules import Schedule
 
 
@@ -25,22 +29,29 @@ class Window:
     sizes: list[int]
     all_count: bool = False
     """Whether it is known that the loss ignores none of its targets."""
+    updates: int = 1
+    """How many updates it stands for: the pieces of the others follow in the order, cut the same way."""
 
     @property
     def samples(self) -> int:
-        """Samples in all pieces together."""
-        return sum(self.sizes)
+        """Samples in all pieces of all updates together."""
+        return sum(self.sizes) * self.updates
 
+    def update(self, number: int) -> Window:
+        """One of its updates."""
+        if self.updates == 1:
+            return self
+        by = number * sum(self.sizes)
+        return Window([piece.shifted(by) for piece in self.pieces], self.sizes, self.all_count)
 
-def precision_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What forward passes run inside, made anew for each."""
-    if precision == "bf16":
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext
+    @property
+    def is_held(self) -> bool:
+        """Whether its samples are on the device, still to be gathered."""
+        return isinstance(self.pieces[0], Rows)
 
 
 class EagerStep:
-    """Runs an update operation by operation."""
+    """Runs updates operation by operation. `gradients` and `finish` are what a capture records."""
 
     def __init__(
         self,
@@ -50,61 +61,111 @@ class EagerStep:
         totals: Totals,
         *,
         device: torch.device,
-        precision: str,
-        clip: float | None,
-        skip_nonfinite: bool,
+        numerics: Numerics,
+        execution: Execution,
+        layout: Layout,
+        clip: float | None = None,
+        scale: LossScale | None = None,
+        skips_on_device: bool = False,
+        rates: Rates | None = None,
     ) -> None:
         self._objective = objective
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._totals = totals
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.totals = totals
+        self.rates = rates
         self._device = device
         self._moves = device.type != "cpu"
-        self._context = precision_context(precision, device)
+        self._context = precision_context(numerics.precision, device)
+        self.switches = Switches(numerics, execution, device)
+        self._layout = layout if numerics.layout != "as given" else None
         self._clip = clip
-        self._skip_nonfinite = skip_nonfinite
-        self._modules = [m for m in (objective.model, objective.loss) if isinstance(m, nn.Module)]
+        self._scale, self._skips_on_device = scale, skips_on_device
+        self._scaled = scale is not None and numerics.precision == "fp16"
+        self.modules = [m for m in (objective.model, objective.loss) if isinstance(m, nn.Module)]
         self._held = -1
         self._all: list[Tensor] = []
         self._strangers: list[Tensor] = []
 
-    def __call__(self, window: Window) -> tuple[Tensor, bool]:
-        """Make one update; the window's loss, and whether the weights were really updated."""
-        self._optimizer.zero_grad(set_to_none=True)
-        self._parameters()
+    @property
+    def waits(self) -> bool:
+        """Whether an update that may be left out is decided by the host, which waits for the device."""
+        return self._scale is not None and not self._skips_on_device
+
+    def __call__(self, window: Window) -> Tensor:
+        """Make the window's updates; the loss of the last."""
+        for number in range(window.updates):
+            loss = self.one(window.update(number))
+        return loss
+
+    def one(self, window: Window) -> Tensor:
+        """Make one update; its loss."""
+        if self.rates is not None:
+            self.rates.write(1)
+        with self.switches if self.switches else nullcontext():
+            loss, scores = self.gradients(window.pieces, window.sizes, window.all_count)
+            with self.rates.given(0) if self.rates is not None else nullcontext():
+                updated = self.finish(scores)
+        if updated and self.rates is None and self.schedule.moves_per_update:
+            self.schedule.move()
+        return loss
+
+    def gradients(self, pieces: list[Batch], sizes: list[int], all_count: bool) -> tuple[Tensor, list[Scored]]:
+        """The gradients of one update, clipped; the loss, and what has to be added to the running one."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.parameters()
         for parameter in self._strangers:
             parameter.grad = None
-        if len(window.pieces) == 1:
-            loss, scores = self._whole(window)
+        if len(pieces) == 1:
+            loss, scores = self._whole(pieces[0], sizes[0], all_count)
         else:
-            loss, scores = self._in_pieces(window)
-        updated = self._update()
+            loss, scores = self._in_pieces(pieces, sizes)
+        self._tame()
+        return loss, scores
+
+    def finish(self, scores: list[Scored]) -> bool:
+        """Update the weights and the running loss. False where the host left the update out."""
+        found = self._scale.found_inf if self._scale is not None else None
+        updated = True
+        if found is None:
+            self.optimizer.step()
+        elif self._skips_on_device:
+            with skipping(self.optimizer, found):
+                self.optimizer.step()
+        elif bool(found):  # the only wait of a step, and only where the optimizer cannot leave an update out itself
+            self.optimizer.zero_grad(set_to_none=True)
+            updated = False
+        else:
+            self.optimizer.step()
+        if self._scale is not None:
+            self._scale.update()
+            if self.rates is not None:
+                self.rates.made(found)
         if updated:
             # A window that was left out does not count in the running loss either.
             for scored in scores:
-                self._totals.add(scored)
-            if self._schedule.moves_per_update:
-                self._schedule.move()
-        return loss, updated
+                self.totals.add(scored, found if self._skips_on_device else None)
+        return updated
 
-    def _whole(self, window: Window) -> tuple[Tensor, list[Scored]]:
+    def _whole(self, piece: Batch, samples: int, all_count: bool) -> tuple[Tensor, list[Scored]]:
         with self._context():
-            batch = self._here(window.pieces[0])
-            scored = self._objective.whole(batch, window.sizes[0], all_count=window.all_count)
-        torch.autograd.backward(scored.loss)
-        return scored.loss.detach(), [scored]
+            scored = self._objective.whole(self._here(piece), samples, all_count=all_count)
+        self._backward(scored.loss)
+        # Whoever keeps the loss must not keep the graph behind it: its nodes belong to this step's stream.
+        loss = scored.loss.detach()
+        return loss, [scored._replace(loss=loss)]
 
-    def _in_pieces(self, window: Window) -> tuple[Tensor, list[Scored]]:
+    def _in_pieces(self, pieces: list[Batch], sizes: list[int]) -> tuple[Tensor, list[Scored]]:
         """Gradients of the whole window: means weighted by samples; counted sums divided once at the end."""
-        everything = window.samples
+        everything = sum(sizes)
         total: Tensor | float = 0.0
         count: Tensor | float = 0
         scores = []
-        for batch, samples in zip(window.pieces, window.sizes, strict=True):
+        for batch, samples in zip(pieces, sizes, strict=True):
             with self._context():
                 scored = self._objective.piece(self._here(batch), samples)
             adds_up = scored.counted or self._objective.sums
-            torch.autograd.backward(scored.loss if adds_up else scored.loss * (samples / everything))
+            self._backward(scored.loss if adds_up else scored.loss * (samples / everything))
             scores.append(scored._replace(loss=scored.loss.detach()))
             total = total + scores[-1].loss * scored.factor
             count = count + scored.weight
@@ -112,34 +173,40 @@ class EagerStep:
             self._divide_gradients(count)
         return torch.as_tensor(total if self._objective.sums else total / count), scores
 
+    def _backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(self._scale.scaled(loss) if self._scaled and self._scale is not None else loss)
+
     def _divide_gradients(self, count: Tensor | float) -> None:
         grads = self._gradients()
         if isinstance(count, Tensor):
             count = count.to(grads[0].device, torch.promote_types(grads[0].dtype, torch.float32))
         torch._foreach_div_(grads, count)
 
-    def _update(self) -> bool:
+    def _tame(self) -> None:
+        """Unscale, then clip, then see whether all is finite."""
+        if self._scaled and self._scale is not None:
+            self._scale.unscale_(self._gradients())
         if self._clip is not None:
-            norm = clip_grad_norm_(self._parameters(), self._clip)
-        elif self._skip_nonfinite:
+            norm = clip_grad_norm_(self.parameters(), self._clip)
+        elif self._scale is not None and not self._scaled:
             norm = get_total_norm(self._gradients())
-        # The only wait of a step, and only where the user asked for it.
-        if self._skip_nonfinite and not torch.isfinite(norm):
-            self._optimizer.zero_grad(set_to_none=True)
-            return False
-        self._optimizer.step()
-        return True
+        if self._scale is not None and not self._scaled:
+            self._scale.look_at(norm)
 
     def _here(self, batch: Batch) -> Batch:
-        return to_device(batch, self._device, non_blocking=True) if self._moves else batch
+        batch = gathered(batch)
+        if self._moves:
+            batch = to_device(batch, self._device, non_blocking=True)
+        batch = self._objective.ready(batch, training=True)
+        return batch if self._layout is None else self._layout.batch(batch)
 
-    def _parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
         """All that may have a gradient: the optimizer's parameters, the model's and the loss's."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         held = len(groups[0]["params"]) if len(groups) == 1 else sum(len(group["params"]) for group in groups)
         if held != self._held:
-            mine = [p for group in self._optimizer.param_groups for p in group["params"]]
-            every = [p for module in self._modules for p in module.parameters()]
+            mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+            every = [p for module in self.modules for p in module.parameters()]
             # By identity: tensors compare by value.
             self._all = list({id(p): p for p in (*every, *mine)}.values())
             known = {id(p) for p in mine}
@@ -149,4 +216,4 @@ class EagerStep:
         return self._all
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters() if p.grad is not None]
+        return [p.grad for p in self.parameters() if p.grad is not None]

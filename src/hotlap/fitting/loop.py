@@ -29,8 +29,21 @@ from hotlap.fitting.best import Best, trained_tensors
 from hotlap.fitting.forged import counts, records, unfit_checkpoint
 from hotlap.fitting.kept import KeptModel
 from hotlap.fitting.pace import Pace
+from hotlap.fitting.record import (
+    FILE,
+    LOSS,
+    Ended,
+    Record,
+    first_key,
+    kept_tensors,
+    modules_of,
+    read_end,
+    read_record,
+    weights_key,
+    write_record,
+)
 from hotlap.fitting.run import Run
-from hotlap.fitting.started import asked_by_command, resume_words, start_record
+from hotlap.fitting.started import asked_by_command, note_gone_on, resume_words, start_record
 from hotlap.fitting.views import View, open_view
 from hotlap.fitting.words import banner, told
 from hotlap.guard.identity import differences, identity
@@ -40,7 +53,8 @@ from hotlap.guard.state import export_state, import_state
 from hotlap.store.checkpoints import KEPT, Checkpoints
 from hotlap.store.lock import RunLock
 from hotlap.store.plans import load_plan
-from hotlap.store.run_folder import RunFolder
+from hotlap.store.run_folder import RunFolder, finite
+from hotlap.store.weights import load_weights_into, unwrapped
 
 
 def fit(
@@ -61,9 +75,12 @@ def fit(
     `plan` is a Plan, a plan file, or a dict of choices to change in the plan that the job itself describes,
     such as {"precision": "bf16"}; without one the training runs as the job describes it. `out` must be a
     new or empty folder; without it one is made under `runs/`. `resume` names the folder of a run to go on
-    with: it ends as if it had never been interrupted. A training with other code, data or settings is refused
-    there, with the differences, unless `allow_changes`. `save_every` is a number of updates between
-    checkpoints; without it they come as often as 2 % of the time allows; 0 keeps none.
+    with: it ends as if it had never been interrupted. One that has no checkpoint yet begins again at step 0, and
+    says so; one that has ended is not trained again, unless more is asked for. A training with other code, data
+    or settings, or at step 0 with other first weights, is refused there, with the differences, unless
+    `allow_changes`. `save_every` is a number of updates between checkpoints, one before the first step and one
+    at the end included; without it they come as often as 2 % of the time allows, which in a short run may be
+    never; 0 keeps none.
 
     With `reuse`, a model that was trained before on the same data, code, settings, plan and first weights is
     loaded from the cache instead of trained again, and one that was not is kept there.
@@ -94,7 +111,10 @@ def fit(
         training = _Training(job, course, plan, device, view, save_every)
         kept = KeptModel(training.identity, job, training.rig) if reuse else None
         if resume is not None:
-            training.go_on(resume, allow_changes=allow_changes, keep_plan=plan is not None)
+            ended = training.go_on(resume, allow_changes=allow_changes, keep_plan=plan is not None)
+            note_gone_on(resume)
+            if ended is not None:
+                return ended
         else:
             training.begin(out, start_record(_calls, started_by))
             if kept is not None and (found := kept.load()) is not None:
@@ -162,6 +182,7 @@ class _Training:
         self._problems: list[str] = []
         self._lock: RunLock | None = None
         self._from_checkpoint: str | None = None
+        self._first: str | None = None
 
     # --- beginning and going on --------------------------------------------------------------------
 
@@ -170,11 +191,18 @@ class _Training:
         self._take(RunFolder.create(out, type(self._job.model).__name__))
         self._folder.write_started(started)
         self._folder.write_environment({**machine.environment(), "job": self.identity["settings"]})
-        self._folder.write_plan(self.rig.plan)
-        self._folder.write_ledger(self.rig.ledger)
-        self._say_banner()
+        self._begin_at_step_0(first_key(self.rig))
+
+    def _begin_at_step_0(self, first: str | None) -> None:
+        """Write down what this training begins with, which is all that a kill before the first checkpoint needs."""
         if self._save_every != 0:
             self._folder.check_room(self._checkpoint_bytes() * (KEPT + 1))
+        self._first = first
+        write_record(self._folder, Record(facts=self._facts(), first=first))
+        self._folder.write_ledger(self.rig.ledger)
+        self._folder.write_plan(self.rig.plan)  # the last one: with it the folder is a run's
+        self._say_banner()
+        if self._save_every:
             self._save()
 
     def _checkpoint_bytes(self) -> int:
@@ -184,19 +212,61 @@ class _Training:
         states = 2 if "betas" in defaults else 1 if defaults.get("momentum") else 0
         return weights * (1 + states + (self._job.patience is not None))
 
-    def go_on(self, resume: str | Path, *, allow_changes: bool, keep_plan: bool) -> None:
-        """Go on where a run was left: from its newest checkpoint that is whole."""
+    def go_on(self, resume: str | Path, *, allow_changes: bool, keep_plan: bool) -> Run | None:
+        """Go on where a run was left: from its newest checkpoint that is whole, or from step 0 if it never had one.
+
+        What it came to, where it had ended and no more is asked for; then nothing is trained.
+        """
         self._take(RunFolder.open(resume))
         self._checkpoints.tidy()
+        try:
+            record = read_record(self._folder)
+        except StoreError:
+            record = None  # of an earlier hotlap, or damaged: with a checkpoint one can do without
+        if record is not None and record.ended is not None and record.ended.is_all(self._total, self._job.patience):
+            changed = differences(record.facts.get("identity", {}), finite(self.identity))
+            self._refuse(changed, allow_changes)
+            ended = self._as_it_ended(record.ended, changed)
+            if ended is not None:
+                return ended
+        if record is not None and self._checkpoints.none_yet():
+            self._begin_again(record, allow_changes=allow_changes, keep_plan=keep_plan)
+        else:
+            self._go_on_from_checkpoint(record, allow_changes=allow_changes, keep_plan=keep_plan)
+        return None
+
+    def _refuse(self, changed: list[str], allow_changes: bool) -> None:
+        if changed and not allow_changes:
+            raise StoreError(
+                listed(f"{self._folder.path} was another training in", "point", changed)
+                + "; resume it as it was, or allow the changes (allow_changes=True, --allow-changes)"
+            )
+
+    def _begin_again(self, record: Record, *, allow_changes: bool, keep_plan: bool) -> None:
+        """Begin at step 0 in the folder of a run that was killed before its first checkpoint was whole."""
+        rig, first = self.rig, first_key(self.rig)
+        changed = differences(record.facts.get("identity", {}), finite(self.identity))
+        if first is None or first != record.first:
+            changed.append(
+                f"the model's first weights are not those that {self._folder.path} began with, and it has no "
+                "checkpoint yet: seed before the model is made (torch.manual_seed), or start anew in another folder"
+            )
+        self._refuse(changed, allow_changes)
+        if not keep_plan:
+            with unfit_checkpoint(FILE):
+                rig.use(Plan.from_dict(record.facts["plan"]))
+        why = "; ".join(["no checkpoint had been completed", *changed])
+        rig.ledger.record(Entry(step=0, what="begun again at step 0", outcome="chosen", plan=rig.plan, why=why))
+        self._folder.write_metrics([])
+        self._begin_at_step_0(first)
+        self._tell(f"no checkpoint of {self._folder.path} had been completed: begun again at step 0")
+
+    def _go_on_from_checkpoint(self, record: Record | None, *, allow_changes: bool, keep_plan: bool) -> None:
         checkpoint, damaged = self._checkpoints.newest_good()
         for line in damaged:
             self._tell(line)
         changed = differences(checkpoint.facts.get("identity", {}), self.identity)
-        if changed and not allow_changes:
-            raise StoreError(
-                listed(f"{resume} was another training in", "point", changed)
-                + "; resume it as it was, or allow the changes (allow_changes=True, --allow-changes)"
-            )
+        self._refuse(changed, allow_changes)
         rig = self.rig
         if not keep_plan:
             with unfit_checkpoint(checkpoint.path.name):
@@ -214,17 +284,48 @@ class _Training:
         rig.ledger.record(
             Entry(step=rig.steps, what=f"resumed at step {rig.steps}", outcome="chosen", plan=rig.plan, why=why)
         )
+        if record is not None:
+            self._first = record.first
+            if record.ended is not None:  # from here on it has not
+                write_record(self._folder, dataclasses.replace(record, ended=None))
         # Lines of steps that were lost with the crash are taken back: those steps come again.
         self._folder.write_metrics(self._history)
         self._folder.write_ledger(rig.ledger)
         self._say_banner()
         self._tell(f"resumed at step {rig.steps:,}, epoch {rig.place.epoch + 1}")
 
+    def _as_it_ended(self, ended: Ended, changed: list[str]) -> Run | None:
+        """A run that had ended, its weights put back; None, and said why, where they are not as they were written."""
+        folder, rig = self._folder, self.rig
+        try:
+            weights, history = read_end(folder, ended)
+            plan, ledger = folder.read_plan(), folder.read_ledger()
+        except StoreError as error:
+            self._tell(f"{folder.path} had ended, but {error}; it is trained again from where it can be")
+            return None
+        for file, module in modules_of(rig).items():
+            load_weights_into(unwrapped(module), weights.get(file, {}))
+        self._modes.restore()
+        self._history, rig.ledger = history, ledger  # the plan is only told: nothing is run under it
+        rig.steps, rig.updates, rig.samples = ended.steps, ended.updates, ended.samples
+        what, why = f"resumed at step {rig.steps}", "; ".join(["it had ended", *changed])
+        rig.ledger.record(Entry(step=rig.steps, what=what, outcome="chosen", plan=plan, why=why))
+        folder.write_ledger(rig.ledger)
+        self._tell(f"{folder.path} had ended {ended.stopped}: nothing is left to train; ask for more to go on")
+        best = next(one for one in history if one["step"] == ended.best_step)
+        return self._result(ended.stopped, plan, best, train_s=ended.train_s, total_s=ended.total_s)
+
     def _take(self, folder: RunFolder) -> None:
         self._folder = folder
         self._lock = RunLock(folder.path)
         self._checkpoints = Checkpoints(folder.path / "checkpoints")
-        self._saver = Saver(self._checkpoints, self._save_every, self._tell_problem)
+        self._saver = Saver(
+            self._checkpoints,
+            self._save_every,
+            self._tell_problem,
+            before_s=time.perf_counter() - self._start_s,
+            size=self._checkpoint_bytes(),
+        )
 
     def _say_banner(self) -> None:
         for line in banner(self._job, self.rig, self._course, self._total, self._folder.path):
@@ -250,9 +351,13 @@ class _Training:
         try:
             with StopRequest() as stop:
                 stopped = self._steps(stop)
-                if self._save_every != 0:
+                asked = stop.signal is not None
+                saved = self._save_every != 0 and (asked or self._saver.due_at_end(self.rig.steps))
+                if saved:
                     self._save(wait=True)
             if stop.signal is not None:
+                if self._save_every != 0 and not saved:  # it came while that was decided
+                    self._save(wait=True)
                 self._tell(f"stopped by {stop.signal.name}; go on with: {resume_words(self._folder)}")
                 stop.obey()
         finally:
@@ -316,8 +421,10 @@ class _Training:
             "elapsed_s": self._elapsed(now),
             "train_s": self._trained(now),
         }
-        facts = {"identity": self.identity, "plan": rig.plan.to_dict(), "versions": self._versions}
-        self._saver.save(rig.steps, lambda: export_state(rig, loop), facts, wait=wait)
+        self._saver.save(rig.steps, lambda: export_state(rig, loop), self._facts(), wait=wait)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"identity": self.identity, "plan": self.rig.plan.to_dict(), "versions": self._versions}
 
     def _elapsed(self, now: float) -> float:
         return self._before_s + now - self._start_s
@@ -405,27 +512,47 @@ class _Training:
         rig, ended_s = self.rig, time.perf_counter()
         self._best.restore_weights()
         self._modes.restore()
+        best = best or self._best.record or self._history[-1]
+        train_s = self._trained(ended_s)
         try:
             self._folder.write_plan(rig.plan)
             self._folder.write_ledger(rig.ledger)
             self._folder.write_model(rig.model)
-            if any(True for _ in rig.modules[-1].parameters()) and rig.modules[-1] is not rig.model:
-                self._folder.write_loss(rig.modules[-1])
+            modules = modules_of(rig)
+            if LOSS in modules:
+                self._folder.write_loss(modules[LOSS])
+            ended = Ended(
+                stopped=stopped,
+                asked=self._total,
+                patience=self._job.patience if self._best.is_long_ago() else None,
+                steps=rig.steps,
+                updates=rig.updates,
+                samples=rig.samples,
+                train_s=train_s,
+                total_s=self._elapsed(time.perf_counter()),
+                best_step=best["step"],
+                weights={file: weights_key(kept_tensors(module)) for file, module in modules.items()},
+            )
+            write_record(self._folder, Record(facts=self._facts(), first=self._first, ended=ended))
             self._folder.write_artefacts()
         except StoreError as error:
             # The model is in memory: whoever called can still save it elsewhere.
             self._tell_problem(f"{error}; the trained model is in the Run that fit returns")
+        return self._result(stopped, rig.plan, best, train_s=train_s, total_s=self._elapsed(time.perf_counter()))
+
+    def _result(self, stopped: str, plan: Plan, best: dict[str, Any], *, train_s: float, total_s: float) -> Run:
+        rig = self.rig
         return Run(
             model=rig.model,
-            plan=rig.plan,
+            plan=plan,
             ledger=rig.ledger,
             history=self._history,
-            best=best or self._best.record or self._history[-1],
+            best=best,
             steps=rig.steps,
             updates=rig.updates,
             samples=rig.samples,
-            train_s=self._trained(ended_s),
-            total_s=self._elapsed(time.perf_counter()),
+            train_s=train_s,
+            total_s=total_s,
             saving_s=self._saver.spent_s,
             stopped=stopped,
             problems=tuple(self._problems),

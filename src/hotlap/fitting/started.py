@@ -48,6 +48,20 @@ def asked_by_command(call: int) -> Path | None:
     return Path(folder) if recorded == call else None
 
 
+_gone_on: set[Path] = set()
+"""Folders of runs that this process went on with."""
+
+
+def note_gone_on(folder: str | Path) -> None:
+    """Remember that this process went on with a run."""
+    _gone_on.add(Path(folder).resolve())
+
+
+def has_gone_on(folder: Path) -> bool:
+    """Whether this process went on with a run, as `hotlap resume` promised that it would."""
+    return folder.resolve() in _gone_on
+
+
 def without_secrets(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The words of a command line with everything hidden that looks like a secret, or is one in the environment."""
     known = secrets_of(environ)

@@ -80,7 +80,7 @@ def settings_of(job: Job, optimizer: Optimizer | None = None) -> dict[str, Any]:
 def code_of(job: Job) -> dict[str, str]:
     """A hash of each source file of the user's that takes part; by class or function where there is no file."""
     parts: list[Any] = [type(layer) for layer in job.model.modules()]
-    parts += [job.loss, job.forward, job.collate, job.optimizer, job.schedule]
+    parts += [job.loss, job.forward, job.prepare, job.augment, job.collate, job.optimizer, job.schedule]
     if isinstance(job.loss, nn.Module):
         parts += [type(layer) for layer in job.loss.modules()]
     if isinstance(job.metrics, Mapping):

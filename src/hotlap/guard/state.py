@@ -31,6 +31,7 @@ def export_state(rig: Rig, loop: dict[str, Any]) -> dict[str, Iterable[Piece]]:
     numbers nor tensors.
     """
     tensors: dict[str, Tensor] = {}
+    rig.settle()
     weights, model = _module_state(unwrapped(rig.model))
     state = {
         "device": rig.device.type,
@@ -40,6 +41,7 @@ def export_state(rig: Rig, loop: dict[str, Any]) -> dict[str, Iterable[Piece]]:
         "schedule": rig.schedule.scheduler.state_dict() if rig.schedule.scheduler is not None else None,
         "randomness": _randomness(rig.device),
         "totals": rig.totals.saved(),
+        "guards": rig.guards.saved(),
         "place": dataclasses.astuple(rig.place),
         "counters": (rig.steps, rig.updates, rig.samples),
         "loop": loop,
@@ -73,6 +75,8 @@ def import_state(rig: Rig, files: dict[str, bytes]) -> dict[str, Any]:
         rig.totals.put_back(state["totals"])
         rig.place = Place(*state["place"])
         rig.steps, rig.updates, rig.samples = state["counters"]
+        rig.guards.put_back(state["guards"])
+        rig.conform()
         _import_randomness(state["randomness"], rig.device)
         loop: dict[str, Any] = state["loop"]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Final
+
+from hotlap.machine.tf32 import Tf32
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def run_kernel(device: torch.device | str, dtype: str) -> str | None:
     right = torch.randn(_SIDE, _SIDE, generator=draw, dtype=torch.float64)
     try:
         # torch warns at length about a GPU it has no kernels for; the caller says it better.
-        with warnings.catch_warnings(), _tf32(dtype == "tf32"), torch.no_grad():
+        with warnings.catch_warnings(), Tf32(dtype == "tf32", convolutions=False), torch.no_grad():
             warnings.simplefilter("ignore")
             product = left.to(device, number) @ right.to(device, number)
             # Coming back to the host waits for the kernel: errors of the launch surface here.
@@ -60,19 +60,3 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its kind where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
-
-
-@contextmanager
-def _tf32(on: bool) -> Iterator[None]:
-    """TF32 in matrix products forced on or off, and put back afterwards."""
-    import torch
-
-    matmul = torch.backends.cuda.matmul
-    # The old and the new switch must not be mixed: torch 2.9 and later raise where they disagree.
-    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
-    before = getattr(matmul, name)
-    setattr(matmul, name, ("tf32" if on else "ieee") if name == "fp32_precision" else on)
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)

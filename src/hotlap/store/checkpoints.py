@@ -14,11 +14,13 @@ from hotlap.core.errors import StoreError
 from hotlap.store import disk
 from hotlap.store.manifest import FORMAT, MANIFEST, MOST_MANIFEST_BYTES, read_files, read_manifest, write_folder
 
-__all__ = ["FORMAT", "KEPT", "MANIFEST", "MOST_MANIFEST_BYTES", "Checkpoint", "Checkpoints"]
+__all__ = ["FORMAT", "KEPT", "MADE", "MANIFEST", "MOST_MANIFEST_BYTES", "Checkpoint", "Checkpoints"]
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{9,})", re.ASCII)
 _REPLACED = ".was-"
+MADE = "checkpoints.made"
+"""A file beside the folder of the checkpoints: with it and without a checkpoint, they were lost, not never made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._made = folder.with_name(MADE)
 
     def write(self, step: int, files: Mapping[str, Iterable[disk.Piece]], facts: dict[str, Any]) -> Path:
         """Write a checkpoint, then let go of all but the last two. Raises OSError; the ones before stay untouched."""
@@ -66,7 +69,24 @@ class Checkpoints:
 
         write_folder(new, {"step": step}, files, facts, place)
         self._let_go(step)
+        self._note_first(final)
         return final
+
+    def _note_first(self, final: Path) -> None:
+        """Leave a mark that there was one; not before it is whole: a crash in the first save leaves none."""
+        if os.path.lexists(self._made):
+            return
+        try:
+            disk.write_new(self._made, [b"at least one checkpoint of this run was completed\n"])
+            disk.sync_folder(self._made.parent)
+        except OSError as error:
+            raise StoreError(
+                f"{self._made.name} could not be written: {error.strerror or error}; {final.name} itself is whole"
+            ) from error
+
+    def none_yet(self) -> bool:
+        """Whether none was ever completed here, so that beginning at the start loses nothing. Tidy up first."""
+        return not os.path.lexists(self._made) and not self.folder.is_symlink() and not self._found()
 
     def _let_go(self, step: int) -> None:
         """Remove all but the last two up to `step`, and damaged ones beyond it, which this training passed by."""
@@ -107,6 +127,11 @@ class Checkpoints:
                 return self.read(path), damaged
             except StoreError as error:
                 damaged.append(f"checkpoint {path.name} is damaged: {error}")
+        if not found and os.path.lexists(self._made):
+            raise StoreError(
+                f"{self.folder.parent} had checkpoints and has none now; put {self.folder.name} back, "
+                "or start the training anew in another folder"
+            )
         if not found:
             raise StoreError(f"{self.folder.parent} has no checkpoint to resume from; start the training anew")
         told = "; ".join(damaged)

@@ -122,7 +122,7 @@ def _in_folder(folder: Path) -> Path:
         raise StoreError(f"cannot read {folder}: {error.strerror or error}") from None
     if ".metadata" in here or any(name.endswith(".distcp") for name in here):
         raise StoreError(f"{folder} is a distributed checkpoint, whose metadata is a pickle: {_dcp()}")
-    if "checkpoints" in here:
+    if "plan.toml" in here or "checkpoints" in here:
         raise StoreError(f"{folder} has no {MODEL}: its training has not ended; go on with: hotlap resume {folder}")
     raise StoreError(f"{folder} has no {MODEL}")
 

@@ -30,10 +30,14 @@ ABOUT = {
     "environment.json": "machine, versions and settings",
     "model.safetensors": "trained weights, for plain PyTorch",
     "started.json": "how it was started",
+    "record.json": "what was trained, from which weights, and how it ended",
     "loss.safetensors": "trained weights of the loss",
     "artefacts.json": "this list",
     "checkpoints/": "to go on from: hotlap resume",
+    "checkpoints.made": "says that there were checkpoints",
 }
+SET_UP = ("lock", "started.json", "environment.json", "record.json", "ledger.jsonl")
+"""What a run folder holds before `plan.toml`, which makes it one, is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +57,17 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path | None, name: str = "run") -> Self:
-        """A new folder; one that holds files already is refused, so that nothing is overwritten."""
+        """A new folder; one that holds files already is refused, so that nothing is overwritten.
+
+        One that a crash left before anything was trained there is as good as new.
+        """
         if path is None:
             return cls(_fresh(Path("runs"), name))
         wanted = Path(path)
         try:
             if wanted.exists() and not wanted.is_dir():
                 raise StoreError(f"cannot use {wanted} as a run folder: it is a file; name a new folder")
-            if wanted.is_dir() and any(wanted.iterdir()):
+            if wanted.is_dir() and any(wanted.iterdir()) and not _is_half_set_up(wanted):
                 raise StoreError(f"the run folder {wanted} holds files already; name a new one or remove it")
             wanted.mkdir(parents=True, exist_ok=True)
         except StoreError:
@@ -73,6 +80,10 @@ class RunFolder:
     def open(cls, path: str | Path) -> Self:
         """The folder of a run that was."""
         if not (Path(path) / "plan.toml").is_file():
+            if _is_half_set_up(Path(path)):
+                raise StoreError(
+                    f"{path} was left before anything was trained there; start it anew, there or elsewhere"
+                )
             raise StoreError(f"{path} is no run folder: it has no plan.toml")
         return cls(Path(path))
 
@@ -168,6 +179,17 @@ class RunFolder:
         """Write `artefacts.json`: the files with sizes, but for the list itself."""
         rows = [vars(artefact) for artefact in self.artefacts() if artefact.name != "artefacts.json"]
         write_text(self.path / "artefacts.json", json.dumps(rows, indent=2) + "\n")
+
+
+def _is_half_set_up(folder: Path) -> bool:
+    """Whether a crash left this folder before it was a run's; the lock is the first file in it."""
+    try:
+        names = {file.name for file in folder.iterdir()}
+    except OSError:
+        return False
+    # What `write_atomically` calls a file that it is still writing.
+    torn = tuple(f".{name}." for name in (*SET_UP, "plan.toml"))
+    return "lock" in names and all(name in SET_UP or name.startswith(torn) for name in names)
 
 
 def _fresh(parent: Path, name: str) -> Path:

@@ -24,10 +24,13 @@ import torch
 from hotlap.core.errors import StoreError
 from hotlap.fitting.loop import fit
 from hotlap.store import disk
-from hotlap.stress.victim import fate_of, victim_job
+from hotlap.stress.victim import ended_at, fate_of, victim_job
 
 SAVE_EVERY = 3
 """Updates between two checkpoints: most of them fall inside an epoch."""
+UNSAVED = 0.3
+"""Of the trials so many leave it to hotlap when to save, for which these trainings are too short: they are killed
+before their first checkpoint."""
 PATIENCE_S = 120.0
 """A child that takes longer hangs."""
 REFUSED = 40
@@ -42,7 +45,7 @@ class Tally:
     damages: int = 0
     resumes: int = 0
     anew: int = 0
-    """Killed before the first checkpoint: nothing had been trained, so it was begun anew."""
+    """Killed before the first checkpoint: begun again at step 0."""
     equal: int = 0
     trials: int = 0
     """Trainings that were killed at least once."""
@@ -54,14 +57,19 @@ class Child:
     """A training in a process of its own."""
 
     def __init__(
-        self, folder: Path, *, resume: bool, workers: int, watcher: Callable[[str], None] | None = None
+        self,
+        folder: Path,
+        *,
+        workers: int,
+        save_every: int | None = SAVE_EVERY,
+        watcher: Callable[[str], None] | None = None,
     ) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         self._code: int | None = None
         self._pid = os.fork()
         if not self._pid:
-            _train_and_exit(folder, resume, workers, watcher)
+            _train_and_exit(folder, workers, save_every, watcher)
 
     def ended(self, within_s: float = PATIENCE_S) -> int | None:
         """Its exit code (negative: the signal that killed it), or None where it is still running then."""
@@ -87,14 +95,17 @@ class Child:
         self.ended()
 
 
-def _train_and_exit(folder: Path, resume: bool, workers: int, watcher: Callable[[str], None] | None) -> NoReturn:
+def _train_and_exit(
+    folder: Path, workers: int, save_every: int | None, watcher: Callable[[str], None] | None
+) -> NoReturn:
     code = 1
     try:
         torch.set_num_threads(1)
         os.environ["HOTLAP_PROGRESS"] = "off"
         with disk.watched(watcher or (lambda _: None)):
-            place = {"resume": folder} if resume else {"out": folder}
-            fit(victim_job(workers), **place, save_every=SAVE_EVERY, progress=False)  # type: ignore[arg-type]
+            # Before there is a plan nothing was begun there: it is started anew, in the same folder.
+            place = {"resume": folder} if (folder / "plan.toml").is_file() else {"out": folder}
+            fit(victim_job(workers), **place, save_every=save_every, progress=False)  # type: ignore[arg-type]
         code = 0
     except SystemExit as ended:
         code = int(ended.code or 0)
@@ -133,8 +144,8 @@ class Trials:
         torch.set_num_threads(1)
         victim_job(0)  # loads what torch loads late, once for all children
         whole = self.folder / "undisturbed"
-        child = self._start(whole, resume=False)
-        self._first_checkpoint(whole, child)
+        child = self._start(whole)
+        self._wait_for(lambda: _has_checkpoint(whole), child)
         begun = time.monotonic()
         code = child.ended()
         if code != 0:
@@ -154,36 +165,37 @@ class Trials:
         """Kill at random moments, now and then several times, with or without damage to the newest checkpoint."""
         run = self.folder / f"run-{self.tally.trials}"
         told: list[str] = []
-        resume, kills = False, self.tally.kills
+        had, kills = False, self.tally.kills
+        save_every = None if self._draw.random() < UNSAVED else SAVE_EVERY
         for _ in range(self._draw.choice((1, 1, 2, 3))):
-            how, code = self._harm(run, resume)
+            how, code = self._harm(run, save_every)
             told += [how] if how else []
             if code in (-signal.SIGKILL, 143, -signal.SIGTERM):
                 self.tally.kills += 1
             elif code != 0:
                 self._lose(run, told, f"a child {_said(code, run)}")
                 return
-            if self._draw.random() < 0.4:
+            # What had ended is as it was written, whatever becomes of the checkpoints.
+            if self._draw.random() < 0.4 and ended_at(run) is None:
                 told.append(self._damage(run))
-            if resume and not _has_checkpoint(run):
+            if had and not _has_checkpoint(run):
                 self._lose(run, told, "its checkpoints are gone")
                 return
-            resume = _has_checkpoint(run)
-            if not resume and run.exists():
-                shutil.rmtree(run)
-        self._conclude(run, told, resume, counts=self.tally.kills > kills)
+            had = _has_checkpoint(run)
+        self._conclude(run, told, counts=self.tally.kills > kills)
 
-    def _harm(self, run: Path, resume: bool) -> tuple[str, int | None]:
+    def _harm(self, run: Path, save_every: int | None) -> tuple[str, int | None]:
         """Run the training and kill it in one of the ways there are; in which, and its exit code."""
         way = self._draw.choice(("time", "time", "save", "term"))
-        if way == "save":
+        if way == "save" and save_every is not None:
             event = self._draw.randrange(1, 160)
-            child = self._start(run, resume=resume, watcher=kill_at(event))
+            child = self._start(run, watcher=kill_at(event))
             return f"killed at moment {event} of saving", child.ended()
-        child = self._start(run, resume=resume)
+        child = self._start(run, save_every=save_every)
         # One in five is killed while it sets itself up, the others while they train.
         if self._draw.random() < 0.8:
-            self._first_checkpoint(run, child)
+            begun = (lambda: _has_checkpoint(run)) if save_every is not None else (run / "plan.toml").is_file
+            self._wait_for(begun, child)
         code = child.ended(self._draw.uniform(0.0, 1.0) * self.whole_s)
         if code is not None:
             return "", code
@@ -202,7 +214,7 @@ class Trials:
                 file.write(moment + "\n")
 
         counted = self.folder / "counted"
-        code = self._start(counted, resume=False, watcher=note).ended()
+        code = self._start(counted, watcher=note).ended()
         if code != 0:
             raise StoreError(f"the training whose calls are counted {_said(code, counted)}")
         shutil.rmtree(counted)
@@ -216,25 +228,27 @@ class Trials:
     def at_call(self, event: int, name: str) -> None:
         """Kill at one of these moments."""
         run = self.folder / f"call-{event}"
-        code = self._start(run, resume=False, watcher=kill_at(event)).ended()
+        code = self._start(run, watcher=kill_at(event)).ended()
         told = [f"killed {name} (moment {event}) of a save"]
         if code != -signal.SIGKILL:
             self._lose(run, told, f"a child {_said(code, run)}")
         else:
             self.tally.kills += 1
-            # Never begun anew: there were good checkpoints before this one.
-            self._conclude(run, told, resume=True, counts=True)
+            self._conclude(run, told, counts=True)
 
-    def _conclude(self, run: Path, told: list[str], resume: bool, *, counts: bool) -> None:
+    def _conclude(self, run: Path, told: list[str], *, counts: bool) -> None:
         """Let the training end, and compare. One that was never killed counts only where it ended otherwise."""
-        if counts and resume:
+        if counts and _has_checkpoint(run):
             self.tally.resumes += 1
         elif counts:
             self.tally.anew += 1
-        code = self._start(run, resume=resume).ended()
+        # One that left the saving to hotlap may have ended before, and then has a result and no state.
+        had_ended = ended_at(run) is not None
+        code = self._start(run).ended()
+        result, state = fate_of(run) if code == 0 else ("", None)
         if code != 0:
             self._lose(run, told, f"it could not go on: it {_said(code, run)}")
-        elif fate_of(run) != self.fate:
+        elif result != self.fate[0] or (state != self.fate[1] and not (had_ended and state is None)):
             self._lose(run, told, "ended otherwise")
         else:
             self.tally.trials += counts
@@ -246,15 +260,18 @@ class Trials:
         self.tally.lost.append(f"{'; '.join(told) or 'not killed'}: {how}")
         shutil.rmtree(run, ignore_errors=True)
 
-    def _start(self, run: Path, *, resume: bool, watcher: Callable[[str], None] | None = None) -> Child:
+    def _start(
+        self, run: Path, *, save_every: int | None = SAVE_EVERY, watcher: Callable[[str], None] | None = None
+    ) -> Child:
+        """Start the training, or go on with it where it was begun."""
         if self._child is not None:
             self._child.end()  # one that hangs
-        self._child = Child(run, resume=resume, workers=self._workers, watcher=watcher)
+        self._child = Child(run, workers=self._workers, save_every=save_every, watcher=watcher)
         return self._child
 
-    def _first_checkpoint(self, run: Path, child: Child) -> None:
+    def _wait_for(self, happened: Callable[[], bool], child: Child) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while not _has_checkpoint(run) and child.ended(0) is None and time.monotonic() < deadline:
+        while not happened() and child.ended(0) is None and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def _damage(self, run: Path) -> str:

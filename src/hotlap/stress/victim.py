@@ -75,18 +75,31 @@ TIMES = ("elapsed_s", "train_s", "ledger")
 """What may differ between two runs of the same training."""
 
 
-def fate_of(run: Path) -> str:
-    """A hash of all that a finished training came to: weights, optimizer, schedule, randomness, metrics, counts."""
-    last = max((run / "checkpoints").glob("step-*"))
-    digest = hashlib.sha256()
-    for name in ("model.safetensors", "training.safetensors"):
-        digest.update((last / name).read_bytes())
-    digest.update((run / "model.safetensors").read_bytes())
+def fate_of(run: Path) -> tuple[str, str | None]:
+    """Hashes of all that a finished training came to.
+
+    The first is of its result: weights, metrics. The second is of its state at the end, as a checkpoint has it:
+    weights, optimizer, schedule, randomness, counts; None where none was made there.
+    """
+    result = hashlib.sha256((run / "model.safetensors").read_bytes())
     for line in (run / "metrics.jsonl").read_text().splitlines():
-        digest.update(json.dumps(_timeless(json.loads(line)), sort_keys=True).encode())
+        result.update(json.dumps(_timeless(json.loads(line)), sort_keys=True).encode())
+    last = run / "checkpoints" / f"step-{ended_at(run) or 0:09d}"
+    if not last.is_dir():
+        return result.hexdigest(), None
+    state = hashlib.sha256()
+    for name in ("model.safetensors", "training.safetensors"):
+        state.update((last / name).read_bytes())
     values = _timeless(json.loads((last / "training.json").read_text()))
-    digest.update(json.dumps(values, sort_keys=True).encode())
-    return digest.hexdigest()
+    state.update(json.dumps(values, sort_keys=True).encode())
+    return result.hexdigest(), state.hexdigest()
+
+
+def ended_at(run: Path) -> int | None:
+    """The step at which a training ended, or None where it has not."""
+    file = run / "record.json"
+    ended = json.loads(file.read_text())["ended"] if file.is_file() else None
+    return int(ended["steps"]) if ended else None
 
 
 def _timeless(value: Any) -> Any:

@@ -1,0 +1,192 @@
+"""Sources that hold their samples as tensors, so that a batch is indexed out of them as a whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hotlap.core.data_checks import named_columns
+from hotlap.data.batches import Batch, map_tensors
+from hotlap.data.samples import Place, Room, Source, taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Took:
+    """What it took to bring columns where they are."""
+
+    seconds: float
+    bytes: int
+    """New memory; 0 where they were there already."""
+
+
+class Columns(Source):
+    """Tensors that share their first dimension: batches are indexed out of them as a whole."""
+
+    computes = False
+    took: Took | None = None
+    """What it took to hold them (see `holding.held`); None for columns as the user gave them."""
+
+    def __init__(self, columns: Any, collate: Callable[[list[Any]], Batch] | None = None) -> None:
+        # Without itself as its samples: a cycle would keep a GPU's memory until somebody collects it.
+        super().__init__(None, collate)
+        self.tensors = {key: as_tensor(column) for key, column in named_columns(columns).items()}
+        self._shape = "dict" if isinstance(columns, Mapping) else "tuple" if isinstance(columns, tuple) else ""
+        self._in_order = list(self.tensors.values())
+        self._device = self._in_order[0].device
+        self.on_host = self._device.type == "cpu"
+
+    def __len__(self) -> int:
+        return len(self._in_order[0])
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._packed({key: tensor[index] for key, tensor in self.tensors.items()})
+
+    def why_not_gather(self) -> str | None:
+        """None, unless the user makes the batches."""
+        return "the job has a collate function of its own" if self.own_collate else None
+
+    def never_holds(self, value: int) -> bool:
+        """Whether no column of whole numbers, of at most one number a sample, holds `value`."""
+        return not self.own_collate and not any(holds(column, value) for column in self._in_order)
+
+    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+        """The samples at `indices` as a batch, indexed as a whole."""
+        if not self.on_host:
+            indices = indices.to(self._device)
+        if self._shape == "tuple" and room is None:
+            return tuple(tensor.index_select(0, indices) for tensor in self._in_order)
+        return self._packed({key: taken(tensor, indices, room) for key, tensor in self.tensors.items()})
+
+    def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
+        """The samples of these tickets, one by one, as a DataLoader does; tensors draw no randomness."""
+        if self.own_collate:
+            return super().fetch(tickets, seed, epoch)
+        length = len(self)
+        samples = [self[ticket % length] for ticket in tickets]
+        batch = default_collate(samples)
+        return tuple(batch) if self._shape == "tuple" else batch
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        """The samples at these indices."""
+        return [self[index] for index in indices]
+
+    def aside(self) -> Source:
+        """Itself: reading tensors leaves no trace."""
+        return self
+
+    def sent(self, place: Place, rows: Tensor | None = None) -> Columns:
+        """Such columns of these rows (None: all), with every tensor where `place` puts it."""
+        return Columns(self._packed({key: place(tensor, rows) for key, tensor in self.tensors.items()}))
+
+    def _packed(self, parts: dict[Any, Tensor]) -> Batch:
+        if self._shape == "dict":
+            return parts
+        return tuple(parts.values()) if self._shape == "tuple" else parts[""]
+
+
+class Stacked(Columns):
+    """Columns in the containers that default_collate gives, however nested."""
+
+    def __init__(self, whole: Batch) -> None:
+        super().__init__(tuple(tensors_in(whole)))
+        self._whole = whole
+
+    def __getitem__(self, index: int) -> Batch:
+        return map_tensors(self._whole, lambda tensor: tensor[index])
+
+    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+        """The samples at `indices` as a batch, indexed as a whole."""
+        if not self.on_host:
+            indices = indices.to(self._device)
+        return map_tensors(self._whole, lambda tensor: taken(tensor, indices, room))
+
+    def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
+        """The samples of these tickets."""
+        length = len(self)
+        return self.gather(torch.tensor([ticket % length for ticket in tickets]))
+
+    def sent(self, place: Place, rows: Tensor | None = None) -> Columns:
+        """Such columns of these rows (None: all), with every tensor where `place` puts it."""
+        return Stacked(map_tensors(self._whole, lambda tensor: place(tensor, rows)))
+
+
+class Selection(Source):
+    """Some rows of another source, as torch's Subset gives them."""
+
+    def __init__(self, inner: Source, rows: Sequence[int] | Tensor) -> None:
+        super().__init__(inner.samples)
+        self.own_collate, self.computes, self.on_host = inner.own_collate, inner.computes, inner.on_host
+        self.inner = inner
+        given = torch.as_tensor(rows, dtype=torch.int64)
+        self.rows = torch.where(given < 0, given + len(inner), given)
+        """The chosen rows, counted from the start; on the host."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """What the source beneath says."""
+        return self.inner.drawn
+
+    def why_not_gather(self) -> str | None:
+        """What the source beneath says."""
+        return self.inner.why_not_gather()
+
+    def never_holds(self, value: int) -> bool:
+        """What the source beneath says."""
+        return self.inner.never_holds(value)
+
+    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+        """The samples at `indices` of the selection; the indices are on the host."""
+        return self.inner.gather(self.rows.index_select(0, indices), room)
+
+    def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
+        """The samples of these tickets of the selection, one by one."""
+        mine, inner = len(self), len(self.inner)
+        return self.inner.fetch([int(self.rows[t % mine]) + t // mine * inner for t in tickets], seed, epoch)
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        """The samples at these indices of the selection."""
+        return self.inner.read([int(self.rows[index]) for index in indices])
+
+    def aside(self) -> Source:
+        """The same rows of the source beneath, aside."""
+        return Selection(self.inner.aside(), self.rows)
+
+
+def tensors_in(batch: Batch) -> list[Tensor]:
+    """All tensors of a batch, in the order in which `map_tensors` meets them."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return found
+
+
+def as_tensor(column: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    """The column as a tensor, without a copy where torch can read it as it lies."""
+    if isinstance(column, Tensor):
+        return column.detach()
+    if not column.dtype.isnative or any(stride < 0 for stride in column.strides):
+        column = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("="))
+    with warnings.catch_warnings():
+        # Read-only arrays (memory maps) are fine: batches are copies, and nobody writes to the source.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+        return torch.from_numpy(column)
+
+
+def holds(column: Tensor, value: int) -> bool:
+    """Whether a column of whole numbers, one a sample, holds `value`; others are not looked at."""
+    is_classes = column.ndim == 1 and not column.is_floating_point() and not column.is_complex()
+    return is_classes and bool((column == value).any())

@@ -1,0 +1,243 @@
+"""Holding data on a device: whether it can be, whether it fits, and bringing it there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hotlap.core.errors import DataError, kind_of
+from hotlap.core.units import MIB, show_bytes
+from hotlap.data.batches import Batch, map_tensors
+from hotlap.data.columns import Columns, Selection, Stacked, Took, tensors_in
+from hotlap.data.purity import randomness_watched, spread, why_not_pure
+from hotlap.data.samples import Source
+from hotlap.machine.kernels import first_line
+from hotlap.machine.limits import read_memory
+
+Progress = Callable[[int, int], None]
+"""Told how many samples are there, of how many; for columns that were tensors already, once at the end."""
+
+CHUNK_BYTES = 64 * MIB
+"""What is brought at a time, so that the host needs no second copy of everything."""
+CHUNK_SAMPLES = 1024
+
+
+def why_not_held(source: Source, device: torch.device, *, reserve_bytes: int) -> str | None:
+    """Why the samples cannot all be held on `device` beside `reserve_bytes` of other memory, or None where they can.
+
+    Samples that are computed have to be pure (see `why_not_pure`), and their size is known from a few of them:
+    nothing is fetched as a whole. On the host at most half of the free memory is taken.
+    """
+    reason = _why_not_columns(source)
+    if reason:
+        return reason
+    needed, free = _bytes_needed(source, _numbered(device)), _free_bytes(_numbered(device))
+    if needed and needed + reserve_bytes > free:
+        beside = f" beside {show_bytes(reserve_bytes)} for the training" if reserve_bytes else ""
+        half = ", half of what is free" if device.type == "cpu" else " free"
+        return f"the data needs {show_bytes(needed)} on {device}{beside}, and there are {show_bytes(free)}{half}"
+    return None
+
+
+def held(source: Source, device: torch.device, progress: Progress | None = None) -> Columns:
+    """All samples as columns on `device`, in the containers in which a feed gives batches; `took` says what it cost.
+
+    Tensors go there as they are, or stay where they are there already; windows as their series. Samples that are
+    computed are fetched once, in their order. Raises DataError where they cannot be columns.
+    """
+    reason = _why_not_columns(source)
+    if reason:
+        raise DataError(reason)
+    start, device = time.perf_counter(), _numbered(device)
+    if source.computes:
+        columns, size = _fetched(source, device, progress), _bytes_needed(source, device)
+    else:
+        columns, size = _sent(source, device)
+        if progress is not None:
+            progress(len(source), len(source))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    columns.took = Took(seconds=time.perf_counter() - start, bytes=size)
+    return columns
+
+
+# --- tensors that are there ------------------------------------------------------------------------
+
+
+def _sent(source: Source, device: torch.device, *, pretend: bool = False) -> tuple[Columns, int]:
+    """The columns beneath a source on the device, and the bytes that this takes; `pretend` only counts them."""
+    rows: Tensor | None = None
+    while isinstance(source, Selection):
+        rows = source.rows if rows is None else source.rows.index_select(0, rows)
+        source = source.inner
+    assert isinstance(source, Columns)  # all that computes nothing is
+    size = 0
+
+    def place(tensor: Tensor, chosen: Tensor | None) -> Tensor:
+        nonlocal size
+        if chosen is None and tensor.device == device:
+            return tensor
+        count = len(tensor) if chosen is None else len(chosen)
+        size += count * _row_bytes(tensor)
+        if pretend:
+            return tensor if chosen is None else tensor[:1].expand(count, *tensor.shape[1:])
+        return _brought(tensor, chosen, count, device)
+
+    return source.sent(place, rows), size
+
+
+def _brought(tensor: Tensor, chosen: Tensor | None, count: int, device: torch.device) -> Tensor:
+    there = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+    step = max(1, CHUNK_BYTES // max(1, _row_bytes(tensor)))
+    for start in range(0, count, step):
+        end = min(count, start + step)
+        rows = tensor[start:end] if chosen is None else tensor.index_select(0, chosen[start:end].to(tensor.device))
+        there[start:end].copy_(rows)
+    return there
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor[:1].numel() * tensor.element_size()
+
+
+# --- samples that are computed ---------------------------------------------------------------------
+
+
+def _fetched(source: Source, device: torch.device, progress: Progress | None) -> Columns:
+    """Every sample fetched once and stacked into memory on the device."""
+    total, name, measured = len(source), type(source.samples).__name__, _measured(source)
+    whole = map_tensors(measured.one, lambda t: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device=device))
+    rooms = tensors_in(whole)
+    step = min(CHUNK_SAMPLES, max(1, CHUNK_BYTES // max(1, measured.bytes)))
+    source = source.aside()
+    with randomness_watched(source.samples) as watched:
+        for start in range(0, total, step):
+            end = min(total, start + step)
+            samples = source.read(range(start, end))
+            for at, sample in enumerate(samples, start):
+                if outline(sample) != measured.outline:
+                    raise DataError(f"{name} cannot be held: {_unlike(0, measured.outline, at, outline(sample))}")
+            for room, rows in zip(rooms, tensors_in(default_collate(samples)), strict=True):
+                room[start:end].copy_(rows)
+            # The probe saw a few samples; a sample that draws now and then shows here.
+            moved = watched.moved()
+            if moved:
+                where = f"between index {start} and {end - 1}"
+                raise DataError(f"{name} cannot be held: it draws from {', '.join(moved)}, {where}")
+            if progress is not None:
+                progress(end, total)
+    return Stacked(whole)
+
+
+def _why_not_columns(source: Source) -> str | None:
+    """Why the samples make no columns, wherever; None where they do."""
+    if source.own_collate is not None:
+        return "the job has a collate function of its own, so batches are no stacks of samples"
+    if not source.computes:
+        return None
+    return why_not_pure(source) or _measured(source).why_not
+
+
+def _bytes_needed(source: Source, device: torch.device) -> int:
+    return _measured(source).bytes * len(source) if source.computes else _sent(source, device, pretend=True)[1]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What a few samples say of all."""
+
+    why_not: str | None = None
+    outline: tuple[str, ...] = ()
+    one: Batch = None
+    """The first sample as a batch."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a sample."""
+        return sum(_row_bytes(tensor) for tensor in tensors_in(self.one))
+
+
+def _measured(source: Source) -> _Measured:
+    """A few samples measured; asked for once a source."""
+    if "measured" not in source.probed:
+        with randomness_watched(source.samples):
+            source.probed["measured"] = _measure(source)
+    measured: _Measured = source.probed["measured"]
+    return measured
+
+
+def _measure(source: Source) -> _Measured:
+    name, indices = type(source.samples).__name__, spread(len(source))
+    try:
+        samples = source.aside().read(indices)
+        batch = default_collate(samples[:1])
+    except Exception as error:  # the user's code and whatever it gave
+        return _Measured(f"samples of {name} cannot be stacked: {first_line(error)}")
+    wanted = outline(samples[0])
+    for index, sample in zip(indices, samples, strict=True):
+        if outline(sample) != wanted:
+            return _Measured(f"samples of {name} cannot be stacked: {_unlike(0, wanted, index, outline(sample))}")
+    foreign = _foreign(batch) or (None if tensors_in(batch) else "nothing that makes a tensor")
+    return _Measured(f"samples of {name} hold {foreign}, which makes no column" if foreign else None, wanted, batch)
+
+
+def outline(sample: Any) -> tuple[str, ...]:
+    """What has to be alike in all samples for them to be stacked: containers, shapes and kinds of number."""
+    if isinstance(sample, (Tensor, np.ndarray)):
+        return (f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}",)
+    if isinstance(sample, np.generic):
+        return (str(sample.dtype),)
+    if isinstance(sample, Mapping):
+        head, parts = f"{type(sample).__name__} of {', '.join(map(str, sample))}", list(sample.values())
+    elif isinstance(sample, (tuple, list)):
+        head, parts = f"{type(sample).__name__} of {len(sample)}", list(sample)
+    else:
+        return (type(sample).__name__,)
+    return (head, *(line for part in parts for line in outline(part)))
+
+
+def _unlike(index: int, wanted: tuple[str, ...], other: int, seen: tuple[str, ...]) -> str:
+    pairs = zip([*wanted, "nothing"], [*seen, "nothing"], strict=False)
+    mine, theirs = next((a, b) for a, b in pairs if a != b)
+    return f"{mine} at index {index}, {theirs} at index {other}"
+
+
+def _foreign(batch: Batch) -> str | None:
+    """What in a collated batch is neither a tensor nor a container that batches are made of."""
+    if isinstance(batch, Tensor):
+        return None
+    if isinstance(batch, Mapping):
+        parts = list(batch.values())
+    elif type(batch) in (tuple, list) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+        parts = list(batch)
+    else:
+        return kind_of(batch)
+    return next((found for part in parts if (found := _foreign(part))), None)
+
+
+# --- room ------------------------------------------------------------------------------------------
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What may be filled: of a GPU all that is free, of the host's memory half."""
+    if device.type == "cpu":
+        return read_memory().free_bytes // 2
+    free, total = torch.cuda.mem_get_info(device)
+    used = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - used
+    # Under a cap (a pretended GPU) torch takes no more than that share, however much is free.
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    cap = int(total * ask(device)) if ask is not None else total
+    return max(0, min(free + unused, cap - used))
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device as tensors name it: with its number."""
+    return torch.empty(0, device=device).device

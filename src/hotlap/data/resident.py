@@ -1,0 +1,169 @@
+"""The resident feed: all data on the device, and the order of the epoch beside it, so that gathering needs no host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotlap.data.batches import Batch, count_samples, map_tensors
+from hotlap.data.columns import Columns
+from hotlap.data.samples import Room
+from hotlap.data.windows import WindowColumns
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A batch that is still to be gathered: `count` samples of held columns, from `start` on in the epoch's order."""
+
+    columns: Columns
+    order: Tensor
+    """The indices of the epoch, on the device of the columns; the next epoch's are written into the same memory."""
+    start: int
+    count: int
+
+    def gathered(self) -> Batch:
+        """The samples as a batch, on the device."""
+        return self.columns.gather(self.order[self.start : self.start + self.count])
+
+    def shifted(self, by: int) -> Rows:
+        """As many samples further on in the order."""
+        return replace(self, start=self.start + by)
+
+
+def gathered(batch: Batch) -> Batch:
+    """The batch itself, gathered where it is still to be."""
+    return batch.gathered() if isinstance(batch, Rows) else batch
+
+
+class ResidentFeeding:
+    """Batches gathered on the device out of columns that are held there."""
+
+    tickets = False
+
+    def __init__(self, columns: Columns, device: torch.device) -> None:
+        self._columns, self._device = columns, device
+        self._order = torch.empty(0, dtype=torch.int64, device=device)
+        self._epoch: Any = None
+
+    def begin(self, indices: Tensor) -> None:
+        """Send an epoch's order to the device, behind the work that still reads the one before."""
+        if indices is self._epoch:
+            return
+        if len(self._order) < len(indices):
+            self._order = torch.empty(len(indices), dtype=torch.int64, device=self._device)
+        if self._device.type == "cuda":
+            # From pageable memory the copy would wait for all that was launched before.
+            indices_here = indices.pin_memory()
+        else:
+            indices_here = indices
+        self._order[: len(indices)].copy_(indices_here, non_blocking=True)
+        self._epoch = indices
+
+    def rows(self, start: int, count: int) -> Rows:
+        """A piece of the epoch that was begun."""
+        return Rows(self._columns, self._order, start, count)
+
+    def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """The batches at these indices, gathered on the device."""
+        parts = list(indices)
+        if not parts:
+            return
+        self.begin(torch.cat(parts))
+        self._epoch = None
+        start = 0
+        for part in parts:
+            yield self.rows(start, len(part)).gathered()
+            start += len(part)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._order = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._epoch = None
+
+
+class Packed(Columns):
+    """Columns held on a GPU in the form in which gathering is fastest; batches are the same.
+
+    A kernel that gathers moves one number per thread, so rows are kept as numbers of 8 bytes: uint8 images are gathered
+    with an eighth of the threads. With `images_last`, images lie with their channels last, and batches of them too.
+    """
+
+    def __init__(self, columns: Columns, *, images_last: bool) -> None:
+        self._recipes: list[_Recipe] = []
+
+        def pack(tensor: Tensor, rows: Tensor | None) -> Tensor:
+            recipe = _Recipe.of(tensor, images_last=images_last)
+            self._recipes.append(recipe)
+            return recipe.packed(tensor)
+
+        self._packed_columns = columns.sent(pack)
+        super().__init__(tuple(self._packed_columns.tensors.values()))
+
+    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+        """The samples at `indices`, with the shape and numbers they were given in."""
+        recipes = iter(self._recipes)
+        return map_tensors(self._packed_columns.gather(indices), lambda tensor: next(recipes).unpacked(tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How a column is packed, and a batch of it unpacked: both without a copy, but for images that are turned."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of a row, as it lies."""
+    turned: bool
+    wide: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, images_last: bool) -> _Recipe:
+        turned = images_last and tensor.ndim in (4, 5)
+        shape = tuple(tensor.shape[1:])
+        if turned:
+            shape = (*shape[1:], shape[0])
+        row_bytes = tensor[:1].numel() * tensor.element_size()
+        wide = row_bytes >= 64 and row_bytes % 8 == 0 and tensor.element_size() < 8
+        return cls(tensor.dtype, shape, turned, wide and (turned or tensor.is_contiguous()))
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        if self.turned:
+            tensor = tensor.movedim(1, -1).contiguous()
+        return tensor.flatten(1).view(torch.int64) if self.wide else tensor
+
+    def unpacked(self, batch: Tensor) -> Tensor:
+        if self.wide:
+            batch = batch.view(self.dtype).view(-1, *self.shape)
+        return batch.movedim(-1, 1) if self.turned else batch
+
+
+def packed(columns: Columns, *, images_last: bool) -> Columns:
+    """The columns packed, where they are plain tensors on a GPU and turning images has room."""
+    if isinstance(columns, WindowColumns) or columns.on_host:
+        return columns
+    images = [tensor for tensor in columns.tensors.values() if tensor.ndim in (4, 5)]
+    needed = sum(image.numel() * image.element_size() for image in images)
+    if images_last and images:
+        images_last = 2 * needed < torch.cuda.mem_get_info(images[0].device)[0]
+    return Packed(columns, images_last=images_last)
+
+
+def narrowed(batch: Batch, start: int, count: int) -> Batch:
+    """Some rows of a gathered batch, without a copy."""
+    return map_tensors(batch, lambda tensor: tensor.narrow(0, start, count))
+
+
+def sample_bytes(batch: Batch) -> int:
+    """Bytes of one sample in a batch."""
+    total = 0
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    map_tensors(batch, add)
+    return total // max(1, count_samples(batch) or 1)

@@ -1,0 +1,276 @@
+"""Switching an optimizer between its plain loop, torch's fused kernel and a step that can be recorded, with its state
+as it is.
+
+Whether an optimizer can do something is found out by a real step of a twin, not by its name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hotlap.machine.kernels import first_line
+
+_COUNTS = ("step", "mu_product")
+"""State of torch's optimizers that lies on the host in the plain loop, and on the device in the others."""
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether every group of the optimizer uses the fused kernel."""
+    return all(bool(group.get("fused")) for group in optimizer.param_groups)
+
+
+def why_not_fused(optimizer: Optimizer) -> str | None:
+    """Why this optimizer cannot use a fused kernel on its parameters, or None after a real step with one."""
+    name = type(optimizer).__name__
+    if "fused" not in optimizer.defaults:
+        return f"{name} has no fused kernel"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} with differentiable=True has no fused kernel"
+    kinds = {(p.device, p.dtype): p for group in optimizer.param_groups for p in group["params"]}
+    for (device, dtype), real in kinds.items():
+        try:
+            twin_of(optimizer, only=real, foreach=False, fused=True).step()
+        except Exception as error:  # whatever stops a step with it is the answer
+            return f"{name} cannot fuse {dtype} on {device}: {first_line(error)}"
+    return None
+
+
+def twin_of(optimizer: Optimizer, *, only: Tensor | None = None, **flags: Any) -> Optimizer:
+    """A small optimizer of the same kind, settings and state, without hooks, whose steps change nothing real.
+
+    It has a parameter for each kind there is in each group, or `only` one like the given; `flags` change settings
+    that its groups have. Made as unpickling makes one: constructors of subclasses take arguments nobody here knows.
+    """
+    state: dict[Any, dict[str, Any]] = defaultdict(dict)
+    groups = []
+    for group in optimizer.param_groups:
+        kinds = {(p.device, p.dtype, p.ndim): p for p in group["params"] if only is None or p is only}
+        if not kinds:
+            continue
+        settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        settings |= {name: value for name, value in flags.items() if name in settings}
+        small = []
+        for real in kinds.values():
+            # 2 in every dimension: some kinds of optimizer only take matrices.
+            parameter = torch.nn.Parameter(torch.ones((2,) * real.ndim, device=real.device, dtype=real.dtype))
+            parameter.grad = torch.ones_like(parameter)
+            # Some optimizers make their state when they are made (Adagrad in torch 2.11), so the twin gets its own.
+            known = _small_state(optimizer.state.get(real, {}), real, parameter)
+            if known:
+                state[parameter] = known
+            small.append(parameter)
+        groups.append({**settings, "params": small})
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__setstate__({"defaults": dict(optimizer.defaults), "state": state, "param_groups": groups})
+    # As in an optimizer that was constructed; else one that can be recorded warns where it is not.
+    twin._warned_capturable_if_run_uncaptured = True
+    settle_counts(twin)
+    return twin
+
+
+def _small_state(values: dict[str, Any], real: Tensor, parameter: Tensor) -> dict[str, Any]:
+    small: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _COUNTS or not isinstance(value, Tensor):
+            small[name] = copy.deepcopy(value)
+        elif value.shape == real.shape:
+            small[name] = torch.ones_like(parameter, dtype=value.dtype)
+        elif value.numel() == 1:
+            small[name] = value.detach().clone()
+        else:
+            return {}  # of a shape nobody here knows: the twin makes its own
+    return small
+
+
+class Fusion:
+    """The switch between the kinds of step, for one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._plain_foreach = [None if g.get("fused") else g.get("foreach") for g in optimizer.param_groups]
+        self._capturable = [bool(g.get("capturable")) for g in optimizer.param_groups]
+
+    def set(self, fused: bool, *, captured: bool = False) -> None:
+        """Use the fused kernel from the next step on, or the plain loop; `captured`: one that can be recorded.
+
+        An optimizer that has a way of its own to be recorded keeps to it as long as it is captured, in steps that
+        are not recorded too: its step counts stay on the device, where the recorded steps read and move them.
+        """
+        for number, group in enumerate(self._optimizer.param_groups):
+            known = number < len(self._plain_foreach)
+            if bool(group.get("fused")) != fused:
+                # torch refuses fused and foreach together; the user's choice comes back with the plain loop.
+                group["foreach"] = False if fused else self._plain_foreach[number] if known else None
+                group["fused"] = fused
+            if "capturable" in group:
+                group["capturable"] = captured or (known and self._capturable[number])
+        settle_counts(self._optimizer)
+        # Read by GradScaler, and set by torch only at construction.
+        self._optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+
+
+def settle_counts(optimizer: Optimizer) -> None:
+    """Have step counts where the kind of step reads them: the fused kernel and a recorded step on the device, the
+    plain loop on the host. One that is there already keeps its address.
+    """
+    for group in optimizer.param_groups:
+        if "fused" not in group and "capturable" not in group:
+            continue
+        fused = bool(group.get("fused"))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name in _COUNTS:
+                count = state.get(name)
+                if isinstance(count, Tensor):
+                    home = parameter.device if fused or group.get("capturable") else torch.device("cpu")
+                    state[name] = count.to(home, torch.float32 if fused else count.dtype)
+
+
+def frozen_hyperparameters(optimizer: Optimizer) -> tuple[Hashable, ...]:
+    """All settings that a recorded step holds fast: everything but the learning rates. Tensors by their address."""
+    return tuple(
+        (len(group["params"]), *(_frozen(v) for k, v in group.items() if k not in ("params", "lr")))
+        for group in optimizer.param_groups
+    )
+
+
+def _frozen(value: Any) -> Hashable:
+    if value is None or isinstance(value, (float, bool, int, str)):
+        return value
+    if isinstance(value, Tensor):
+        return ("tensor", value.data_ptr())
+    if isinstance(value, (tuple, list)):
+        return tuple(_frozen(part) for part in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(part)) for key, part in value.items())
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+@contextmanager
+def recording(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, steps can be recorded, and read the learning rate of each group from the given tensor on the device.
+
+    The groups have their own rates and flags again afterwards.
+    """
+    groups = optimizer.param_groups
+    before = [(group["lr"], group.get("capturable")) for group in groups]
+    try:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+            # On the CPU nothing is recorded, and torch refuses the flag.
+            if group.get("capturable") is False and rate.is_cuda:
+                group["capturable"] = True
+                _counts_to_device(optimizer, group)
+        yield
+    finally:
+        for group, (rate_before, flag) in zip(groups, before, strict=True):
+            group["lr"] = rate_before
+            if flag is not None:
+                group["capturable"] = flag
+
+
+def _counts_to_device(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """For a captured step that nobody announced by `Fusion.set`; once moved, one look tells."""
+    first = optimizer.state.get(group["params"][0], {}).get("step") if group["params"] else None
+    if isinstance(first, Tensor) and not first.is_cuda:
+        settle_counts(optimizer)
+
+
+_TRIED_RATES = (0.1, 0.2, 0.05, 0.4, 0.1)
+
+
+def why_not_captured(optimizer: Optimizer) -> str | None:
+    """Why a step of this optimizer, as it is set now, cannot be recorded, or None after a real recording.
+
+    A twin's recorded step is replayed with other learning rates and gradients, and has to do what the plain loop
+    does with them. It costs some milliseconds, and waits for the device.
+    """
+    name = type(optimizer).__name__
+    places = {p.device for group in optimizer.param_groups for p in group["params"]}
+    elsewhere = next((place for place in places if place.type != "cuda"), None)
+    if elsewhere is not None:
+        return f"{name} has parameters on {elsewhere}, and steps are recorded on a GPU"
+    try:
+        with torch.cuda.device(next(iter(places))):
+            return _tried(twin_of(optimizer, capturable=True), twin_of(optimizer, capturable=False, fused=False))
+    except Exception as error:  # whatever stops it is the answer
+        return f"{name} cannot be recorded: {first_line(error)}"
+
+
+def _tried(recorded: Optimizer, plain: Optimizer) -> str | None:
+    rates = [torch.zeros((), device=group["params"][0].device) for group in recorded.param_groups]
+    # The first step may make state, and wait for it.
+    _give(recorded, 0, None)
+    recorded.step()
+    # A wait while recording would break more than the recording: torch's generator is not usable afterwards.
+    _give(recorded, 1, rates)
+    with recording(recorded, rates), _NoWaiting():  # type: ignore[no-untyped-call]
+        recorded.step()
+    graph = torch.cuda.CUDAGraph()
+    with recording(recorded, rates), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        recorded.step()
+    for number in range(2, len(_TRIED_RATES)):
+        _give(recorded, number, rates)
+        graph.replay()
+    for number in range(len(_TRIED_RATES)):
+        _give(plain, number, None)
+        plain.step()
+    return _difference(recorded, plain)
+
+
+@torch.no_grad()
+def _give(twin: Optimizer, number: int, rates: Sequence[Tensor] | None) -> None:
+    """The rate and the gradients of the trial's next step."""
+    for place, group in enumerate(twin.param_groups):
+        if rates is None:
+            group["lr"] = _TRIED_RATES[number]
+        else:
+            rates[place].fill_(_TRIED_RATES[number])
+        for parameter in group["params"]:
+            values = torch.arange(1.0, parameter.numel() + 1, device=parameter.device) * (1 - 0.3 * number)
+            parameter.grad.copy_(values.reshape(parameter.shape))
+
+
+def _difference(recorded: Optimizer, plain: Optimizer) -> str | None:
+    name = type(plain).__name__
+    for one, other in zip(recorded.param_groups, plain.param_groups, strict=True):
+        for mine, theirs in zip(one["params"], other["params"], strict=True):
+            for key, value in plain.state.get(theirs, {}).items():
+                if not _same(recorded.state[mine].get(key), value):
+                    return f"{name} keeps {key!r} where a replay does not move it"
+            if not _same(mine, theirs):
+                return f"{name} does not follow its learning rate when it is replayed"
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal but for rounding; a step that was not made, or made with another rate, differs by far more."""
+    if not isinstance(other, Tensor) or not isinstance(one, Tensor):
+        return bool(one == other)
+    close = 5e-2 if other.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    wide = torch.complex128 if other.is_complex() else torch.float64
+    return torch.allclose(one.detach().to("cpu", wide), other.detach().to("cpu", wide), close, close, equal_nan=True)
+
+
+class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, an operation that reads a value back from the device raises; in this thread alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default and args[0].device.type != "cpu":
+            raise RuntimeError("it reads a value back from the device, the learning rate as a rule")
+        made = func(*args, **(kwargs or {}))
+        if func in (aten._to_copy.default, aten.copy_.default):
+            source = args[1] if func is aten.copy_.default else args[0]
+            if made.device.type == "cpu" and source.device.type != "cpu":
+                raise RuntimeError("it copies a value back from the device")
+        return made

@@ -1,0 +1,78 @@
+"""In which numbers a step computes: autocast for its forward passes, and switches of the whole process around it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from hotlap import machine
+from hotlap.core.plan import Execution, Numerics
+from hotlap.machine.tf32 import Tf32
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What forward passes run inside, made anew for each."""
+    dtype = _AUTOCAST.get(precision)
+    if dtype is None:  # TF32 is a switch of the process, set around the whole step
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+class Switches:
+    """The process-wide switches that a plan asks for, set inside and put back as they were afterwards.
+
+    TF32 where the precision is `tf32`, cuDNN's own timing of convolutions where they are to be autotuned. All else
+    stays as the user has it: fp32 means as the model is, and what autocast leaves in fp32 is the user's too. Can be
+    entered again, also inside itself. False where there is nothing to switch, so that a step can leave it out.
+    """
+
+    def __init__(self, numerics: Numerics, execution: Execution, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._tf32 = Tf32() if numerics.precision == "tf32" and on_gpu else None
+        self._autotune = execution.autotune and on_gpu
+        self._before: list[bool] = []
+
+    def __bool__(self) -> bool:
+        return self._tf32 is not None or self._autotune
+
+    def __enter__(self) -> None:
+        if self._tf32 is not None:
+            self._tf32.__enter__()
+        if self._autotune:
+            self._before.append(torch.backends.cudnn.benchmark)
+            torch.backends.cudnn.benchmark = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._autotune:
+            torch.backends.cudnn.benchmark = self._before.pop()
+        if self._tf32 is not None:
+            self._tf32.__exit__()
+
+
+def why_not_precision(precision: str, device: torch.device) -> str | None:
+    """Why a training on this device cannot be in this precision, or None where it can."""
+    fact = machine.dtype_facts(device)[precision]
+    # A CPU without instructions for it still trains in bf16 or fp16, slowly; on a GPU that is never wanted.
+    here = fact.support is machine.Support.EMULATED and device.type == "cpu" and machine.detect().pretended is None
+    if fact.support is not machine.Support.HARDWARE and not here:
+        return f"{precision} is {fact.support} on this {device.type}: {fact.reason}"
+    if precision in _AUTOCAST and not _autocasts(device.type, _AUTOCAST[precision]):
+        return f"torch {torch.__version__} has no autocast to {precision} on {device.type}"
+    return None
+
+
+@cache
+def _autocasts(kind: str, dtype: torch.dtype) -> bool:
+    """Whether autocast does what it is asked for; where it cannot, torch only warns and computes in fp32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autocast(kind, dtype=dtype):
+            ones = torch.ones(2, 2, device=kind)
+            return (ones @ ones).dtype is dtype

@@ -1,0 +1,178 @@
+"""Updates that are left out where gradients are not finite, decided on the device; and the scaled loss of fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from hotlap.engine.optimizers import twin_of
+
+START = 2.0**16
+GROWTH, BACKOFF = 2.0, 0.5
+GROWTH_INTERVAL = 2000
+"""As torch's own GradScaler has them."""
+FLOOR = 1.0
+"""GradScaler has none: after 145 bad steps in a row one over its scale is infinite, and it updates with infinite
+gradients. Below 1 a scale would drown the small gradients that it is there to save; what is not finite at 1 is so by
+itself."""
+CEILING = 2.0**24
+"""Gradients that need more to be seen in fp16 (below 2**-48) do not move fp32 weights, which have 24 bits."""
+
+
+class LossScale:
+    """The scale of an fp16 loss, found as GradScaler finds it, and whether the gradients of a step are finite.
+
+    Everything is a tensor that keeps its address, and nothing but `skips` and `overflowed` waits for the device, so
+    that a step with it can be recorded. Not `enabled`, it scales nothing and only looks whether all is finite.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        enabled: bool = True,
+        start: float = START,
+        growth: float = GROWTH,
+        backoff: float = BACKOFF,
+        interval: int = GROWTH_INTERVAL,
+        floor: float = FLOOR,
+        ceiling: float = CEILING,
+    ) -> None:
+        self.enabled = enabled
+        self._start = start if enabled else 1.0
+        self._growth, self._backoff, self._interval = growth, backoff, interval
+        self._floor, self._ceiling = floor, ceiling
+        self.scale = torch.full((), self._start, dtype=torch.float32, device=device)
+        """What the loss is multiplied by."""
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        """1 where the last gradients were not finite, else 0; optimizers that can leave an update out read it."""
+        self._good = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate."""
+        return loss * self.scale if self.enabled else loss
+
+    def unscale_(self, grads: Sequence[Tensor]) -> None:
+        """Divide gradients by the scale, in place, and see whether all of them are finite."""
+        self.found_inf.zero_()
+        if grads:
+            dense = [grad._values() if grad.is_sparse else grad for grad in grads]
+            torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found_inf, self.scale.reciprocal())
+
+    def look_at(self, norm: Tensor) -> None:
+        """See by their total norm whether gradients are finite: one number, where `unscale_` reads all of them."""
+        self.found_inf.copy_(norm.isfinite().logical_not())
+
+    def update(self) -> None:
+        """After a step: count it where it was left out, and move the scale."""
+        self._skipped.add_(self.found_inf)
+        if self.enabled:
+            torch._amp_update_scale_(
+                self.scale, self._good, self.found_inf, self._growth, self._backoff, self._interval
+            )
+            self.scale.clamp_(self._floor, self._ceiling)
+
+    def overflowed(self) -> bool:
+        """Whether the last gradients were not finite; waits for the device."""
+        return bool(self.found_inf)
+
+    def skips(self) -> int:
+        """Updates left out so far; waits for the device."""
+        return int(self._skipped)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        for tensor in self._all():
+            tensor.zero_()
+        self.scale.fill_(self._start)
+
+    def saved(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A copy of all that it remembers."""
+        scale, good, found_inf, skipped = (tensor.clone() for tensor in self._all())
+        return scale, good, found_inf, skipped
+
+    def put_back(self, saved: Sequence[Tensor]) -> None:
+        """Set everything to a copy made before, also one from another device."""
+        for tensor, value in zip(self._all(), saved, strict=True):
+            tensor.copy_(value)
+
+    def _all(self) -> tuple[Tensor, ...]:
+        return self.scale, self._good, self.found_inf, self._skipped
+
+
+@contextmanager
+def skipping(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
+    """Inside, a step of an optimizer that `skips_on_device` changes nothing where `found_inf` is 1."""
+    _give_momentum(optimizer)
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        # The plain loop refuses to run where it is set.
+        optimizer.found_inf = None  # type: ignore[attr-defined]
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether this optimizer, as it is set now, can leave an update out without the host waiting to hear of it.
+
+    A twin is made to leave one out: weights, state and step counts have to stay as they are, and the step after it
+    has to be that of a twin which never skipped. The others have to wait for `overflowed`.
+    """
+    if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
+        return False  # see _give_momentum
+    try:
+        skipped, plain = twin_of(optimizer), twin_of(optimizer)
+        _give_momentum(skipped)  # so that what the skipped step finds can be compared
+        before = _contents(skipped)
+        for parameter in _parameters(skipped):
+            assert parameter.grad is not None
+            parameter.grad.fill_(float("nan"))
+        with skipping(skipped, torch.ones((), device=_parameters(skipped)[0].device)):
+            skipped.step()
+        after = _contents(skipped)
+        if not all(torch.equal(after[name], value) for name, value in before.items()):
+            return False
+        for parameter in _parameters(skipped):
+            parameter.grad = torch.ones_like(parameter)
+        with skipping(skipped, torch.zeros((), device=_parameters(skipped)[0].device)):
+            skipped.step()
+        plain.step()
+        ours, theirs = _contents(skipped), _contents(plain)
+        return ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
+    except Exception:  # it refuses to be told
+        return False
+
+
+def _give_momentum(optimizer: Optimizer) -> None:
+    """Give fused SGD its momentum before its first step.
+
+    It would make it without filling it, and where that very step is left out, go on from whatever was in memory
+    (torch 2.11 and 2.13). From zeros it makes the same first step, unless momentum is dampened.
+    """
+    groups = optimizer.param_groups
+    # As many states as parameters: the usual case, told without looking at each.
+    if not isinstance(optimizer, SGD) or len(optimizer.state) >= sum(len(group["params"]) for group in groups):
+        return
+    for group in groups:
+        if group["momentum"] and not group["dampening"] and group.get("fused"):
+            for parameter in group["params"]:
+                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _contents(optimizer: Optimizer) -> dict[tuple[int, str], Tensor]:
+    """Copies of all weights and state, by number and name."""
+    found = {(n, ""): p.detach().clone() for n, p in enumerate(_parameters(optimizer))}
+    for n, parameter in enumerate(_parameters(optimizer)):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            found[n, name] = torch.as_tensor(value).clone() if value is not None else torch.zeros(0)
+    return found

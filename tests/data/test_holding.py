@@ -1,0 +1,255 @@
+"""Holding data: the batches that a feed would give, out of columns that were brought once."""
+
+import gc
+import weakref
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from hotlap.core.errors import DataError
+from hotlap.core.plan import Feed
+from hotlap.data import holding
+from hotlap.data.columns import Columns
+from hotlap.data.feeds import open_feed
+from hotlap.data.holding import held, why_not_held
+from hotlap.data.order import HostRandomness
+from hotlap.data.source import as_source
+
+CPU = torch.device("cpu")
+X = torch.arange(60.0).reshape(20, 3)
+Y = torch.arange(20)
+Pair = namedtuple("Pair", "x y")
+
+
+class Made(Dataset):
+    """A dataset out of a function of the index."""
+
+    def __init__(self, function, length=20):
+        self.function, self.length, self.asked = function, length, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return self.function(index)
+
+
+class Together(Made):
+    def __getitem__(self, index):
+        raise AssertionError("samples should be asked for together")
+
+    def __getitems__(self, indices):
+        self.asked += indices
+        return [self.function(index) for index in indices]
+
+
+SAMPLES = {
+    "tensor": lambda i: X[i],
+    "number": lambda i: i,
+    "float": lambda i: i / 7,
+    "truth": lambda i: i % 3 == 0,
+    "numpy number": lambda i: np.float32(i),
+    "array": lambda i: X[i].numpy().astype(np.uint8),
+    "tuple": lambda i: (X[i].half(), i),
+    "list": lambda i: [X[i], float(i)],
+    "dict": lambda i: {"x": X[i].bfloat16(), "y": i},
+    "ordered dict": lambda i: OrderedDict(b=X[i], a=i),
+    "named tuple": lambda i: Pair(X[i], np.int32(i)),
+    "nested": lambda i: ({"x": [X[i], (i, Pair(i, 2.5))]}, torch.tensor(i)),
+    "nothing in it": lambda i: (torch.empty(0), i),
+}
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SAMPLES)),
+    indices=st.lists(st.integers(0, 19), min_size=1, max_size=30),
+    rows=st.none() | st.lists(st.integers(-20, 19), min_size=20, max_size=20),
+    chunk=st.integers(1, 50),
+)
+def test_what_is_held_gives_the_batches_of_the_loader(name, indices, rows, chunk):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holding, "CHUNK_SAMPLES", chunk)
+        data = Made(SAMPLES[name])
+        source = as_source(data if rows is None else Subset(data, rows))
+        columns = held(source, CPU)
+    loader = open_feed(source, Feed(kind="loader"))
+    (wanted,) = loader.pieces([torch.tensor(indices)], 0)
+    assert isinstance(columns, Columns)
+    assert len(columns) == 20
+    assert same(columns.gather(torch.tensor(indices)), wanted)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        X,
+        (X.to(torch.uint8), Y),
+        {"x": X, "y": Y},
+        (X.numpy(), Y.numpy()),
+        TensorDataset(X, Y),
+        Subset(Subset(TensorDataset(X, Y), range(3, 17)), [-1, 0, 5, 5]),
+        Subset(TensorDataset(X.T.contiguous().T, Y), [7, 3]),
+    ],
+    ids=["tensor", "tuple", "dict", "arrays", "TensorDataset", "Subset of Subset", "strided"],
+)
+def test_tensors_are_held_as_they_are(data):
+    source = as_source(data)
+    columns = held(source, CPU)
+    indices = torch.tensor([0, 1, 0])[: len(source) + 1]
+    assert same(columns.gather(indices), source.gather(indices))
+    assert type(columns) is Columns
+
+
+def test_tensors_that_are_there_are_not_copied():
+    columns = held(as_source((X, Y)), CPU)
+    assert columns.tensors[0].data_ptr() == X.data_ptr()
+    assert columns.took.bytes == 0
+
+
+def test_a_selection_holds_its_own_rows_only():
+    columns = held(as_source(Subset(TensorDataset(X, Y), [4, 5])), CPU)
+    assert (len(columns), columns.took.bytes) == (2, 2 * (3 * 4 + 8))
+
+
+@pytest.mark.parametrize("data", [Made(SAMPLES["tuple"]), Together(SAMPLES["tuple"])], ids=["one by one", "together"])
+def test_every_sample_is_fetched_once_in_its_order_and_all_are_counted(data):
+    source, told = as_source(data), []
+    assert why_not_held(source, CPU, reserve_bytes=0) is None
+    data.asked.clear()
+    columns = held(source, CPU, progress=lambda done, total: told.append((done, total)))
+    assert data.asked == list(range(20))
+    assert told == [(20, 20)]
+    assert columns.took.bytes == 20 * (3 * 2 + 8)
+    assert columns.took.seconds > 0
+
+
+def test_holding_leaves_all_randomness_as_it_was():
+    before = HostRandomness()
+    held(as_source(Made(SAMPLES["nested"])), CPU)
+    assert before.same_as(HostRandomness())
+
+
+def test_data_that_does_not_fit_is_refused_with_what_it_needs_before_it_is_fetched(monkeypatch):
+    monkeypatch.setattr(holding, "read_memory", lambda: type("Memory", (), {"free_bytes": 2000}))
+    data = Made(lambda i: torch.zeros(25), length=10)  # 1000 bytes, and half of 2000 may be taken
+    assert why_not_held(as_source(data), CPU, reserve_bytes=0) is None
+    said = why_not_held(as_source(data), CPU, reserve_bytes=24)
+    assert (
+        said == "the data needs 1000 B on cpu beside 24 B for the training, and there are 1000 B, half of what is free"
+    )
+    many = Made(lambda i: torch.zeros(25), length=10**9)
+    assert "93.1 GiB" in why_not_held(as_source(many), CPU, reserve_bytes=0)
+    assert len(many.asked) < 100
+    assert why_not_held(as_source((X, Y)), CPU, reserve_bytes=10**9) is None  # it is there already
+
+
+def late(value):
+    return lambda i: value if i == 14 else torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda i: torch.zeros(3 + i), r"float32 \(3,\) at index 0, float32 \(5,\) at index 2"),
+        (lambda i: (i, "name"), "hold str 'name', which makes no column"),
+        (lambda i: {}, "nothing that makes a tensor"),
+        (lambda i: i if i else 0.5, "float at index 0, int at index 2"),
+        (lambda i: torch.rand(3), "draws from torch's generator"),
+        (lambda i: None, "Made cannot be stacked"),
+        (lambda i: 2**70, "cannot be stacked: Overflow"),
+    ],
+    ids=["shapes", "text", "empty", "kinds", "random", "None", "too large"],
+)
+def test_samples_that_make_no_columns_are_refused_with_the_reason(function, said):
+    source = as_source(Made(function))
+    with pytest.raises(DataError, match=said) as error:
+        held(source, CPU)
+    assert why_not_held(source, CPU, reserve_bytes=0) == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (late(torch.zeros(4)), r"float32 \(3,\) at index 0, float32 \(4,\) at index 14"),
+        (late(torch.zeros(3).half()), r"float32 \(3,\) at index 0, float16 \(3,\) at index 14"),
+        (
+            lambda i: torch.rand(3) if i == 14 else torch.zeros(3),
+            "draws from torch's generator, between index 0 and 19",
+        ),
+    ],
+    ids=["shape", "dtype", "random"],
+)
+def test_a_sample_that_differs_where_no_probe_looked_is_found_while_fetching(function, said):
+    source, before = as_source(Made(function)), HostRandomness()
+    assert why_not_held(source, CPU, reserve_bytes=0) is None
+    with pytest.raises(DataError, match=said):
+        held(source, CPU)
+    assert before.same_as(HostRandomness())
+
+
+@pytest.mark.parametrize("data", [(X, Y), Made(SAMPLES["tuple"]), Subset(TensorDataset(X), [1])])
+def test_a_collate_function_of_the_users_own_is_refused(data):
+    source = as_source(data, collate=lambda samples: samples)
+    assert "collate function" in why_not_held(source, CPU, reserve_bytes=0)
+    with pytest.raises(DataError, match="no stacks of samples"):
+        held(source, CPU)
+
+
+@pytest.mark.parametrize("data", [(X, Y), Made(SAMPLES["tuple"])], ids=["tensors", "samples"])
+def test_what_was_held_is_free_as_soon_as_nobody_names_it(data):
+    gc.disable()
+    try:
+        columns = held(as_source(data), CPU)
+        gone = weakref.ref(columns)
+        del columns
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Opening(Made):
+    """Opens its file when it is first asked."""
+
+    def __getitem__(self, index):
+        self.file = self.__dict__.get("file") or object()
+        return super().__getitem__(index)
+
+
+class Closing(Opening):
+    """Closes it when it goes."""
+
+    closed = 0
+
+    def __del__(self):
+        Closing.closed += 1
+
+
+@pytest.mark.parametrize("wrapped", [lambda d: d, lambda d: Subset(d, range(5))], ids=["dataset", "Subset"])
+def test_a_file_that_a_dataset_opens_lazily_is_not_left_open_for_workers_to_inherit(wrapped):
+    data = Opening(SAMPLES["tuple"])
+    source = as_source(wrapped(data))
+    assert why_not_held(source, CPU, reserve_bytes=0) is None
+    held(source, CPU)
+    assert not hasattr(data, "file")
+
+
+def test_a_dataset_that_closes_what_it_holds_is_not_copied():
+    data = Closing(SAMPLES["tuple"])
+    held(as_source(data), CPU)
+    assert hasattr(data, "file")
+    assert Closing.closed == 0

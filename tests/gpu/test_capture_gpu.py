@@ -1,0 +1,580 @@
+"""Captured steps on a real GPU: the numbers of eager ones, for every feed, precision, schedule and optimizer."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from plain import class_data, parameters_of, small_mlp, twins
+from torch import nn
+from waiting import no_waiting
+
+from hotlap import Job, Plan, Rig, fit
+from hotlap.engine.capture import CapturedStep
+
+DEVICE = "cuda"
+EAGER = Plan()
+CAPTURED = Plan().but(kind="resident", mode="captured", optimizer="fused")
+FEEDS = [
+    {"kind": "gather"},
+    {"kind": "stream"},
+    {"kind": "resident"},
+    {"kind": "loader", "workers": 1, "pinned": True, "persistent": True},
+]
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def net(dropout=0.0, dtype=torch.float32):
+    """No bias before the batch norm: its gradient is rounding alone, which Adam blows up."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(5, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 3)
+    ).to(dtype)
+
+
+def trained(
+    plan,
+    *,
+    model=None,
+    optimizer=adamw,
+    loss=None,
+    samples=90,
+    batch=8,
+    epochs=4,
+    between=None,
+    dtype=torch.float32,
+    data=None,
+    **settings,
+):
+    """Losses of all steps, the weights, and the rig; `between(rig)` is called after every step."""
+    feed = {name: settings.pop(name) for name in ("accumulate",) if name in settings}
+    torch.manual_seed(7)
+    rig = Rig(model or net(dtype=dtype), optimizer, loss or nn.CrossEntropyLoss(), plan=plan, device=DEVICE, **settings)
+    losses = []
+    for window in rig.feed(data or class_data(samples, dtype=dtype), batch_size=batch, epochs=epochs, **feed):
+        losses.append(rig.step(window))
+        if between is not None:
+            between(rig)
+    rig.close()
+    return torch.stack([loss.double() for loss in losses]), parameters_of(rig.model).clone(), rig
+
+
+def assert_same(mine, theirs, rtol=1e-5, atol=1e-6):
+    torch.testing.assert_close(mine[0], theirs[0], rtol=rtol, atol=atol)
+    torch.testing.assert_close(mine[1], theirs[1], rtol=rtol, atol=atol)
+
+
+def recorded(rig):
+    """How many shapes the rig's captured step holds, and why it gave up, if it did."""
+    steps = [step for step in rig._steps.values() if isinstance(step, CapturedStep)]
+    return sum(step.recorded for step in steps), next((s.given_up for s in steps if s.given_up), None)
+
+
+@pytest.mark.parametrize(
+    ("feed", "precision", "optimizer"),
+    list(itertools.product(FEEDS, ["fp32", "tf32", "bf16", "fp16"], ["plain", "fused"])),
+)
+def test_a_captured_step_gives_the_numbers_of_the_eager_one(feed, precision, optimizer):
+    plan = Plan().but(precision=precision, optimizer=optimizer)
+    theirs = trained(plan, clip=1.0)
+    mine = trained(plan.but(**feed, mode="captured"), clip=1.0)
+    assert recorded(mine[2])[0] >= 2, mine[2].ledger.to_lines()  # whole batches, and the last, shorter one
+    loose = {"fp32": 1e-5, "tf32": 1e-4}.get(precision, 5e-3)
+    if optimizer == "plain":  # recorded, it keeps counts and rates in fp32, and multiplies in another order
+        loose *= 20
+    assert_same(mine, theirs, rtol=loose, atol=loose / 10)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("steps", [2, 5])
+def test_several_steps_a_replay_give_the_numbers_of_single_ones(precision, steps):
+    theirs = trained(EAGER.but(precision=precision, optimizer="fused"))
+    mine = trained(CAPTURED.but(precision=precision, replay_steps=steps))
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-5, atol=1e-6)
+    assert mine[2].steps == theirs[2].steps
+    assert mine[2].samples == theirs[2].samples
+    assert mine[2].totals.mean() == pytest.approx(theirs[2].totals.mean(), rel=1e-5)
+
+
+def test_dropout_draws_what_it_would_have_drawn_eagerly():
+    theirs = trained(EAGER.but(optimizer="fused"), model=net(0.5))
+    mine = trained(CAPTURED, model=net(0.5))
+    assert recorded(mine[2])[0] >= 1
+    assert_same(mine, theirs)
+
+
+def losses_of_one_batch(model, shape, plan, steps):
+    """With a learning rate of 0, so that only randomness makes one step's loss differ from another's."""
+    torch.manual_seed(3)
+    x, y = torch.randn(64, *shape), torch.randint(3, (64,))
+    rig = Rig(model, lambda p: torch.optim.SGD(p, lr=0.0), nn.CrossEntropyLoss(), plan=plan, device=DEVICE)
+    found = torch.stack([rig.step((x.to(DEVICE), y.to(DEVICE))) for _ in range(steps)]).double()
+    return found, rig
+
+
+class Lstm(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        torch.manual_seed(2)
+        self.lstm = nn.LSTM(6, 32, num_layers=2, dropout=dropout, batch_first=True)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", ["dropout", "cudnn lstm"])
+def test_masks_differ_from_replay_to_replay_and_have_the_right_rate(kind):
+    make, shape = (lambda: Lstm(0.5), (7, 6)) if kind == "cudnn lstm" else (lambda: net(0.5), (5,))
+    captured = Plan().but(mode="captured", optimizer="fused")
+    mine, rig = losses_of_one_batch(make(), shape, captured, 300)
+    theirs, _ = losses_of_one_batch(make(), shape, Plan(), 300)
+    assert recorded(rig)[0] == 1, rig.ledger.to_lines()
+    assert len(mine.unique()) > 290
+    # The spread of the mean over 300 draws is a seventeenth of that of one.
+    assert abs(mine.mean() - theirs.mean()) < 5 * theirs.std() / 300**0.5
+    assert 0.7 < mine.std() / theirs.std() < 1.4
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": adamw,
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+def change_everything(rig):
+    """Hyperparameters as a user changes them in the middle of a run."""
+    group = rig.optimizer.param_groups[0]
+    if rig.steps == 12:
+        group["lr"] *= 0.3
+    if rig.steps == 24 and "weight_decay" in group:
+        group["weight_decay"] = 0.05
+    if rig.steps == 30 and group.get("momentum"):
+        group["momentum"] = 0.5
+    if rig.steps == 30 and "betas" in group:
+        group["betas"] = (0.8, 0.95)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_hyperparameters_changed_in_the_middle_take_effect_for_every_optimizer(name, kind):
+    plan = Plan().but(kind="resident", optimizer=kind)
+    rig = Rig(net(), OPTIMIZERS[name], nn.CrossEntropyLoss(), device=DEVICE)
+    if rig.supports(plan):
+        assert "fused" in rig.supports(plan)
+        return
+    settings = {"optimizer": OPTIMIZERS[name], "between": change_everything, "dtype": torch.float64}
+    theirs = trained(EAGER, **settings)
+    mine = trained(plan.but(mode="captured"), **settings)
+    assert recorded(mine[2])[0] >= 1, mine[2].ledger.to_lines()
+    # Recorded steps keep rates and counts in fp32.
+    assert_same(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+SCHEDULES = {
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 40),
+    "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.95),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=60),
+    "warm-up, then linear": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=10),
+            torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.1, total_iters=30),
+        ],
+        [10],
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_move_with_every_update_of_a_replay(name, steps):
+    theirs = trained(EAGER.but(optimizer="fused"), schedule=SCHEDULES[name])
+    mine = trained(CAPTURED.but(replay_steps=steps), schedule=SCHEDULES[name])
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-4, atol=1e-6)
+    assert mine[2].optimizer.param_groups[0]["lr"] == theirs[2].optimizer.param_groups[0]["lr"]
+
+
+def test_schedules_by_epoch_and_by_plateau_act_between_replays():
+    by_epoch = {"schedule": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), "schedule_per": "epoch"}
+    assert_same(trained(CAPTURED, **by_epoch), trained(EAGER.but(optimizer="fused"), **by_epoch))
+
+    def watch(rig):
+        if rig.steps % 10 == 0:
+            rig.schedule.evaluated(1.0)
+
+    plateau = {"schedule": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0), "between": watch}
+    assert_same(trained(CAPTURED, **plateau), trained(EAGER.but(optimizer="fused"), **plateau))
+
+
+def counted(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+
+@pytest.mark.parametrize("loss", [None, counted])
+def test_accumulation_in_micro_batches_is_captured_too(loss):
+    settings = {"model": nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)), "loss": loss, "clip": 0.5}
+    mine_model, theirs_model = twins(settings.pop("model").double())
+    settings |= {"accumulate": 3, "dtype": torch.float64}
+    theirs = trained(EAGER, model=theirs_model, **settings)
+    mine = trained(CAPTURED.but(micro_batch=5), model=mine_model, **settings)
+    assert recorded(mine[2])[0] >= 1, mine[2].ledger.to_lines()
+    assert_same(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_a_change_of_mode_layer_flag_or_rate_makes_a_capture_void():
+    def meddle(rig):
+        model = rig.model
+        if rig.steps == 12:
+            model[1].eval()
+        if rig.steps == 18:
+            model[0].weight.requires_grad_(False)
+        if rig.steps == 24:
+            model[3].p = 0.7
+        if rig.steps == 30:
+            model[2] = nn.Tanh()
+        if rig.steps == 36:
+            model[1].train()
+            model[0].weight.requires_grad_(True)
+
+    theirs = trained(EAGER.but(optimizer="fused"), model=net(0.2), between=meddle)
+    mine = trained(CAPTURED, model=net(0.2), between=meddle)
+    assert_same(mine, theirs)
+
+
+def test_kept_losses_and_gradients_are_those_of_their_step():
+    grads = {}
+
+    def keep(name):
+        def note(rig):
+            grads.setdefault(name, []).append([p.grad.clone() for p in rig.model.parameters()])
+
+        return note
+
+    theirs = trained(EAGER.but(optimizer="fused"), between=keep("eager"))
+    mine = trained(CAPTURED, between=keep("captured"))
+    assert_same(mine, theirs)
+    for one, other in zip(grads["captured"], grads["eager"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class ReadsAValue(Reads):
+    def forward(self, x):
+        if x.mean().item() > 0:
+            x = x * 2
+        return self.layer(x)
+
+
+class DrawsInPython(Reads):
+    def forward(self, x):
+        return self.layer(x * random.uniform(0.5, 1.5))
+
+
+class DrawsInNumpy(Reads):
+    def forward(self, x):
+        return self.layer(x * float(np.random.rand()))
+
+
+class Counts(Reads):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x * (1.0 if self.calls > 10 else 0.5))
+
+
+class Remembers(Reads):
+    def __init__(self):
+        super().__init__()
+        self.last = None
+
+    def forward(self, x):
+        y = self.layer(x)
+        out = y if self.last is None else y + 0.1 * self.last
+        self.last = y.detach().mean()
+        return out
+
+
+class Selects(Reads):
+    def forward(self, x):
+        kept = x[:, 0] > -100
+        return self.layer(x[kept])
+
+
+UNFIT = {
+    ReadsAValue: "test_capture_gpu.py:",
+    DrawsInPython: "DrawsInPython draws from the host's randomness",
+    DrawsInNumpy: "DrawsInNumpy draws from the host's randomness",
+    Counts: "'calls'",
+    Remembers: "'last'",
+    Selects: "test_capture_gpu.py:",
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_the_ledger_says_why(kind):
+    def run(plan):
+        random.seed(5)
+        np.random.seed(5)
+        return trained(plan, model=kind())
+
+    theirs, mine = run(EAGER.but(optimizer="fused")), run(CAPTURED)
+    held, reason = recorded(mine[2])
+    assert held == 0
+    assert UNFIT[kind] in reason
+    assert any(UNFIT[kind] in entry.why for entry in mine[2].ledger)
+    assert_same(mine, theirs)
+
+
+class BreaksWhenRecorded(Reads):
+    def forward(self, x):
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+        return nn.functional.dropout(self.layer(x), 0.5)
+
+
+def test_a_recording_that_fails_leaves_the_training_as_it_was():
+    theirs = trained(EAGER.but(optimizer="fused"), model=BreaksWhenRecorded())
+    mine = trained(CAPTURED, model=BreaksWhenRecorded())
+    assert "cannot be recorded" in recorded(mine[2])[1]
+    assert_same(mine, theirs)
+    torch.cuda.get_rng_state()
+    assert torch.rand(2, device=DEVICE).sum() >= 0
+
+
+class Blows(nn.Module):
+    """Gradients that are not finite wherever a sample's first number is large."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.layer(x) * torch.where(x[:, :1] > 1.8, float("inf"), 1.0)
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_skipped_updates_move_neither_weights_nor_schedule(precision, optimizer):
+    settings = {"skip_nonfinite": True, "schedule": SCHEDULES["exponential"]}
+    theirs = trained(EAGER.but(precision=precision), model=Blows(), **settings)
+    mine = trained(CAPTURED.but(precision=precision, optimizer=optimizer), model=Blows(), **settings)
+    assert theirs[2].skipped > 0
+    assert mine[2].skipped == theirs[2].skipped
+    mine[2].settle()
+    assert mine[2].optimizer.param_groups[0]["lr"] == pytest.approx(theirs[2].optimizer.param_groups[0]["lr"])
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-4, atol=1e-5)
+    assert mine[2].totals.mean() == pytest.approx(theirs[2].totals.mean(), rel=1e-3)
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer that nobody knows, with its state in Python."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["n"] = state.get("n", 0) + 1
+                p -= group["lr"] / state["n"] ** 0.5 * p.grad
+
+
+def test_an_unknown_optimizer_keeps_working_and_the_rest_is_captured():
+    mine = trained(CAPTURED.but(optimizer="plain"), optimizer=Own)
+    assert recorded(mine[2])[0] >= 1
+    assert any("outside the capture" in entry.why for entry in mine[2].ledger)
+    assert_same(mine, trained(EAGER, optimizer=Own))
+
+
+def test_plans_switched_in_the_middle_of_an_epoch_change_nothing_beyond_rounding():
+    plans = [
+        CAPTURED,
+        CAPTURED.but(replay_steps=3),
+        Plan().but(kind="stream", mode="captured"),
+        Plan().but(kind="loader", workers=1, pinned=True, persistent=True, mode="captured"),
+        EAGER,
+        CAPTURED.but(micro_batch=3),
+        Plan().but(optimizer="fused"),
+        CAPTURED,
+    ]
+
+    def switch(rig):
+        rig.use(plans[rig.steps // 6 % len(plans)])
+
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    mine_model, theirs_model = twins(model)
+    data = class_data(200)
+    theirs = trained(EAGER, model=theirs_model, data=data, batch=4, epochs=3)
+    mine = trained(EAGER, model=mine_model, data=data, batch=4, epochs=3, between=switch)
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-4, atol=1e-6)  # recorded steps have rates in fp32
+    assert mine[2].steps == theirs[2].steps
+
+
+@pytest.mark.parametrize("feed", FEEDS)
+def test_every_feed_brings_the_same_samples_in_the_same_order(feed):
+    def seen(plan):
+        rig = Rig(nn.Linear(1, 2), adamw, nn.CrossEntropyLoss(), plan=plan, device=DEVICE)
+        found = []
+        data = (torch.arange(53.0)[:, None], torch.zeros(53, dtype=torch.int64))
+        for window in rig.feed(data, batch_size=8, epochs=3):
+            for number in range(window.updates):
+                for piece in window.update(number).pieces:
+                    batch = piece.gathered() if hasattr(piece, "gathered") else piece
+                    found += batch[0].flatten().tolist()
+        rig.close()
+        return found
+
+    assert seen(Plan().but(**feed)) == seen(EAGER)
+
+
+def test_a_captured_step_never_waits():
+    rig = Rig(
+        net(0.1), adamw, nn.CrossEntropyLoss(), plan=CAPTURED, schedule=SCHEDULES["cosine"], clip=1.0, device=DEVICE
+    )
+    windows = iter(rig.feed(class_data(400, dtype=torch.float32), batch_size=8, epochs=1))
+    for _ in range(10):
+        rig.step(next(windows))
+    with no_waiting():
+        for _ in range(20):
+            rig.step(next(windows))
+    assert recorded(rig)[0] == 1
+
+
+def test_a_snapshot_is_put_back_without_a_trace_under_captures():
+    def run(detour):
+        def between(rig):
+            if detour and rig.steps == 20:
+                snapshot, window = rig.snapshot(), class_data(8, dtype=torch.float32, seed=4)
+                for _ in range(6):
+                    rig.step(window)
+                rig.use(EAGER)
+                rig.step(window)
+                rig.evaluate(class_data(50, dtype=torch.float32))
+                rig.use(CAPTURED)
+                rig.restore(snapshot)
+
+        return trained(CAPTURED, model=net(0.3), between=between)
+
+    assert_same(run(True), run(False))
+
+
+def test_evaluation_is_captured_and_gives_the_same_scores():
+    valid = class_data(700, dtype=torch.float32, seed=9)
+    rig = trained(CAPTURED)[2]
+    rig.use(EAGER)
+    plain = rig.evaluate(valid, ["accuracy", "macro_f1"])
+    rig.use(CAPTURED)
+    weights, state = parameters_of(rig.model).clone(), torch.cuda.get_rng_state()
+    for _ in range(3):
+        assert rig.evaluate(valid, ["accuracy", "macro_f1"]) == pytest.approx(plain, rel=1e-5)
+    assert rig._evaluator._captured[1]._graphs
+    outputs = rig.predict(valid)
+    rig.model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(outputs, rig.model(valid[0].to(DEVICE)).cpu(), rtol=1e-4, atol=1e-5)
+    rig.model.train()
+    assert torch.equal(weights, parameters_of(rig.model))
+    assert torch.equal(state, torch.cuda.get_rng_state())
+
+
+def job(**settings):
+    torch.manual_seed(0)
+    return Job(
+        model=net(0.2),
+        data=class_data(203, dtype=torch.float32),
+        valid=class_data(64, dtype=torch.float32, seed=3),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=adamw,
+        schedule=lambda o, updates: torch.optim.lr_scheduler.CosineAnnealingLR(o, updates),
+        batch_size=8,
+        **settings,
+    )
+
+
+def test_fit_looks_between_replays_where_it_has_to(tmp_path):
+    """Evaluations and checkpoints at the same steps, and the same scores, as without replays of several steps."""
+    plan = Plan().but(kind="resident", optimizer="fused")
+    theirs = fit(job(steps=70, eval_every=14), plan=plan, out=tmp_path / "eager", progress=False, save_every=10)
+    fast = plan.but(mode="captured", replay_steps=4)
+    mine = fit(job(steps=70, eval_every=14), plan=fast, out=tmp_path / "fast", progress=False, save_every=10)
+    assert [r["step"] for r in mine.history] == [r["step"] for r in theirs.history]
+    for one, other in zip(mine.history, theirs.history, strict=True):
+        assert one["valid_loss"] == pytest.approx(other["valid_loss"], rel=1e-4)
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-4)
+        assert one["lr"] == other["lr"]
+
+
+def test_workers_started_after_a_capture_live():
+    rig = trained(CAPTURED)[2]
+    assert recorded(rig)[0] >= 1
+    rig.use(Plan().but(kind="loader", workers=2))
+    for _ in range(2):
+        for window in rig.feed(class_data(64, dtype=torch.float32), batch_size=8, epochs=1):
+            rig.step(window)
+    rig.close()
+
+
+def test_images_are_prepared_and_augmented_on_the_device_under_every_plan():
+    class Conv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(
+                nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)
+            )
+
+        def forward(self, x):
+            return self.layers(x)
+
+    def prepare(batch):
+        return batch[0].float().div(255).sub(0.5), batch[1]
+
+    def augment(batch):
+        flips = torch.rand(len(batch[0]), 1, 1, 1, device=batch[0].device) < 0.5
+        return torch.where(flips, batch[0].flip(3), batch[0]), batch[1]
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (80, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    data = (images, torch.randint(3, (80,), generator=generator))
+    settings = {"prepare": prepare, "augment": augment, "data": data}
+    theirs = trained(EAGER, model=Conv(), **settings)
+    for plan in (CAPTURED, CAPTURED.but(layout="channels_last", autotune=True), Plan().but(layout="channels_last")):
+        mine = trained(plan, model=Conv(), **settings)
+        torch.testing.assert_close(mine[1], theirs[1], rtol=1e-3, atol=1e-4)
+
+
+def test_the_small_network_of_the_other_tests_is_captured_in_double_precision():
+    theirs = trained(EAGER.but(optimizer="fused"), model=small_mlp(), dtype=torch.float64)
+    mine = trained(CAPTURED, model=small_mlp(), dtype=torch.float64)
+    assert_same(mine, theirs, rtol=1e-6, atol=1e-8)
