@@ -66,7 +66,7 @@ def fast_plan(work: Work, device: torch.device) -> hotlap.Plan:
         precision=work.precision,
         optimizer="fused",
         mode="captured",
-        replay_steps=work.replay_steps,
+        replay_steps=work.plan_steps or work.replay_steps,
         layout=work.layout,
         autotune=work.images,
     )

@@ -43,6 +43,8 @@ class Work:
     """`bf16` or `tf32`."""
     replay_steps: int
     """Updates in one replay of a captured step, by hand and by hotlap alike."""
+    plan_steps: int | None = None
+    """Updates in a replay of hotlap's plan, where that is another number."""
     images: bool = False
     """Whether samples are uint8 images, normalised before the model sees them."""
 
@@ -174,6 +176,7 @@ WORKS: tuple[Work, ...] = (
         batch=32,
         precision="bf16",
         replay_steps=2,
+        plan_steps=8,
         images=True,
     ),
     Work(
@@ -183,6 +186,7 @@ WORKS: tuple[Work, ...] = (
         batch=256,
         precision="bf16",
         replay_steps=1,
+        plan_steps=4,
         images=True,
     ),
 )

@@ -17,10 +17,10 @@ from hotlap.data.course import Course, evaluation_course
 from hotlap.data.feeds import Feeding, open_feed
 from hotlap.data.holding import held, why_not_held
 from hotlap.data.resident import ResidentFeeding
-from hotlap.engine.capture import CapturedOutputs
 from hotlap.engine.layout import Layout
 from hotlap.engine.metrics import make_metrics
 from hotlap.engine.objective import Objective, Totals
+from hotlap.engine.outputs import CapturedOutputs
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.snapshot import Modes, Randomness
 

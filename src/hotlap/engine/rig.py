@@ -189,6 +189,8 @@ class Rig:
             self._route.recut()
         if "numerics" in parts or "mode" in changes:
             self.conform()
+        if "layout" in changes:
+            self._steps.clear()  # what was recorded reads weights where they no longer are
         what = ", ".join(f"{name} {before} → {after}" for name, (before, after) in changes.items())
         why = "; ".join(filter(None, (why, *self.cautions(plan))))
         self.ledger.record(Entry(step=self.steps, what=what, outcome=outcome, plan=plan, why=why))
@@ -363,9 +365,9 @@ class Rig:
 
         A window from `feed` holds as many updates as the plan replays at once; the loss is the last one's.
         """
+        step = self._step
         loss = self.advance(batch)
-        # What a replay leaves behind, the next one overwrites.
-        return loss.to(self._step.loss_dtype, copy=True) if isinstance(self._step, CapturedStep) else loss
+        return step.kept(loss) if isinstance(step, CapturedStep) else loss
 
     def advance(self, batch: Window | Batch) -> Tensor:
         """As `step`; the loss may be overwritten by the next one."""

@@ -18,7 +18,7 @@ from hotlap.core.errors import JobError, PlanError, StoreError, listed
 from hotlap.core.job import Job
 from hotlap.core.job_checks import plateau_problems
 from hotlap.core.ledger import Entry, Ledger
-from hotlap.core.plan import Plan
+from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
 from hotlap.core.units import show_seconds
 from hotlap.data.course import Course, training_course
 from hotlap.data.order import mix, seed_host
@@ -157,6 +157,8 @@ class _Training:
             job.optimizer,
             job.loss,
             forward=job.forward,
+            prepare=job.prepare,
+            augment=job.augment,
             schedule=job.schedule,
             schedule_per=job.schedule_per,
             updates=job.epochs if job.schedule_per == "epoch" else self._total,
@@ -372,10 +374,10 @@ class _Training:
         if self._best.is_long_ago():
             return early
         # What a forged or foreign state breaks, it breaks in the first step.
-        step = rig.step if self._from_checkpoint is None else self._step_from_checkpoint
+        step = rig.advance if self._from_checkpoint is None else self._step_from_checkpoint
         for window in self._windows(stop):
             step(window)
-            step = rig.step
+            step = rig.advance
             if clock() >= next_s:
                 self._show()
                 next_s = clock() + every_s
@@ -395,7 +397,7 @@ class _Training:
 
     def _windows(self, stop: StopRequest) -> Iterator[Window]:
         """The rig's windows, until they end or a signal ends the workers that bring them."""
-        windows = self.rig.windows(epochs=self._job.epochs, steps=self._job.steps)
+        windows = self.rig.windows(epochs=self._job.epochs, steps=self._job.steps, room=self._room)
         while True:
             try:
                 window = next(windows)
@@ -408,9 +410,15 @@ class _Training:
                 return
             yield window
 
+    def _room(self) -> int:
+        """Updates until somebody has to look: an evaluation, or a checkpoint that is due by number."""
+        steps = self.rig.place.served
+        periods = [every for every in (self._job.eval_every, self._save_every) if every]
+        return min((every - steps % every for every in periods), default=MOST_REPLAY_STEPS)
+
     def _step_from_checkpoint(self, window: Window) -> Tensor:
         with unfit_checkpoint(str(self._from_checkpoint)):
-            return self.rig.step(window)
+            return self.rig.advance(window)
 
     def _save(self, *, wait: bool = False) -> None:
         rig, now = self.rig, time.perf_counter()
@@ -451,6 +459,7 @@ class _Training:
         job, rig = self._job, self.rig
         train_loss = rig.totals.mean()
         rig.totals.reset()
+        rig.settle()
         aside = time.perf_counter()
         record: dict[str, Any] = {
             "step": rig.steps,

@@ -1,0 +1,69 @@
+"""Outputs of a model in evaluation, by replay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotlap.data.batches import Batch, map_tensors
+from hotlap.data.columns import tensors_in
+from hotlap.engine.graph import shape_of
+from hotlap.engine.recording import NotRecordedError, Recorder
+from hotlap.engine.watch import Watch, fingerprint
+
+WORTH_IT = 8
+"""Batches of one shape before it is recorded: a short evaluation is over before that pays."""
+MOST_GRAPHS = 16
+"""Shapes that are recorded at a time."""
+
+
+class CapturedOutputs:
+    """Outputs and targets of batches, replayed. They are overwritten by the next call for a batch of that shape."""
+
+    def __init__(
+        self, eager: Callable[[Batch], tuple[Any, Any]], modules: Sequence[nn.Module], device: torch.device
+    ) -> None:
+        self._eager, self._modules, self._device = eager, modules, device
+        self._seen: Counter[Hashable] = Counter()
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Any, Any]]] = {}
+        self._recorder = Recorder(device)
+        self.given_up: str | None = None
+        """Why nothing is captured, once that is known."""
+
+    def __call__(self, batch: Batch) -> tuple[Any, Any]:
+        """The model's output for a batch on the device, and its target."""
+        shape = shape_of(batch)
+        if self.given_up is not None or shape is None:
+            return self._eager(batch)
+        key = (shape, fingerprint(self._modules))
+        if key in self._graphs:
+            graph, inputs, outputs = self._graphs[key]
+            for static, tensor in zip(inputs, tensors_in(batch), strict=True):
+                static.copy_(tensor, non_blocking=True)
+            graph.replay()
+            return outputs
+        self._seen[shape] += 1
+        if self._seen[shape] < WORTH_IT:
+            return self._eager(batch)
+        with self._recorder.aside(), Watch(self._modules, self._device) as watch:
+            made = self._eager(batch)
+        self.given_up = watch.reason
+        if self.given_up is None:
+            self._record(key, batch)
+        return made
+
+    def _record(self, key: Hashable, batch: Batch) -> None:
+        if len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.clear()
+        static = map_tensors(batch, lambda tensor: tensor.clone())
+        made: list[tuple[Any, Any]] = []
+        try:
+            graph = self._recorder.record(lambda: made.append(self._eager(static)))
+        except NotRecordedError as error:
+            self.given_up = str(error)
+        else:
+            self._graphs[key] = (graph, tensors_in(static), made[0])

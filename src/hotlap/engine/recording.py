@@ -1,0 +1,70 @@
+"""Recording work as a CUDA graph, and leaving torch in order where that fails."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from hotlap.engine.watch import why_recording_failed
+
+
+class NotRecordedError(Exception):
+    """What could not be recorded, and at which line of the user's."""
+
+
+class Recorder:
+    """Records graphs that share their memory, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, work runs on the stream that records, in its turn with all other work."""
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            yield
+        here.wait_stream(self._stream)
+
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """The work as a graph; nothing of it is executed yet. Raises NotRecordedError where it cannot be one."""
+        generator = torch.cuda.default_generators[self._number]
+        before = generator.clone_state()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads (a checkpoint, a loader that pins memory) may call CUDA meanwhile.
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                work()
+        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+            # After a recording that broke, torch's generator and allocator still take it to be under way.
+            generator.graphsafe_set_state(before)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._number, self._pool)
+            torch.cuda.synchronize(self._device)
+            raise NotRecordedError(why_recording_failed(error)) from error
+        return graph
+
+    @property
+    def _number(self) -> int:
+        return self._device.index if self._device.index is not None else torch.cuda.current_device()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage that holds device memory, or another graph, must not be collected while a recording is under way."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
