@@ -100,7 +100,7 @@ def test_windows_are_alike_where_their_pieces_have_the_same_sizes():
 
 
 def test_an_order_drawn_ahead_is_the_one_drawn_in_time():
-    ahead, in_time = (Order(100, batch_size=7, shuffled=True, seed=3) for _ in range(2))
+    ahead, in_time = (Order(30_000, batch_size=7, shuffled=True, seed=3) for _ in range(2))
     ahead.epoch(0)
     ahead.draw_ahead(1)
     ahead.draw_ahead(1)

@@ -77,6 +77,18 @@ def test_a_twin_has_the_settings_of_every_group_and_a_parameter_of_every_kind():
         assert "unknown" not in one
 
 
+def test_a_twin_shares_no_tensor_with_the_optimizer():
+    optimizer = stepped(torch.optim.Adam([nn.Parameter(torch.ones(2, 2))], lr=torch.tensor(0.1), foreach=False))
+    twin = twin_of(optimizer)
+    assert twin.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+    def places(one):
+        state = [v for values in one.state.values() for v in values.values()]
+        return {t.data_ptr() for t in (one.param_groups[0]["lr"], *one.param_groups[0]["params"], *state)}
+
+    assert not places(twin) & places(optimizer)
+
+
 def test_a_twin_runs_none_of_the_users_hooks_nor_moves_its_schedule():
     optimizer = made("AdamW", lr=0.1)
     called = []
@@ -93,6 +105,9 @@ def test_a_twin_runs_none_of_the_users_hooks_nor_moves_its_schedule():
 def test_state_of_a_single_number_is_not_taken_for_a_count(name, shape):
     optimizer = stepped(made(name, [nn.Parameter(torch.ones(shape))], lr=0.1, **_momentum(name)))
     assert why_not_fused(optimizer) is None
+    twin = twin_of(optimizer)
+    for parameter, state in twin.state.items():
+        assert all(v.shape == (() if k == "step" else parameter.shape) for k, v in state.items())
 
 
 def _momentum(name):

@@ -312,10 +312,16 @@ def test_fused_optimizers_skip_on_the_device_and_the_plain_loop_does_not(name):
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_optimizers_that_cannot_be_told_have_to_wait(name):
-    optimizer = WAITING[name](nn.Linear(3, 2).parameters())
+@pytest.mark.parametrize("already", [0, 2])
+def test_optimizers_that_cannot_be_told_have_to_wait(name, already):
+    """Dampened momentum also once it is there: a snapshot may take it away again."""
+    layer = nn.Linear(3, 2)
+    optimizer = WAITING[name](layer.parameters())
     if "fused" in optimizer.defaults:
         Fusion(optimizer).set(True)
+    for _ in range(already):
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
     assert not skips_on_device(optimizer)
 
 

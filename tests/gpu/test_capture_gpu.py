@@ -107,6 +107,27 @@ def test_dropout_draws_what_it_would_have_drawn_eagerly():
     assert_same(mine, theirs)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_batch_norms_count_every_batch_also_where_one_is_used_twice_and_one_is_frozen(steps):
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+            self.twice, self.frozen, self.unused = nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+            self.frozen.eval()
+
+        def forward(self, x):
+            return self.last(self.frozen(self.twice(self.twice(self.first(x)))))
+
+    theirs = trained(EAGER.but(optimizer="fused"), model=Norms())[2].model
+    mine = trained(CAPTURED.but(replay_steps=steps), model=Norms())[2].model
+    for name, buffer in theirs.named_buffers():
+        torch.testing.assert_close(mine.get_buffer(name), buffer, rtol=1e-3, atol=1e-4)
+    assert mine.twice.num_batches_tracked > 0
+    assert mine.unused.num_batches_tracked == 0
+
+
 def losses_of_one_batch(model, shape, plan, steps):
     """With a learning rate of 0, so that only randomness makes one step's loss differ from another's."""
     torch.manual_seed(3)

@@ -561,6 +561,20 @@ def test_step_counts_are_on_the_device_while_captured_and_on_the_host_for_the_pl
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
 
+def test_a_count_of_an_optimizer_that_knows_no_such_flags_stays_where_it_is():
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1})
+
+    weight = nn.Parameter(torch.ones(2, device=DEVICE))
+    optimizer = Counting([weight])
+    optimizer.state[weight]["step"] = torch.zeros((), device=DEVICE)
+    for captured in (True, False):
+        Fusion(optimizer).set(False, captured=captured)
+        assert optimizer.state[weight]["step"].is_cuda
+        assert set(optimizer.param_groups[0]) == {"params", "lr"}
+
+
 def test_a_step_that_nobody_announced_as_captured_is_recorded_all_the_same():
     optimizer = two_groups("AdamW")
     rates = [torch.full((), 0.1, device=DEVICE) for _ in optimizer.param_groups]

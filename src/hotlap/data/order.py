@@ -19,6 +19,9 @@ from hotlap.data.randomness import host_seeded as host_seeded
 from hotlap.data.randomness import mix as mix
 from hotlap.data.randomness import seed_host as seed_host
 
+AHEAD_FROM = 20_000
+"""Samples from which on the order of an epoch is drawn ahead: some tenths of a millisecond."""
+
 
 def even_cuts(total: int, largest: int) -> list[int]:
     """Where to cut `total` samples into as few pieces of at most `largest` as it takes, evenly.
@@ -113,8 +116,9 @@ class Order:
 
     def draw_ahead(self, epoch: int) -> None:
         """Draw the order of an epoch beside the training, so that its beginning does not wait for it."""
-        # A user's sampler draws from the process's generators, so it stays in the training's own thread.
-        if type(self) is Order and (self._coming is None or self._coming[0] != epoch):
+        # A user's sampler draws from the process's generators, so it stays in the training's own thread; and what takes
+        # less than a thread takes to start is drawn in time.
+        if type(self) is Order and self._length > AHEAD_FROM and (self._coming is None or self._coming[0] != epoch):
             future: Future[Epoch] = Future()
 
             def draw() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hotlap.data.resident import Rows
 from hotlap.engine.graph import Left, StepGraph, signature
+from hotlap.engine.norms import NormCounts
 from hotlap.engine.optimizers import frozen_hyperparameters
 from hotlap.engine.rates import Rates
 from hotlap.engine.recording import NotRecordedError, Recorder
@@ -52,6 +53,7 @@ class CapturedStep:
         self._seen: Counter[Hashable] = Counter()
         self._warm = False
         self._recorder = Recorder(device)
+        self._norms = NormCounts(self._modules)
         self._left = Left(device)
         self._expected = -1
         self._behind: deque[torch.cuda.Event] = deque()
@@ -131,7 +133,7 @@ class CapturedStep:
                     loss = self._eager.one(one)
                     self._warm = True
                     continue
-                with Watch(self._modules, self._device) as watch:
+                with Watch(self._modules, self._device) as watch, self._norms.watched():
                     loss = self._eager.one(one)
                 # Where the host decides whether an update is made, that wait is meant, and is not recorded.
                 if watch.reason is not None and not self._eager.waits and self.given_up is None:
@@ -146,7 +148,8 @@ class CapturedStep:
 
     def _recorded(self, window: Window) -> StepGraph | None:
         try:
-            return StepGraph(self._eager, window, self._left, self._recorder, whole=not self.split)
+            norms = self._norms.settled()
+            return StepGraph(self._eager, window, self._left, self._recorder, norms, whole=not self.split)
         except NotRecordedError as error:
             self._eager.optimizer.zero_grad(set_to_none=True)
             self._give_up(f"it cannot be recorded: {error}")

@@ -17,6 +17,11 @@ def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
             f"a batch norm was given a piece of one sample (of sizes {window.sizes}); leave out the last, shorter "
             "batch (drop_last=True), or choose a batch size that leaves no single sample"
         )
+    if "view size is not compatible" in text:
+        return (
+            f"{text.splitlines()[0]}: under the layout channels_last a model has to use reshape or flatten where it "
+            "uses view; change that, or leave the layout as given"
+        )
     words = ("same dtype", "expected scalar type", "expected m1 and m2", "Found dtype", "not implemented for 'Int'")
     if isinstance(error, torch.OutOfMemoryError) or not any(word in text for word in words):
         return None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.columns import tensors_in
 from hotlap.data.resident import Rows, narrowed, sample_bytes
+from hotlap.engine.norms import counted_at_once
 from hotlap.engine.objective import Scored
 from hotlap.engine.recording import Recorder
 from hotlap.engine.step import EagerStep, Window
@@ -33,8 +35,17 @@ class Left:
 class StepGraph:
     """The updates of windows of one shape, recorded: whole, or all but the optimizer's step."""
 
-    def __init__(self, eager: EagerStep, window: Window, left: Left, recorder: Recorder, *, whole: bool) -> None:
-        self._eager, self._window, self._left, self._whole = eager, window, left, whole
+    def __init__(
+        self,
+        eager: EagerStep,
+        window: Window,
+        left: Left,
+        recorder: Recorder,
+        norms: Sequence[tuple[_BatchNorm, int]],
+        *,
+        whole: bool,
+    ) -> None:
+        self._eager, self._window, self._left, self._norms, self._whole = eager, window, left, norms, whole
         self._scores: list[Scored] = []
         self._counted = 0
         # What others may look at after a replay lies outside the graph's own memory.
@@ -65,7 +76,8 @@ class StepGraph:
         eager, window = self._eager, self._window
         with eager.switches if eager.switches else nullcontext():
             for number, pieces in enumerate(self._batches()):
-                loss, self._scores = eager.gradients(pieces, window.sizes, window.all_count)
+                with counted_at_once(self._norms):
+                    loss, self._scores = eager.gradients(pieces, window.sizes, window.all_count)
                 if self._whole:
                     assert eager.rates is not None
                     with eager.rates.given(number):

@@ -192,7 +192,7 @@ def why_not_captured(optimizer: Optimizer) -> str | None:
     """Why a step of this optimizer, as it is set now, cannot be recorded, or None after a real recording.
 
     A twin's recorded step is replayed with other learning rates and gradients, and has to do what the plain loop
-    does with them. It costs some milliseconds, and waits for the device.
+    does with them. It waits for the device.
     """
     name = type(optimizer).__name__
     places = {p.device for group in optimizer.param_groups for p in group["params"]}

@@ -28,9 +28,11 @@ class Recorder:
         """Inside, work runs on the stream that records, in its turn with all other work."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            yield
-        here.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            here.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """The work as a graph; nothing of it is executed yet. Raises NotRecordedError where it cannot be one."""
@@ -38,12 +40,16 @@ class Recorder:
         before = generator.clone_state()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads (a checkpoint, a loader that pins memory) may call CUDA meanwhile.
-            with (
-                _no_collection(),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                work()
+            with self.aside(), _no_collection():
+                # Other threads (a checkpoint, a loader that pins memory) may call CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
             # After a recording that broke, torch's generator and allocator still take it to be under way.
             generator.graphsafe_set_state(before)

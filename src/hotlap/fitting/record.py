@@ -114,7 +114,7 @@ def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
 def write_record(folder: RunFolder, record: Record) -> None:
     """Write `record.json`."""
     told = {"format": FORMAT, **dataclasses.asdict(record)}
-    write_text(folder.path / FILE, json.dumps(finite(told), indent=2) + "\n")
+    write_text(folder.path / FILE, json.dumps(finite(told)) + "\n")
 
 
 def read_record(folder: RunFolder) -> Record:

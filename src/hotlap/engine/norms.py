@@ -1,0 +1,73 @@
+"""Batch norms count their batches, each by a kernel of its own; a recorded step counts for all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class NormCounts:
+    """The counters of a model's batch norms.
+
+    A counter is one number, and moving it takes a kernel: in a captured step of a small network they are some of
+    every hundred. How far an update moves each is seen in one that runs eagerly; recorded ones then move all with one
+    kernel. Only plain batch norms with a fixed momentum take part: the others read their counter.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._seen: list[tuple[_BatchNorm, Tensor]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """See how far an update moves them; nothing waits."""
+        layers = self._layers()
+        before = [_counter(layer).clone() for layer in layers]
+        yield
+        self._seen = [(layer, _counter(layer) - was) for layer, was in zip(layers, before, strict=True)]
+
+    def settled(self) -> list[tuple[_BatchNorm, int]]:
+        """Layers and how far an update moves them, as it was seen; waits for the device."""
+        now = {id(layer) for layer in self._layers()}
+        return [(layer, int(by)) for layer, by in self._seen if id(layer) in now]
+
+    def _layers(self) -> list[_BatchNorm]:
+        found = [layer for module in self._modules for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        return [layer for layer in found if _takes_part(layer)]
+
+
+@contextmanager
+def counted_at_once(moves: Sequence[tuple[_BatchNorm, int]]) -> Iterator[None]:
+    """Inside, these layers do not count; at the end they have counted all that they would have."""
+    if not moves:
+        yield
+        return
+    counters = [_counter(layer) for layer, _ in moves]
+    for layer, _ in moves:
+        layer._buffers["num_batches_tracked"] = None
+    try:
+        yield
+    finally:
+        for (layer, _), counter in zip(moves, counters, strict=True):
+            layer._buffers["num_batches_tracked"] = counter
+    torch._foreach_add_(counters, [by for _, by in moves])
+
+
+def _takes_part(layer: _BatchNorm) -> bool:
+    return (
+        layer.training
+        and layer.track_running_stats
+        and layer.momentum is not None
+        and isinstance(layer.num_batches_tracked, Tensor)
+        and type(layer).forward is _BatchNorm.forward
+    )
+
+
+def _counter(layer: _BatchNorm) -> Tensor:
+    counter = layer.num_batches_tracked
+    assert isinstance(counter, Tensor)
+    return counter
