@@ -42,7 +42,7 @@ class Work:
     precision: str
     """`bf16` or `tf32`."""
     replay_steps: int
-    """Updates in one replay of a captured step, by hand and by hotlap alike."""
+    """Updates in one replay of a captured step."""
     plan_steps: int | None = None
     """Updates in a replay of hotlap's plan, where that is another number."""
     images: bool = False

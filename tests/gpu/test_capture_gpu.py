@@ -11,7 +11,9 @@ from torch import nn
 from waiting import no_waiting
 
 from hotlap import Job, Plan, Rig, fit
+from hotlap.data.course import training_course
 from hotlap.engine.capture import CapturedStep
+from hotlap.guard.state import export_state, import_state
 
 DEVICE = "cuda"
 EAGER = Plan()
@@ -599,3 +601,37 @@ def test_the_small_network_of_the_other_tests_is_captured_in_double_precision():
     theirs = trained(EAGER.but(optimizer="fused"), model=small_mlp(), dtype=torch.float64)
     mine = trained(CAPTURED, model=small_mlp(), dtype=torch.float64)
     assert_same(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("plan", [CAPTURED, CAPTURED.but(replay_steps=4), CAPTURED.but(precision="fp16")])
+def test_a_training_goes_on_from_its_stored_state_to_the_last_bit(plan):
+    """Also though a new process makes its first steps eagerly, where the old one had recorded them long before."""
+
+    def begun():
+        torch.manual_seed(3)
+        rig = Rig(net(0.3), adamw, nn.CrossEntropyLoss(), plan=plan, schedule=SCHEDULES["cosine"], device=DEVICE)
+        return rig, class_data(400, dtype=torch.float32)
+
+    def run(rig, data, steps):
+        work = Job(model=rig.model, data=data, loss=rig.loss, optimizer=rig.optimizer, batch_size=8, epochs=9)
+        rig.attach(training_course(work))
+        return rig.windows(steps=steps)
+
+    rig, data = begun()
+    stored = None
+    for window in run(rig, data, 100):
+        rig.step(window)
+        if rig.steps == 40:
+            stored = {
+                name: b"".join(bytes(piece) for piece in pieces) for name, pieces in export_state(rig, {}).items()
+            }
+    assert recorded(rig)[0] >= 1
+    other, data = begun()
+    windows = run(other, data, 100)
+    import_state(other, stored)
+    for window in windows:
+        other.step(window)
+    assert other.steps == rig.steps == 100
+    assert torch.equal(parameters_of(other.model), parameters_of(rig.model))
+    for mine, theirs in zip(other.optimizer.state.values(), rig.optimizer.state.values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)

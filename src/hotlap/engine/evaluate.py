@@ -121,11 +121,12 @@ class Evaluator:
         outputs = self._outputs(plan)
         for batch, samples in self._batches(course, feeding):
             shared = outputs(batch) if gathered or objective.is_criterion else None
+            ready = batch if objective.is_criterion else self._ready(batch, plan)
             with context():
                 if objective.is_criterion and shared is not None:
                     totals.add(objective.judge(*shared, samples))
                 else:
-                    totals.add(objective.piece(self._ready(batch, plan), samples))
+                    totals.add(objective.piece(ready, samples))
             if shared is not None:
                 for metric in gathered.values():
                     metric.add(*shared, samples)
@@ -153,8 +154,9 @@ class Evaluator:
         context = precision_context(plan.numerics.precision, self._device)
 
         def eager(batch: Any) -> tuple[Any, Any]:
+            ready = self._ready(batch, plan)
             with context():
-                return self._objective.outputs(self._ready(batch, plan))
+                return self._objective.outputs(ready)
 
         if plan.execution.mode != "captured":
             return eager

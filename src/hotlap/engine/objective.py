@@ -55,6 +55,11 @@ class Objective:
         # torch's own losses take one tensor; what else a model may return, only its user knows.
         self._wants_tensor = type(loss).__module__.startswith("torch.nn")
 
+    @property
+    def changes_batches(self) -> bool:
+        """Whether functions of the user's own run on batches."""
+        return self._prepare is not None or self._augment is not None
+
     def ready(self, batch: Batch, *, training: bool) -> Batch:
         """A batch on the device as the model takes it: prepared, and augmented where it trains."""
         if self._prepare is not None:
@@ -111,9 +116,8 @@ class Objective:
     @property
     def ignored(self) -> int | None:
         """The class of targets that the loss leaves out, where it has one."""
-        # What functions of the user's own make of the data, nobody can tell from the data.
-        as_given = self.forward is None and self._prepare is None and self._augment is None
-        return self.loss.ignore_index if self._weighs_targets and as_given else None  # type: ignore[attr-defined]
+        # What a forward of the user's own makes of the data, nobody can tell from the data.
+        return self.loss.ignore_index if self._weighs_targets and self.forward is None else None  # type: ignore[attr-defined]
 
     @property
     def is_criterion(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from weakref import WeakSet
 
 import torch
 
@@ -22,6 +23,7 @@ class Recorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._made: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -39,6 +41,9 @@ class Recorder:
         generator = torch.cuda.default_generators[self._number]
         before = generator.clone_state()
         graph = torch.cuda.CUDAGraph()
+        if not self._made:
+            # A pool whose graphs are all gone is gone with them.
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             with self.aside(), _no_collection():
                 # Other threads (a checkpoint, a loader that pins memory) may call CUDA meanwhile.
@@ -57,6 +62,7 @@ class Recorder:
                 torch._C._cuda_endAllocateToPool(self._number, self._pool)
             torch.cuda.synchronize(self._device)
             raise NotRecordedError(why_recording_failed(error)) from error
+        self._made.add(graph)
         return graph
 
     @property

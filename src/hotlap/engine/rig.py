@@ -193,7 +193,7 @@ class Rig:
             self._steps.clear()  # what was recorded reads weights where they no longer are
         what = ", ".join(f"{name} {before} → {after}" for name, (before, after) in changes.items())
         why = "; ".join(filter(None, (why, *self.cautions(plan))))
-        self.ledger.record(Entry(step=self.steps, what=what, outcome=outcome, plan=plan, why=why))
+        self._write_down(what, outcome, why)
         self._step = self._made_step()
 
     def cautions(self, plan: Plan) -> list[str]:
@@ -252,9 +252,13 @@ class Rig:
 
     def _note(self, why: str) -> None:
         """Write down that the plan in force is obeyed in part only, and why."""
-        self.ledger.record(
-            Entry(step=self.steps, what="capture", outcome="fault", plan=self.plan, why=why),
-        )
+        self._write_down("capture", "fault", why)
+
+    def _write_down(self, what: str, outcome: str, why: str) -> None:
+        # After a snapshot was put back the steps since then are made again; the ledger does not run backwards.
+        last = max((entry.step for entry in self.ledger), default=0)
+        entry = Entry(step=max(self.steps, last), what=what, outcome=outcome, plan=self.plan, why=why)
+        self.ledger.record(entry)
 
     def conform(self) -> None:
         """Bring weights and optimizer state into the form that the plan asks for; also after they were put in anew."""

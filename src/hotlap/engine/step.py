@@ -148,8 +148,9 @@ class EagerStep:
         return updated
 
     def _whole(self, piece: Batch, samples: int, all_count: bool) -> tuple[Tensor, list[Scored]]:
+        batch, same_target = self._here(piece)
         with self._context():
-            scored = self._objective.whole(self._here(piece), samples, all_count=all_count)
+            scored = self._objective.whole(batch, samples, all_count=all_count and same_target)
         self._backward(scored.loss)
         # Whoever keeps the loss must not keep the graph behind it: its nodes belong to this step's stream.
         loss = scored.loss.detach()
@@ -161,9 +162,10 @@ class EagerStep:
         total: Tensor | float = 0.0
         count: Tensor | float = 0
         scores = []
-        for batch, samples in zip(pieces, sizes, strict=True):
+        for piece, samples in zip(pieces, sizes, strict=True):
+            batch, _ = self._here(piece)
             with self._context():
-                scored = self._objective.piece(self._here(batch), samples)
+                scored = self._objective.piece(batch, samples)
             adds_up = scored.counted or self._objective.sums
             self._backward(scored.loss if adds_up else scored.loss * (samples / everything))
             scores.append(scored._replace(loss=scored.loss.detach()))
@@ -193,12 +195,16 @@ class EagerStep:
         if self._scale is not None and not self._scaled:
             self._scale.look_at(norm)
 
-    def _here(self, batch: Batch) -> Batch:
+    def _here(self, batch: Batch) -> tuple[Batch, bool]:
+        """The batch on the device as the model takes it, and whether its target is the one that was given."""
         batch = gathered(batch)
         if self._moves:
             batch = to_device(batch, self._device, non_blocking=True)
-        batch = self._objective.ready(batch, training=True)
-        return batch if self._layout is None else self._layout.batch(batch)
+        same_target = True
+        if self._objective.changes_batches:
+            given, batch = batch, self._objective.ready(batch, training=True)
+            same_target = type(batch) is tuple and type(given) is tuple and batch[-1] is given[-1]
+        return (batch if self._layout is None else self._layout.batch(batch)), same_target
 
     def parameters(self) -> list[Tensor]:
         """All that may have a gradient: the optimizer's parameters, the model's and the loss's."""

@@ -303,7 +303,7 @@ class _Training:
             weights, history = read_end(folder, ended)
             plan, ledger = folder.read_plan(), folder.read_ledger()
         except StoreError as error:
-            self._tell(f"{folder.path} had ended, but {error}; it is trained again from where it can be")
+            self._tell(f"{folder.path} had ended, but {error}; what is missing is trained again")
             return None
         for file, module in modules_of(rig).items():
             load_weights_into(unwrapped(module), weights.get(file, {}))
