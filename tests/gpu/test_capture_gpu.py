@@ -260,6 +260,18 @@ def test_accumulation_in_micro_batches_is_captured_too(loss):
     assert_same(mine, theirs, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("mode", ["eager", "captured"])
+def test_accumulation_in_micro_batches_and_fp16_is_that_of_whole_batches(mode):
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+    mine_model, theirs_model = twins(model)
+    theirs = trained(EAGER.but(precision="fp16", optimizer="fused"), model=theirs_model, batch=24, clip=0.5)
+    plan = Plan().but(kind="resident", precision="fp16", optimizer="fused", micro_batch=5, mode=mode)
+    mine = trained(plan, model=mine_model, batch=8, accumulate=3, clip=0.5)
+    assert mine[2].steps == theirs[2].steps
+    assert mine[2].skipped == theirs[2].skipped
+    assert_same(mine, theirs, rtol=2e-2, atol=2e-3)
+
+
 def test_a_change_of_mode_layer_flag_or_rate_makes_a_capture_void():
     def meddle(rig):
         model = rig.model
