@@ -77,13 +77,15 @@ FAULTS = {
     "optimizer state is not put back": "state._import_optimizer = lambda *_, **__: None",
     "the place in the data is lost": "state.Place = lambda *_: rig.Place()",
     "a buffer is forgotten": "state._put_buffer = lambda *_: None",
-    "metrics are lost": "real = loop.import_state; loop.import_state = lambda *a: {**real(*a), 'history': []}",
+    "metrics are lost": (
+        "real = beginning.import_state; beginning.import_state = lambda *a: {**real(*a), 'history': []}"
+    ),
     "the best weights are lost": (
-        "real = loop.import_state\\n"
+        "real = beginning.import_state\\n"
         "def worse(*a):\\n"
         "    found = real(*a)\\n"
         "    return {**found, 'best_weights': {k: v * 0 for k, v in found['best_weights'].items()}}\\n"
-        "loop.import_state = worse"
+        "beginning.import_state = worse"
     ),
     "damage is not looked for": "disk.read_checked = lambda path, size, sha256: path.read_bytes()",
     "checkpoints are not renamed but moved away first": (
@@ -97,14 +99,14 @@ FAULTS = {
 PLANTED = """
     import json, random, sys
     import hotlap.engine.rig as rig
-    import hotlap.fitting.loop as loop
+    import hotlap.fitting.beginning as beginning
     import hotlap.guard.state as state
     import hotlap.store.checkpoints as checkpoints
     from hotlap.store import disk
     from hotlap.stress.trials import Trials
 
     for fault in json.loads(sys.argv[1]):
-        names = {rig: dict(vars(rig)), loop: dict(vars(loop)), state: dict(vars(state)),
+        names = {rig: dict(vars(rig)), beginning: dict(vars(beginning)), state: dict(vars(state)),
                  disk: dict(vars(disk)), checkpoints: dict(vars(checkpoints))}
         exec(fault)
         trials = Trials(seed=0)

@@ -11,6 +11,25 @@ from hotlap import __version__
 from hotlap.core.job import Job
 from hotlap.data.course import Course
 from hotlap.engine.rig import Rig
+from hotlap.fitting.views import View
+
+
+class Voice:
+    """Speaks to the user through a view, and remembers the problems it told of."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.problems: list[str] = []
+        """What went wrong without ending the training."""
+
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+        self.view.say(line)
+
+    def warn(self, problem: str) -> None:
+        """Tell of a problem."""
+        self.problems.append(problem)
+        self.say(f"warning: {problem}")
 
 
 def banner(job: Job, rig: Rig, course: Course, total: int, folder: Path) -> list[str]:

@@ -1,0 +1,103 @@
+"""A training that is set up: what is to be trained and by which rig, before it has a folder or a step is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hotlap import machine
+from hotlap.core.errors import JobError
+from hotlap.core.job import Job
+from hotlap.core.job_checks import plateau_problems
+from hotlap.core.plan import Plan
+from hotlap.data.course import Course
+from hotlap.engine.rig import Rig
+from hotlap.engine.snapshot import Modes
+from hotlap.fitting.best import trained_tensors
+from hotlap.fitting.views import View
+from hotlap.fitting.words import Voice
+from hotlap.guard.identity import identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one call of `fit` is to train, and all that does not change while it does."""
+
+    job: Job
+    course: Course
+    rig: Rig
+    voice: Voice
+    save_every: int | None
+    """Updates between two checkpoints; None leaves it to hotlap, 0 keeps none."""
+    total: int
+    """Windows to train."""
+    identity: dict[str, Any]
+    """What a resumed training is known by."""
+    versions: dict[str, Any]
+    modes: Modes
+    """Which layers were in training mode when the model was handed over."""
+    start_s: float
+    """When it was set up, by the clock of this process."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint and `record.json` say of it, with the plan in force."""
+        return {"identity": self.identity, "plan": self.rig.plan.to_dict(), "versions": self.versions}
+
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint will be: weights, the optimizer's state, and the best weights."""
+        weights = sum(t.numel() * t.element_size() for t in trained_tensors(self.rig).values())
+        defaults = self.rig.optimizer.defaults
+        states = 2 if "betas" in defaults else 1 if defaults.get("momentum") else 0
+        return weights * (1 + states + (self.job.patience is not None))
+
+
+def set_up(
+    job: Job,
+    course: Course,
+    plan: Plan | Mapping[str, Any] | None,
+    device: torch.device,
+    view: View,
+    save_every: int | None,
+) -> Task:
+    """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
+    start_s = time.perf_counter()
+    total = job.steps if job.steps is not None else len(course.order.epoch(0)) * (job.epochs or 0)
+    modes = Modes([job.model])
+    rig = Rig(
+        job.model,
+        job.optimizer,
+        job.loss,
+        forward=job.forward,
+        prepare=job.prepare,
+        augment=job.augment,
+        schedule=job.schedule,
+        schedule_per=job.schedule_per,
+        updates=job.epochs if job.schedule_per == "epoch" else total,
+        clip=job.clip,
+        skip_nonfinite=job.skip_nonfinite,
+        device=device,
+    )
+    if isinstance(rig.schedule.scheduler, ReduceLROnPlateau):
+        wrong = plateau_problems(rig.schedule.scheduler, job)
+        if wrong:
+            raise JobError(wrong)
+    rig.attach(course)
+    if plan is not None:
+        rig.use(plan if isinstance(plan, Plan) else rig.plan.but(**plan), why="given")
+    return Task(
+        job=job,
+        course=course,
+        rig=rig,
+        voice=Voice(view),
+        save_every=save_every,
+        total=total,
+        identity=identity(job, course, rig.optimizer),
+        versions=machine.environment()["versions"],
+        modes=modes,
+        start_s=start_s,
+    )

@@ -1,0 +1,172 @@
+"""The training loop: steps until the end or a signal, evaluations and checkpoints between them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from hotlap.core.errors import StoreError
+from hotlap.core.ledger import Entry
+from hotlap.core.plan import MOST_REPLAY_STEPS
+from hotlap.engine.step import Window
+from hotlap.fitting.ending import finish
+from hotlap.fitting.forged import unfit_checkpoint
+from hotlap.fitting.held import HeldFolder
+from hotlap.fitting.pace import Pace
+from hotlap.fitting.run import Run
+from hotlap.fitting.started import resume_words
+from hotlap.fitting.task import Task
+from hotlap.fitting.trail import Trail
+from hotlap.fitting.words import told
+from hotlap.guard.signals import StopRequest
+
+SIGNAL_S = 2.0
+"""How long a signal may take to arrive after it has ended the workers."""
+
+
+def train(task: Task, held: HeldFolder, trail: Trail) -> Run:
+    """Train to the end, from where the rig stands.
+
+    A signal ends it after the step in hand and a checkpoint: KeyboardInterrupt, or exit code 143.
+    """
+    loop, rig, saves = _Loop(task, held, trail), task.rig, task.save_every != 0
+    try:
+        with StopRequest() as stop:
+            stopped = loop.steps(stop)
+            asked = stop.signal is not None
+            saved = saves and (asked or held.saver.due_at_end(rig.steps))
+            if saved:
+                held.save(trail, wait=True)
+        if stop.signal is not None:
+            if saves and not saved:  # it came while that was decided
+                held.save(trail, wait=True)
+            task.voice.say(f"stopped by {stop.signal.name}; go on with: {resume_words(held.folder)}")
+            stop.obey()
+    finally:
+        held.saver.finish()
+    return finish(task, held, trail, stopped)
+
+
+class _Loop:
+    """The steps of one call of `fit`, and what is done between two of them."""
+
+    def __init__(self, task: Task, held: HeldFolder, trail: Trail) -> None:
+        self._job, self._rig, self._voice, self._save_every = task.job, task.rig, task.voice, task.save_every
+        self._held, self._trail = held, trail
+        trail.clock.loop_s = time.perf_counter()
+        self._pace = Pace(task.total, task.rig.steps, task.rig.samples)
+        self._warned = False
+
+    def steps(self, stop: StopRequest) -> str:
+        """Make all steps that are left; why it ended."""
+        job, rig, saver, trail, clock = self._job, self._rig, self._held.saver, self._trail, time.perf_counter
+        every_s = self._voice.view.every_s
+        next_s = clock() + every_s
+        early = f"early: no better {job.monitor} in {job.patience} evaluations"
+        if trail.best.is_long_ago():
+            return early
+        # What a forged or foreign state breaks, it breaks in the first step.
+        step = rig.advance if trail.from_checkpoint is None else self._step_from_checkpoint
+        for window in self._windows(stop):
+            step(window)
+            step = rig.advance
+            if clock() >= next_s:
+                self._show()
+                next_s = clock() + every_s
+            if self._is_record_due():
+                self._record()
+                if trail.best.is_long_ago():
+                    return early
+            if stop.signal is not None:
+                return "on a signal"
+            if saver.due(rig.steps):
+                self._held.save(trail)
+        if stop.signal is not None:
+            return "on a signal"
+        if not trail.history or trail.history[-1]["step"] != rig.steps:
+            self._record()
+        return "after all epochs" if job.epochs is not None else "after all steps"
+
+    def _windows(self, stop: StopRequest) -> Iterator[Window]:
+        """The rig's windows, until they end or a signal ends the workers that bring them."""
+        windows = self._rig.windows(epochs=self._job.epochs, steps=self._job.steps, room=self._room)
+        while True:
+            try:
+                window = next(windows)
+            except StopIteration:
+                return
+            except RuntimeError:
+                # A signal to the whole group ends the loader's workers too, and torch complains of that first.
+                if not stop.comes_within(SIGNAL_S):
+                    raise
+                return
+            yield window
+
+    def _room(self) -> int:
+        """Updates until somebody has to look: an evaluation, or a checkpoint that is due by number."""
+        steps = self._rig.place.served
+        periods = [every for every in (self._job.eval_every, self._save_every) if every]
+        return min((every - steps % every for every in periods), default=MOST_REPLAY_STEPS)
+
+    def _step_from_checkpoint(self, window: Window) -> Tensor:
+        with unfit_checkpoint(str(self._trail.from_checkpoint)):
+            return self._rig.advance(window)
+
+    def _show(self) -> None:
+        rig, saver = self._rig, self._held.saver
+        if not saver.busy:
+            saver.finish()  # tells of a checkpoint that could not be written
+        loss = rig.totals.mean()  # waits for the device, so that the rates below are true
+        reading = self._pace.read(step=rig.steps, samples=rig.samples, epoch=rig.place.epoch, loss=loss)
+        self._voice.view.show(reading)
+
+    def _is_record_due(self) -> bool:
+        every = self._job.eval_every
+        if every is not None:
+            return self._rig.steps % every == 0
+        return self._rig.place.window == self._rig.epoch_windows
+
+    def _record(self) -> None:
+        """Evaluate and note the figures."""
+        job, rig, trail = self._job, self._rig, self._trail
+        train_loss = rig.totals.mean()
+        rig.totals.reset()
+        rig.settle()
+        aside = time.perf_counter()
+        record: dict[str, Any] = {
+            "step": rig.steps,
+            "epoch": rig.place.epoch + 1,
+            "samples": rig.samples,
+            "train_loss": train_loss,
+            "lr": float(rig.optimizer.param_groups[0]["lr"]),
+        }
+        if job.valid is not None:
+            scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
+            record |= {("valid_loss" if name == "loss" else name): value for name, value in scores.items()}
+            rig.schedule.evaluated(scores[job.monitor])
+        record["elapsed_s"] = trail.clock.elapsed(time.perf_counter())
+        trail.history.append(record)
+        try:
+            self._held.folder.add_metrics(record)
+        except StoreError as error:
+            self._voice.warn(f"metrics.jsonl lacks step {rig.steps}: {error}; training goes on")
+        self._voice.say(told(record, by_step=job.eval_every is not None))
+        self._warn_of_nonfinite(record)
+        trail.best.judge(record)
+        spent = time.perf_counter() - aside
+        trail.clock.aside_s += spent
+        self._pace.pause(spent)
+
+    def _warn_of_nonfinite(self, record: dict[str, Any]) -> None:
+        if math.isfinite(record["train_loss"]) or self._warned:
+            return
+        self._warned = True
+        rig = self._rig
+        why = f"the training loss is {record['train_loss']} at step {rig.steps}"
+        rig.ledger.record(Entry(step=rig.steps, what="loss not finite", outcome="fault", plan=rig.plan, why=why))
+        cures = ["a smaller learning rate", "clip=1.0", "precision fp32", "skip_nonfinite=True"]
+        self._voice.say(f"warning: {why}; try {', '.join(cures[: 3 if self._job.skip_nonfinite else 4])}")
