@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotlap.core.errors import TrainingError
 from hotlap.data.columns import Columns, Stacked
 from hotlap.data.order import Order
 from hotlap.data.resident import Packed, ResidentFeeding, Rows, gathered, narrowed, sample_bytes
@@ -17,6 +18,10 @@ COLUMNS = {
     "odd images": lambda: (torch.randint(256, (20, 3, 5, 7), dtype=torch.uint8), torch.randn(20)),
     "volumes": lambda: (torch.randn(20, 2, 3, 4, 5), torch.randn(20, dtype=torch.float64)),
     "halves, and not contiguous": lambda: (torch.randn(64, 20).half().t(), torch.randn(20, 32).bfloat16()),
+    "halves, and not at the beginning": lambda: (
+        torch.randn(21, 32).half().view(-1)[2:-30].view(20, 32),
+        torch.randn(20),
+    ),
     "a dict": lambda: {"x": torch.randn(20, 16), "ids": torch.randint(99, (20, 8))},
 }
 
@@ -69,18 +74,25 @@ def test_the_next_epoch_is_written_into_the_same_memory_so_that_captures_stay():
     feeding = ResidentFeeding(Columns((torch.arange(10),)), CPU)
     order = Order(10, batch_size=4, shuffled=True)
     feeding.begin(order.epoch(0).indices)
-    place = feeding.rows(0, 4).order.data_ptr()
+    early = feeding.rows(0, 4)
+    place = early.order.data_ptr()
     feeding.begin(order.epoch(1).indices)
     rows = feeding.rows(2, 3)
     assert rows.order.data_ptr() == place
     assert torch.equal(rows.gathered()[0], order.epoch(1).indices[2:5])
     assert torch.equal(rows.shifted(3).gathered()[0], order.epoch(1).indices[5:8])
+    with pytest.raises(TrainingError, match="epoch that is over"):
+        early.gathered()
 
 
 def test_a_batch_that_is_no_rows_is_passed_on():
     batch = (torch.zeros(2),)
     assert gathered(batch) is batch
-    assert isinstance(Rows(Columns(batch), torch.arange(2), 0, 1).gathered(), tuple)
+    feeding = ResidentFeeding(Columns(batch), CPU)
+    feeding.begin(torch.arange(2))
+    rows = feeding.rows(0, 1)
+    assert isinstance(rows, Rows)
+    assert isinstance(gathered(rows), tuple)
 
 
 def test_a_batch_is_narrowed_and_measured():

@@ -52,8 +52,10 @@ def test_rows_hold_the_rates_of_the_updates_to_come_and_the_host_keeps_plain_num
     optimizer, _, rates = made(name, counted=False)
     rates.write(4)
     found = [read(optimizer, rates, update) for update in range(4)]
+    rates.ended()
     rates.write(3)
     found += [read(optimizer, rates, update) for update in range(3)]
+    rates.ended()
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected(name, 7)))
     assert all(type(group["lr"]) is float for group in optimizer.param_groups)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected(name, 8)[-1])
@@ -88,12 +90,32 @@ def test_a_counted_schedule_goes_on_beyond_what_was_drawn_up():
 @pytest.mark.parametrize("counted", [False, True])
 def test_a_rate_that_the_user_changes_takes_effect_at_once(counted):
     optimizer, _schedule, rates = made("exponential", counted=counted)
-    rates.write(1)
-    rates.made(torch.tensor(0.0))
-    rates.settle()
+    for _ in range(3):
+        rates.write(1)
+        read(optimizer, rates, 0)
+        rates.made(torch.tensor(0.0))
+        rates.ended()
     optimizer.param_groups[0]["lr"] = 7.0
     rates.write(1)
-    assert read(optimizer, rates, 0)[0] == pytest.approx(7.0)
+    # The other group's went on from where it was.
+    assert read(optimizer, rates, 0) == pytest.approx([7.0, 0.01 * 0.9**3])
+
+
+def test_an_update_that_failed_moves_no_schedule():
+    optimizer, _, rates = made("exponential", counted=False)
+    for _ in range(3):  # none of them ended
+        rates.write(1)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_group_that_is_added_in_the_middle_gets_its_rate(counted):
+    optimizer, _, rates = made("exponential", counted=counted)
+    rates.write(1)
+    optimizer.add_param_group({"params": nn.Linear(1, 1).parameters(), "lr": 0.5})
+    if not counted:
+        rates.write(1)
+        assert read(optimizer, rates, 0)[2] == pytest.approx(0.5)
 
 
 def test_drawing_a_schedule_up_leaves_no_trace_in_it():
@@ -111,3 +133,6 @@ def test_a_schedule_that_moves_the_momentum_is_told_apart():
     lr, momentum = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]
     assert not moves_rates_only(cycle, optimizer)
     assert (lr, momentum) == (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"])
+    parts = [lr_scheduler.LinearLR(optimizer, 0.5, total_iters=5), cycle.scheduler]
+    late = Schedule(lr_scheduler.SequentialLR(optimizer, parts, [5]))
+    assert not moves_rates_only(late, optimizer)

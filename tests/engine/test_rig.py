@@ -683,3 +683,31 @@ def test_a_schedule_that_is_used_up_says_what_to_do():
     with pytest.raises(TrainingError, match="OneCycleLR cannot go on"):
         for _ in range(5):
             rig.step(class_data())
+
+
+def test_a_layer_replaced_in_model_and_optimizer_is_clipped_and_the_old_one_is_not():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    rig = Rig(model, lambda p: torch.optim.SGD(p, lr=0.1), nn.CrossEntropyLoss(), clip=1e-3)
+    batch = class_data(16, dtype=torch.float32)
+    rig.step(batch)
+    model[2] = nn.Linear(8, 3)
+    rig.optimizer.param_groups[0]["params"] = list(model.parameters())
+    rig.step(batch)
+    assert torch.stack([p.grad.norm() for p in model.parameters()]).norm() <= 1.001e-3
+
+
+def test_a_function_that_prepares_in_place_is_called_once_a_batch_in_evaluation():
+    def prepare(batch):
+        return batch[0].mul_(2), batch[1]
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    model = small_mlp()
+    rig = Rig(model, lambda p: torch.optim.SGD(p, lr=0.1), loss, prepare=prepare)
+    x, y = class_data(24)
+    expected = nn.functional.cross_entropy(model(x * 2), y).item()
+    scores = rig.evaluate((x.clone(), y), {"loss too": nn.functional.cross_entropy}, batch_size=8)
+    assert scores["loss"] == pytest.approx(expected)
+    assert scores["loss too"] == pytest.approx(expected)

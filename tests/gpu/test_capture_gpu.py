@@ -61,6 +61,7 @@ def trained(
         losses.append(rig.step(window))
         if between is not None:
             between(rig)
+    rig.was_recorded = recorded(rig)
     rig.close()
     return torch.stack([loss.double() for loss in losses]), parameters_of(rig.model).clone(), rig
 
@@ -71,7 +72,9 @@ def assert_same(mine, theirs, rtol=1e-5, atol=1e-6):
 
 
 def recorded(rig):
-    """How many shapes the rig's captured step holds, and why it gave up, if it did."""
+    """How many shapes the rig's captured step holds, or held before it was closed; and why it gave up, if it did."""
+    if hasattr(rig, "was_recorded"):
+        return rig.was_recorded
     steps = [step for step in rig._steps.values() if isinstance(step, CapturedStep)]
     return sum(step.recorded for step in steps), next((s.given_up for s in steps if s.given_up), None)
 
@@ -647,3 +650,158 @@ def test_a_training_goes_on_from_its_stored_state_to_the_last_bit(plan):
     assert torch.equal(parameters_of(other.model), parameters_of(rig.model))
     for mine, theirs in zip(other.optimizer.state.values(), rig.optimizer.state.values(), strict=True):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+def test_a_draw_on_the_host_is_found_also_where_updates_may_be_left_out(optimizer):
+    rig = trained(CAPTURED.but(optimizer=optimizer), model=DrawsInPython(), skip_nonfinite=True)[2]
+    assert "draws from the host's randomness" in recorded(rig)[1]
+
+
+def test_a_loss_through_somebody_elses_network_is_not_captured():
+    torch.manual_seed(0)
+    judge = nn.Linear(3, 1).to(DEVICE)
+    mine = trained(CAPTURED, loss=lambda model, batch: judge(model(batch[0])).mean())
+    assert "neither the model's nor the optimizer's" in recorded(mine[2])[1]
+
+
+def test_hooks_of_an_optimizer_run_with_every_step():
+    calls = []
+
+    def make(parameters):
+        optimizer = adamw(parameters)
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        return optimizer
+
+    mine = trained(CAPTURED, optimizer=make)
+    assert recorded(mine[2])[0] >= 1
+    assert len(calls) == mine[2].steps
+
+
+@pytest.mark.parametrize("feed", FEEDS)
+def test_inputs_may_be_differentiated_by_the_loss(feed):
+    def smooth(model, batch):
+        x = batch[0].requires_grad_(True)
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return nn.functional.cross_entropy(output, batch[1]) + slope.square().mean()
+
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+    mine_model, theirs_model = twins(model)
+    theirs = trained(EAGER.but(optimizer="fused"), model=theirs_model, loss=smooth)
+    mine = trained(CAPTURED.but(**feed), model=mine_model, loss=smooth)
+    assert recorded(mine[2])[0] >= 1, mine[2].ledger.to_lines()
+    assert_same(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "own"])
+def test_parameters_that_join_in_the_middle_are_trained(name):
+    def unfreeze(rig):
+        if rig.steps == 20:
+            extra = list(rig.model[0].parameters())
+            for p in extra:
+                p.requires_grad_(True)
+            rig.optimizer.add_param_group({"params": extra, "lr": 0.002})
+
+    def frozen():
+        model = net()
+        for p in model[0].parameters():
+            p.requires_grad_(False)
+        return model
+
+    def make(parameters):
+        kept = [p for p in parameters if p.requires_grad]
+        return adamw(kept) if name == "adamw" else Own(kept)
+
+    kind = "fused" if name == "adamw" else "plain"
+    settings = {"optimizer": make, "between": unfreeze}
+    theirs = trained(EAGER.but(optimizer=kind), model=frozen(), **settings)
+    mine = trained(CAPTURED.but(optimizer=kind), model=frozen(), **settings)
+    assert recorded(mine[2])[0] >= 1
+    assert_same(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_captures_are_kept_over_feeds_of_one_epoch_each_and_over_changes_of_plan():
+    rig = Rig(net(), adamw, nn.CrossEntropyLoss(), plan=CAPTURED, device=DEVICE)
+    data = class_data(90, dtype=torch.float32)
+    made = []
+    for number in range(12):
+        for window in rig.feed(data, batch_size=8, epochs=1):
+            rig.step(window)
+        made.append({id(g) for s in rig._steps.values() if isinstance(s, CapturedStep) for g in s._graphs.values()})
+        if number in (6, 8):
+            rig.use(Plan().but(optimizer="fused"))
+        if number in (7, 9):
+            rig.use(CAPTURED)
+    assert len(made[5]) == 2
+    assert made[-1] == made[5]
+
+
+def test_more_shapes_than_are_kept_are_recorded_in_turn_and_stay_right():
+    def run(plan):
+        torch.manual_seed(7)
+        rig = Rig(small_mlp(dtype=torch.float32), adamw, nn.CrossEntropyLoss(), plan=plan, device=DEVICE)
+        x, y = (t.to(DEVICE) for t in class_data(60, dtype=torch.float32))
+        losses = [rig.step((x[:size], y[:size])) for size in list(range(10, 30)) * 6]
+        return torch.stack(losses).double(), parameters_of(rig.model).clone(), rig
+
+    mine = run(Plan().but(mode="captured", optimizer="fused"))
+    assert any("more than 16 shapes" in entry.why for entry in mine[2].ledger)
+    assert_same(mine, run(Plan().but(optimizer="fused")))
+
+
+def test_shapes_that_use_other_layers_are_captured_each_and_leave_their_own_gradients():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.small, self.large = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.small(x) if len(x) < 10 else self.large(x)
+
+    def run(plan):
+        rig = Rig(Heads(), adamw, nn.CrossEntropyLoss(), plan=plan, device=DEVICE)
+        x, y = (t.to(DEVICE) for t in class_data(20, dtype=torch.float32))
+        losses, grads = [], []
+        for number in range(40):
+            size = 8 if number % 2 else 16
+            losses.append(rig.step((x[:size], y[:size])))
+            grads.append([None if p.grad is None else p.grad.clone() for p in rig.model.parameters()])
+            if number % 3 == 0:
+                rig.optimizer.zero_grad()  # left over from the user's own loop
+        return (torch.stack(losses).double(), parameters_of(rig.model).clone(), rig), grads
+
+    mine, my_grads = run(Plan().but(mode="captured", optimizer="fused"))
+    theirs, their_grads = run(Plan().but(optimizer="fused"))
+    assert recorded(mine[2])[0] == 2
+    assert_same(mine, theirs)
+    for one, other in zip(my_grads, their_grads, strict=True):
+        assert [g is None for g in one] == [g is None for g in other]
+        for a, b in zip(one, other, strict=True):
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_batches_with_names_that_never_come_again_run_eagerly_and_it_is_said():
+    rig = Rig(
+        small_mlp(dtype=torch.float32), adamw, nn.CrossEntropyLoss(), device=DEVICE,
+        forward=lambda model, batch: (model(batch["x"]), batch["y"]), plan=Plan().but(mode="captured"),
+    )  # fmt: skip
+    x, y = class_data(8, dtype=torch.float32)
+    for number in range(60):
+        rig.step({"x": x, "y": y, "name": f"sample {number}"})
+    assert "always something new" in recorded(rig)[1]
+
+
+def test_memory_is_free_once_a_rig_is_closed():
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    rig = Rig(net(), adamw, nn.CrossEntropyLoss(), plan=CAPTURED, device=DEVICE)
+    data = (torch.randn(100_000, 5), torch.randint(3, (100_000,)))
+    for window in rig.feed(data, batch_size=1000, steps=30):
+        rig.step(window)
+    del window
+    assert torch.cuda.memory_allocated() - before > 2_000_000
+    rig.close()
+    assert torch.cuda.memory_allocated() - before < 1_000_000

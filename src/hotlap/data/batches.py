@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from hotlap.core.errors import DataError
 from hotlap.data.order import even_cuts
@@ -21,6 +22,10 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """The batch with every tensor changed, in the same containers."""
     if isinstance(batch, Tensor):
         return change(batch)
+    if isinstance(batch, PackedSequence):
+        # Its batch sizes belong on the host, whatever is done to the rest.
+        rest = (None if part is None else change(part) for part in (batch.sorted_indices, batch.unsorted_indices))
+        return PackedSequence(change(batch.data), batch.batch_sizes, *rest)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(part, change) for part in batch))
     if type(batch) in (tuple, list):

@@ -145,9 +145,9 @@ class Order:
 
     def _indices(self, epoch: int) -> Tensor:
         if not self._shuffled:
-            return torch.arange(self._length)
-        generator = torch.Generator().manual_seed(mix(self._seed, epoch))
-        return torch.randperm(self._length, generator=generator)
+            return torch.arange(self._length, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(mix(self._seed, epoch))
+        return torch.randperm(self._length, generator=generator, device="cpu")
 
 
 class SampledOrder(Order):

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hotlap.core.errors import TrainingError
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.data.columns import Columns
 from hotlap.data.samples import Room
 from hotlap.data.windows import WindowColumns
+
+
+class EpochOrder:
+    """The indices of an epoch, on the device; the next epoch's are written into the same memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.indices = torch.empty(0, dtype=torch.int64, device=device)
+        self.number = 0
+        """How often it was written."""
+
+    def write(self, indices: Tensor) -> None:
+        """Send an epoch's order to the device, behind the work that still reads the one before."""
+        if len(self.indices) < len(indices):
+            self.indices = torch.empty(len(indices), dtype=torch.int64, device=self.indices.device)
+        # From pageable memory the copy would wait for all that was launched before.
+        here = indices.pin_memory() if self.indices.is_cuda else indices
+        self.indices[: len(indices)].copy_(here, non_blocking=True)
+        self.number += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +38,20 @@ class Rows:
     """A batch that is still to be gathered: `count` samples of held columns, from `start` on in the epoch's order."""
 
     columns: Columns
-    order: Tensor
-    """The indices of the epoch, on the device of the columns; the next epoch's are written into the same memory."""
+    of: EpochOrder
+    number: int
     start: int
     count: int
+
+    @property
+    def order(self) -> Tensor:
+        """The indices of the epoch. Raises TrainingError where it is over: they are another epoch's by now."""
+        if self.number != self.of.number:
+            raise TrainingError(
+                "a window of an epoch that is over cannot be used: windows of a resident feed name their samples by "
+                "their place in the epoch, so step with each as it comes, or use kind='gather'"
+            )
+        return self.of.indices
 
     def gathered(self) -> Batch:
         """The samples as a batch, on the device."""
@@ -45,27 +73,19 @@ class ResidentFeeding:
     tickets = False
 
     def __init__(self, columns: Columns, device: torch.device) -> None:
-        self._columns, self._device = columns, device
-        self._order = torch.empty(0, dtype=torch.int64, device=device)
-        self._epoch: Any = None
+        self.columns = columns
+        self._order = EpochOrder(device)
+        self._epoch: Tensor | None = None
 
     def begin(self, indices: Tensor) -> None:
-        """Send an epoch's order to the device, behind the work that still reads the one before."""
-        if indices is self._epoch:
-            return
-        if len(self._order) < len(indices):
-            self._order = torch.empty(len(indices), dtype=torch.int64, device=self._device)
-        if self._device.type == "cuda":
-            # From pageable memory the copy would wait for all that was launched before.
-            indices_here = indices.pin_memory()
-        else:
-            indices_here = indices
-        self._order[: len(indices)].copy_(indices_here, non_blocking=True)
-        self._epoch = indices
+        """Begin an epoch, or go on with the one that was begun."""
+        if indices is not self._epoch:
+            self._order.write(indices)
+            self._epoch = indices
 
     def rows(self, start: int, count: int) -> Rows:
         """A piece of the epoch that was begun."""
-        return Rows(self._columns, self._order, start, count)
+        return Rows(self.columns, self._order, self._order.number, start, count)
 
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """The batches at these indices, gathered on the device."""
@@ -80,9 +100,7 @@ class ResidentFeeding:
             start += len(part)
 
     def close(self) -> None:
-        """Let go of the memory."""
-        self._order = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._epoch = None
+        """There is nothing to end: what is held is let go of with the feed."""
 
 
 class Packed(Columns):
@@ -126,7 +144,8 @@ class _Recipe:
         if turned:
             shape = (*shape[1:], shape[0])
         row_bytes = tensor[:1].numel() * tensor.element_size()
-        wide = row_bytes >= 64 and row_bytes % 8 == 0 and tensor.element_size() < 8
+        aligned = row_bytes % 8 == 0 and (turned or tensor.storage_offset() * tensor.element_size() % 8 == 0)
+        wide = row_bytes >= 64 and aligned and tensor.element_size() < 8
         return cls(tensor.dtype, shape, turned, wide and (turned or tensor.is_contiguous()))
 
     def packed(self, tensor: Tensor) -> Tensor:

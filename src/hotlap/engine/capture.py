@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 
 from hotlap.data.resident import Rows
+from hotlap.engine.fingerprint import fingerprint, places_in
 from hotlap.engine.graph import Left, StepGraph, signature
 from hotlap.engine.norms import NormCounts
 from hotlap.engine.optimizers import frozen_hyperparameters
 from hotlap.engine.rates import Rates
 from hotlap.engine.recording import NotRecordedError, Recorder
 from hotlap.engine.step import EagerStep, Window
-from hotlap.engine.watch import Watch, fingerprint
+from hotlap.engine.watch import Watch, stranger_in
 
 WARM_UPDATES = 3
 """Updates that run eagerly before a shape is recorded: libraries set up their workspaces, the optimizer its state."""
 MOST_GRAPHS = 16
-"""Shapes that are recorded; further ones run eagerly."""
+"""Shapes that are recorded at a time; one more takes the place of the one not used for longest."""
+PATIENCE = 40
+"""Windows in a row for which there is no recording, though all were made to be recorded, before it is given up."""
 MOST_AHEAD = 8
 """Replays that may be launched and not yet done."""
 
@@ -38,6 +41,8 @@ class CapturedStep:
         eager: EagerStep,
         *,
         device: torch.device,
+        recorder: Recorder,
+        left: Left,
         why_split: str | None,
         note: Callable[[str], None],
     ) -> None:
@@ -52,9 +57,10 @@ class CapturedStep:
         self._restless = 0
         self._seen: Counter[Hashable] = Counter()
         self._warm = False
-        self._recorder = Recorder(device)
+        self._in_vain = 0
+        self._unfit_told = self._full_told = False
+        self._recorder, self._left = recorder, left
         self._norms = NormCounts(self._modules)
-        self._left = Left(device)
         self._expected = -1
         self._behind: deque[torch.cuda.Event] = deque()
         self.given_up: str | None = None
@@ -80,18 +86,31 @@ class CapturedStep:
             return loss
         self._check_validity()
         key = signature(window)
-        graph = self._graphs.get(key) if key is not None else None
+        if key is None:
+            if not self._unfit_told:
+                self._unfit_told = True
+                self._note("batches that hold more than tensors and plain values run eagerly")
+            return self._eager(window)
+        graph = self._graphs.pop(key, None)
         if graph is None:
-            if key is None or len(self._graphs) == MOST_GRAPHS:
-                return self._eager(window)
             self._seen[key] += window.updates
             if self._seen[key] - window.updates < WARM_UPDATES:
-                return self._run_eagerly(window)
-            graph = self._recorded(window)
+                return self._run_eagerly(window, key)
+            graph = self._recorded(window, key)
             if graph is None:
                 return self._eager(window)
-            self._graphs[key] = graph
+            self._make_place()
+        self._in_vain = 0
+        self._graphs[key] = graph  # the last one is the one used last
         return self._replay(graph, window)
+
+    def _make_place(self) -> None:
+        if len(self._graphs) < MOST_GRAPHS:
+            return
+        del self._graphs[next(iter(self._graphs))]
+        if not self._full_told:
+            self._full_told = True
+            self._note(f"there are more than {MOST_GRAPHS} shapes of batches: some are recorded again and again")
 
     def kept(self, loss: Tensor) -> Tensor:
         """A loss that the next call does not overwrite."""
@@ -104,10 +123,11 @@ class CapturedStep:
 
     def _check_validity(self) -> None:
         """Drop what was recorded for other layers, modes, places in memory or settings of the optimizer."""
-        states = self._eager.optimizer.state.values()
-        places = [t.data_ptr() for state in states for t in state.values() if isinstance(t, Tensor)]
-        made_for = (*fingerprint(self._modules), *places)
-        frozen = () if self.split else frozen_hyperparameters(self._eager.optimizer)
+        eager = self._eager
+        made_for = (*fingerprint(self._modules, eager.functions), *map(id, eager.parameters()))
+        if not self.split:
+            made_for += tuple(places_in(list(eager.optimizer.state.values())))
+        frozen = () if self.split else frozen_hyperparameters(eager.optimizer)
         if made_for != self._made_for:
             self.forget()
             self._made_for = made_for
@@ -121,7 +141,7 @@ class CapturedStep:
         else:
             self._restless = 0
 
-    def _run_eagerly(self, window: Window) -> Tensor:
+    def _run_eagerly(self, window: Window, key: Hashable) -> Tensor:
         """As a capture would run it: on the stream that captures, watched, so that its first times tell what is wrong.
 
         The very first update is not watched: libraries wait for the device while they set themselves up.
@@ -133,22 +153,34 @@ class CapturedStep:
                     loss = self._eager.one(one)
                     self._warm = True
                     continue
-                with Watch(self._modules, self._device) as watch, self._norms.watched():
-                    loss = self._eager.one(one)
-                # Where the host decides whether an update is made, that wait is meant, and is not recorded.
-                if watch.reason is not None and not self._eager.waits and self.given_up is None:
-                    self._give_up(watch.reason)
+                loss = self._watched(one, key)
         self._expected = -1
+        self._in_vain += 1
+        if self._in_vain > PATIENCE and self.given_up is None:
+            self._give_up("there is always something new: no shape of batch comes again while all else stays")
         return loss
+
+    def _watched(self, one: Window, key: Hashable) -> Tensor:
+        strangers: list[str | None] = []
+        self._eager.look = lambda loss: strangers.append(stranger_in(loss, self._eager.parameters()))
+        try:
+            with Watch(self._modules, self._device) as watch, self._norms.watched(key):
+                made = self._eager.one(one)
+        finally:
+            self._eager.look = None
+        reason = watch.reason or next(filter(None, strangers), None)
+        if reason is not None and self.given_up is None:
+            self._give_up(reason)
+        return made
 
     def _give_up(self, reason: str) -> None:
         self.forget()
         self.given_up = reason
         self._note(f"runs eagerly, since {reason}")
 
-    def _recorded(self, window: Window) -> StepGraph | None:
+    def _recorded(self, window: Window, key: Hashable) -> StepGraph | None:
         try:
-            norms = self._norms.settled()
+            norms = self._norms.settled(key)
             return StepGraph(self._eager, window, self._left, self._recorder, norms, whole=not self.split)
         except NotRecordedError as error:
             self._eager.optimizer.zero_grad(set_to_none=True)
@@ -158,6 +190,7 @@ class CapturedStep:
     def _replay(self, graph: StepGraph, window: Window) -> Tensor:
         first = window.pieces[0]
         if isinstance(first, Rows):
+            # (that its epoch is not over, `signature` has seen)
             if first.start != self._expected:
                 self._left.place.fill_(first.start)
             self._expected = first.start + window.samples
@@ -169,6 +202,6 @@ class CapturedStep:
         else:
             event.synchronize()
         loss = graph.replay(window)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._behind.append(event)
         return loss

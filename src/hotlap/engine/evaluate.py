@@ -120,16 +120,18 @@ class Evaluator:
             raise HotlapError("a metric called 'loss' hides the loss; give it another name")
         outputs = self._outputs(plan)
         for batch, samples in self._batches(course, feeding):
-            shared = outputs(batch) if gathered or objective.is_criterion else None
-            ready = batch if objective.is_criterion else self._ready(batch, plan)
-            with context():
-                if objective.is_criterion and shared is not None:
+            if objective.is_criterion:
+                shared = outputs(batch)
+                with context():
                     totals.add(objective.judge(*shared, samples))
-                else:
+            else:
+                # Prepared once: a function of the user's own may write into what it is given.
+                ready = self._ready(batch, plan)
+                with context():
                     totals.add(objective.piece(ready, samples))
-            if shared is not None:
-                for metric in gathered.values():
-                    metric.add(*shared, samples)
+                    shared = objective.outputs(ready) if gathered else (None, None)
+            for metric in gathered.values():
+                metric.add(*shared, samples)
         return {"loss": totals.mean(), **{name: metric.result() for name, metric in gathered.items()}}
 
     def _predictions(self, course: Course, feeding: Feeding, plan: Plan) -> Any:
@@ -162,7 +164,7 @@ class Evaluator:
             return eager
         if self._captured is None or self._captured[0] != plan:
             modules = [m for m in (self._objective.model, self._objective.loss) if isinstance(m, torch.nn.Module)]
-            self._captured = (plan, CapturedOutputs(eager, modules, self._device))
+            self._captured = (plan, CapturedOutputs(eager, modules, self._objective.functions, self._device))
         return self._captured[1]
 
 

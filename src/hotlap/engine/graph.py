@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
 
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.columns import tensors_in
@@ -22,14 +23,31 @@ GATHERED_AT_ONCE = 64 * 2**20
 
 
 class Left:
-    """What replays leave behind for others to read, outside the memory of their graphs."""
+    """What the replays of one training leave behind for others to read, outside the memory of their graphs."""
 
     def __init__(self, device: torch.device) -> None:
+        self._grads: dict[int, tuple[Tensor, Tensor]] = {}
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
         """Where in the epoch's order the next replay gathers."""
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         """The last update's."""
         self.loss_dtype = torch.float64
+
+    def make_room(self, parameters: Sequence[Tensor]) -> None:
+        """Have memory for the gradients of these parameters."""
+        for parameter in parameters:
+            held = self._grads.get(id(parameter))
+            if parameter.requires_grad and (held is None or not _alike(held[1], parameter)):
+                # With the parameter itself: as long as it is held here, no other can have its number.
+                self._grads[id(parameter)] = (parameter, torch.empty_like(parameter, requires_grad=False))
+
+    def grad_of(self, parameter: Tensor) -> Tensor:
+        """Where the last gradient of a parameter is left."""
+        return self._grads[id(parameter)][1]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)
 
 
 class StepGraph:
@@ -48,10 +66,11 @@ class StepGraph:
         self._eager, self._window, self._left, self._norms, self._whole = eager, window, left, norms, whole
         self._scores: list[Scored] = []
         self._counted = 0
-        # What others may look at after a replay lies outside the graph's own memory.
-        self._kept = [p for p in eager.parameters() if p.grad is not None]
-        self._kept_grads = [torch.empty_like(p.grad) for p in self._kept if p.grad is not None] if whole else []
-        self._inner_grads: list[Tensor | None] = []
+        self._parameters = list(eager.parameters())
+        self._grads: list[Tensor | None] = []
+        """What is each parameter's gradient after a replay."""
+        if whole:
+            left.make_room(self._parameters)
         device = left.place.device
         if window.is_held:
             self._offsets = torch.arange(window.samples, device=device)
@@ -59,7 +78,8 @@ class StepGraph:
             bytes_in_all = window.samples * sample_bytes(rows.columns.gather(rows.order[:1]))
             self._at_once = window.updates > 1 and bytes_in_all <= GATHERED_AT_ONCE
         else:
-            self._inputs = [map_tensors(piece, lambda t: t.to(device, copy=True)) for piece in window.pieces]
+            # Without what the user's code may have made of them: a leaf that requires gradients, for one.
+            self._inputs = [map_tensors(piece, lambda t: t.detach().to(device, copy=True)) for piece in window.pieces]
             self._static = [tensor for piece in self._inputs for tensor in tensors_in(piece)]
         eager.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize(device)
@@ -70,7 +90,7 @@ class StepGraph:
             self._counted = eager.totals.host_count - before
             eager.totals.count(-self._counted)
         if not whole:
-            self._inner_grads = [p.grad for p in eager.parameters()]
+            self._grads = [parameter.grad for parameter in self._parameters]
 
     def _work(self) -> None:
         eager, window = self._eager, self._window
@@ -82,37 +102,41 @@ class StepGraph:
                     assert eager.rates is not None
                     with eager.rates.given(number):
                         eager.finish(self._scores)
-            if self._kept_grads:
-                torch._foreach_copy_(self._kept_grads, [p.grad for p in self._kept if p.grad is not None])
+            if self._whole:
+                self._leave_gradients()
             self._left.loss.copy_(loss)
         self._left.loss_dtype = loss.dtype
         if window.is_held:
             self._left.place.add_(window.samples)
+
+    def _leave_gradients(self) -> None:
+        with_grad = [parameter for parameter in self._parameters if parameter.grad is not None]
+        rooms = [self._left.grad_of(parameter) for parameter in with_grad]
+        if rooms:
+            torch._foreach_copy_(rooms, [parameter.grad for parameter in with_grad if parameter.grad is not None])
+        places = dict(zip(map(id, with_grad), rooms, strict=True))
+        self._grads = [places.get(id(parameter)) for parameter in self._parameters]
 
     def replay(self, window: Window) -> Tensor:
         """Make the updates of a window of this shape."""
         eager = self._eager
         if not window.is_held:
             fresh = [tensor for piece in window.pieces for tensor in tensors_in(piece)]
-            for static, tensor in zip(self._static, fresh, strict=True):
-                static.copy_(tensor, non_blocking=True)
-        if self._whole:
-            assert eager.rates is not None
-            eager.rates.write(window.updates)
-            self._graph.replay()
-            eager.totals.count(self._counted)
-            for parameter, grad in zip(self._kept, self._kept_grads, strict=True):
-                parameter.grad = grad
-            return self._left.loss
-        self._graph.replay()
-        for parameter, inner in zip(eager.parameters(), self._inner_grads, strict=True):
-            parameter.grad = inner
+            with torch.no_grad():
+                for static, tensor in zip(self._static, fresh, strict=True):
+                    static.copy_(tensor, non_blocking=True)
         if eager.rates is not None:
-            eager.rates.write(1)
+            eager.rates.write(window.updates)
+        self._graph.replay()
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            parameter.grad = grad
+        if self._whole:
+            eager.totals.count(self._counted)
+            eager.ended(updated=True)
+            return self._left.loss
         with eager.rates.given(0) if eager.rates is not None else nullcontext():
             updated = eager.finish(self._scores)
-        if updated and eager.rates is None and eager.schedule.moves_per_update:
-            eager.schedule.move()
+        eager.ended(updated)
         return self._left.loss
 
     def _batches(self) -> Iterator[list[Batch]]:
@@ -149,19 +173,28 @@ def signature(window: Window) -> Hashable | None:
     if isinstance(first, Rows):
         where = (id(first.columns), first.order.data_ptr())
         return ("rows", where, window.updates, tuple(window.sizes), window.all_count)
-    parts = tuple(shape_of(piece) for piece in window.pieces)
-    return None if None in parts else ("batch", parts, tuple(window.sizes), window.all_count)
+    try:
+        parts = tuple(shape_of(piece) for piece in window.pieces)
+    except Unfit:
+        return None
+    return ("batch", parts, tuple(window.sizes), window.all_count)
 
 
-def shape_of(batch: Batch) -> Hashable | None:
-    """What tells batches apart for a capture: containers, shapes, numbers, strides; None where it cannot be one."""
+class Unfit(Exception):  # noqa: N818 -- it is caught where it is raised
+    """A batch holds what a capture cannot read."""
+
+
+def shape_of(batch: Batch) -> Hashable:
+    """What tells batches apart for a capture: containers, shapes, kinds, strides. Raises Unfit where there is more."""
     if isinstance(batch, Tensor):
-        return (tuple(batch.shape), batch.dtype, batch.stride()) if batch.layout == torch.strided else None
+        if batch.layout != torch.strided:
+            raise Unfit
+        return (tuple(batch.shape), batch.dtype, batch.stride())
     if isinstance(batch, Mapping):
-        parts = tuple(shape_of(part) for part in batch.values())
-        return None if None in parts else (type(batch), tuple(batch), parts)
-    if isinstance(batch, (tuple, list)):
-        parts = tuple(shape_of(part) for part in batch)
-        return None if None in parts else (type(batch), parts)
-    # Plain values are frozen into the capture, so they are part of what it is made for.
-    return ("value", batch) if isinstance(batch, (int, float, str, bool)) else None
+        return (type(batch), tuple(batch), tuple(shape_of(part) for part in batch.values()))
+    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
+        return (type(batch), tuple(shape_of(part) for part in batch))
+    # Plain values are frozen into the capture, so they are part of what it is made for; 1 and True are not the same.
+    if batch is None or isinstance(batch, (int, float, str, bool)):
+        return ("value", type(batch), batch)
+    raise Unfit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,20 +20,20 @@ class NormCounts:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._seen: list[tuple[_BatchNorm, Tensor]] = []
+        self._seen: dict[Hashable, list[tuple[_BatchNorm, Tensor]]] = {}
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """See how far an update moves them; nothing waits."""
+    def watched(self, shape: Hashable) -> Iterator[None]:
+        """See how far an update of this shape moves them; nothing waits."""
         layers = self._layers()
         before = [_counter(layer).clone() for layer in layers]
         yield
-        self._seen = [(layer, _counter(layer) - was) for layer, was in zip(layers, before, strict=True)]
+        self._seen[shape] = [(layer, _counter(layer) - was) for layer, was in zip(layers, before, strict=True)]
 
-    def settled(self) -> list[tuple[_BatchNorm, int]]:
-        """Layers and how far an update moves them, as it was seen; waits for the device."""
+    def settled(self, shape: Hashable) -> list[tuple[_BatchNorm, int]]:
+        """Layers and how far an update of this shape moves them, as it was seen; waits for the device."""
         now = {id(layer) for layer in self._layers()}
-        return [(layer, int(by)) for layer, by in self._seen if id(layer) in now]
+        return [(layer, int(by)) for layer, by in self._seen.pop(shape, []) if id(layer) in now]
 
     def _layers(self) -> list[_BatchNorm]:
         found = [layer for module in self._modules for layer in module.modules() if isinstance(layer, _BatchNorm)]

@@ -56,6 +56,12 @@ class Objective:
         self._wants_tensor = type(loss).__module__.startswith("torch.nn")
 
     @property
+    def functions(self) -> tuple[Callable[..., Any] | None, ...]:
+        """The user's own functions beside the modules."""
+        loss = None if self._criterion else self.loss
+        return loss, self.forward, self._prepare, self._augment
+
+    @property
     def changes_batches(self) -> bool:
         """Whether functions of the user's own run on batches."""
         return self._prepare is not None or self._augment is not None

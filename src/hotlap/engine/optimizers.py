@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotlap.machine.kernels import first_line
@@ -112,7 +113,9 @@ class Fusion:
                 group["foreach"] = False if fused else self._plain_foreach[number] if known else None
                 group["fused"] = fused
             if "capturable" in group:
-                group["capturable"] = captured or (known and self._capturable[number])
+                # torch refuses the flag where a parameter is not on a GPU.
+                can = captured and all(parameter.is_cuda for parameter in group["params"])
+                group["capturable"] = can or (known and self._capturable[number])
         settle_counts(self._optimizer)
         # Read by GradScaler, and set by torch only at construction.
         self._optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
@@ -133,6 +136,13 @@ def settle_counts(optimizer: Optimizer) -> None:
                 if isinstance(count, Tensor):
                     home = parameter.device if fused or group.get("capturable") else torch.device("cpu")
                     state[name] = count.to(home, torch.float32 if fused else count.dtype)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether functions of the user's own run with each step, which are Python and would be frozen by a recording."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    everywhere = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    return any(map(bool, (*own, *everywhere)))
 
 
 def frozen_hyperparameters(optimizer: Optimizer) -> tuple[Hashable, ...]:

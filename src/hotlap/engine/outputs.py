@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.columns import tensors_in
-from hotlap.engine.graph import shape_of
+from hotlap.engine.fingerprint import fingerprint
+from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.recording import NotRecordedError, Recorder
-from hotlap.engine.watch import Watch, fingerprint
+from hotlap.engine.watch import Watch
 
 WORTH_IT = 8
 """Batches of one shape before it is recorded: a short evaluation is over before that pays."""
@@ -25,9 +26,13 @@ class CapturedOutputs:
     """Outputs and targets of batches, replayed. They are overwritten by the next call for a batch of that shape."""
 
     def __init__(
-        self, eager: Callable[[Batch], tuple[Any, Any]], modules: Sequence[nn.Module], device: torch.device
+        self,
+        eager: Callable[[Batch], tuple[Any, Any]],
+        modules: Sequence[nn.Module],
+        functions: Sequence[Callable[..., Any] | None],
+        device: torch.device,
     ) -> None:
-        self._eager, self._modules, self._device = eager, modules, device
+        self._eager, self._modules, self._functions, self._device = eager, modules, functions, device
         self._seen: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Any, Any]]] = {}
         self._recorder = Recorder(device)
@@ -36,10 +41,14 @@ class CapturedOutputs:
 
     def __call__(self, batch: Batch) -> tuple[Any, Any]:
         """The model's output for a batch on the device, and its target."""
-        shape = shape_of(batch)
-        if self.given_up is not None or shape is None:
+        if self.given_up is not None:
             return self._eager(batch)
-        key = (shape, fingerprint(self._modules))
+        try:
+            shape = shape_of(batch)
+        except Unfit:
+            self.given_up = "batches hold more than tensors and plain values"
+            return self._eager(batch)
+        key = (shape, fingerprint(self._modules, self._functions))
         if key in self._graphs:
             graph, inputs, outputs = self._graphs[key]
             for static, tensor in zip(inputs, tensors_in(batch), strict=True):

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hotlap.core.plan import MOST_REPLAY_STEPS
 from hotlap.engine.optimizers import recording
 from hotlap.engine.schedules import Schedule
+from hotlap.engine.watch import meant
 
-AHEAD = MOST_REPLAY_STEPS
+AHEAD = 256
 """Updates for which a counted schedule is drawn up at once: after as many the host waits once, to learn how many were
-made."""
+made. Until then a schedule has to be a function of their number alone."""
+LOOKED_AT = 1024
+"""Moves of a schedule that are tried to see what it moves."""
 
 
 class Rates:
@@ -34,30 +36,59 @@ class Rates:
     ) -> None:
         self._optimizer, self._schedule, self._device = optimizer, schedule, device
         self.counted = counted and schedule.moves_per_update
-        groups = len(optimizer.param_groups)
-        self._table = torch.zeros(AHEAD if self.counted else updates, groups, device=device)
-        self._row = torch.zeros(1, groups, device=device)
+        self._rows = max(AHEAD, updates)
         self._made = torch.zeros(1, dtype=torch.int64, device=device)
-        self._written: list[list[float]] = []
         self._asked = 0
+        self._make_room()
+
+    def _make_room(self) -> None:
+        groups = len(self._optimizer.param_groups)
+        self._table = torch.zeros(self._rows, groups, device=self._device)
+        self._row = torch.zeros(1, groups, device=self._device)
+        self._written: list[list[float]] = []
 
     def write(self, updates: int) -> None:
-        """Have the rates of the next updates on the device, without waiting for it."""
+        """Have the rates of the next updates on the device, without waiting for it; `ended` is called after them."""
+        if len(self._optimizer.param_groups) != self._table.shape[1]:
+            self.settle()
+            self._make_room()
         if self.counted:
-            if not self._written or self._asked + updates > AHEAD or self._written[0] != self._now():
-                self.settle()
-                self._send(self._drawn_up())
-            self._asked += updates
+            self._write_counted(updates)
             return
-        rows = []
-        # Its first step is about to come; a schedule that moves before it would warn.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        for _ in range(updates):
+        rows = [self._now()]
+        for _ in range(updates - 1):
+            self._move()
             rows.append(self._now())
-            if self._schedule.moves_per_update:
-                self._schedule.move()
         if rows != self._written[:updates]:
             self._send(rows + self._written[updates:])
+
+    def ended(self) -> None:
+        """The updates are made, or launched: the schedule moves on to the next one."""
+        if not self.counted:
+            self._move()
+
+    def _move(self) -> None:
+        if self._schedule.moves_per_update:
+            # Its first step is there or about to come; a schedule that moves before it would warn.
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]
+            self._schedule.move()
+
+    def _write_counted(self, updates: int) -> None:
+        now = self._now()
+        changed = self._written and self._written[0] != now
+        if changed:
+            # The user has set a rate: the updates made so far go by the old one, those to come by the new.
+            for group, old in zip(self._optimizer.param_groups, self._written[0], strict=True):
+                group["lr"] = old
+            old_rates = self._written[0]
+            self.settle()
+            for group, new, old in zip(self._optimizer.param_groups, now, old_rates, strict=True):
+                if new != old:
+                    group["lr"] = new
+        if not self._written or self._asked + updates > AHEAD:
+            self.settle()
+            self._send(self._drawn_up(max(AHEAD, updates)))
+        self._asked += updates
 
     def given(self, update: int) -> AbstractContextManager[None]:
         """Inside, the optimizer reads the rates of the `update`-th row; with a count, of the row it has reached."""
@@ -76,23 +107,25 @@ class Rates:
         if not self.counted or not self._asked:
             return
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        for _ in range(int(self._made)):
+        with meant():
+            made = int(self._made)
+        for _ in range(made):
             self._schedule.move()
         self._written, self._asked = [], 0
 
     def _now(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
-    def _drawn_up(self) -> list[list[float]]:
+    def _drawn_up(self, count: int) -> list[list[float]]:
         """The rates of the updates to come, from a schedule that is put back afterwards."""
         rows = []
         with _PutBack(self._optimizer, self._schedule.scheduler):
-            for _ in range(AHEAD):
+            for _ in range(count):
                 rows.append(self._now())
                 try:
                     self._schedule.scheduler.step()
                 except ValueError:  # its end; who goes beyond it is told when the schedule really moves
-                    rows += [rows[-1]] * (AHEAD - len(rows))
+                    rows += [rows[-1]] * (count - len(rows))
                     break
         self._made.zero_()
         return rows
@@ -100,7 +133,7 @@ class Rates:
     def _send(self, rows: list[list[float]]) -> None:
         on_gpu = self._device.type == "cuda"
         # A copy from pageable memory would wait for all that was launched before.
-        here = torch.tensor(rows, dtype=torch.float32, pin_memory=on_gpu)
+        here = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=on_gpu)
         self._table[: len(rows)].copy_(here, non_blocking=True)
         self._written = rows
 
@@ -111,12 +144,14 @@ def moves_rates_only(schedule: Schedule, optimizer: Optimizer) -> bool:
         return True
     with _PutBack(optimizer, schedule.scheduler):
         before = [_others(group) for group in optimizer.param_groups]
-        try:
-            for _ in range(2):
+        for _ in range(LOOKED_AT):
+            try:
                 schedule.scheduler.step()
-        except ValueError:
-            return True
-        return before == [_others(group) for group in optimizer.param_groups]
+            except ValueError:  # its end
+                return True
+            if before != [_others(group) for group in optimizer.param_groups]:
+                return False
+        return True
 
 
 def _others(group: dict[str, Any]) -> dict[str, Any]:

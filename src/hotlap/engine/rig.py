@@ -25,12 +25,14 @@ from hotlap.data.feeds import why_not
 from hotlap.engine.capture import CapturedStep
 from hotlap.engine.evaluate import Evaluator
 from hotlap.engine.explain import explained
+from hotlap.engine.graph import Left
 from hotlap.engine.guards import Guards
 from hotlap.engine.layout import Layout, why_not_channels_last
 from hotlap.engine.objective import Objective, Totals
-from hotlap.engine.optimizers import Fusion, is_fused, why_not_captured, why_not_fused
+from hotlap.engine.optimizers import Fusion, has_step_hooks, is_fused, why_not_captured, why_not_fused
 from hotlap.engine.precision import why_not_precision
 from hotlap.engine.rates import Rates, moves_rates_only
+from hotlap.engine.recording import Recorder
 from hotlap.engine.route import Place as Place
 from hotlap.engine.route import Route
 from hotlap.engine.schedules import make_schedule
@@ -125,6 +127,8 @@ class Rig:
         self._follows_user = plan is None
         self.plan = Plan().but(optimizer="fused" if is_fused(self.optimizer) else "plain")
         self._steps: dict[tuple[Numerics, Execution], EagerStep | CapturedStep] = {}
+        self._recorder: Recorder | None = None
+        self._left: Left | None = None
         self._step = self._made_step()
         self.ledger.record(Entry(step=0, what="start", outcome="chosen", plan=self.plan))
         if plan is not None:
@@ -238,7 +242,19 @@ class Rig:
             skips_on_device=on_device,
             rates=rates,
         )
-        made = CapturedStep(eager, device=self.device, why_split=why_split, note=self._note) if captured else eager
+        made: EagerStep | CapturedStep = eager
+        if captured:
+            # One memory for the captures of all plans: they are replayed one after the other.
+            self._recorder = self._recorder or Recorder(self.device)
+            self._left = self._left or Left(self.device)
+            made = CapturedStep(
+                eager,
+                device=self.device,
+                recorder=self._recorder,
+                left=self._left,
+                why_split=why_split,
+                note=self._note,
+            )
         self._steps[key] = made
         return made
 
@@ -246,6 +262,8 @@ class Rig:
         """Why the optimizer's step stays outside a capture, or None where it can be recorded."""
         if any(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups):
             return "its learning rate is a tensor of the user's own"
+        if has_step_hooks(self.optimizer):
+            return "hooks of the user's own run with it"
         if not moves_rates_only(self.schedule, self.optimizer):
             return f"{type(self.schedule.scheduler).__name__} moves more than the learning rate"
         return why_not_captured(self.optimizer)
@@ -314,6 +332,7 @@ class Rig:
         """Train on a course from its beginning; without a plan of its own the rig feeds it as the user would."""
         if self._route is not None:
             self._route.leave()
+            self._forget()
         self._route, self._feed_given = (
             Route(course, lambda: self.plan, device=self.device, ignored=self.objective.ignored),
             None,
@@ -353,10 +372,19 @@ class Rig:
         return self._route.epoch_windows if self._route is not None else 0
 
     def close(self) -> None:
-        """End worker processes. The rig can go on afterwards; they start again when needed."""
+        """End worker processes, and let go of data and captures on the device.
+
+        The rig can go on afterwards; all of it comes back when it is needed.
+        """
         if self._route is not None:
-            self._route.reopen()
+            self._route.let_go()
         self._evaluator.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        for step in self._steps.values():
+            if isinstance(step, CapturedStep):
+                step.forget()
 
     @property
     def _on_gpu(self) -> bool:

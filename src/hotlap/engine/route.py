@@ -13,7 +13,6 @@ from torch import Tensor
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Plan
 from hotlap.data.batches import Batch
-from hotlap.data.columns import Columns
 from hotlap.data.course import Course
 from hotlap.data.feeds import Feeding, open_feed
 from hotlap.data.holding import held, why_not_held
@@ -46,8 +45,8 @@ class Route:
         self.epoch_windows = 0
         """Windows in the current epoch."""
         self._plan, self._device = plan, device
-        self._held: Columns | None = None
-        self._held_as = ""
+        self._resident: tuple[str, ResidentFeeding] | None = None
+        """Kept over changes of plan, by layout: captures read it where it lies."""
         self._all_count = ignored is not None and course.source.never_holds(ignored)
         self._feeding: Feeding | None = None
         self._version = 0
@@ -60,21 +59,25 @@ class Route:
             self._feeding = None
         self.recut()
 
+    def let_go(self) -> None:
+        """Let go of data that is held on the device; it is brought there again when it is needed."""
+        self.reopen()
+        self._resident = None
+
     def recut(self) -> None:
         """Cut the next window anew, by the same feed."""
         self._version += 1
 
     def why_not_resident(self, reserve_bytes: int) -> str | None:
         """Why the data cannot be held on the device beside so many bytes, or None where it can."""
-        if self._held is not None:
+        if self._resident is not None:
             return None
         return why_not_held(self.course.source, self._device, reserve_bytes=reserve_bytes)
 
     def leave(self) -> None:
         """Give the route up for another one."""
         self._left = True
-        self._held = None
-        self.reopen()
+        self.let_go()
 
     def windows(
         self,
@@ -149,12 +152,11 @@ class Route:
         course = self.course
         if plan.feed.kind == "resident":
             layout = plan.numerics.layout
-            if self._held is None or self._held_as != layout:
-                self._held = None  # let go of before it is held the other way round
-                columns = held(course.source, self._device)
-                self._held = packed(columns, images_last=layout == "channels_last")
-                self._held_as = layout
-            return ResidentFeeding(self._held, self._device)
+            if self._resident is None or self._resident[0] != layout:
+                self._resident = None
+                columns = packed(held(course.source, self._device), images_last=layout == "channels_last")
+                self._resident = (layout, ResidentFeeding(columns, self._device))
+            return self._resident[1]
         on_gpu = self._device.type == "cuda"
         return open_feed(
             course.source, plan.feed, seed=course.seed, on_gpu=on_gpu, device=self._device, extras=course.extras

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.rates import Rates
 from hotlap.engine.scaling import LossScale, skipping
 from hotlap.engine.schedules import Schedule
+from hotlap.engine.watch import meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class EagerStep:
         rates: Rates | None = None,
     ) -> None:
         self._objective = objective
+        self.functions = objective.functions
         self.optimizer = optimizer
         self.schedule = schedule
         self.totals = totals
@@ -83,7 +87,9 @@ class EagerStep:
         self._scale, self._skips_on_device = scale, skips_on_device
         self._scaled = scale is not None and numerics.precision == "fp16"
         self.modules = [m for m in (objective.model, objective.loss) if isinstance(m, nn.Module)]
-        self._held = -1
+        self.look: Callable[[Tensor], None] | None = None
+        """Shown every loss before it is differentiated."""
+        self._known: tuple[int, ...] = ()
         self._all: list[Tensor] = []
         self._strangers: list[Tensor] = []
 
@@ -106,9 +112,15 @@ class EagerStep:
             loss, scores = self.gradients(window.pieces, window.sizes, window.all_count)
             with self.rates.given(0) if self.rates is not None else nullcontext():
                 updated = self.finish(scores)
-        if updated and self.rates is None and self.schedule.moves_per_update:
-            self.schedule.move()
+        self.ended(updated)
         return loss
+
+    def ended(self, updated: bool) -> None:
+        """Move the schedule after an update; after one that was left out it stays."""
+        if self.rates is not None:
+            self.rates.ended()
+        elif updated and self.schedule.moves_per_update:
+            self.schedule.move()
 
     def gradients(self, pieces: list[Batch], sizes: list[int], all_count: bool) -> tuple[Tensor, list[Scored]]:
         """The gradients of one update, clipped; the loss, and what has to be added to the running one."""
@@ -132,7 +144,7 @@ class EagerStep:
         elif self._skips_on_device:
             with skipping(self.optimizer, found):
                 self.optimizer.step()
-        elif bool(found):  # the only wait of a step, and only where the optimizer cannot leave an update out itself
+        elif self._overflowed(found):
             self.optimizer.zero_grad(set_to_none=True)
             updated = False
         else:
@@ -146,6 +158,11 @@ class EagerStep:
             for scored in scores:
                 self.totals.add(scored, found if self._skips_on_device else None)
         return updated
+
+    def _overflowed(self, found: Tensor) -> bool:
+        """The only wait of a step, and only where the optimizer cannot leave an update out by itself."""
+        with meant():
+            return bool(found)
 
     def _whole(self, piece: Batch, samples: int, all_count: bool) -> tuple[Tensor, list[Scored]]:
         batch, same_target = self._here(piece)
@@ -176,6 +193,8 @@ class EagerStep:
         return torch.as_tensor(total if self._objective.sums else total / count), scores
 
     def _backward(self, loss: Tensor) -> None:
+        if self.look is not None:
+            self.look(loss)
         torch.autograd.backward(self._scale.scaled(loss) if self._scaled and self._scale is not None else loss)
 
     def _divide_gradients(self, count: Tensor | float) -> None:
@@ -209,17 +228,21 @@ class EagerStep:
     def parameters(self) -> list[Tensor]:
         """All that may have a gradient: the optimizer's parameters, the model's and the loss's."""
         groups = self.optimizer.param_groups
-        held = len(groups[0]["params"]) if len(groups) == 1 else sum(len(group["params"]) for group in groups)
-        if held != self._held:
+        # By identity: a layer may have been replaced by another of as many tensors.
+        known = tuple(map(id, groups[0]["params"])) if len(groups) == 1 else self._ids_of_all(groups)
+        if known != self._known:
             mine = [p for group in self.optimizer.param_groups for p in group["params"]]
             every = [p for module in self.modules for p in module.parameters()]
-            # By identity: tensors compare by value.
+            # By identity here too: tensors compare by value.
             self._all = list({id(p): p for p in (*every, *mine)}.values())
-            known = {id(p) for p in mine}
             # Their gradients would pile up from step to step: the optimizer does not know them.
-            self._strangers = [p for p in every if id(p) not in known]
-            self._held = held
+            self._strangers = [p for p in every if id(p) not in set(map(id, mine))]
+            self._known = known
         return self._all
+
+    @staticmethod
+    def _ids_of_all(groups: list[dict[str, Any]]) -> tuple[int, ...]:
+        return tuple(id(p) for group in groups for p in group["params"])
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]

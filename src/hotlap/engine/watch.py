@@ -7,7 +7,8 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hotlap.data.order import HostRandomness
+from hotlap.engine.fingerprint import memory, what_changed
 
 _WAITED = "called a synchronizing CUDA operation"
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_RATES = str(Path(__file__).with_name("rates.py"))
-_OURS = ("", -1)
-_INSIDE = frozenset(nn.Module().__dict__)
-_PLAIN = (int, float, bool, str, type(None))
+_meant = 0
 
 
 class Watch:
@@ -30,7 +29,7 @@ class Watch:
 
     A replay repeats kernels and nothing else. So these would be frozen into it, or break it: a value read back from
     the device, a draw from the host's randomness, and what a module remembers in Python. Nothing is changed by
-    looking; it costs some microseconds per layer.
+    looking; it costs some tenths of a millisecond per layer.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -40,7 +39,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._before = HostRandomness()
-        self._memory = _memory(self._modules)
+        self._memory = memory(self._modules)
         self._hooks = [register_module_forward_pre_hook(self._enters), register_module_forward_hook(self._leaves)]
         self._caught = warnings.catch_warnings()
         self._caught.__enter__()
@@ -63,15 +62,13 @@ class Watch:
             if not self._before.same_as(HostRandomness()):
                 self.reason = "the loss, or a function on batches, draws from the host's randomness"
             else:
-                self.reason = _what_changed(self._memory, _memory(self._modules))
+                self.reason = what_changed(self._memory, memory(self._modules))
 
     def _hears(self, message: Any, category: Any, *rest: Any, **more: Any) -> None:
         if _WAITED not in str(message):
             self._shown(message, category, *rest, **more)
-        elif self.reason is None:
-            line = _users_line()
-            if line != _OURS:
-                self.reason = f"a value is read back from the device{_at(line)}"
+        elif self.reason is None and not _meant:
+            self.reason = f"a value is read back from the device{_at(_users_line())}"
 
     def _enters(self, module: nn.Module, _: Any) -> None:
         self._open.append(HostRandomness())
@@ -79,6 +76,22 @@ class Watch:
     def _leaves(self, module: nn.Module, _: Any, __: Any) -> None:
         if self._open and not self._open.pop().same_as(HostRandomness()) and self.reason is None:
             self.reason = f"{type(module).__name__} draws from the host's randomness{_at(_forward_line(module))}"
+
+
+def stranger_in(loss: Tensor, known: Sequence[Tensor]) -> str | None:
+    """Whether a gradient goes to a parameter that is not among the known: a replay would write where it once lay."""
+    ours, seen, ahead = {id(p) for p in known}, set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in ours:
+            shape = tuple(leaf.shape)
+            return f"a gradient goes to a parameter of shape {shape} that is neither the model's nor the optimizer's"
+        ahead += [before for before, _ in node.next_functions]
+    return None
 
 
 def why_recording_failed(error: BaseException) -> str:
@@ -90,64 +103,21 @@ def why_recording_failed(error: BaseException) -> str:
     return f"{told}{_at(line)}"
 
 
-def fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """What a capture is made for: layers, modes, plain settings such as a dropout rate, parameters and their places."""
-    found: list[Any] = []
-    for module in modules:
-        _print(module, found)
-    return tuple(found)
-
-
-def _print(module: nn.Module, found: list[Any]) -> None:
-    inside = module.__dict__
-    found.append(id(module))
-    found += [value for value in inside.values() if type(value) in _PLAIN]
-    for parameter in inside["_parameters"].values():
-        if parameter is not None:
-            found += (parameter.data_ptr(), parameter.requires_grad)
-    found += [buffer.data_ptr() for buffer in inside["_buffers"].values() if buffer is not None]
-    # Hooks are Python, which a replay leaves out: one that comes or goes makes another step.
-    found += (len(inside["_forward_hooks"]), len(inside["_forward_pre_hooks"]), len(inside["_backward_hooks"]))
-    for child in inside["_modules"].values():
-        if child is not None:
-            _print(child, found)
-
-
-def _memory(modules: Sequence[nn.Module]) -> dict[tuple[str, str], Any]:
-    """What modules remember in Python: plain values, which tensors they hold, how long their lists are."""
-    found: dict[tuple[str, str], Any] = {}
-    for module in modules:
-        for name, layer in module.named_modules():
-            owner = f"{type(layer).__name__} {name}".strip()
-            for attribute, value in layer.__dict__.items():
-                if attribute not in _INSIDE or attribute == "training":
-                    found[owner, attribute] = _remembered(value)
-            for attribute, buffer in layer._buffers.items():
-                found[owner, attribute] = id(buffer)
-    return found
-
-
-def _remembered(value: Any) -> Any:
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, (list, tuple, dict, set)):
-        return len(value)
-    return id(value) if isinstance(value, Tensor) else None
-
-
-def _what_changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> str | None:
-    for (owner, attribute), value in after.items():
-        if (owner, attribute) not in before or before[owner, attribute] != value:
-            return f"{owner} changes its attribute {attribute!r} in every step"
-    return None
+@contextmanager
+def meant() -> Iterator[None]:
+    """Inside, hotlap itself waits for the device, in a part of the step that is not recorded."""
+    global _meant
+    _meant += 1
+    try:
+        yield
+    finally:
+        _meant -= 1
 
 
 def _users_line() -> tuple[str, int] | None:
-    """The innermost line of the user's; `_OURS` for a wait in hotlap's own books, which are not recorded."""
+    """The innermost line outside torch and hotlap."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == _RATES:
-            return _OURS
         if not frame.f_code.co_filename.startswith(_OWN) and not frame.f_code.co_filename.endswith("warnings.py"):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back

@@ -59,6 +59,7 @@ def import_state(rig: Rig, files: dict[str, bytes]) -> dict[str, Any]:
     missing = [name for name in (MODEL, TENSORS, VALUES) if name not in files]
     if missing:
         raise StoreError(f"the checkpoint has no {missing[0]}")
+    rig.settle()  # what the device still knows is of the training that was
     tensors = tensors_from(files[TENSORS], TENSORS)
     state = decode(from_json(files[VALUES], VALUES), tensors, rig.device)
     try:
