@@ -245,7 +245,7 @@ def whole_fit(work: Work, device: torch.device, steps: int) -> dict[str, float]:
 
 
 def _steady(run: hotlap.Run) -> float:
-    """Samples a second from the end of the first epoch on, by the run's own record; in all, where there is one alone."""
+    """Samples a second from the end of the first epoch on, by its own record; in all, where that is one alone."""
     first, last = run.history[0], run.history[-1]
     if first["step"] == last["step"]:
         return run.samples / run.train_s
@@ -415,9 +415,10 @@ class Bench:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _laps(self, steps: Steps, column: str) -> Laps:
+    def _laps(self, steps: Steps, column: str, work: Work) -> Laps:
         rounds = rivals.WORKERS.get(column, 1)  # workers bring batches in bursts, one each
-        return Laps(steps, self._device, lap_s=self._options.seconds, warm_s=self._options.warm_seconds, rounds=rounds)
+        lap_s = max(self._options.seconds, work.lap_s)
+        return Laps(steps, self._device, lap_s=lap_s, warm_s=self._options.warm_seconds, rounds=rounds)
 
     def _alone(self, work: Work, column: str) -> str:
         options = self._options
@@ -435,7 +436,7 @@ class Bench:
         else:
             steps = steps_of(column, work, self._device)
             try:
-                laps = self._laps(steps, column)
+                laps = self._laps(steps, column, work)
                 done = Column([laps.lap() for _ in range(options.laps)])
             finally:
                 steps.close()
@@ -448,10 +449,10 @@ class Bench:
         try:
             # The rival by hand sets torch's switches while it captures, so it comes first.
             try:
-                a = self._laps(theirs, rival)
+                a = self._laps(theirs, rival, work)
             except Exception as error:
                 raise RivalError(rival) from error
-            b = self._laps(ours, mine)
+            b = self._laps(ours, mine, work)
             their_laps, our_laps, ratio = in_turn(a, b, options.pairs)
         finally:
             theirs.close()

@@ -45,6 +45,8 @@ class Work:
     """Updates in one replay of a captured step."""
     plan_steps: int | None = None
     """Updates in a replay of hotlap's plan, where that is another number."""
+    lap_s: float = 0.0
+    """Laps are at least so long: launching a replay of many steps takes a millisecond, and a lap shows its first."""
     images: bool = False
     """Whether samples are uint8 images, normalised before the model sees them."""
 
@@ -187,6 +189,7 @@ WORKS: tuple[Work, ...] = (
         precision="bf16",
         replay_steps=1,
         plan_steps=4,
+        lap_s=1.0,
         images=True,
     ),
 )

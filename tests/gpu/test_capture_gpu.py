@@ -789,7 +789,7 @@ def test_batches_with_names_that_never_come_again_run_eagerly_and_it_is_said():
         forward=lambda model, batch: (model(batch["x"]), batch["y"]), plan=Plan().but(mode="captured"),
     )  # fmt: skip
     x, y = class_data(8, dtype=torch.float32)
-    for number in range(60):
+    for number in range(205):
         rig.step({"x": x, "y": y, "name": f"sample {number}"})
     assert "always something new" in recorded(rig)[1]
 

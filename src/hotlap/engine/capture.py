@@ -23,8 +23,8 @@ WARM_UPDATES = 3
 """Updates that run eagerly before a shape is recorded: libraries set up their workspaces, the optimizer its state."""
 MOST_GRAPHS = 16
 """Shapes that are recorded at a time; one more takes the place of the one not used for longest."""
-PATIENCE = 40
-"""Windows in a row for which there is no recording, though all were made to be recorded, before it is given up."""
+PATIENCE = 200
+"""Windows in a row that are all new, by their shape or by what the model holds, before capturing is given up."""
 MOST_AHEAD = 8
 """Replays that may be launched and not yet done."""
 
@@ -93,6 +93,7 @@ class CapturedStep:
             return self._eager(window)
         graph = self._graphs.pop(key, None)
         if graph is None:
+            self._in_vain = 0 if key in self._seen else self._in_vain + 1
             self._seen[key] += window.updates
             if self._seen[key] - window.updates < WARM_UPDATES:
                 return self._run_eagerly(window, key)
@@ -100,7 +101,6 @@ class CapturedStep:
             if graph is None:
                 return self._eager(window)
             self._make_place()
-        self._in_vain = 0
         self._graphs[key] = graph  # the last one is the one used last
         return self._replay(graph, window)
 
@@ -155,7 +155,6 @@ class CapturedStep:
                     continue
                 loss = self._watched(one, key)
         self._expected = -1
-        self._in_vain += 1
         if self._in_vain > PATIENCE and self.given_up is None:
             self._give_up("there is always something new: no shape of batch comes again while all else stays")
         return loss

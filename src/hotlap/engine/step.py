@@ -176,6 +176,8 @@ class EagerStep:
     def _in_pieces(self, pieces: list[Batch], sizes: list[int]) -> tuple[Tensor, list[Scored]]:
         """Gradients of the whole window: means weighted by samples; counted sums divided once at the end."""
         everything = sum(sizes)
+        # A sum over samples is as many times larger than their mean, which a scaled loss in fp16 has no room for.
+        shrink = everything if self._scaled else 1
         total: Tensor | float = 0.0
         count: Tensor | float = 0
         scores = []
@@ -183,13 +185,15 @@ class EagerStep:
             batch, _ = self._here(piece)
             with self._context():
                 scored = self._objective.piece(batch, samples)
-            adds_up = scored.counted or self._objective.sums
-            self._backward(scored.loss if adds_up else scored.loss * (samples / everything))
+            if scored.counted:
+                self._backward(scored.loss / shrink if shrink > 1 else scored.loss)
+            else:
+                self._backward(scored.loss if self._objective.sums else scored.loss * (samples / everything))
             scores.append(scored._replace(loss=scored.loss.detach()))
             total = total + scores[-1].loss * scored.factor
             count = count + scored.weight
         if any(scored.counted for scored in scores):
-            self._divide_gradients(count)
+            self._divide_gradients(count / shrink if shrink > 1 else count)
         return torch.as_tensor(total if self._objective.sums else total / count), scores
 
     def _backward(self, loss: Tensor) -> None:
