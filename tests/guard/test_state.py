@@ -1,6 +1,5 @@
 """A training that is stored and put back goes on to the same bit, whatever it is made of."""
 
-import dataclasses
 import random
 
 import numpy as np
@@ -211,7 +210,7 @@ def test_a_schedule_by_epochs_goes_on_across_the_end_of_an_epoch():
     rig = goes_on_the_same(
         lambda: rig_of(made_by(torch.optim.SGD), schedule=lambda o: schedules.StepLR(o, 1, 0.5), schedule_per="epoch")
     )
-    assert rig.place == dataclasses.replace(rig.place, epoch=1, window=5)
+    assert rig.place == rig.place._replace(epoch=1, window=5)
     assert rig.optimizer.param_groups[0]["lr"] == 0.005
 
 

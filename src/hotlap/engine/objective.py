@@ -228,6 +228,29 @@ class Totals:
         count = self._count + float(self._device_count)
         return float(self._sum) / count if count else float("nan")
 
+    def taken(self) -> Callable[[], float]:
+        """Begin anew, and give a function that tells the mean until now.
+
+        Asked later, it waits for no more of the device's work than there is now.
+        """
+        counted, both = self._count, torch.stack((self._sum, self._device_count))
+        self.reset()
+        done = None
+        if both.is_cuda:
+            here = torch.empty(2, dtype=torch.float64, device="cpu", pin_memory=True)
+            here.copy_(both, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(both.device))
+            both = here
+
+        def mean() -> float:
+            if done is not None:
+                done.synchronize()
+            total, count = both.tolist()
+            return total / (counted + count) if counted + count else float("nan")
+
+        return mean
+
     def reset(self) -> None:
         """Begin anew."""
         self._sum.zero_()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from hotlap.data.resident import ResidentFeeding, packed
 from hotlap.engine.step import Window
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where in the data a training stands: the window to come."""
+class Place(NamedTuple):
+    """Where in the data a training stands: the window to come. (Made in every step, so a plain tuple.)"""
 
     epoch: int = 0
     window: int = 0
@@ -99,18 +98,18 @@ class Route:
                 self.epoch_windows = len(epoch)
                 if epochs is None or number + 1 < epochs:
                     self.course.order.draw_ahead(number + 1)
-                version, expected = -1, self.place
+                version, expected, count = -1, self.place, len(epoch)
                 stream: Iterator[Window] = iter(())
-                while self.place.epoch == number and self.place.window < len(epoch):
-                    if steps is not None and self.place.served >= steps:
+                while (place := self.place).epoch == number and place.window < count:
+                    if steps is not None and place.served >= steps:
                         return
                     # A changed plan, or a place that was put back, begins a new stream.
-                    if version != self._version or self.place != expected:
+                    if version != self._version or place != expected:
                         stream, version = self._stream(epoch, number, steps, room), self._version
                     window = next(stream)
                     made = window.updates
                     # The place moves before the step, so that between two steps it names the window to come.
-                    expected = self.place = Place(number, self.place.window + made, self.place.served + made)
+                    expected = self.place = Place(number, place.window + made, place.served + made)
                     yield window
                     if self._left:
                         raise TrainingError("another feed was opened; a rig feeds from one at a time, so use two rigs")
@@ -146,7 +145,8 @@ class Route:
         pieces = feeding.pieces(asked(), number)
         for piece in pieces:
             here = sizes.popleft()
-            yield Window([piece, *islice(pieces, len(here) - 1)], here, self._all_count)
+            whole = [piece] if len(here) == 1 else [piece, *islice(pieces, len(here) - 1)]
+            yield Window(whole, here, self._all_count)
 
     def _opened(self, plan: Plan) -> Feeding:
         course = self.course

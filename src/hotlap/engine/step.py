@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.data.batches import Batch, to_device
-from hotlap.data.resident import Rows, gathered
+from hotlap.data.resident import Rows
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Scored, Totals
 from hotlap.engine.precision import Switches, precision_context
@@ -24,7 +24,7 @@ from hotlap.engine.schedules import Schedule
 from hotlap.engine.watch import meant
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take three times as long to make, in every step
 class Window:
     """The samples of one update, in the pieces that go through the model one after the other."""
 
@@ -38,7 +38,8 @@ class Window:
     @property
     def samples(self) -> int:
         """Samples in all pieces of all updates together."""
-        return sum(self.sizes) * self.updates
+        sizes = self.sizes
+        return (sizes[0] if len(sizes) == 1 else sum(sizes)) * self.updates
 
     def update(self, number: int) -> Window:
         """One of its updates."""
@@ -81,7 +82,11 @@ class EagerStep:
         self._device = device
         self._moves = device.type != "cpu"
         self._context = precision_context(numerics.precision, device)
+        self._casts = numerics.precision in ("bf16", "fp16")
+        self._changes_batches = objective.changes_batches
         self.switches = Switches(numerics, execution, device)
+        self._plain = rates is None and not self.switches
+        """Whether nothing has to be set around a step, which spares it some microseconds."""
         self._layout = layout if numerics.layout != "as given" else None
         self._clip = clip
         self._scale, self._skips_on_device = scale, skips_on_device
@@ -100,18 +105,24 @@ class EagerStep:
 
     def __call__(self, window: Window) -> Tensor:
         """Make the window's updates; the loss of the last."""
+        if window.updates == 1:
+            return self.one(window)
         for number in range(window.updates):
             loss = self.one(window.update(number))
         return loss
 
     def one(self, window: Window) -> Tensor:
         """Make one update; its loss."""
-        if self.rates is not None:
-            self.rates.write(1)
-        with self.switches if self.switches else nullcontext():
+        if self._plain:
             loss, scores = self.gradients(window.pieces, window.sizes, window.all_count)
-            with self.rates.given(0) if self.rates is not None else nullcontext():
-                updated = self.finish(scores)
+            updated = self.finish(scores)
+        else:
+            if self.rates is not None:
+                self.rates.write(1)
+            with self.switches if self.switches else nullcontext():
+                loss, scores = self.gradients(window.pieces, window.sizes, window.all_count)
+                with self.rates.given(0) if self.rates is not None else nullcontext():
+                    updated = self.finish(scores)
         self.ended(updated)
         return loss
 
@@ -166,12 +177,15 @@ class EagerStep:
 
     def _whole(self, piece: Batch, samples: int, all_count: bool) -> tuple[Tensor, list[Scored]]:
         batch, same_target = self._here(piece)
-        with self._context():
+        if self._casts:
+            with self._context():
+                scored = self._objective.whole(batch, samples, all_count=all_count and same_target)
+        else:
             scored = self._objective.whole(batch, samples, all_count=all_count and same_target)
         self._backward(scored.loss)
         # Whoever keeps the loss must not keep the graph behind it: its nodes belong to this step's stream.
         loss = scored.loss.detach()
-        return loss, [scored._replace(loss=loss)]
+        return loss, [Scored(loss, scored.factor, scored.weight, scored.counted)]
 
     def _in_pieces(self, pieces: list[Batch], sizes: list[int]) -> tuple[Tensor, list[Scored]]:
         """Gradients of the whole window: means weighted by samples; counted sums divided once at the end."""
@@ -212,7 +226,7 @@ class EagerStep:
         if self._scaled and self._scale is not None:
             self._scale.unscale_(self._gradients())
         if self._clip is not None:
-            norm = clip_grad_norm_(self.parameters(), self._clip)
+            norm = clip_grad_norm_(self._all, self._clip)
         elif self._scale is not None and not self._scaled:
             norm = get_total_norm(self._gradients())
         if self._scale is not None and not self._scaled:
@@ -220,11 +234,12 @@ class EagerStep:
 
     def _here(self, batch: Batch) -> tuple[Batch, bool]:
         """The batch on the device as the model takes it, and whether its target is the one that was given."""
-        batch = gathered(batch)
-        if self._moves:
+        if type(batch) is Rows:
+            batch = batch.gathered()
+        elif self._moves:
             batch = to_device(batch, self._device, non_blocking=True)
         same_target = True
-        if self._objective.changes_batches:
+        if self._changes_batches:
             given, batch = batch, self._objective.ready(batch, training=True)
             same_target = type(batch) is tuple and type(given) is tuple and batch[-1] is given[-1]
         return (batch if self._layout is None else self._layout.batch(batch)), same_target
@@ -249,4 +264,4 @@ class EagerStep:
         return tuple(id(p) for group in groups for p in group["params"])
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters() if p.grad is not None]
+        return [p.grad for p in self._all if p.grad is not None]

@@ -107,7 +107,7 @@ def _go_on_from_checkpoint(
     trail = Trail(task, first=None if record is None else record.first, from_checkpoint=name)
     with unfit_checkpoint(name):
         loop = import_state(rig, checkpoint.files)
-        counts(*dataclasses.astuple(rig.place), rig.steps, rig.updates, rig.samples)
+        counts(*rig.place, rig.steps, rig.updates, rig.samples)
         rig.totals.mean()
         rig.ledger = trail.put_back(loop)
     what, why = f"resumed at step {rig.steps}", "; ".join([*damaged, *changed])

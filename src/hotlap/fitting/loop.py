@@ -21,7 +21,7 @@ from hotlap.fitting.held import HeldFolder
 from hotlap.fitting.kept import KeptModel
 from hotlap.fitting.run import Run
 from hotlap.fitting.started import asked_by_command, note_gone_on, start_record
-from hotlap.fitting.task import Task, set_up
+from hotlap.fitting.task import EVERYTHING, Task, set_up
 from hotlap.fitting.training import train
 from hotlap.fitting.views import open_view
 from hotlap.store.plans import load_plan
@@ -47,7 +47,8 @@ def fit(
     """Train the job and write its run folder.
 
     `plan` is a Plan, a plan file, or a dict of choices to change in the plan that the job itself describes,
-    such as {"precision": "bf16"}; without one the training runs as the job describes it. `out` must be a
+    such as {"precision": "bf16"}; without one, or with "off", the training runs as the job describes it, and with
+    "max" under everything that this machine can do, unmeasured. `out` must be a
     new or empty folder; without it one is made under `runs/`. `resume` names the folder of a run to go on
     with: it ends as if it had never been interrupted. One that has no checkpoint yet begins again at step 0, and
     says so; one that has ended is not trained again, unless more is asked for. A training with other code, data
@@ -66,9 +67,11 @@ def fit(
     global _calls
     _calls += 1
     device = machine.choose_device(job.device, require_gpu=require_gpu)
-    if isinstance(plan, (str, Path)):
+    if plan == "off":
+        plan = None
+    elif isinstance(plan, (str, Path)) and plan != EVERYTHING:
         plan = load_plan(plan)
-    elif plan is not None and not isinstance(plan, (Plan, Mapping)):
+    elif plan is not None and not isinstance(plan, (Plan, Mapping, str)):
         raise PlanError(f"plan is a {type(plan).__name__}; give a Plan, a plan file, or a dict of choices to change")
     if resume is None:
         resume = asked_by_command(_calls)

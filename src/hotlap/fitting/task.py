@@ -14,6 +14,7 @@ from hotlap import machine
 from hotlap.core.errors import JobError
 from hotlap.core.job import Job
 from hotlap.core.job_checks import plateau_problems
+from hotlap.core.ledger import Entry
 from hotlap.core.plan import Plan
 from hotlap.data.course import Course
 from hotlap.engine.rig import Rig
@@ -22,6 +23,7 @@ from hotlap.fitting.best import trained_tensors
 from hotlap.fitting.views import View
 from hotlap.fitting.words import Voice
 from hotlap.guard.identity import identity
+from hotlap.moves.every import everything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +58,23 @@ class Task:
         return weights * (1 + states + (self.job.patience is not None))
 
 
+EVERYTHING = "max"
+"""The word for a plan with all that this machine can do."""
+
+
+def _use_everything(rig: Rig) -> None:
+    found = everything(rig)
+    rig.use(found.plan, why="all that this machine can do, unmeasured")
+    for move, reason in found.not_made:
+        rig.ledger.record(
+            Entry(step=rig.steps, what=move.name, outcome="not tried", plan=rig.plan, why=reason),
+        )
+
+
 def set_up(
     job: Job,
     course: Course,
-    plan: Plan | Mapping[str, Any] | None,
+    plan: Plan | Mapping[str, Any] | str | None,
     device: torch.device,
     view: View,
     save_every: int | None,
@@ -87,7 +102,9 @@ def set_up(
         if wrong:
             raise JobError(wrong)
     rig.attach(course)
-    if plan is not None:
+    if isinstance(plan, str):
+        _use_everything(rig)
+    elif plan is not None:
         rig.use(plan if isinstance(plan, Plan) else rig.plan.but(**plan), why="given")
     return Task(
         job=job,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +60,8 @@ class _Loop:
         trail.clock.loop_s = time.perf_counter()
         self._pace = Pace(task.total, task.rig.steps, task.rig.samples)
         self._warned = False
+        self._open: tuple[dict[str, Any], Callable[[], float]] | None = None
+        """A record whose loss is still on its way, and the function that waits for it."""
 
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
@@ -74,6 +76,8 @@ class _Loop:
         for window in self._windows(stop):
             step(window)
             step = rig.advance
+            # Only now, with the next step under way: the device has no pause between epochs.
+            self._finish_record()
             if clock() >= next_s:
                 self._show()
                 next_s = clock() + every_s
@@ -82,13 +86,17 @@ class _Loop:
                 if trail.best.is_long_ago():
                     return early
             if stop.signal is not None:
+                self._finish_record()
                 return "on a signal"
             if saver.due(rig.steps):
+                self._finish_record()
                 self._held.save(trail)
+        self._finish_record()
         if stop.signal is not None:
             return "on a signal"
         if not trail.history or trail.history[-1]["step"] != rig.steps:
             self._record()
+            self._finish_record()
         return "after all epochs" if job.epochs is not None else "after all steps"
 
     def _windows(self, stop: StopRequest) -> Iterator[Window]:
@@ -131,29 +139,42 @@ class _Loop:
         return self._rig.place.window == self._rig.epoch_windows
 
     def _record(self) -> None:
-        """Evaluate and note the figures."""
-        job, rig, trail = self._job, self._rig, self._trail
-        train_loss = rig.totals.mean()
-        rig.totals.reset()
+        """Note the figures of this step, and evaluate; where there is nothing to evaluate, nobody waits."""
+        job, rig = self._job, self._rig
+        loss = rig.totals.taken()
         rig.settle()
-        aside = time.perf_counter()
         record: dict[str, Any] = {
             "step": rig.steps,
             "epoch": rig.place.epoch + 1,
             "samples": rig.samples,
-            "train_loss": train_loss,
+            "train_loss": math.nan,
             "lr": float(rig.optimizer.param_groups[0]["lr"]),
         }
-        if job.valid is not None:
-            scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
-            record |= {("valid_loss" if name == "loss" else name): value for name, value in scores.items()}
-            rig.schedule.evaluated(scores[job.monitor])
+        self._open = (record, loss)
+        if job.valid is None:
+            return
+        record["train_loss"] = loss()  # waits, so that what follows is timed alone
+        aside = time.perf_counter()
+        scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
+        record |= {("valid_loss" if name == "loss" else name): value for name, value in scores.items()}
+        rig.schedule.evaluated(scores[job.monitor])
+        self._open = (record, loss)
+        self._finish_record(since=aside)
+
+    def _finish_record(self, since: float | None = None) -> None:
+        """Write down a record that was begun; its time, from `since` on, is not training's."""
+        if self._open is None:
+            return
+        job, trail = self._job, self._trail
+        (record, loss), self._open = self._open, None
+        record["train_loss"] = loss()
+        aside = time.perf_counter() if since is None else since
         record["elapsed_s"] = trail.clock.elapsed(time.perf_counter())
         trail.history.append(record)
         try:
             self._held.folder.add_metrics(record)
         except StoreError as error:
-            self._voice.warn(f"metrics.jsonl lacks step {rig.steps}: {error}; training goes on")
+            self._voice.warn(f"metrics.jsonl lacks step {record['step']}: {error}; training goes on")
         self._voice.say(told(record, by_step=job.eval_every is not None))
         self._warn_of_nonfinite(record)
         trail.best.judge(record)
@@ -166,7 +187,7 @@ class _Loop:
             return
         self._warned = True
         rig = self._rig
-        why = f"the training loss is {record['train_loss']} at step {rig.steps}"
+        why = f"the training loss is {record['train_loss']} at step {record['step']}"
         rig.ledger.record(Entry(step=rig.steps, what="loss not finite", outcome="fault", plan=rig.plan, why=why))
         cures = ["a smaller learning rate", "clip=1.0", "precision fp32", "skip_nonfinite=True"]
         self._voice.say(f"warning: {why}; try {', '.join(cures[: 3 if self._job.skip_nonfinite else 4])}")

@@ -27,7 +27,7 @@ SHOWN = 60
 """Characters of a value that a difference shows."""
 _PLAIN = (int, float, str, bool, type(None))
 _MOVED_BY_SCHEDULES = ("lr", "betas", "momentum")
-_BY_PLAN = ("fused", "foreach")
+_BY_PLAN = ("fused", "foreach", "capturable")
 
 
 def identity(job: Job, course: Course, optimizer: Optimizer | None = None) -> dict[str, Any]:

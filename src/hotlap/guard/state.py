@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +19,7 @@ from hotlap.store.tensors import tensor_pieces, tensors_from, why_not_stored
 from hotlap.store.weights import load_weights_into, unwrapped
 
 MODEL, TENSORS, VALUES = "model.safetensors", "training.safetensors", "training.json"
-_BY_PLAN = ("fused", "foreach")
+_BY_PLAN = ("fused", "foreach", "capturable")
 """Settings of an optimizer that the plan in force decides, which may be another one than the checkpoint's."""
 
 
@@ -42,7 +41,7 @@ def export_state(rig: Rig, loop: dict[str, Any]) -> dict[str, Iterable[Piece]]:
         "randomness": _randomness(rig.device),
         "totals": rig.totals.saved(),
         "guards": rig.guards.saved(),
-        "place": dataclasses.astuple(rig.place),
+        "place": tuple(rig.place),
         "counters": (rig.steps, rig.updates, rig.samples),
         "loop": loop,
     }

@@ -1,0 +1,21 @@
+"""cuDNN's own choice of kernels by timing them."""
+
+from __future__ import annotations
+
+from hotlap.core.plan import Plan
+from hotlap.engine.layout import why_not_channels_last
+from hotlap.engine.rig import Rig
+from hotlap.moves.move import Move
+
+
+def _propose(plan: Plan, rig: Rig) -> Plan | str:
+    if plan.execution.autotune:
+        return "it is on already"
+    if rig.device.type != "cuda":
+        return "cuDNN is for GPUs"
+    if why_not_channels_last(rig.modules) is not None:
+        return "the model has no convolutions over images or volumes"
+    return plan.but(autotune=True)
+
+
+MOVE = Move(name="cuDNN autotuned", kind="A", propose=_propose)

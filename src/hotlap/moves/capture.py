@@ -1,0 +1,19 @@
+"""The whole step recorded and replayed."""
+
+from __future__ import annotations
+
+from hotlap.core.plan import Plan
+from hotlap.engine.rig import Rig
+from hotlap.moves.move import Move
+
+STEPS = 8
+"""Updates in one replay: launching it then costs next to nothing, and whoever waits for its end waits milliseconds."""
+
+
+def _propose(plan: Plan, rig: Rig) -> Plan | str:
+    if plan.execution.mode == "captured":
+        return "it is captured already"
+    return plan.but(mode="captured", replay_steps=STEPS if plan.feed.kind == "resident" else 1)
+
+
+MOVE = Move(name="whole step captured", kind="A", propose=_propose)

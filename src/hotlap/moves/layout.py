@@ -1,0 +1,16 @@
+"""Images with their channels last, as the convolutions of tensor cores take them."""
+
+from __future__ import annotations
+
+from hotlap.core.plan import Plan
+from hotlap.engine.rig import Rig
+from hotlap.moves.move import Move
+
+
+def _propose(plan: Plan, rig: Rig) -> Plan | str:
+    if plan.numerics.layout == "channels_last":
+        return "channels are last already"
+    return plan.but(layout="channels_last")
+
+
+MOVE = Move(name="channels last", kind="A", propose=_propose)

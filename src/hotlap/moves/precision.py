@@ -1,0 +1,22 @@
+"""Faster number formats, as the hardware has them."""
+
+from __future__ import annotations
+
+from hotlap import machine
+from hotlap.core.plan import Plan
+from hotlap.engine.rig import Rig
+from hotlap.moves.move import Move
+
+
+def _propose(plan: Plan, rig: Rig) -> Plan | str:
+    if plan.numerics.precision != "fp32":
+        return f"the precision is {plan.numerics.precision} already"
+    has = machine.dtype_support(rig.device)
+    # bf16 has the range of fp32 and needs no scaling; fp16 comes second, TF32 where neither is there.
+    for precision in ("bf16", "fp16", "tf32"):
+        if has[precision] is machine.Support.HARDWARE:
+            return plan.but(precision=precision)
+    return f"this {rig.device.type} has no faster number format in hardware"
+
+
+MOVE = Move(name="lower precision", kind="B", propose=_propose)

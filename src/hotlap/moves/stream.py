@@ -1,0 +1,18 @@
+"""Batches copied to the GPU ahead of the step that needs them."""
+
+from __future__ import annotations
+
+from hotlap.core.plan import Feed, Plan
+from hotlap.engine.rig import Rig
+from hotlap.moves.move import Move
+
+
+def _propose(plan: Plan, rig: Rig) -> Plan | str:
+    if plan.feed.kind == "resident":
+        return "batches are on the device already"
+    if plan.feed.kind == "stream":
+        return "they are streamed already"
+    return Plan(feed=Feed(kind="stream"), numerics=plan.numerics, memory=plan.memory, execution=plan.execution)
+
+
+MOVE = Move(name="batches copied ahead", kind="A", propose=_propose)
