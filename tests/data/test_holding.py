@@ -16,7 +16,7 @@ from hotlap.core.plan import Feed
 from hotlap.data import holding
 from hotlap.data.columns import Columns
 from hotlap.data.feeds import open_feed
-from hotlap.data.holding import held, why_not_held
+from hotlap.data.holding import held, mark_of, why_not_held
 from hotlap.data.order import HostRandomness
 from hotlap.data.source import as_source
 
@@ -253,3 +253,44 @@ def test_a_dataset_that_closes_what_it_holds_is_not_copied():
     held(as_source(data), CPU)
     assert hasattr(data, "file")
     assert Closing.closed == 0
+
+
+class Curriculum(Dataset):
+    """Pure as long as nobody tells it otherwise."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(index * (1 + self.epoch))), index % 2
+
+
+def test_data_that_a_dataset_makes_otherwise_by_now_is_brought_anew():
+    from torch import nn
+
+    from hotlap import Plan, Rig
+
+    data, seen = Curriculum(), []
+    rig = Rig(
+        nn.Linear(2, 2),
+        lambda p: torch.optim.SGD(p, lr=0.0),
+        lambda model, batch: (seen.append(batch[0].sum().item()), model(batch[0]).sum())[1],
+        plan=Plan().but(kind="resident"),
+    )
+    for epoch in range(3):
+        data.epoch = epoch
+        for window in rig.feed(data, batch_size=12, epochs=1):
+            rig.step(window)
+    assert seen == [132.0, 264.0, 396.0]
+
+
+def test_a_mark_tells_tensors_that_were_written_to_and_arrays_that_changed():
+    x, array = torch.zeros(10, 2), np.zeros((10, 2))
+    for source, change in ((as_source((x,)), lambda: x[3].add_(1)), (as_source((array,)), lambda: array.fill(2))):
+        before = mark_of(source)
+        assert mark_of(source) == before
+        change()
+        assert mark_of(source) != before

@@ -63,3 +63,35 @@ def test_images_are_prepared_but_not_augmented_for_predictions_and_evaluation():
 def test_data_that_is_none_is_refused():
     with pytest.raises(JobError, match="data"):
         rig().predict(None)
+
+
+def test_inputs_alone_are_enough_for_predictions():
+    mine, (x, _) = rig(), class_data(20)
+    expected = mine.model(x).detach()
+    torch.testing.assert_close(mine.predict(x, batch_size=8), expected)
+    torch.testing.assert_close(mine.predict((x,), batch_size=8), expected)
+
+
+def test_predictions_of_a_lower_precision_can_be_read_by_numpy():
+    mine = rig(small_mlp(dtype=torch.float32), plan=Plan().but(precision="bf16"))
+    assert mine.predict(class_data(8, dtype=torch.float32)).numpy().dtype == "float32"
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "8", True])
+def test_a_batch_size_that_is_none_is_refused_in_one_line(size):
+    with pytest.raises(JobError, match="batch_size"):
+        rig().predict(class_data(8), batch_size=size)
+    with pytest.raises(JobError, match="batch_size"):
+        rig().evaluate(class_data(8), batch_size=size)
+
+
+def test_a_loss_of_output_and_target_that_is_no_module_is_explained():
+    from hotlap.core.errors import TrainingError
+
+    mine = Rig(
+        nn.Linear(5, 3, dtype=torch.float64),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda output, target: nn.functional.cross_entropy(output, target),
+    )
+    with pytest.raises(TrainingError, match=r"f\(model, batch\)"):
+        mine.step(class_data(8))

@@ -880,3 +880,25 @@ def test_the_manifest_tells_versions_code_data_settings_and_plan(tmp_path):
     assert facts["identity"]["data"]["samples"] == 50
     assert "test_resume.py" in facts["identity"]["code"]
     assert RunFolder.open(run.path).read_plan() == run.plan
+
+
+def test_a_schedule_made_for_fewer_updates_is_told_of_when_more_are_asked_for(tmp_path, capfd, monkeypatch):
+    def made(epochs):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        return Job(
+            model=model,
+            data=(torch.randn(24, 3), torch.arange(24) % 2),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            schedule=lambda o, updates: torch.optim.lr_scheduler.CosineAnnealingLR(o, updates),
+            batch_size=8,
+            epochs=epochs,
+            device="cpu",
+        )
+
+    monkeypatch.setenv("HOTLAP_PROGRESS", "lines")
+    fit(made(2), out=tmp_path / "run", save_every=3)
+    capfd.readouterr()
+    fit(made(3), resume=tmp_path / "run", allow_changes=True)
+    assert "the schedule was made for 6 updates" in capfd.readouterr().err

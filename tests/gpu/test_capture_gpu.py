@@ -807,3 +807,30 @@ def test_memory_is_free_once_a_rig_is_closed():
     assert torch.cuda.memory_allocated() - before > 2_000_000
     rig.close()
     assert torch.cuda.memory_allocated() - before < 1_000_000
+
+
+def test_everything_on_means_held_captured_and_fused_on_a_gpu(tmp_path):
+    run = fit(job(epochs=4), plan="max", out=tmp_path / "run", progress=False)
+    assert run.plan.feed.kind == "resident"
+    assert run.plan.execution.mode == "captured"
+    assert run.plan.numerics.optimizer == "fused"
+    assert run.history[-1]["train_loss"] < run.history[0]["train_loss"]
+
+
+def test_the_losses_of_epochs_are_those_that_waiting_would_have_read(tmp_path):
+    """Without validation data nobody waits at the end of an epoch; the record is finished a window later."""
+
+    def losses(plan):
+        torch.manual_seed(0)
+        model = net()
+        work = Job(
+            model=model, data=class_data(203, dtype=torch.float32), loss=nn.CrossEntropyLoss(), optimizer=adamw,
+            batch_size=8, epochs=5,
+        )  # fmt: skip
+        return [
+            record["train_loss"] for record in fit(work, plan=plan, out=tmp_path / str(plan), progress=False).history
+        ]
+
+    captured = losses(CAPTURED.but(replay_steps=4))
+    assert captured == pytest.approx(losses(Plan().but(optimizer="fused")), rel=1e-4)
+    assert len(captured) == 5

@@ -18,6 +18,9 @@ from hotlap.core.errors import JobError, did_you_mean
 from hotlap.core.job_checks import METRICS as METRICS
 from hotlap.core.job_checks import REQUIRED, Problems
 
+WHOLE = ("batch_size", "epochs", "steps", "accumulate", "eval_batch", "eval_every", "patience", "seed")
+"""Fields that are whole numbers."""
+
 
 # Compared by identity: two jobs hold models and tensors, which have no equality of yes or no.
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,6 +96,10 @@ class Job:
         problems = Problems(self).found
         if problems:
             raise JobError(problems)
+        for name in WHOLE:
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, int(value))  # numpy's whole numbers are no int to JSON
 
     @property
     def effective_batch(self) -> int | None:

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -59,12 +60,12 @@ class Problems:
             value = getattr(job, name)
             if value is None and name != "accumulate":
                 continue
-            if not _is_whole(value) or value < 1:
+            if not is_whole(value) or value < 1:
                 self._add(f"{name}={shown(value)} must be a whole number of at least 1")
-        if not _is_whole(job.seed) or not 0 <= job.seed < 2**63:
+        if not is_whole(job.seed) or not 0 <= job.seed < 2**63:
             self._add(f"seed={shown(job.seed)} must be a whole number from 0 to 2**63 - 1")
         clip = job.clip
-        if clip is not None and not ((_is_whole(clip) or isinstance(clip, float)) and 0 < clip < float("inf")):
+        if clip is not None and not ((is_whole(clip) or isinstance(clip, float)) and 0 < clip < float("inf")):
             self._add(f"clip={shown(clip)} must be a number above 0")
         if job.epochs is None and job.steps is None:
             self._add("neither epochs nor steps is given; say how long to train, e.g. epochs=10")
@@ -268,9 +269,9 @@ def _needs_closure(kind: type) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def _is_whole(value: object) -> bool:
-    # bool is an int to Python; epochs=True is a mistake all the same.
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, numpy's too; bool is an int to Python, and a mistake here."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_device(value: object) -> bool:

@@ -20,6 +20,7 @@ from hotlap.data.purity import randomness_watched, spread, why_not_pure
 from hotlap.data.samples import Source
 from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import read_memory
+from hotlap.store.keys import key_of
 
 Progress = Callable[[int, int], None]
 """Told how many samples are there, of how many; for columns that were tensors already, once at the end."""
@@ -66,6 +67,28 @@ def held(source: Source, device: torch.device, progress: Progress | None = None)
         torch.cuda.current_stream(device).synchronize()
     columns.took = Took(seconds=time.perf_counter() - start, bytes=size)
     return columns
+
+
+LOOKED_AT = 4
+"""Samples that are looked at to see whether data is still what was held."""
+
+
+def mark_of(source: Source) -> Any:
+    """What tells data from other data at a glance: a few of its samples, and whether its tensors were written to.
+
+    Cheap enough for the beginning of every epoch. What changes between those samples, in an array of numpy's or in what
+    a dataset computes, is not seen.
+    """
+    versions = []
+    inner = source
+    while isinstance(inner, Selection):
+        inner = inner.inner
+    if isinstance(inner, Columns):
+        versions = [(tensor.data_ptr(), tensor._version) for tensor in inner.tensors.values()]
+        if not inner.on_host:
+            return versions
+    with randomness_watched(source.samples):
+        return versions, key_of(source.aside().read(spread(len(source), LOOKED_AT)))
 
 
 # --- tensors that are there ------------------------------------------------------------------------

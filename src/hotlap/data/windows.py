@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from hotlap.core.data_checks import dtype_problem
 from hotlap.core.errors import DataError, kind_of, listed, shown
+from hotlap.core.job_checks import is_whole
 from hotlap.data.batches import Batch
 from hotlap.data.columns import Columns, as_tensor, holds
 from hotlap.data.samples import Place, Room, Source, taken
@@ -51,6 +52,7 @@ class Windows(Dataset[Any]):
         # Whether they fit each other is asked of parts that are right by themselves.
         _refuse(wrong or _fit_problems(several, target, length, stride, ahead))
         counts = _counts(several, length, stride, ahead)
+        length, stride, ahead = int(length), int(stride), int(ahead)  # of numpy, too
         self.length, self.stride, self.ahead = length, stride, ahead
         self.series = _joined(several)
         self.per_window = target is not None and not _is_by_row(several, target)
@@ -185,7 +187,7 @@ def _number_problems(length: Any, stride: Any, ahead: Any) -> list[str]:
     return [
         f"{name}={shown(value)} must be a whole number of at least {least}"
         for name, value, least in (("length", length, 1), ("stride", stride, 1), ("ahead", ahead, 0))
-        if not isinstance(value, int) or isinstance(value, bool) or value < least
+        if not is_whole(value) or value < least
     ]
 
 

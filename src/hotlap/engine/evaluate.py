@@ -15,7 +15,7 @@ from hotlap.data.batches import map_tensors, to_device
 from hotlap.data.columns import tensors_in
 from hotlap.data.course import Course, evaluation_course
 from hotlap.data.feeds import Feeding, open_feed
-from hotlap.data.holding import held, why_not_held
+from hotlap.data.holding import held, mark_of, why_not_held
 from hotlap.data.resident import ResidentFeeding
 from hotlap.engine.layout import Layout
 from hotlap.engine.metrics import make_metrics
@@ -92,7 +92,9 @@ class Evaluator:
     def _open(self, data: Any, collate: Any, size: int, plan: Plan) -> tuple[Course, Feeding]:
         kept, wanted = self._kept, plan.feed.kind == "resident"
         if kept is not None and kept.is_for(data, collate, size, wanted):
-            return kept.course, kept.feeding
+            if not wanted or mark_of(kept.course.source) == kept.mark:
+                return kept.course, kept.feeding
+            self.close()  # the data is no longer what was held
         on_gpu = self._device.type == "cuda"
         course = evaluation_course(data, batch_size=size, collate=collate, on_gpu=on_gpu)
         # A third of what is free: the training needs the rest, and evaluation only runs now and then.
@@ -104,7 +106,8 @@ class Evaluator:
         )
         if course.feed.persistent or resident:
             self.close()
-            self._kept = _Kept(data, collate, size, course, feeding, wanted)
+            mark = mark_of(course.source) if resident else None
+            self._kept = _Kept(data, collate, size, course, feeding, wanted, mark)
         return course, feeding
 
     def _two_thirds_free(self) -> int:
@@ -135,7 +138,7 @@ class Evaluator:
         return {"loss": totals.mean(), **{name: metric.result() for name, metric in gathered.items()}}
 
     def _predictions(self, course: Course, feeding: Feeding, plan: Plan) -> Any:
-        outputs = self._outputs(plan)
+        outputs = self._outputs(plan, predicting=True)
         parts = [map_tensors(outputs(batch)[0], _on_host) for batch, _ in self._batches(course, feeding)]
         columns = iter([torch.cat(column) for column in zip(*map(tensors_in, parts), strict=True)])
         return map_tensors(parts[0], lambda _: next(columns))
@@ -151,16 +154,20 @@ class Evaluator:
         batch = self._objective.ready(batch, training=False)
         return batch if plan.numerics.layout == "as given" else self._layout.batch(batch)
 
-    def _outputs(self, plan: Plan) -> Callable[[Any], tuple[Any, Any]]:
-        """Outputs and targets of a batch, computed as the plan says."""
+    def _outputs(self, plan: Plan, *, predicting: bool = False) -> Callable[[Any], tuple[Any, Any]]:
+        """Outputs and targets of a batch, computed as the plan says; `predicting`, also of one without targets."""
         context = precision_context(plan.numerics.precision, self._device)
 
         def eager(batch: Any) -> tuple[Any, Any]:
             ready = self._ready(batch, plan)
             with context():
+                if predicting and self._objective.has_no_target(ready):
+                    return self._objective.model(*ready if isinstance(ready, (tuple, list)) else (ready,)), None
                 return self._objective.outputs(ready)
 
         if plan.execution.mode != "captured":
+            return eager
+        if predicting:
             return eager
         if self._captured is None or self._captured[0] != plan:
             modules = [m for m in (self._objective.model, self._objective.loss) if isinstance(m, torch.nn.Module)]
@@ -169,8 +176,9 @@ class Evaluator:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    # A copy in any case: what a replay gives out, the next one overwrites.
-    return tensor.detach().to("cpu", copy=True)
+    # A copy in any case: what a replay gives out, the next one overwrites. What autocast made short, numpy cannot read.
+    dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True)
 
 
 @dataclass(frozen=True)
@@ -184,6 +192,8 @@ class _Kept:
     feeding: Feeding
     resident: bool
     """Whether it was to be held on the device."""
+    mark: Any
+    """What the data looked like when it was held."""
 
     def is_for(self, data: Any, collate: Any, size: int, resident: bool) -> bool:
         """Whether it is what an evaluation asks for."""

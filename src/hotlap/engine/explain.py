@@ -22,6 +22,13 @@ def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
             f"{text.splitlines()[0]}: under the layout channels_last a model has to use reshape or flatten where it "
             "uses view; change that, or leave the layout as given"
         )
+    if isinstance(error, TypeError):
+        if f"not {type(model).__name__}" in text:
+            return (
+                f"{text.splitlines()[0]}: a loss that is no module is called as f(model, batch); for one of (output, "
+                "target) give a loss module, or loss=lambda model, batch: f(model(batch[0]), batch[1])"
+            )
+        return None
     words = ("same dtype", "expected scalar type", "expected m1 and m2", "Found dtype", "not implemented for 'Int'")
     if isinstance(error, torch.OutOfMemoryError) or not any(word in text for word in words):
         return None

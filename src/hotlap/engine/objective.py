@@ -74,6 +74,10 @@ class Objective:
             batch = self._augment(batch)
         return batch
 
+    def has_no_target(self, batch: Batch) -> bool:
+        """Whether a batch is what goes into the model and nothing else."""
+        return self.forward is None and (isinstance(batch, Tensor) or (isinstance(batch, tuple) and len(batch) == 1))
+
     def outputs(self, batch: Batch) -> tuple[Any, Any]:
         """The model's output for a batch, and the target that belongs to it."""
         if self.forward is not None:

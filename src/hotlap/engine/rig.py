@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hotlap import machine
 from hotlap.core.data_checks import data_problems
-from hotlap.core.errors import JobError, PlanError, TrainingError, did_you_mean
+from hotlap.core.errors import JobError, PlanError, TrainingError, did_you_mean, shown
 from hotlap.core.job import Job
-from hotlap.core.job_checks import metric_problems
+from hotlap.core.job_checks import is_whole, metric_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Execution, Numerics, Plan
 from hotlap.data.batches import Batch, count_samples, cut
@@ -284,6 +284,10 @@ class Rig:
         self._fusion.set(numerics.optimizer == "fused", captured=self.plan.execution.mode == "captured")
         self._layout.set(numerics.layout)
 
+    def hand_back(self) -> None:
+        """Lay the weights out as the user gave them; the plan is over."""
+        self._layout.set("as given")
+
     def settle(self) -> None:
         """Let the host know what only the device knew: how far a schedule is where updates may be left out."""
         for step in self._steps.values():
@@ -406,7 +410,7 @@ class Rig:
         window = batch if isinstance(batch, Window) else self._window_of(batch)
         try:
             loss = self._step(window)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             hint = explained(error, window, self.model)
             if hint is None:
                 raise
@@ -445,7 +449,7 @@ class Rig:
         collate: Any = None,
     ) -> dict[str, float]:
         """Loss and metrics over all of `data`; mode, randomness and training stay as they were."""
-        wrong = [*data_problems("data", data), *metric_problems(metrics)]
+        wrong = [*data_problems("data", data), *metric_problems(metrics), *_size_problems(batch_size)]
         if wrong:
             raise JobError(wrong)
         size = batch_size or self._evaluation_batch
@@ -454,9 +458,10 @@ class Rig:
     def predict(self, data: Any, *, batch_size: int | None = None, collate: Any = None) -> Any:
         """The model's outputs for all of `data`, in its order, on the host; mode, randomness and training stay.
 
-        `data` is given as for training, targets too; they are not looked at.
+        `data` is given as for training, with targets, which are not looked at; or, where one input goes into the
+        model, that input alone.
         """
-        wrong = data_problems("data", data)
+        wrong = [*data_problems("data", data), *_size_problems(batch_size)]
         if wrong:
             raise JobError(wrong)
         size = batch_size or self._evaluation_batch
@@ -489,6 +494,12 @@ class Rig:
         self.guards.put_back(snapshot.guards)
         self.place = snapshot.place
         self.steps, self.samples = snapshot.counters
+
+
+def _size_problems(size: Any) -> list[str]:
+    if size is None or (is_whole(size) and size >= 1):
+        return []
+    return [f"batch_size={shown(size)} must be a whole number of at least 1"]
 
 
 def _check(**settings: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from hotlap.core.plan import Plan
 from hotlap.data.batches import Batch
 from hotlap.data.course import Course
 from hotlap.data.feeds import Feeding, open_feed
-from hotlap.data.holding import held, why_not_held
+from hotlap.data.holding import held, mark_of, why_not_held
 from hotlap.data.order import Epoch
 from hotlap.data.resident import ResidentFeeding, packed
 from hotlap.engine.step import Window
@@ -46,6 +46,7 @@ class Route:
         self._plan, self._device = plan, device
         self._resident: tuple[str, ResidentFeeding] | None = None
         """Kept over changes of plan, by layout: captures read it where it lies."""
+        self._mark: Any = None
         self._all_count = ignored is not None and course.source.never_holds(ignored)
         self._feeding: Feeding | None = None
         self._version = 0
@@ -124,7 +125,10 @@ class Route:
 
     def _stream(self, epoch: Epoch, number: int, steps: int | None, room: Callable[[], int] | None) -> Iterator[Window]:
         """The epoch's windows from the current place on, under the plan in force."""
-        _course, plan = self.course, self._plan()
+        plan = self._plan()
+        if plan.feed.kind == "resident" and self._resident is not None and mark_of(self.course.source) != self._mark:
+            # The user has changed the data, or what a dataset makes of it, since it was held.
+            self.let_go()
         if self._feeding is None:
             self._feeding = self._opened(plan)
         feeding = self._feeding
@@ -156,6 +160,7 @@ class Route:
                 self._resident = None
                 columns = packed(held(course.source, self._device), images_last=layout == "channels_last")
                 self._resident = (layout, ResidentFeeding(columns, self._device))
+                self._mark = mark_of(course.source)
             return self._resident[1]
         on_gpu = self._device.type == "cuda"
         return open_feed(

@@ -50,9 +50,20 @@ def go_on(task: Task, held: HeldFolder, *, allow_changes: bool, keep_plan: bool)
         ended = as_it_ended(task, held, record.ended, changed)
         if ended is not None:
             return ended
+    if record is not None and record.ended is not None:
+        _say_of_schedule(task, record.ended.asked)
     if record is not None and held.checkpoints.none_yet():
         return _begin_again(task, held, record, allow_changes=allow_changes, keep_plan=keep_plan)
     return _go_on_from_checkpoint(task, held, record, allow_changes=allow_changes, keep_plan=keep_plan)
+
+
+def _say_of_schedule(task: Task, asked: int) -> None:
+    """More is asked for than the run was made for: what its schedule will do."""
+    if task.job.schedule is not None and asked != task.total:
+        task.voice.say(
+            f"note   the schedule was made for {asked:,} updates, and goes on as it was made, to {task.total:,}: "
+            "start anew where it should span them all"
+        )
 
 
 def _begin_at_step_0(task: Task, held: HeldFolder, first: str | None) -> Trail:

@@ -26,6 +26,7 @@ def finish(task: Task, held: HeldFolder, trail: Trail, stopped: str, best: dict[
     rig, folder, clock, ended_s = task.rig, held.folder, trail.clock, time.perf_counter()
     trail.best.restore_weights()
     task.modes.restore()
+    rig.hand_back()
     best = best or trail.best.record or trail.history[-1]
     train_s = clock.trained(ended_s)
     try:
