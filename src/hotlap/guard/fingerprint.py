@@ -1,25 +1,53 @@
-"""What can be told of data from outside, so that it is known again; no sample is asked for.
+"""What can be told of data, functions and objects from outside, so that they are known again.
 
-A sample may be broken, or move a generator that the dataset keeps.
+No sample is asked for: it may be broken, or move a generator that the dataset keeps.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import dis
+import enum
+import functools
 import hashlib
+import inspect
 import os
-from collections.abc import Mapping
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from hotlap.store.keys import bytecode, key_of
 
 WHOLE_BYTES = 32 * 1024 * 1024
 """Tensors up to this size are hashed whole; of larger ones evenly spread rows."""
 ENTRIES = 1000
 """Entries of a list or dict that are looked at, evenly spread."""
 DEPTH, WHOLE_DEPTH = 4, 12
+HELD_DEPTH, HELD_PARTS = 10, 20_000
+"""How far into what a function or object holds is looked, and at how many parts in all."""
+SHORT = 40
+"""Characters of a number that are kept as they are; longer ones, words and all else are kept as a hash."""
+CODE = "code of "
+"""What the name of a part begins with that is code."""
+_NUMBER = (int, float, complex, bool, type(None))
+_PLAIN = (*_NUMBER, str, bytes)
+_INTERNAL = frozenset(vars(nn.Module()))
+# What a schedule writes as it moves: another in the middle of a training than at its beginning.
+_MOVING = frozenset(
+    ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
+)
+_BY_REPR = ("datetime", "decimal", "fractions", "uuid")
 
 
 def outside_of(value: Any, *, whole: bool = False) -> str:
@@ -70,3 +98,348 @@ def _file(name: str | bytes) -> str:
     except (OSError, ValueError):
         return ""
     return f"<{found.st_size} {found.st_mtime_ns}>"
+
+
+# --- what functions and objects hold --------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Digest:
+    """A part that is told already."""
+
+    text: str
+
+
+class Holdings:
+    """What functions and objects hold, told the same in every process.
+
+    `own` are the modules that are trained: their tensors are told by shape, for they change. What cannot be told
+    from outside, such as a lock or an open file, counts by the name of its type.
+    """
+
+    def __init__(self, own: Iterable[nn.Module] = ()) -> None:
+        layers = {id(layer): layer for module in own for layer in module.modules()}
+        tensors = [t for m in layers.values() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        self._layers, self._tensors = layers, {id(tensor): tensor for tensor in tensors}
+        self._inside: list[int] = []
+        # With the value itself: as long as it is held here, no other can have its number.
+        self._known: dict[int, tuple[Any, str]] = {}
+        self._left = HELD_PARTS
+
+    def of(self, value: Any) -> dict[str, str]:
+        """Name and content of everything that a function or object holds: numbers as they are, all else as a hash."""
+        self._left = HELD_PARTS
+        try:
+            parts = self._parts(value, top=True)
+        except Exception:  # of a callable that no one foresaw: its name and file have to do
+            return {}
+        return {name: self._text(part) for name, part in parts.items()}
+
+    def of_callables(self, value: Any) -> dict[str, str]:
+        """The functions and callable objects that a dataset holds, such as its transform; the rest is its data."""
+        self._left = HELD_PARTS
+        return {name: self._text(part) for name, part in getattr(value, "__dict__", {}).items() if callable(part)}
+
+    def of_module(self, module: nn.Module) -> dict[str, str]:
+        """The same of a module that is trained and its layers; what they say of themselves is left out."""
+        self._left = HELD_PARTS
+        found: dict[str, Any] = {}
+        for name, layer in module.named_modules():
+            said = f", {layer.extra_repr()},"
+            for key, part in _settings_of(layer).items():
+                if not any(f" {key}={text}," in said for text in (str(part), repr(part))):
+                    found[f"{name}.{key}" if name else key] = part
+        for kind in {type(layer): None for layer in module.modules()}:
+            found |= _class_parts(kind)
+        return {name: self._text(part) for name, part in found.items()}
+
+    def _text(self, part: Any) -> str:
+        if isinstance(part, _Digest):
+            return part.text
+        if _is_number(part) and len(shown := repr(part)) <= SHORT:
+            return shown
+        return f"sha256 {key_of(self._form(part))}"
+
+    def _form(self, value: Any) -> Any:
+        """A value as plain numbers and words, of which a key can be made."""
+        if isinstance(value, _Digest):
+            return "told", value.text
+        if isinstance(value, _PLAIN) and not isinstance(value, (complex, enum.Enum)):
+            return value
+        if id(value) in self._inside:
+            return "itself", len(self._inside) - self._inside.index(id(value))
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        self._left -= 1
+        if len(self._inside) >= HELD_DEPTH or self._left < 0:
+            return _type_name(value)
+        self._inside.append(id(value))
+        try:
+            key = key_of(self._opened(value))
+        except Exception:  # anything may go wrong within objects of others: then the type has to do
+            key = _type_name(value)
+        finally:
+            self._inside.pop()
+        self._known[id(value)] = value, key
+        return key
+
+    def _opened(self, value: Any) -> Any:
+        match value:
+            case Tensor() if id(value) in self._tensors:
+                return "trained", str(value.dtype), list(value.shape)
+            case Tensor():
+                return "tensor", _tensor(value, whole=False)
+            case np.ndarray() if value.dtype.hasobject:
+                return "objects", self._form(value.reshape(-1)[:ENTRIES].tolist()), list(value.shape)
+            case np.ndarray() if value.dtype.kind in "biuf" and value.dtype.isnative:
+                return "array", _told(value, False, 0)
+            case np.ndarray() | np.generic():
+                return "array", str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()
+            case list() | tuple() | deque():
+                spread = list(value)[:: max(1, len(value) // ENTRIES)]
+                return type(value).__name__, len(value), [self._form(part) for part in spread]
+            case set() | frozenset():
+                return "set", sorted(key_of(self._form(part)) for part in value)
+            case dict() | types.MappingProxyType():
+                rows = list(value.items())[:: max(1, len(value) // ENTRIES)]
+                return "dict", len(value), {key_of(self._form(k)): self._form(v) for k, v in rows}
+            case enum.Enum():
+                return _type_name(value), value.name
+            case types.ModuleType():
+                return "module", value.__name__
+            case complex() | range() | slice() | torch.dtype() | np.dtype():
+                return type(value).__name__, repr(value)
+            case os.PathLike():
+                return "path", str(os.fspath(value))
+            case type() | types.BuiltinFunctionType():
+                return _name(value), {name: self._form(part) for name, part in self._parts(value).items()}
+            case types.FunctionType():
+                return _name(value), {name: self._form(part) for name, part in self._parts(value).items()}
+            case nn.Module() if id(value) not in self._layers:
+                state = {name: self._form(part) for name, part in value.state_dict().items()}
+                layers = [self._form((name, type(m), _settings_of(m))) for name, m in value.named_modules()]
+                return _type_name(value), state, layers
+        # A function written in C, such as one of NumPy's, has nothing but its name.
+        name = str(getattr(value, "__name__", "")) if callable(value) else ""
+        return _type_name(value), name, {name: self._form(part) for name, part in self._parts(value).items()}
+
+    def _parts(self, value: Any, *, top: bool = False) -> dict[str, Any]:
+        """What a value holds, by name."""
+        if isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value):
+            return self._parts(vars(value)["_torchdynamo_orig_callable"], top=top)
+        match value:
+            case functools.partial():
+                # At the top, the settings tell plain arguments in words.
+                shown = _PLAIN if top else ()
+                rows = [(f"argument {n}", part) for n, part in enumerate(value.args)] + [*value.keywords.items()]
+                more = {k: part for k, part in rows if not isinstance(part, (*shown, *((tuple,) if top else ())))}
+                return {**self._callee(value.func, top), **more}
+            case types.MethodType():
+                return {**self._callee(value.__func__, top), **self._parts(value.__self__)}
+            case types.FunctionType():
+                return _function_parts(value)
+            case type():
+                return _class_parts(value)
+            case nn.Module() if id(value) in self._layers:
+                return {}
+            case nn.Module():
+                return {"its layers and weights": value}
+            case Optimizer() | torch.device() | torch.Generator():
+                return {}
+            case DataLoader():
+                return {"dataset": value.dataset, "batch_size": value.batch_size, "collate_fn": value.collate_fn}
+            case functools.cached_property():
+                return {"function": value.func}
+        wrapped = getattr(value, "__wrapped__", None)
+        if inspect.isfunction(wrapped) and not isinstance(value, type):
+            return self._parts(wrapped, top=top)
+        kind = type(value).__module__.partition(".")[0]
+        if kind in _BY_REPR:
+            return {"value": repr(value)}
+        if kind in sys.stdlib_module_names and not _is_users(type(value).__module__):
+            return {}  # locks, loggers, files, parsed arguments: what is in them is not the training's
+        left_out = _MOVING if isinstance(value, LRScheduler) else frozenset()
+        held = {k: v for k, v in _attributes(value).items() if k not in left_out and not _is_place(k, v)}
+        return {**_class_parts(type(value)), **held}
+
+    def _callee(self, function: Any, top: bool) -> dict[str, Any]:
+        return self._parts(function, top=top) if callable(function) else {}
+
+
+@functools.cache
+def is_library(file: Path) -> bool:
+    """Whether a file is Python's, PyTorch's, an installed package's or hotlap's own."""
+    return any(file.resolve().is_relative_to(home) for home in _library_homes())
+
+
+@functools.cache
+def _library_homes() -> tuple[Path, ...]:
+    homes = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    homes += [Path(torch.__file__).parents[1], Path(__file__).parents[1]]
+    return tuple(home.resolve() for home in homes)
+
+
+def file_of(module: str | None) -> Path | None:
+    """The file a module was read from, if there is one; from standard input Python says `<stdin>`."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return Path(file) if isinstance(file, str) and _exists(file) else None
+
+
+@functools.cache
+def _exists(file: str) -> bool:
+    return Path(file).is_file()
+
+
+def _is_users(module: str | None) -> bool:
+    """Whether a module is of the user's own: in no library, or in no file at all, as in a notebook."""
+    file = file_of(module)
+    if file is not None:
+        return not is_library(file)
+    return module == "__main__" or (
+        module not in sys.modules and (module or "").partition(".")[0] not in sys.stdlib_module_names
+    )
+
+
+def _name(part: Any) -> str:
+    module = getattr(part, "__module__", None)
+    return f"{module}.{getattr(part, '__qualname__', type(part).__qualname__)}"
+
+
+def _type_name(value: Any) -> str:
+    return _name(type(value))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return len(value) <= SHORT and all(type(part) in _NUMBER for part in value)
+    return type(value) in _NUMBER
+
+
+def _is_place(name: str, value: Any) -> bool:
+    """Where something runs, which may change."""
+    return name == "device" or isinstance(value, torch.device)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            part = inspect.getattr_static(value, name, None) if name.startswith("__") else getattr(value, name, None)
+            found[name] = part
+    found |= getattr(value, "__dict__", {})
+    return {name: part for name, part in found.items() if name not in ("__dict__", "__weakref__")}
+
+
+def _settings_of(layer: nn.Module) -> dict[str, Any]:
+    """Attributes of one layer that are values or say which function it calls, without those of every module."""
+    found = {}
+    for name, part in vars(layer).items():
+        if name in _INTERNAL or _is_place(name, part):
+            continue
+        # A function in place of a method, such as a forward that was wrapped, is no setting.
+        called = inspect.isroutine(part) and not hasattr(type(layer), name)
+        if called:
+            found[name] = _Digest(_name(part))
+        elif _is_value(part):
+            found[name] = part
+    return found
+
+
+def _is_value(part: Any, depth: int = 0) -> bool:
+    """Whether something is a number, a word, a tensor, or a short collection of them."""
+    if isinstance(part, (list, tuple, set, frozenset)):
+        return depth < 4 and len(part) <= ENTRIES and all(_is_value(p, depth + 1) for p in part)
+    if isinstance(part, dict):
+        return depth < 4 and len(part) <= ENTRIES and all(_is_value(p, depth + 1) for p in (*part, *part.values()))
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return _is_value(vars(part), depth + 1) if hasattr(part, "__dict__") else False
+    return isinstance(part, (*_PLAIN, enum.Enum, torch.dtype, Tensor, np.ndarray, np.generic))
+
+
+def _function_parts(function: types.FunctionType) -> dict[str, Any]:
+    """Its code, the cells it closes over, its defaults, and the globals it reads if it is of the user's own."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    places = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
+    found: dict[str, Any] = dict(zip(places, defaults, strict=False))
+    found |= function.__kwdefaults__ or {}
+    cells = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            cells[name] = cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+    found |= {name: part for name, part in cells.items() if name != "__class__"}
+    found |= {name: part for name, part in vars(function).items() if _is_value(part)}
+    if _is_users(function.__module__):
+        found[f"{CODE}{function.__qualname__}"] = _Digest(_code_of(function, code))
+        found |= _read(code, function.__globals__, cells)
+    return found
+
+
+def _class_parts(part: type) -> dict[str, Any]:
+    """Code, plain attributes and globals of a class and those it builds upon, as far as they are the user's own."""
+    found: dict[str, Any] = {}
+    for kind in part.__mro__:
+        if not _is_users(kind.__module__):
+            continue
+        functions = {name: f for name, value in sorted(vars(kind).items()) if (f := _function_in(value)) is not None}
+        told = [(name, _code_of(kind, f.__code__)) for name, f in functions.items()]
+        found[f"{CODE}{kind.__qualname__}"] = _Digest(key_of(told))
+        for name, value in vars(kind).items():
+            if not (name.startswith("__") and name.endswith("__")) and _is_value(value):
+                found[f"{kind.__name__}.{name}"] = value
+        for function in functions.values():
+            if _is_users(function.__module__):  # a dataclass has methods that are not
+                made = _function_parts(function)
+                found |= {
+                    f"{function.__name__}: {k}": v for k, v in made.items() if not k.startswith((CODE, "global "))
+                }
+                found |= {name: value for name, value in made.items() if name.startswith("global ")}
+    return found
+
+
+def _function_in(value: Any) -> types.FunctionType | None:
+    """The function that an entry of a class runs."""
+    for name in ("__func__", "fget", "func"):
+        value = getattr(value, name, value) if not isinstance(value, types.FunctionType) else value
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _code_of(part: Any, code: types.CodeType) -> str:
+    """Which code it is: where the file's text is told elsewhere, by its place in it, which no newer Python changes."""
+    if file_of(part.__module__) is not None and code.co_name != "<lambda>":
+        return f"line {code.co_firstlineno}"
+    return key_of(bytecode(code))
+
+
+def _read(code: types.CodeType, names: dict[str, Any], cells: dict[str, Any]) -> dict[str, Any]:
+    """The globals that a piece of code reads: values, the user's functions and classes, and attributes of others."""
+    found: dict[str, Any] = {}
+    for name, attribute, is_cell in _names_read(code):
+        source = cells if is_cell else names
+        if name not in source:
+            continue
+        value, known = source[name], name
+        if attribute is not None and not _is_value(value) and not isinstance(value, (nn.Module, type)):
+            # Of a module or of parsed arguments only what is read counts: the rest is not the training's.
+            if isinstance(value, types.ModuleType) and not _is_users(value.__name__):
+                continue
+            value, known = getattr(value, "__dict__", {}).get(attribute), f"{name}.{attribute}"
+        elif is_cell:
+            continue
+        is_code = isinstance(value, (types.FunctionType, type)) and _is_users(value.__module__)
+        if (_is_value(value) and not _is_place(known, value)) or is_code:
+            found[known if is_cell else f"global {known}"] = value
+    return found
+
+
+def _names_read(code: types.CodeType) -> Iterator[tuple[str, str | None, bool]]:
+    steps = list(dis.get_instructions(code))
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        if step.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")):
+            attribute = after.argval if after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+            yield step.argval, attribute, "DEREF" in step.opname
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_read(constant)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import sys
-import sysconfig
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
@@ -19,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from hotlap.core.job import Job
 from hotlap.data.course import Course
 from hotlap.data.source import Columns
-from hotlap.guard.fingerprint import outside_of
+from hotlap.guard.fingerprint import CODE, Holdings, file_of, is_library, outside_of
 
 MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device")
 """Settings that say how long or where, not what: a resumed training may have others."""
@@ -37,6 +33,7 @@ def identity(job: Job, course: Course, optimizer: Optimizer | None = None) -> di
         "code": code_of(job),
         "data": data_of(job, course),
         "model": shapes_of(job.model),
+        "held": held_by(job),
     }
 
 
@@ -53,7 +50,32 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             else:
                 was, now_is = _apart(repr(old.get(name)), repr(new.get(name)))
                 found.append(f"{part}: {name} was {was}, is {now_is}")
-    return found
+    return found + _held_apart(_part(before, "held"), _part(now, "held"), found)
+
+
+def _held_apart(before: dict[str, Any], now: dict[str, Any], found: list[str]) -> list[str]:
+    """How two trainings differ in what their functions and objects hold; parts that only one knows are left out.
+
+    An earlier hotlap did not look at them, and what is new or gone the settings tell.
+    """
+    lines: dict[str, None] = {}
+    file_changed = any(line.startswith("the code of ") for line in found)  # it says all about code
+    for part in sorted({*before} & {*now}):
+        old, new = _part(before, part), _part(now, part)
+        names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+        code, values = [n for n in names if n.startswith(CODE)], [n for n in names if not n.startswith(CODE)]
+        if not file_changed:
+            lines |= dict.fromkeys(f"the {name} is other" for name in code)
+        if values:
+            words = "; ".join(_change(name, old.get(name), new.get(name)) for name in values)
+            lines[f"{part}: what it holds differs" + (f" ({words})" if len(words) <= 2 * SHOWN else "")] = None
+    return [line for line in lines if line not in found]
+
+
+def _change(name: str, old: Any, new: Any) -> str:
+    # A hash says nothing to anyone.
+    told = all(isinstance(text, str) and not text.startswith("sha256 ") for text in (old, new))
+    return f"{name} was {old}, is {new}" if told else name
 
 
 def _part(known: Any, name: str) -> dict[str, Any]:
@@ -118,6 +140,33 @@ def shapes_of(model: nn.Module) -> dict[str, Any]:
     return shapes | {f"({name})": words for name, words in said.items() if words}
 
 
+def held_by(job: Job) -> dict[str, dict[str, str]]:
+    """What the job's functions, objects, loss and model hold: closures, defaults, attributes and globals they read."""
+    loss = job.loss if isinstance(job.loss, nn.Module) else None
+    holdings = Holdings([job.model] if loss is None else [job.model, loss])
+    parts: dict[str, Any] = {
+        name: getattr(job, name)
+        for name in ("loss", "forward", "prepare", "augment", "collate", "optimizer", "schedule")
+    }
+    if isinstance(job.metrics, Mapping):
+        parts |= {f"metric {name}": metric for name, metric in job.metrics.items()}
+    if isinstance(job.data, DataLoader):
+        parts["collate"] = job.data.collate_fn
+    found = {
+        name: holdings.of(part)
+        for name, part in parts.items()
+        if part is not None and not isinstance(part, (str, Optimizer)) and part is not loss
+    }
+    if loss is not None:
+        constants = getattr(type(loss), "__constants__", ())  # the settings tell them
+        found["loss"] = {name: text for name, text in holdings.of_module(loss).items() if name not in constants}
+    found["model"] = holdings.of_module(job.model)
+    for name in ("data", "valid"):
+        data = getattr(job, name)
+        found[name] = holdings.of_callables(data.dataset if isinstance(data, DataLoader) else data)
+    return found
+
+
 def _optimizer(optimizer: Optimizer, *, scheduled: bool) -> str:
     """Class, settings, and per group what differs from them and no schedule writes."""
     plain = {k: v for k, v in optimizer.defaults.items() if isinstance(v, (int, float, str, tuple))}
@@ -163,27 +212,15 @@ def _hash(*texts: str) -> str:
 
 def _source(part: Any) -> dict[str, str]:
     """The hash of the file a class or function comes from, unless that is a library's."""
-    module = sys.modules.get(getattr(part, "__module__", "") or "")
-    file = getattr(module, "__file__", None)
-    if file is not None and _is_library(Path(file)):
+    file = file_of(getattr(part, "__module__", None))
+    if file is not None and is_library(file):
         return {}
     try:
-        text = Path(file).read_text(encoding="utf-8") if file is not None else inspect.getsource(part)
+        text = file.read_text(encoding="utf-8") if file is not None else inspect.getsource(part)
     except (OSError, TypeError, UnicodeDecodeError):
-        return {}
-    name = Path(file).name if file is not None else _named(part)
+        return {}  # `held_by` knows it by its bytecode
+    name = file.name if file is not None else _named(part)
     return {name: _hash(text)}
-
-
-def _is_library(file: Path) -> bool:
-    return any(file.resolve().is_relative_to(home) for home in _library_homes())
-
-
-@functools.cache
-def _library_homes() -> tuple[Path, ...]:
-    homes = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    homes += [Path(torch.__file__).parents[1], Path(__file__).parents[1]]
-    return tuple(home.resolve() for home in homes)
 
 
 def _apart(old: str, new: str) -> tuple[str, str]:

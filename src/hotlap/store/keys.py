@@ -128,7 +128,7 @@ def _code(part: Any, inside: tuple[int, ...]) -> Iterator[bytes]:
         # Two functions of one text differ by what they were made with.
         yield from _pieces((part.__defaults__, part.__kwdefaults__, _made_with(part)), inside)
         if part.__name__ == "<lambda>":  # its text is the whole line, which may hold several
-            yield from _leaf(b"x", repr(_bytecode(part.__code__)).encode())
+            yield from _leaf(b"x", repr(bytecode(part.__code__)).encode())
 
 
 def _made_with(function: types.FunctionType) -> list[Any]:
@@ -146,6 +146,16 @@ def _source(part: Any) -> str:
         raise StoreError(f"{name} has no source text to make a key of; write it in a file") from None
 
 
-def _bytecode(code: types.CodeType) -> tuple[Any, ...]:
-    inner = [_bytecode(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return code.co_code, code.co_names, inner
+def bytecode(code: types.CodeType) -> tuple[Any, ...]:
+    """What a piece of code does, without file and line: the same in every process of one Python version."""
+    return code.co_code, code.co_names, [_constant(value) for value in code.co_consts]
+
+
+def _constant(value: Any) -> Any:
+    match value:
+        case types.CodeType():
+            return bytecode(value)
+        case frozenset():  # its order is another in every process
+            return "frozenset", sorted(repr(part) for part in value)
+        case _:
+            return repr(value)
