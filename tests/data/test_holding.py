@@ -19,6 +19,7 @@ from hotlap.data.feeds import open_feed
 from hotlap.data.holding import held, mark_of, why_not_held
 from hotlap.data.order import HostRandomness
 from hotlap.data.source import as_source
+from hotlap.data.windows import Windows
 
 CPU = torch.device("cpu")
 X = torch.arange(60.0).reshape(20, 3)
@@ -285,6 +286,25 @@ def test_data_that_a_dataset_makes_otherwise_by_now_is_brought_anew():
         for window in rig.feed(data, batch_size=12, epochs=1):
             rig.step(window)
     assert seen == [132.0, 264.0, 396.0]
+
+
+FORMS = {
+    "tensors": lambda: (torch.randn(20, 3), torch.arange(20) % 2),
+    "arrays": lambda: (np.random.rand(20, 3).astype("float32"), np.arange(20) % 2),
+    "windows": lambda: Windows(torch.randn(30, 3), 4, target=torch.arange(30) % 2),
+    "several series": lambda: Windows(
+        [torch.randn(9, 3), torch.randn(8, 3)], 4, target=[torch.zeros(9), torch.zeros(8)]
+    ),
+    "some windows": lambda: Subset(Windows(torch.randn(30, 3), 4, target=torch.arange(30) % 2), [1, 5, 7]),
+    "some tensors": lambda: Subset(TensorDataset(torch.randn(20, 3), torch.arange(20)), [1, 5, 7]),
+    "computed": lambda: Curriculum(),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_data_that_nobody_touches_keeps_its_mark(name):
+    source = as_source(FORMS[name]())
+    assert mark_of(source) == mark_of(source)
 
 
 def test_a_mark_tells_tensors_that_were_written_to_and_arrays_that_changed():
