@@ -536,7 +536,7 @@ def test_evaluation_is_captured_and_gives_the_same_scores():
     weights, state = parameters_of(rig.model).clone(), torch.cuda.get_rng_state()
     for _ in range(3):
         assert rig.evaluate(valid, ["accuracy", "macro_f1"]) == pytest.approx(plain, rel=1e-5)
-    assert rig._evaluator._captured[1]._graphs
+    assert rig._evaluator._captured[False][1]._graphs
     outputs = rig.predict(valid)
     rig.model.eval()
     with torch.no_grad():

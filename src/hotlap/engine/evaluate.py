@@ -33,7 +33,8 @@ class Evaluator:
     def __init__(self, objective: Objective, device: torch.device, layout: Layout) -> None:
         self._objective, self._device, self._layout = objective, device, layout
         self._kept: _Kept | None = None
-        self._captured: tuple[Plan, CapturedOutputs] | None = None
+        self._captured: dict[bool, tuple[Plan, CapturedOutputs]] = {}
+        """For predictions, and for evaluations, under the plan that they were last made under."""
 
     def __call__(
         self,
@@ -87,7 +88,7 @@ class Evaluator:
         if self._kept is not None:
             self._kept.feeding.close()
             self._kept = None
-        self._captured = None
+        self._captured = {}
 
     def _open(self, data: Any, collate: Any, size: int, plan: Plan) -> tuple[Course, Feeding]:
         kept, wanted = self._kept, plan.feed.kind == "resident"
@@ -167,12 +168,12 @@ class Evaluator:
 
         if plan.execution.mode != "captured":
             return eager
-        if predicting:
-            return eager
-        if self._captured is None or self._captured[0] != plan:
+        kept = self._captured.get(predicting)
+        if kept is None or kept[0] != plan:
             modules = [m for m in (self._objective.model, self._objective.loss) if isinstance(m, torch.nn.Module)]
-            self._captured = (plan, CapturedOutputs(eager, modules, self._objective.functions, self._device))
-        return self._captured[1]
+            made = CapturedOutputs(eager, modules, self._objective.functions, self._device)
+            kept = self._captured[predicting] = (plan, made)
+        return kept[1]
 
 
 def _on_host(tensor: Tensor) -> Tensor:
