@@ -4,12 +4,12 @@ import gc
 import json
 import warnings
 from collections import deque, namedtuple
-from contextlib import contextmanager
 from itertools import islice
 
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
+from waiting import no_waiting
 
 from hotlap.core.plan import Feed
 from hotlap.data import stream
@@ -59,18 +59,6 @@ def fed(source, plan, indices, epochs=1):
         return [batch for epoch in range(epochs) for batch in feeding.pieces(indices, epoch)]
     finally:
         feeding.close()
-
-
-@contextmanager
-def no_waiting():
-    """Inside, whatever waits for the whole GPU or for a stream raises."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- the same batches --------------------------------------------------------------------------------

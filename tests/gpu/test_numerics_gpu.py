@@ -2,12 +2,12 @@
 
 import copy
 import math
-import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from waiting import no_waiting
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.layout import Layout
@@ -30,19 +30,6 @@ def put_back():
     before = MATMUL.allow_tf32, CUDNN.allow_tf32, CUDNN.benchmark
     yield
     MATMUL.allow_tf32, CUDNN.allow_tf32, CUDNN.benchmark = before
-
-
-@contextmanager
-def no_waiting():
-    """Inside, whatever waits for the GPU raises."""
-    with warnings.catch_warnings():
-        # torch says once per process that this mode does not see every wait.
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- TF32 and autotuning --------------------------------------------------------------------------
