@@ -115,7 +115,9 @@ def test_an_entry_keeps_its_own_copy_of_the_figures():
 
 
 def test_an_unknown_outcome_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="outcome 'keeped' is none of chosen, kept, rejected, not tried, fault"):
+    with pytest.raises(
+        ValueError, match="outcome 'keeped' is none of chosen, kept, rejected, not tried, measured, fault"
+    ):
         entry(outcome="keeped")
 
 

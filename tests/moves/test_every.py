@@ -67,7 +67,7 @@ def test_an_optimizer_and_data_that_cannot_are_left_as_they_are():
     assert found.plan.numerics.optimizer == "plain"
     reasons = {move.name: reason for move, reason in found.not_made}
     assert "no fused kernel" in reasons["fused optimizer"]
-    assert "draws" in reasons["batches held on the device"]
+    assert "draws" in reasons["data held on the device"]
 
 
 def test_fit_with_everything_on_trains_and_writes_down_what_could_not_be(tmp_path):

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from hotlap import __version__
-from hotlap.cli import demo, machine, resume, store, stress
+from hotlap.cli import demo, machine, resume, store, stress, tune
 from hotlap.core.errors import HotlapError
 
 
@@ -56,6 +56,7 @@ def _root(
 
 machine.register(app)
 demo.register(app)
+tune.register(app)
 resume.register(app)
 stress.register(app)
 store.register(app)

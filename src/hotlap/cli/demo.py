@@ -15,9 +15,11 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    epochs: int = typer.Option(15, min=1, help="Epochs to train."),
+    epochs: int = typer.Option(200, min=1, help="Epochs to train."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
-    plan: str | None = typer.Option(None, help="A plan file; max: all that this machine can do; off: as it is."),
+    plan: str | None = typer.Option(
+        None, help="A plan file, or a run to replay; max: all that this machine can do; off: as it is."
+    ),
     out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
     reuse: bool = typer.Option(False, "--reuse", help="Load the model if this very training was done before."),
     require_gpu: bool = typer.Option(False, "--require-gpu", help="Stop at once if no GPU works."),

@@ -48,7 +48,7 @@ def resume(
     if training and (training[0] == "-m" or ":" not in training[0] or training[0].endswith(".py")):
         _run_script(folder, training, flags)
         return
-    job = _named_job(training[0]) if training else _own_job(folder, checked_words(folder))
+    job = named_job(training[0]) if training else _own_job(folder, checked_words(folder))
     finished = fit(job, resume=run, allow_changes=flags["--allow-changes"], progress=not flags["--quiet"])
     print_run(finished, flags["--json"])
 
@@ -71,13 +71,13 @@ def _own_job(folder: RunFolder, words: list[str]) -> Job:
             f"hotlap resume {shlex.quote(str(folder.path))} {shlex.join(words)}"
         )
     options: dict[str, str] = dict(zip(words[2::2], words[3::2], strict=False))
-    epochs, device = options.get("--epochs", "15"), options.get("--device", "auto")
+    epochs, device = options.get("--epochs", "200"), options.get("--device", "auto")
     if not re.fullmatch("[0-9]{1,6}", epochs) or not 1 <= int(epochs) <= 100_000:
         raise HotlapError(f"the run says it was started with --epochs {epochs!r:.20}, which is no number of epochs")
     return digits_job(epochs=int(epochs), device=device)
 
 
-def _named_job(name: str) -> Job:
+def named_job(name: str) -> Job:
     """The Job called `module:job`, or what the function of that name returns."""
     import importlib
 

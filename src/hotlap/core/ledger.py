@@ -12,7 +12,7 @@ from typing import Any, Self
 from hotlap.core.errors import HotlapError, PlanError, did_you_mean, shown
 from hotlap.core.plan import Plan
 
-OUTCOMES = ("chosen", "kept", "rejected", "not tried", "fault")
+OUTCOMES = ("chosen", "kept", "rejected", "not tried", "measured", "fault")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class Entry:
     what: str
     """The change in a few words, as a table shows it."""
     outcome: str
-    """`chosen` by the user or as the start; `kept`, `rejected` or `not tried` by measurement; `fault` answered."""
+    """`chosen` by the user or as the start; `kept`, `rejected` or `not tried` by measurement; `measured` for a lap;
+    `fault` answered."""
     plan: Plan
     """The plan in force from this step on."""
     why: str = ""
@@ -75,6 +76,11 @@ class Ledger:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
+
+    @property
+    def last_step(self) -> int:
+        """The step of the newest entry; 0 where there is none."""
+        return self._entries[-1].step if self._entries else 0
 
     def __len__(self) -> int:
         return len(self._entries)

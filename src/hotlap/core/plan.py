@@ -181,6 +181,13 @@ class Plan:
         _refuse(wrong)
         return dataclasses.replace(self, **parts)  # type: ignore[arg-type]
 
+    def with_feed(self, feed: Feed) -> Self:
+        """This plan with another feed; several updates in one replay only where that brings them."""
+        execution = self.execution
+        if feed.kind != "resident" and execution.replay_steps > 1:
+            execution = dataclasses.replace(execution, replay_steps=1)
+        return dataclasses.replace(self, feed=feed, execution=execution)
+
     def choices(self) -> dict[str, Any]:
         """Every choice by its own name."""
         return {name: getattr(getattr(self, part), name) for name, part in HOME.items()}

@@ -16,6 +16,7 @@ from hotlap.core.errors import DataError, kind_of
 from hotlap.core.units import MIB, show_bytes
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.columns import Columns, Selection, Stacked, Took, tensors_in
+from hotlap.data.order import HostRandomness
 from hotlap.data.purity import randomness_watched, spread, why_not_pure
 from hotlap.data.samples import Source
 from hotlap.machine.kernels import first_line
@@ -69,6 +70,22 @@ def held(source: Source, device: torch.device, progress: Progress | None = None)
     return columns
 
 
+SENT_A_SECOND = 2e9
+"""Bytes a second that reach a device at least, from memory that is not page-locked."""
+
+
+def time_to_hold(source: Source, device: torch.device) -> float:
+    """About how many seconds `held` would take: the fetching of samples that are computed is known from a few."""
+    seconds = _bytes_needed(source, _numbered(device)) / SENT_A_SECOND
+    if source.computes:
+        few = spread(len(source), LOOKED_AT)
+        with randomness_watched(source.samples):
+            start = time.perf_counter()
+            source.aside().read(few)
+            seconds += (time.perf_counter() - start) / len(few) * len(source)
+    return seconds
+
+
 LOOKED_AT = 4
 """Samples that are looked at to see whether data is still what was held."""
 
@@ -84,8 +101,11 @@ def mark_of(source: Source) -> Any:
     while isinstance(inner, Selection):
         inner = inner.inner
     if not isinstance(inner, Columns):
-        with randomness_watched(source.samples):
+        randomness = HostRandomness()
+        try:
             return key_of(source.aside().read(looked_at))
+        finally:
+            randomness.restore()
     versions = [tensor._version for tensor in inner.tensors.values()]
     # Reading from a device would wait for it; and what is there already is never a copy.
     return (versions, key_of(source.read(looked_at))) if inner.on_host else versions

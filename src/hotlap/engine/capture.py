@@ -63,6 +63,8 @@ class CapturedStep:
         self._norms = NormCounts(self._modules)
         self._expected = -1
         self._behind: deque[torch.cuda.Event] = deque()
+        self.firsts = 0
+        """Windows that were no replay of what had been recorded before, where there may be one yet."""
         self.given_up: str | None = None
         """Why nothing is captured, once that is known."""
 
@@ -93,6 +95,7 @@ class CapturedStep:
             return self._eager(window)
         graph = self._graphs.pop(key, None)
         if graph is None:
+            self.firsts += 1
             self._in_vain = 0 if key in self._seen else self._in_vain + 1
             self._seen[key] += window.updates
             if self._seen[key] - window.updates < WARM_UPDATES:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotlap.data.batches import Batch, map_tensors
+from hotlap.engine.rooms import Rooms
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -27,8 +28,9 @@ class Layout:
     All tensors stay the same objects; where their layout changes, they get memory of their own.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> None:
+    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer, rooms: Rooms | None = None) -> None:
         self._modules, self._optimizer = modules, optimizer
+        self._rooms = rooms if rooms is not None else Rooms()
         # By identity, with the tensor itself: as long as it is held here, no other can have its number.
         self._given: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
 
@@ -42,9 +44,9 @@ class Layout:
         for tensor in self._images():
             if layout == "channels_last":
                 self._given.setdefault(id(tensor), (tensor, tensor.stride()))
-                _restride(tensor, _last_strides(tensor))
+                self._restride(tensor, _last_strides(tensor))
             elif id(tensor) in self._given:
-                _restride(tensor, self._given[id(tensor)][1])
+                self._restride(tensor, self._given[id(tensor)][1])
         if layout != "channels_last":
             self._given.clear()
         parameters = {id(p): p for module in self._modules for p in module.parameters()}
@@ -54,12 +56,17 @@ class Layout:
                 parameter.grad = laid_out_as(parameter, parameter.grad)
             state = self._optimizer.state.get(parameter, {})
             for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = laid_out_as(parameter, value)
+                if isinstance(value, Tensor) and not _lies_as(parameter, value):
+                    state[name] = self._rooms.moved((id(parameter), name), value, _room_as(parameter, value))
 
     def batch(self, batch: Batch) -> Batch:
         """The batch with its images that way round; no copy of those that are already."""
         return map_tensors(batch, _channels_last)
+
+    def _restride(self, tensor: Tensor, strides: tuple[int, ...]) -> None:
+        if tensor.stride() != strides:
+            room = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = self._rooms.moved(id(tensor), tensor.data, room)
 
     def _images(self) -> Iterator[Tensor]:
         for module in self._modules:
@@ -70,11 +77,18 @@ class Layout:
 
 def laid_out_as(owner: Tensor, tensor: Tensor) -> Tensor:
     """A tensor of its owner's shape in the owner's layout; itself where it has that, or another shape."""
+    return tensor if _lies_as(owner, tensor) else _room_as(owner, tensor).copy_(tensor)
+
+
+def _lies_as(owner: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor has its owner's layout already, or cannot have it."""
     if owner.layout is not torch.strided or tensor.layout is not torch.strided:
-        return tensor
-    if tensor.shape != owner.shape or tensor.stride() == owner.stride():
-        return tensor
-    return torch.empty_like(owner, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
+        return True
+    return tensor.shape != owner.shape or tensor.stride() == owner.stride()
+
+
+def _room_as(owner: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(owner, dtype=tensor.dtype, device=tensor.device, requires_grad=False)
 
 
 def _channels_last(tensor: Tensor) -> Tensor:
@@ -94,9 +108,3 @@ def _last_strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _is_expanded(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _restride(tensor: Tensor, strides: tuple[int, ...]) -> None:
-    if tensor.stride() != strides:
-        fresh = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-        tensor.data = fresh.copy_(tensor)

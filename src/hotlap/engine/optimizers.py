@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hotlap.engine.rooms import Rooms
 from hotlap.machine.kernels import first_line
 
 _COUNTS = ("step", "mu_product")
@@ -95,8 +96,8 @@ def _small_state(values: dict[str, Any], real: Tensor, parameter: Tensor) -> dic
 class Fusion:
     """The switch between the kinds of step, for one optimizer."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, rooms: Rooms | None = None) -> None:
+        self._optimizer, self._rooms = optimizer, rooms if rooms is not None else Rooms()
         self._plain_foreach = [None if g.get("fused") else g.get("foreach") for g in optimizer.param_groups]
         self._capturable = [bool(g.get("capturable")) for g in optimizer.param_groups]
 
@@ -116,15 +117,16 @@ class Fusion:
                 # torch refuses the flag where a parameter is not on a GPU.
                 can = captured and all(parameter.is_cuda for parameter in group["params"])
                 group["capturable"] = can or (known and self._capturable[number])
-        settle_counts(self._optimizer)
+        settle_counts(self._optimizer, self._rooms)
         # Read by GradScaler, and set by torch only at construction.
         self._optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
 
 
-def settle_counts(optimizer: Optimizer) -> None:
+def settle_counts(optimizer: Optimizer, rooms: Rooms | None = None) -> None:
     """Have step counts where the kind of step reads them: the fused kernel and a recorded step on the device, the
     plain loop on the host. One that is there already keeps its address.
     """
+    rooms = rooms if rooms is not None else Rooms()
     for group in optimizer.param_groups:
         if "fused" not in group and "capturable" not in group:
             continue
@@ -135,7 +137,10 @@ def settle_counts(optimizer: Optimizer) -> None:
                 count = state.get(name)
                 if isinstance(count, Tensor):
                     home = parameter.device if fused or group.get("capturable") else torch.device("cpu")
-                    state[name] = count.to(home, torch.float32 if fused else count.dtype)
+                    dtype = torch.float32 if fused else count.dtype
+                    if (count.device, count.dtype) != (home, dtype):
+                        room = torch.empty_like(count, device=home, dtype=dtype)
+                        state[name] = rooms.moved((id(parameter), name), count, room)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Execution, Numerics, Plan
 from hotlap.data.batches import Batch, count_samples, cut
 from hotlap.data.course import Course, training_course
 from hotlap.data.feeds import why_not
+from hotlap.data.samples import Source
 from hotlap.engine.capture import CapturedStep
 from hotlap.engine.evaluate import Evaluator
 from hotlap.engine.explain import explained
@@ -33,6 +35,7 @@ from hotlap.engine.optimizers import Fusion, has_step_hooks, is_fused, why_not_c
 from hotlap.engine.precision import why_not_precision
 from hotlap.engine.rates import Rates, moves_rates_only
 from hotlap.engine.recording import Recorder
+from hotlap.engine.rooms import Rooms
 from hotlap.engine.route import Place as Place
 from hotlap.engine.route import Route
 from hotlap.engine.schedules import make_schedule
@@ -119,13 +122,17 @@ class Rig:
         """Samples seen."""
         self._clip = clip
         self.guards = Guards(self.optimizer, self.schedule, self.device, skip_nonfinite=skip_nonfinite)
-        self._fusion = Fusion(self.optimizer)
-        self._layout = Layout(self.modules, self.optimizer)
+        self._rooms = Rooms()
+        self._fusion = Fusion(self.optimizer, self._rooms)
+        self._layout = Layout(self.modules, self.optimizer, self._rooms)
         self._route: Route | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
         self._evaluator = Evaluator(self.objective, self.device, self._layout)
         self._follows_user = plan is None
         self.plan = Plan().but(optimizer="fused" if is_fused(self.optimizer) else "plain")
+        """The plan in force."""
+        self.settled = self.plan
+        """The last plan that was meant to stay: not the one of a lap that is measured."""
         self._steps: dict[tuple[Numerics, Execution], EagerStep | CapturedStep] = {}
         self._recorder: Recorder | None = None
         self._left: Left | None = None
@@ -177,28 +184,77 @@ class Rig:
         """Obey `plan` from the next step on, with the same weights, optimizer state and place in the data."""
         if not isinstance(plan, Plan):
             raise PlanError(f"a plan is a hotlap.Plan, not {type(plan).__name__}; read a file with hotlap.load_plan")
+        if outcome != "measured":
+            self.settled = plan
         if plan == self.plan:
             return
         reason = self.supports(plan)
         if reason:
             raise PlanError(reason)
         self.settle()
-        changes = self.plan.changes(plan)
-        parts = [part for part in PARTS if getattr(plan, part) != getattr(self.plan, part)]
+        before, changes = self.plan, self.plan.changes(plan)
+        parts = [part for part in PARTS if getattr(plan, part) != getattr(before, part)]
         self.plan = plan
         # A part rests on those before it: from the first that differs on, all are built anew.
         if self._route is not None and ("feed" in parts or "layout" in changes):
-            self._route.reopen()
+            self._route.change(before.feed)
         elif self._route is not None and ("memory" in parts or "replay_steps" in changes):
             self._route.recut()
         if "numerics" in parts or "mode" in changes:
             self.conform()
-        if "layout" in changes:
+        if "layout" in changes and not self._rooms.keeps:
             self._steps.clear()  # what was recorded reads weights where they no longer are
         what = ", ".join(f"{name} {before} → {after}" for name, (before, after) in changes.items())
         why = "; ".join(filter(None, (why, *self.cautions(plan))))
-        self._write_down(what, outcome, why)
+        self.write_down(what, outcome, why)
         self._step = self._made_step()
+
+    def keep_plans(self) -> None:
+        """From now on what belongs to a plan stays when another takes its place: captures, workers, data, memory.
+
+        So plans can be tried in turn, until `tidy`.
+        """
+        self._rooms.keeps = True
+        if self._route is not None:
+            self._route.keeps = True
+
+    def tidy(self) -> None:
+        """Let go of all that belongs to other plans than the one in force."""
+        self._rooms.forget()
+        for key in [key for key, step in self._steps.items() if step is not self._step]:
+            del self._steps[key]
+        if self._route is not None:
+            self._route.tidy()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, plans and steps leave no trace: afterwards all is as it was before, ledger and running loss too.
+
+        What is noted in the ledger meanwhile can be read there until then.
+        """
+        plan, settled, ledger, snapshot = self.plan, self.settled, self.ledger, self.snapshot()
+        self.ledger = Ledger()
+        try:
+            yield
+        finally:
+            self.use(plan)
+            self.restore(snapshot)
+            self.ledger, self.settled = ledger, settled
+
+    @property
+    def firsts(self) -> int:
+        """Windows so far that were not at the plan's own pace, since what is captured had still to be recorded."""
+        return self._step.firsts if isinstance(self._step, CapturedStep) else 0
+
+    @property
+    def given_up(self) -> str | None:
+        """Why the plan in force is not obeyed as it stands: why nothing is captured; None where it is."""
+        return self._step.given_up if isinstance(self._step, CapturedStep) else None
+
+    def wait(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
 
     def cautions(self, plan: Plan) -> list[str]:
         """What a plan changes in the training beyond rounding, a line each; it is the user's to want that."""
@@ -270,12 +326,23 @@ class Rig:
 
     def _note(self, why: str) -> None:
         """Write down that the plan in force is obeyed in part only, and why."""
-        self._write_down("capture", "fault", why)
+        self.write_down("capture", "fault", why)
 
-    def _write_down(self, what: str, outcome: str, why: str) -> None:
+    def write_down(
+        self,
+        what: str,
+        outcome: str,
+        why: str = "",
+        *,
+        figures: Mapping[str, float] | None = None,
+        cost_s: float = 0.0,
+    ) -> None:
+        """Add a line to the ledger, under the plan in force."""
         # After a snapshot was put back the steps since then are made again; the ledger does not run backwards.
-        last = max((entry.step for entry in self.ledger), default=0)
-        entry = Entry(step=max(self.steps, last), what=what, outcome=outcome, plan=self.plan, why=why)
+        step = max(self.steps, self.ledger.last_step)
+        entry = Entry(
+            step=step, what=what, outcome=outcome, plan=self.plan, why=why, figures=figures or {}, cost_s=cost_s
+        )
         self.ledger.record(entry)
 
     def conform(self) -> None:
@@ -347,6 +414,12 @@ class Rig:
         if reason:
             raise PlanError(reason)
 
+    @property
+    def source(self) -> Source:
+        """Where the samples come from."""
+        assert self._route is not None, "attach data first"
+        return self._route.course.source
+
     def windows(
         self, *, epochs: int | None = None, steps: int | None = None, room: Callable[[], int] | None = None
     ) -> Iterator[Window]:
@@ -356,6 +429,17 @@ class Rig:
         """
         assert self._route is not None, "attach data first"
         return self._route.windows(epochs=epochs, steps=steps, epoch_ended=self._epoch_ended, room=room)
+
+    def look(self, plan: Plan, windows: Iterable[int]) -> Iterator[Window]:
+        """Some windows of the current epoch, by their numbers, as `plan` would bring them; the training stays."""
+        assert self._route is not None, "attach data first"
+        return self._route.look(plan, windows)
+
+    @property
+    def windows_here(self) -> int:
+        """Windows in the epoch that the training stands in, whether it has begun or not."""
+        assert self._route is not None, "attach data first"
+        return self._route.windows_here
 
     def _epoch_ended(self) -> None:
         self.schedule.epoch_ended()
@@ -374,6 +458,10 @@ class Rig:
     def epoch_windows(self) -> int:
         """Windows in the current epoch."""
         return self._route.epoch_windows if self._route is not None else 0
+
+    def holding_s(self) -> float:
+        """About how many seconds it would take to hold all of the data on the device; 0 where it is there."""
+        return self._route.holding_s() if self._route is not None else 0.0
 
     def close(self) -> None:
         """End worker processes, and let go of data and captures on the device.

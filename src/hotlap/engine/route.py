@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from hotlap.core.errors import TrainingError
-from hotlap.core.plan import Plan
+from hotlap.core.plan import Feed, Plan
 from hotlap.data.batches import Batch
 from hotlap.data.course import Course
 from hotlap.data.feeds import Feeding, open_feed
-from hotlap.data.holding import held, mark_of, why_not_held
+from hotlap.data.holding import held, mark_of, time_to_hold, why_not_held
 from hotlap.data.order import Epoch
 from hotlap.data.resident import ResidentFeeding, packed
 from hotlap.engine.step import Window
@@ -44,8 +44,11 @@ class Route:
         self.epoch_windows = 0
         """Windows in the current epoch."""
         self._plan, self._device = plan, device
-        self._resident: tuple[str, ResidentFeeding] | None = None
+        self.keeps = False
+        """Whether feeds of other plans stay as they are left, until `tidy`."""
+        self._resident: dict[str, ResidentFeeding] = {}
         """Kept over changes of plan, by layout: captures read it where it lies."""
+        self._parked: dict[Feed, Feeding] = {}
         self._mark: Any = None
         self._all_count = ignored is not None and course.source.never_holds(ignored)
         self._feeding: Feeding | None = None
@@ -59,10 +62,43 @@ class Route:
             self._feeding = None
         self.recut()
 
+    def change(self, before: Feed) -> None:
+        """Bring the next window as the plan says; the feed at work, which was `before`, waits for it to come back."""
+        if self.keeps and self._feeding is not None:
+            self._parked[before] = self._feeding
+            self._feeding = None
+        self.reopen()
+
+    def tidy(self) -> None:
+        """Let go of the feeds of all plans but the one in force."""
+        self.keeps = False
+        for feeding in self._parked.values():
+            feeding.close()
+        self._parked.clear()
+        plan = self._plan()
+        needed = self._layout_held(plan) if plan.feed.kind == "resident" else None
+        self._resident = {layout: feeding for layout, feeding in self._resident.items() if layout == needed}
+
+    def _layout_held(self, plan: Plan) -> str:
+        return plan.numerics.layout if self._device.type == "cuda" else "as given"
+
+    def _is_memory_short(self) -> bool:
+        """Whether the data in one more layout would take more than half of what is free."""
+        if self._device.type != "cuda":
+            return False
+        one = next(iter(self._resident.values()), None)
+        if one is None:
+            return False
+        held_bytes = sum(t.numel() * t.element_size() for t in one.columns.tensors.values())
+        return 2 * held_bytes > torch.cuda.mem_get_info(self._device)[0]
+
     def let_go(self) -> None:
         """Let go of data that is held on the device; it is brought there again when it is needed."""
         self.reopen()
-        self._resident = None
+        for feeding in self._parked.values():
+            feeding.close()
+        self._parked.clear()
+        self._resident = {}
 
     def recut(self) -> None:
         """Cut the next window anew, by the same feed."""
@@ -70,9 +106,13 @@ class Route:
 
     def why_not_resident(self, reserve_bytes: int) -> str | None:
         """Why the data cannot be held on the device beside so many bytes, or None where it can."""
-        if self._resident is not None:
+        if self._resident:
             return None
         return why_not_held(self.course.source, self._device, reserve_bytes=reserve_bytes)
+
+    def holding_s(self) -> float:
+        """About how many seconds it would take to hold the data on the device; 0 where it is there."""
+        return 0.0 if self._resident else time_to_hold(self.course.source, self._device)
 
     def leave(self) -> None:
         """Give the route up for another one."""
@@ -126,7 +166,7 @@ class Route:
     def _stream(self, epoch: Epoch, number: int, steps: int | None, room: Callable[[], int] | None) -> Iterator[Window]:
         """The epoch's windows from the current place on, under the plan in force."""
         plan = self._plan()
-        if plan.feed.kind == "resident" and self._resident is not None and mark_of(self.course.source) != self._mark:
+        if plan.feed.kind == "resident" and self._resident and mark_of(self.course.source) != self._mark:
             # The user has changed the data, or what a dataset makes of it, since it was held.
             self.let_go()
         if self._feeding is None:
@@ -136,11 +176,16 @@ class Route:
         if isinstance(feeding, ResidentFeeding):
             yield from self._held_windows(feeding, epoch, plan, steps, room)
             return
+        yield from self._brought(feeding, epoch, number, range(self.place.window, len(epoch)), micro)
+
+    def _brought(
+        self, feeding: Feeding, epoch: Epoch, number: int, windows: Iterable[int], micro: int | None
+    ) -> Iterator[Window]:
+        """These windows of an epoch, by a feed that brings pieces."""
         sizes: deque[list[int]] = deque()
-        first = self.place.window
 
         def asked() -> Iterator[Tensor]:
-            for window in range(first, len(epoch)):
+            for window in windows:
                 indices = epoch.pieces(window, micro, tickets=feeding.tickets)
                 sizes.append([len(piece) for piece in indices])
                 yield from indices
@@ -155,16 +200,20 @@ class Route:
     def _opened(self, plan: Plan) -> Feeding:
         course = self.course
         if plan.feed.kind == "resident":
-            layout = plan.numerics.layout
-            if self._resident is None or self._resident[0] != layout:
-                self._resident = None
+            layout = self._layout_held(plan)
+            if layout not in self._resident:
+                if not self.keeps or self._is_memory_short():
+                    self._resident = {}
                 columns = packed(held(course.source, self._device), images_last=layout == "channels_last")
-                self._resident = (layout, ResidentFeeding(columns, self._device))
+                self._resident[layout] = ResidentFeeding(columns, self._device)
                 self._mark = mark_of(course.source)
-            return self._resident[1]
-        on_gpu = self._device.type == "cuda"
+            return self._resident[layout]
+        return self._parked.pop(plan.feed) if plan.feed in self._parked else self._new(plan.feed)
+
+    def _new(self, feed: Feed) -> Feeding:
+        course, on_gpu = self.course, self._device.type == "cuda"
         return open_feed(
-            course.source, plan.feed, seed=course.seed, on_gpu=on_gpu, device=self._device, extras=course.extras
+            course.source, feed, seed=course.seed, on_gpu=on_gpu, device=self._device, extras=course.extras
         )
 
     def _held_windows(
@@ -187,7 +236,39 @@ class Route:
                 )
                 if free < together or not epoch.are_alike(window, together, micro):
                     updates = 1
-            bounds = epoch.bounds(window, micro)
-            pieces: list[Batch] = [feeding.rows(a, b - a) for a, b in pairwise(bounds)]
-            yield Window(pieces, [b - a for a, b in pairwise(bounds)], self._all_count, updates)
+            yield self._held_window(feeding, epoch, window, micro, updates)
             window += updates
+
+    def _held_window(
+        self, feeding: ResidentFeeding, epoch: Epoch, window: int, micro: int | None, updates: int
+    ) -> Window:
+        bounds = epoch.bounds(window, micro)
+        pieces: list[Batch] = [feeding.rows(a, b - a) for a, b in pairwise(bounds)]
+        return Window(pieces, [b - a for a, b in pairwise(bounds)], self._all_count, updates)
+
+    @property
+    def windows_here(self) -> int:
+        """Windows in the epoch that the place is in, whether it has begun or not."""
+        return len(self.course.order.epoch(self.place.epoch))
+
+    def look(self, plan: Plan, windows: Iterable[int]) -> Iterator[Window]:
+        """Some windows of the epoch that the place is in, one update each, as `plan` would bring them.
+
+        By a feed of their own: neither the place nor the stream of the training moves.
+        """
+        number, micro = self.place.epoch, plan.memory.micro_batch
+        epoch = self.course.order.epoch(number)
+        if plan.feed.kind == "resident":
+            if self._resident and mark_of(self.course.source) != self._mark:
+                self._resident = {}  # stale, as in `_stream`
+            feeding = self._opened(plan)
+            assert isinstance(feeding, ResidentFeeding)
+            feeding.begin(epoch.indices)
+            for window in windows:
+                yield self._held_window(feeding, epoch, window, micro, 1)
+            return
+        own = self._new(plan.feed)
+        try:
+            yield from self._brought(own, epoch, number, windows, micro)
+        finally:
+            own.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hotlap import machine
 from hotlap.core.errors import PlanError, StoreError
 from hotlap.core.job import Job
+from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.data.course import training_course
 from hotlap.data.order import mix, seed_host
@@ -21,7 +23,7 @@ from hotlap.fitting.held import HeldFolder
 from hotlap.fitting.kept import KeptModel
 from hotlap.fitting.run import Run
 from hotlap.fitting.started import asked_by_command, note_gone_on, start_record
-from hotlap.fitting.task import EVERYTHING, Task, set_up
+from hotlap.fitting.task import EVERYTHING, OFF, TUNED, Task, set_up
 from hotlap.fitting.training import train
 from hotlap.fitting.views import open_view
 from hotlap.store.plans import load_plan
@@ -35,6 +37,7 @@ def fit(
     job: Job,
     *,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    tune_s: float | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     save_every: int | None = None,
@@ -46,9 +49,11 @@ def fit(
 ) -> Run:
     """Train the job and write its run folder.
 
-    `plan` is a Plan, a plan file, or a dict of choices to change in the plan that the job itself describes,
-    such as {"precision": "bf16"}; without one, or with "off", the training runs as the job describes it, and with
-    "max" under everything that this machine can do, unmeasured. `out` must be a
+    Without a `plan`, or with "auto", the fastest one is found by measuring while it trains; HOTLAP_PLAN names another
+    default. With "off" the training runs as the job describes it, with "max" under everything that this machine can
+    do, unmeasured. A Plan or a plan file is used as it is; a dict, such as {"precision": "bf16"}, changes choices in
+    the plan that the job itself describes; the folder of a run replays its plans, each at its step. Tuning takes at
+    most 1.5 % of the run, a quarter of what it has saved, and `tune_s` seconds (60). `out` must be a
     new or empty folder; without it one is made under `runs/`. `resume` names the folder of a run to go on
     with: it ends as if it had never been interrupted. One that has no checkpoint yet begins again at step 0, and
     says so; one that has ended is not trained again, unless more is asked for. A training with other code, data
@@ -67,12 +72,7 @@ def fit(
     global _calls
     _calls += 1
     device = machine.choose_device(job.device, require_gpu=require_gpu)
-    if plan == "off":
-        plan = None
-    elif isinstance(plan, (str, Path)) and plan != EVERYTHING:
-        plan = load_plan(plan)
-    elif plan is not None and not isinstance(plan, (Plan, Mapping, str)):
-        raise PlanError(f"plan is a {type(plan).__name__}; give a Plan, a plan file, or a dict of choices to change")
+    chosen = _chosen_plan(plan)
     if resume is None:
         resume = asked_by_command(_calls)
     if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
@@ -86,11 +86,11 @@ def fit(
     task: Task | None = None
     held: HeldFolder | None = None
     try:
-        task = set_up(job, course, plan, device, view, save_every)
+        task = set_up(job, course, chosen, device, view, save_every, tune_s)
         kept = KeptModel(task.identity, job, task.rig) if reuse else None
         if resume is not None:
             held = HeldFolder(RunFolder.open(resume), task)
-            left = go_on(task, held, allow_changes=allow_changes, keep_plan=plan is not None)
+            left = go_on(task, held, allow_changes=allow_changes, keep_plan=chosen not in (TUNED, OFF))
             note_gone_on(resume)
             if isinstance(left, Run):
                 return left
@@ -110,6 +110,21 @@ def fit(
         if task is not None:
             _let_go(task, held)
         randomness.restore()
+
+
+def _chosen_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | Mapping[str, Any] | Ledger | str:
+    """What `plan` stands for: a plan, choices, the ledger of a run to replay, or one of the words."""
+    if plan is None:
+        plan = os.environ.get("HOTLAP_PLAN") or TUNED
+    if isinstance(plan, (Plan, Mapping)):
+        return plan
+    if plan in (TUNED, EVERYTHING, OFF):
+        return str(plan)
+    if not isinstance(plan, (str, Path)):
+        raise PlanError(f"plan is a {type(plan).__name__}; give a Plan, a plan file, a run, or a dict of choices")
+    if Path(plan).is_dir():
+        return RunFolder.open(plan).read_ledger()
+    return load_plan(plan)
 
 
 def _let_go(task: Task, held: HeldFolder | None) -> None:

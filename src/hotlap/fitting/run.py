@@ -10,6 +10,7 @@ from torch import nn
 
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
+from hotlap.core.table import as_json, table
 from hotlap.core.units import show_bytes, show_rate, show_seconds
 from hotlap.store.run_folder import Artefact, RunFolder, finite
 
@@ -69,6 +70,7 @@ class Run:
                 "problems": list(self.problems),
                 "best": self.best,
                 "plan": self.plan.to_dict(),
+                "tuning": as_json(self.ledger),
                 "artefacts": [vars(artefact) for artefact in self.artefacts()],
             }
         )
@@ -80,7 +82,9 @@ class Run:
         rate = self.samples / self.train_s if self.train_s else 0.0
         skipped = self.steps - self.updates
         judged = {k: v for k, v in self.best.items() if k not in ("step", "epoch", "lr", "elapsed_s", "samples")}
+        tuning = table(self.ledger)
         lines = [
+            *([*tuning, ""] if tuning else []),
             f"plan      {self.plan}",
             f"trained   {self.updates:,} updates, {self.samples:,} samples in {show_seconds(self.train_s)}: "
             f"{show_seconds(per_step)}/step, {show_rate(rate)} samples/s",

@@ -14,7 +14,7 @@ from hotlap import machine
 from hotlap.core.errors import JobError
 from hotlap.core.job import Job
 from hotlap.core.job_checks import plateau_problems
-from hotlap.core.ledger import Entry
+from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.data.course import Course
 from hotlap.engine.rig import Rig
@@ -46,9 +46,18 @@ class Task:
     start_s: float
     """When it was set up, by the clock of this process."""
 
+    tune_s: float | None = None
+    """Seconds that tuning may cost at most."""
+    own_plan: Plan
+    """What the job itself describes, as it is given."""
+    tuned: bool = False
+    """Whether the plan is found while it trains."""
+    replayed: Ledger | None = None
+    """The ledger of the run whose plans are used again, each at its step."""
+
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint and `record.json` say of it, with the plan in force."""
-        return {"identity": self.identity, "plan": self.rig.plan.to_dict(), "versions": self.versions}
+        """What a checkpoint and `record.json` say of it, with the plan settled on."""
+        return {"identity": self.identity, "plan": self.rig.settled.to_dict(), "versions": self.versions}
 
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint will be: weights, the optimizer's state, and the best weights."""
@@ -58,8 +67,8 @@ class Task:
         return weights * (1 + states + (self.job.patience is not None))
 
 
-EVERYTHING = "max"
-"""The word for a plan with all that this machine can do."""
+EVERYTHING, TUNED, OFF = "max", "auto", "off"
+"""The words for plans: all that this machine can do; what pays, found while it trains; the user's own."""
 
 
 def _use_everything(rig: Rig) -> None:
@@ -74,10 +83,11 @@ def _use_everything(rig: Rig) -> None:
 def set_up(
     job: Job,
     course: Course,
-    plan: Plan | Mapping[str, Any] | str | None,
+    plan: Plan | Mapping[str, Any] | Ledger | str,
     device: torch.device,
     view: View,
     save_every: int | None,
+    tune_s: float | None = None,
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
@@ -102,9 +112,10 @@ def set_up(
         if wrong:
             raise JobError(wrong)
     rig.attach(course)
-    if isinstance(plan, str):
+    own_plan = rig.plan
+    if plan == EVERYTHING:
         _use_everything(rig)
-    elif plan is not None:
+    elif not isinstance(plan, (str, Ledger)):
         rig.use(plan if isinstance(plan, Plan) else rig.plan.but(**plan), why="given")
     return Task(
         job=job,
@@ -117,4 +128,8 @@ def set_up(
         versions=machine.environment()["versions"],
         modes=modes,
         start_s=start_s,
+        tune_s=tune_s,
+        own_plan=own_plan,
+        tuned=plan == TUNED,
+        replayed=plan if isinstance(plan, Ledger) else None,
     )

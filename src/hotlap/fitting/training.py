@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hotlap.core.errors import StoreError
 from hotlap.core.ledger import Entry
-from hotlap.core.plan import MOST_REPLAY_STEPS
 from hotlap.engine.step import Window
 from hotlap.fitting.ending import finish
 from hotlap.fitting.forged import unfit_checkpoint
@@ -21,8 +20,10 @@ from hotlap.fitting.run import Run
 from hotlap.fitting.started import resume_words
 from hotlap.fitting.task import Task
 from hotlap.fitting.trail import Trail
+from hotlap.fitting.tuning import tuner_for
 from hotlap.fitting.words import told
 from hotlap.guard.signals import StopRequest
+from hotlap.guard.state import import_state
 
 SIGNAL_S = 2.0
 """How long a signal may take to arrive after it has ended the workers."""
@@ -37,6 +38,7 @@ def train(task: Task, held: HeldFolder, trail: Trail) -> Run:
     try:
         with StopRequest() as stop:
             stopped = loop.steps(stop)
+            loop.tuner.ended()
             asked = stop.signal is not None
             saved = saves and (asked or held.saver.due_at_end(rig.steps))
             if saved:
@@ -59,6 +61,7 @@ class _Loop:
         self._held, self._trail = held, trail
         trail.clock.loop_s = time.perf_counter()
         self._pace = Pace(task.total, task.rig.steps, task.rig.samples)
+        self.tuner = tuner_for(task)
         self._warned = False
         self._open: tuple[dict[str, Any], Callable[[], float]] | None = None
         """A record whose loss is still on its way, and the function that waits for it."""
@@ -66,6 +69,7 @@ class _Loop:
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
         job, rig, saver, trail, clock = self._job, self._rig, self._held.saver, self._trail, time.perf_counter
+        tuner = self.tuner
         every_s = self._voice.view.every_s
         next_s = clock() + every_s
         early = f"early: no better {job.monitor} in {job.patience} evaluations"
@@ -74,8 +78,17 @@ class _Loop:
         # What a forged or foreign state breaks, it breaks in the first step.
         step = rig.advance if trail.from_checkpoint is None else self._step_from_checkpoint
         for window in self._windows(stop):
-            step(window)
+            try:
+                step(window)
+            except Exception as error:
+                if not tuner.failed(error):
+                    raise
+                continue
             step = rig.advance
+            tuner.stepped(window.updates)
+            if (good := tuner.drifted()) is not None:
+                self._go_back(good)
+                continue
             # Only now, with the next step under way: the device has no pause between epochs.
             self._finish_record()
             if clock() >= next_s:
@@ -90,7 +103,9 @@ class _Loop:
                 return "on a signal"
             if saver.due(rig.steps):
                 self._finish_record()
+                began = clock()
                 self._held.save(trail)
+                tuner.paused(clock() - began)
         self._finish_record()
         if stop.signal is not None:
             return "on a signal"
@@ -103,6 +118,7 @@ class _Loop:
         """The rig's windows, until they end or a signal ends the workers that bring them."""
         windows = self._rig.windows(epochs=self._job.epochs, steps=self._job.steps, room=self._room)
         while True:
+            asked = time.perf_counter()
             try:
                 window = next(windows)
             except StopIteration:
@@ -112,13 +128,29 @@ class _Loop:
                 if not stop.comes_within(SIGNAL_S):
                     raise
                 return
+            self.tuner.fed(time.perf_counter() - asked)
             yield window
 
     def _room(self) -> int:
         """Updates until somebody has to look: an evaluation, or a checkpoint that is due by number."""
         steps = self._rig.place.served
         periods = [every for every in (self._job.eval_every, self._save_every) if every]
-        return min((every - steps % every for every in periods), default=MOST_REPLAY_STEPS)
+        return min((self.tuner.room(), *(every - steps % every for every in periods)))
+
+    def _go_back(self, good: int) -> None:
+        """Go on from the newest checkpoint of a time at which all was well; from here, where there is none."""
+        rig, trail, held = self._rig, self._trail, self._held
+        held.saver.finish()
+        self._open = None
+        why = "the tuned plan no longer trains as the user's own does"
+        try:
+            checkpoint, _ = held.checkpoints.newest_good(until=good)
+            trail.put_back(import_state(rig, checkpoint.files))
+        except StoreError as error:
+            self._voice.warn(f"{why}; another one is used from step {rig.steps:,} on ({error})")
+            return
+        held.folder.write_metrics(trail.history)
+        self._voice.warn(f"{why}; gone back to the checkpoint of step {rig.steps:,}, under another plan")
 
     def _step_from_checkpoint(self, window: Window) -> Tensor:
         with unfit_checkpoint(str(self._trail.from_checkpoint)):
@@ -181,6 +213,7 @@ class _Loop:
         spent = time.perf_counter() - aside
         trail.clock.aside_s += spent
         self._pace.pause(spent)
+        self.tuner.paused(spent)
 
     def _warn_of_nonfinite(self, record: dict[str, Any]) -> None:
         if math.isfinite(record["train_loss"]) or self._warned:

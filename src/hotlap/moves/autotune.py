@@ -18,4 +18,4 @@ def _propose(plan: Plan, rig: Rig) -> Plan | str:
     return plan.but(autotune=True)
 
 
-MOVE = Move(name="cuDNN autotuned", kind="A", propose=_propose)
+MOVE = Move(name="cuDNN autotuned", kind="A", propose=_propose, setup_s=lambda p, r: 1.0, helps=("arithmetic",))

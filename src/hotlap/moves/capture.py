@@ -16,4 +16,6 @@ def _propose(plan: Plan, rig: Rig) -> Plan | str:
     return plan.but(mode="captured", replay_steps=STEPS if plan.feed.kind == "resident" else 1)
 
 
-MOVE = Move(name="whole step captured", kind="A", propose=_propose)
+MOVE = Move(
+    name="whole step captured", kind="A", propose=_propose, setup_s=lambda p, r: 0.5, helps=("launching", "feeding")
+)

@@ -11,4 +11,4 @@ def _propose(plan: Plan, rig: Rig) -> Plan | str:
     return "it is fused already" if plan.numerics.optimizer == "fused" else plan.but(optimizer="fused")
 
 
-MOVE = Move(name="fused optimizer", kind="A", propose=_propose)
+MOVE = Move(name="fused optimizer", kind="A", propose=_propose, helps=("launching", "memory traffic"))

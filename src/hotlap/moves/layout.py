@@ -13,4 +13,4 @@ def _propose(plan: Plan, rig: Rig) -> Plan | str:
     return plan.but(layout="channels_last")
 
 
-MOVE = Move(name="channels last", kind="A", propose=_propose)
+MOVE = Move(name="channels last", kind="A", propose=_propose, helps=("arithmetic", "memory traffic"))

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from hotlap.core.plan import Plan
 from hotlap.engine.rig import Rig
 
+NOTHING_S = 0.02
+
+
+def _next_to_nothing(plan: Plan, rig: Rig) -> float:
+    return NOTHING_S
+
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
@@ -19,3 +25,7 @@ class Move:
     """What it changes beside the time: `A` rounding alone, `B` precision."""
     propose: Callable[[Plan, Rig], Plan | str]
     """The plan with the change, or why there is nothing to change; whether the rig can obey it is asked of the rig."""
+    setup_s: Callable[[Plan, Rig], float] = _next_to_nothing
+    """About how many seconds it takes until the changed plan is at its pace."""
+    helps: tuple[str, ...] = ()
+    """What bounds a training that it may make faster; as `Diagnosis.bound` names it."""

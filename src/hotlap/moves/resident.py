@@ -11,7 +11,11 @@ def _propose(plan: Plan, rig: Rig) -> Plan | str:
     if plan.feed.kind == "resident":
         return "it is held already"
     # Settings of workers belong to the loader that it takes the place of.
-    return Plan(feed=Feed(kind="resident"), numerics=plan.numerics, memory=plan.memory, execution=plan.execution)
+    return plan.with_feed(Feed(kind="resident"))
 
 
-MOVE = Move(name="batches held on the device", kind="A", propose=_propose)
+def _setup_s(plan: Plan, rig: Rig) -> float:
+    return rig.holding_s()
+
+
+MOVE = Move(name="data held on the device", kind="A", propose=_propose, setup_s=_setup_s, helps=("feeding",))

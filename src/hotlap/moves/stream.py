@@ -12,7 +12,7 @@ def _propose(plan: Plan, rig: Rig) -> Plan | str:
         return "batches are on the device already"
     if plan.feed.kind == "stream":
         return "they are streamed already"
-    return Plan(feed=Feed(kind="stream"), numerics=plan.numerics, memory=plan.memory, execution=plan.execution)
+    return plan.with_feed(Feed(kind="stream"))
 
 
-MOVE = Move(name="batches copied ahead", kind="A", propose=_propose)
+MOVE = Move(name="batches copied ahead", kind="A", propose=_propose, helps=("feeding",))

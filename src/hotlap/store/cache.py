@@ -133,6 +133,13 @@ class Cache:
             return dict(tensors), values
         return made.tensors, made.values
 
+    def drop(self, kind: str, key: str) -> None:
+        """Throw an entry away, if there is one."""
+        path = self._place(kind, key)
+        if os.path.lexists(path):
+            refuse_shared(self.root, path.parent)
+            self._remove(path)
+
     def list(self, kind: str | None = None) -> Items:
         """All entries, the one used last first."""
         return sorted((_item(path) for path in self._entries(kind)), key=lambda item: item.used_s, reverse=True)

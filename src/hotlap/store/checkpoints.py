@@ -113,15 +113,15 @@ class Checkpoints:
             raise StoreError(f"{MANIFEST} is of step {step}, not of {path.name}")
         return Checkpoint(path=path, step=step, facts=manifest.facts, files=read_files(path, manifest))
 
-    def newest_good(self) -> tuple[Checkpoint, list[str]]:
-        """The newest checkpoint that is whole, and a line for each newer one that is not.
+    def newest_good(self, *, until: int | None = None) -> tuple[Checkpoint, list[str]]:
+        """The newest checkpoint that is whole, and a line for each newer one that is not; none beyond step `until`.
 
         Raises StoreError where none is: a training never begins anew in silence.
         """
         if self.folder.is_symlink():
             raise StoreError(f"{self.folder} is a link; checkpoints are read from the run's own folder only")
         damaged: list[str] = []
-        found = [path for _, path in self._found()]
+        found = [path for step, path in self._found() if until is None or step <= until]
         for path in found:
             try:
                 return self.read(path), damaged

@@ -105,7 +105,7 @@ def _train_and_exit(
         with disk.watched(watcher or (lambda _: None)):
             # Before there is a plan nothing was begun there: it is started anew, in the same folder.
             place = {"resume": folder} if (folder / "plan.toml").is_file() else {"out": folder}
-            fit(victim_job(workers), **place, save_every=save_every, progress=False)  # type: ignore[arg-type]
+            fit(victim_job(workers), plan="off", **place, save_every=save_every, progress=False)  # type: ignore[arg-type]
         code = 0
     except SystemExit as ended:
         code = int(ended.code or 0)

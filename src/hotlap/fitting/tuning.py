@@ -1,0 +1,125 @@
+"""Who chooses the plan while `fit` trains: a tuner, the ledger of an earlier run, or nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+from hotlap import machine
+from hotlap.core.job import Job
+from hotlap.core.ledger import Ledger
+from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
+from hotlap.data.course import training_course
+from hotlap.engine.snapshot import Modes, Randomness
+from hotlap.fitting.task import TUNED, Task, set_up
+from hotlap.fitting.views import open_view
+from hotlap.tuner.budget import MOST_S
+from hotlap.tuner.known import KnownPlans
+from hotlap.tuner.replay import Replay
+from hotlap.tuner.tuner import Tuner
+
+FOREVER = 10**7
+"""Updates."""
+
+
+class Nobody:
+    """Leaves the plan as it is."""
+
+    def drifted(self) -> int | None:
+        """Nobody looks."""
+        return None
+
+    def room(self) -> int:
+        """As much as there may be."""
+        return MOST_REPLAY_STEPS
+
+    def fed(self, seconds: float) -> None:
+        """Nothing is timed."""
+
+    def paused(self, seconds: float) -> None:
+        """Nothing is timed."""
+
+    def stepped(self, updates: int) -> None:
+        """Nothing changes."""
+
+    def failed(self, error: Exception) -> bool:
+        """No plan is on trial."""
+        return False
+
+    def ended(self) -> None:
+        """Nothing is left open."""
+
+
+def tuner_for(task: Task) -> Tuner | Replay | Nobody:
+    """Who chooses the plans of a training, from where it stands."""
+    rig = task.rig
+    if task.replayed is not None:
+        return Replay(rig, task.replayed)
+    if not task.tuned:
+        return Nobody()
+    found = rig.plan if _was_tuned(rig.ledger) else None
+    rig.use(task.own_plan, why="the user's own, to tune from")
+    return Tuner(
+        rig,
+        updates=task.total,
+        most_s=task.tune_s,
+        period=task.job.eval_every,
+        known=KnownPlans(rig, batch_size=task.course.batch_size),
+        found=found,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What `tune` found."""
+
+    plan: Plan
+    ledger: Ledger
+    updates: int
+    """Updates that it took."""
+
+
+def tune(job: Job, *, most_s: float = MOST_S, progress: bool = True) -> Found:
+    """Find the plan for a job by training it, for at most about `most_s` seconds beyond its own pace.
+
+    As many updates as that takes are made, however few the job asks for; its model, optimizer and schedule are left as
+    they were. Raises HotlapError where the job will not do.
+    """
+    device = machine.choose_device(job.device)
+    view = open_view(progress)
+    course = training_course(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
+    randomness, modes = Randomness(device), Modes([job.model])
+    try:
+        # A schedule made for the job's own updates may refuse to go on beyond them, and takes no time to speak of.
+        task = set_up(dataclasses.replace(job, schedule=None), course, TUNED, device, view, save_every=0, tune_s=most_s)
+        rig, before = task.rig, task.rig.snapshot()
+        # For ever, as far as what pays is concerned: it is for runs to come.
+        tuner = Tuner(rig, updates=max(task.total, FOREVER), most_s=most_s)
+        windows = rig.windows()
+        try:
+            while not tuner.done:
+                asked = time.perf_counter()
+                window = next(windows)
+                tuner.fed(time.perf_counter() - asked)
+                try:
+                    rig.advance(window)
+                except Exception as error:
+                    if not tuner.failed(error):
+                        raise
+                    continue
+                tuner.stepped(window.updates)
+            found = Found(plan=tuner.plan, ledger=rig.ledger, updates=rig.steps)
+        finally:
+            rig.restore(before)
+            rig.hand_back()
+            rig.close()
+    finally:
+        view.close()
+        modes.restore()
+        randomness.restore()
+    return found
+
+
+def _was_tuned(ledger: Ledger) -> bool:
+    return any(entry.what == "tuned" for entry in ledger)

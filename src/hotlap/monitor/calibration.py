@@ -1,0 +1,199 @@
+"""What this machine can do: measured once, in some tenths of a second, and kept in the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, overload
+
+import torch
+
+from hotlap import __version__, machine
+from hotlap.core.errors import StoreError, shown
+from hotlap.core.plan import PRECISIONS
+from hotlap.machine.device import cpu_facts
+from hotlap.machine.kernels import proof
+from hotlap.monitor.timing import Timing
+from hotlap.store.cache import Cache, key_of
+
+log = logging.getLogger(__name__)
+
+KIND = "calibration"
+BUSY = 0.1
+"""Where threads waited for a core for more of the time than this, others were using it."""
+_VARIABLES = ("CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE")
+"""Variables that change what is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Rates of one device. ValueError where a figure is none that a device can have."""
+
+    matmul_flops: Mapping[str, float]
+    """Operations per second in a large square product, for each precision that is in the hardware."""
+    copy_bytes: float
+    """Bytes per second, read and written together, of a copy within the device; of a CPU with a cache of more than
+    64 MiB it is the cache's rate."""
+    cache_bytes: float
+    """What the device's last cache holds; 0 where that is not known."""
+    pinned_bytes: float | None
+    """Bytes per second from page-locked memory to the device; None on a CPU, or where none can be had."""
+    pageable_bytes: float | None
+    """The same from any memory; None on a CPU."""
+    launch_s: float
+    """Host seconds to issue one small operation."""
+    sync_s: float
+    """Seconds of a wait for a device that has nothing to do; 0 on a CPU."""
+
+    def __post_init__(self) -> None:
+        figures: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        rates = figures.pop("matmul_flops")
+        if not isinstance(rates, Mapping) or "fp32" not in rates or not set(rates) <= set(PRECISIONS):
+            raise ValueError(f"matmul_flops={shown(rates)} must have a rate for fp32, and for known precisions only")
+        figures |= {f"matmul_flops.{name}": rate for name, rate in rates.items()}
+        for name, value in figures.items():
+            if value is None and name in ("pinned_bytes", "pageable_bytes"):
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and name not in ("cache_bytes", "sync_s")):
+                raise ValueError(f"{name}={shown(value)} must be a finite number above zero")
+
+    @property
+    def queued(self) -> bool:
+        """Whether the device works through a queue while the host goes on, as a GPU does."""
+        return self.sync_s > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain values."""
+        return {**vars(self), "matmul_flops": dict(self.matmul_flops)}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """The figures from plain values; ValueError where one is missing, unknown or wrong."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(raw, Mapping) or set(raw) != names:
+            raise ValueError(f"{shown(raw)} is no calibration: its figures are {', '.join(sorted(names))}")
+        return cls(**raw)
+
+
+@overload
+def calibration(
+    device: torch.device | str, *, cache: Cache | None = None, afresh: bool = False, known_only: Literal[False] = False
+) -> Calibration: ...
+@overload
+def calibration(
+    device: torch.device | str, *, cache: Cache | None = None, afresh: bool = False, known_only: bool
+) -> Calibration | None: ...
+def calibration(
+    device: torch.device | str, *, cache: Cache | None = None, afresh: bool = False, known_only: bool = False
+) -> Calibration | None:
+    """The rates of a device: from the cache where they were measured before, else measured and kept there.
+
+    With `known_only` nothing is measured: None where they are not known. Measuring leaves every generator as it is;
+    on a GPU torch keeps the 250 MB it needed, for the training to use. A cache that cannot be used stops nothing.
+    What was measured while other work took the cores is not kept.
+    """
+    known = None if afresh else _known(device, cache)
+    if known is not None or known_only:
+        return known
+    device = torch.device(device)
+    started, waited_s = time.perf_counter(), _waited_s()
+    measured = measure(device)
+    if _waited_s() - waited_s > BUSY * (time.perf_counter() - started):
+        log.info("the calibration is not cached: other work kept the machine busy")
+        return measured
+    key, facts = _key(device)
+    try:
+        cache = cache or Cache()
+        cache.drop(KIND, key)  # an entry that is there would stay
+        cache.put(KIND, key, values=measured.to_dict(), facts=facts)
+    except StoreError as error:
+        log.warning("the calibration is not cached: %s", error)
+    return measured
+
+
+def _known(device: torch.device | str, cache: Cache | None) -> Calibration | None:
+    """The rates as they were measured before; None where they were not, or where what is kept is wrong."""
+    try:
+        found = (cache or Cache()).get(KIND, _key(torch.device(device))[0])
+        return Calibration.from_dict(found.values) if found is not None else None
+    except (StoreError, ValueError) as error:
+        log.warning("the cached calibration is not used: %s", error)
+        return None
+
+
+def measure(device: torch.device) -> Calibration:
+    """The rates of a device as they are now."""
+    on_gpu = device.type == "cuda"
+    here = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
+    with here, torch.no_grad(), torch.autocast(device.type, enabled=False):
+        timing = Timing(device)
+        return Calibration(
+            matmul_flops={name: timing.matmul(name) for name in _precisions(device)},
+            copy_bytes=timing.copy(),
+            cache_bytes=_cache_bytes(device),
+            pinned_bytes=timing.bring(pinned=True) if on_gpu else None,
+            pageable_bytes=timing.bring(pinned=False) if on_gpu else None,
+            launch_s=timing.launch(),
+            sync_s=timing.wait(),
+        )
+
+
+def _precisions(device: torch.device) -> list[str]:
+    """Those in the hardware. A CPU that acts as a GPU has on paper what it would take seconds to emulate."""
+    facts = [machine.dtype_facts(device)]
+    if device.type == "cpu":
+        facts.append(cpu_facts(machine.detect(), proof))
+    held = [{name for name, fact in each.items() if fact.support is machine.Support.HARDWARE} for each in facts]
+    return [name for name in PRECISIONS if name == "fp32" or all(name in each for each in held)]
+
+
+def _cache_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+    found = {}
+    for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            level, cores = int((index / "level").read_text()), (index / "shared_cpu_list").read_text()
+            found[level, cores] = int((index / "size").read_text().strip().removesuffix("K")) * 1024
+    last = max((level for level, _ in found), default=0)
+    return float(sum(size for (level, _), size in found.items() if level == last))
+
+
+def _waited_s() -> float:
+    """Seconds that this process's threads were ready to run and had no core; 0 where the system does not tell."""
+    waited_ns = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            waited_ns += int(task.read_text().split()[1])
+    return waited_ns / 1e9
+
+
+def _key(device: torch.device) -> tuple[str, dict[str, Any]]:
+    """The key of all that the figures rest on, and what of it people may want to read."""
+    here = machine.detect()
+    gpu = None
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        gpu = next((gpu for gpu in here.gpus if gpu.index == index), None)
+    facts: dict[str, Any] = {
+        "device": gpu.name if gpu else here.cpu.model,
+        "memory_bytes": gpu.memory_bytes if gpu else here.memory.allowed_bytes,
+        "kind": device.type,
+        "cpu": here.cpu.model,
+        "cores": here.cpu.cores,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": here.cuda,
+        "driver": here.driver,
+        "hotlap": __version__,
+        "pretend": here.pretended.key if here.pretended else None,
+    }
+    return key_of(KIND, facts, {name: os.environ.get(name) for name in _VARIABLES}), facts

@@ -1,0 +1,16 @@
+"""Matrix products and convolutions in TF32: fp32 whose factors are rounded to 10 bits of fraction."""
+
+from __future__ import annotations
+
+from hotlap.core.plan import Plan
+from hotlap.engine.rig import Rig
+from hotlap.moves.move import Move
+
+
+def _propose(plan: Plan, rig: Rig) -> Plan | str:
+    if plan.numerics.precision == "tf32":
+        return "it is on already"
+    return plan.but(precision="tf32")
+
+
+MOVE = Move(name="TF32", kind="B", propose=_propose, helps=("arithmetic", "launching"))

@@ -1,0 +1,55 @@
+"""The canary: now and then the user's own step is made again beside the tuned one, to see that they still agree."""
+
+from __future__ import annotations
+
+import time
+
+from hotlap.core.plan import Plan
+from hotlap.engine.rig import Rig
+from hotlap.tuner.gates import Gate
+
+SHARE = 0.005
+"""Of the time, what looking may take."""
+FIRST_S = 5.0
+"""How long after tuning the first look comes, and the least between two."""
+
+
+class Canary:
+    """Looks after a tuned training: where its plan and the user's own drift apart, it goes back to one that agrees."""
+
+    def __init__(self, rig: Rig, gate: Gate, *, plan: Plan, baseline: Plan, first_s: float = FIRST_S) -> None:
+        self._rig, self._gate, self._baseline = rig, gate, baseline
+        self.plan = plan
+        """The plan that is trusted."""
+        self.good = rig.steps
+        """The last step at which the plans agreed."""
+        self.drifted: int | None = None
+        """That step, once they did not; whoever drives goes back to it, and sets None."""
+        self._least_s = self._wait_s = first_s
+        self._next_s = time.perf_counter() + first_s
+        self._doubts = 0
+
+    def stepped(self) -> None:
+        """Told that a step has ended."""
+        if time.perf_counter() < self._next_s or self.plan == self._baseline:
+            return
+        began = time.perf_counter()
+        passed = self._gate.check(self.plan)
+        took_s = time.perf_counter() - began
+        self._wait_s = max(self._least_s, took_s / SHARE)
+        self._next_s = time.perf_counter() + self._wait_s
+        if passed.ok:
+            self.good, self._doubts = self._rig.steps, 0
+        elif self._doubts == 0:
+            self._doubts = 1
+            self._next_s = 0.0  # once more, on the next batch: one may be an odd one
+        else:
+            self._go_back(passed.why)
+
+    def _go_back(self, why: str) -> None:
+        rig = self._rig
+        exact = self.plan.but(precision=self._baseline.numerics.precision)
+        self.plan = exact if exact != self.plan and self._gate.check(exact).ok else self._baseline
+        rig.write_down("canary", "fault", why)
+        rig.use(self.plan, why="the last plan that agrees with the user's own")
+        self.drifted, self._doubts = self.good, 0

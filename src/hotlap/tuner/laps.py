@@ -1,0 +1,143 @@
+"""Laps: blocks of training steps, long enough to be timed, under one plan each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hotlap.core.plan import Plan
+from hotlap.tuner.driven import Driven
+
+LAP_S = 0.05
+"""The least a lap takes."""
+MOST_WARM = 64
+"""Windows after which a plan is timed, whether it is at its pace or not: some never come to it."""
+MOST_AGAIN = 8
+"""Laps thrown away since the plan was not at its pace all the while; the next one counts as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lap:
+    """One lap, and what came before it since it was asked for."""
+
+    step_s: float
+    """Seconds an update."""
+    updates: int
+    """Updates made since the lap was asked for, those before it began included."""
+    wall_s: float
+    """Seconds since it was asked for, without pauses."""
+    feed_s: float
+    """Seconds an update that the host waited for its batch."""
+    issue_s: float
+    """Seconds an update that the host took to ask the device for it."""
+
+
+class LapClock:
+    """Times the laps of a training that somebody else drives.
+
+    A lap lies inside an epoch: one that is cut by its end, by an evaluation or by a save is thrown away. Where the time
+    between two of them is shorter than a lap, laps are whole numbers of such periods instead, and what is done between
+    them is left out of the time.
+    """
+
+    def __init__(
+        self, training: Driven, *, period: int | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._training, self._period, self._clock = training, period, clock
+        self._whole: set[Plan] = set()
+        """Plans under which a lap does not fit between two ends."""
+        self._cut = 0
+        self._timing = False
+        self._asked = clock()
+        self._feed_s = self._issue_s = self._fed_at = 0.0
+        self._last_end = False
+        self.ask(warm=1)
+
+    def ask(self, *, warm: int, since: float | None = None) -> None:
+        """Begin a lap under the plan in force, once so many windows have been made under it and it is at its pace.
+
+        `since`: when it was asked for, where that is not now.
+        """
+        self._warm, self._warmed = warm, 0
+        self._cut = self._again = 0
+        self._timing, self._firsts = False, self._training.firsts
+        self._asked, self._paused_s, self._made = self._clock() if since is None else since, 0.0, 0
+        if warm == 0 and self._may_begin():
+            self._begin()
+
+    def fed(self, seconds: float) -> None:
+        """Told how long the host waited for the batch of the step to come."""
+        self._feed_s += seconds
+        self._fed_at = self._clock()
+
+    def paused(self, seconds: float) -> None:
+        """Told that so many seconds went by for something else than steps."""
+        self._paused_s += seconds
+        if self._timing and self._training.plan not in self._whole:
+            self._void()
+
+    def stepped(self, updates: int) -> Lap | None:
+        """Told that a window was made; the lap, where it ends one."""
+        self._made += updates
+        end = self._last_end = self._is_end()
+        if not self._timing:
+            self._warmed += 1
+            if self._may_begin():
+                self._begin()
+            self._firsts = self._training.firsts
+            return None
+        now = self._clock()
+        self._updates += updates
+        self._issue_s += now - self._fed_at
+        if self._training.plan in self._whole:
+            if not end or now - self._began - self._paused_s + self._paused_before < LAP_S:
+                return None
+        elif end:
+            self._void()
+            return None
+        elif now - self._began < LAP_S:
+            return None
+        self._training.wait()
+        now, self._timing = self._clock(), False
+        if self._training.firsts != self._firsts and self._again < MOST_AGAIN:
+            self._again, self._warm, self._warmed = self._again + 1, 0, 0
+            self._firsts = self._training.firsts
+            if self._may_begin():
+                self._begin()
+            return None
+        spent = now - self._began - (self._paused_s - self._paused_before)
+        return Lap(
+            step_s=spent / self._updates,
+            updates=self._made,
+            wall_s=now - self._asked - self._paused_s,
+            feed_s=self._feed_s / self._updates,
+            issue_s=self._issue_s / self._updates,
+        )
+
+    def _may_begin(self) -> bool:
+        at_pace = self._training.firsts == self._firsts or self._warmed >= MOST_WARM
+        if self._warmed < self._warm or not at_pace:
+            return False
+        # Not on the last window of an epoch, nor behind it; whole periods begin nowhere else.
+        return self._last_end == (self._training.plan in self._whole)
+
+    def _begin(self) -> None:
+        self._training.wait()
+        self._timing, self._updates = True, 0
+        self._feed_s = self._issue_s = 0.0
+        self._paused_before = self._paused_s
+        self._began = self._clock()
+
+    def _void(self) -> None:
+        self._timing, self._cut = False, self._cut + 1
+        self._warm, self._warmed = 1, 0
+        if self._cut >= 2:
+            self._whole.add(self._training.plan)
+            self._warm = 0
+
+    def _is_end(self) -> bool:
+        training = self._training
+        if self._period is not None and training.steps % self._period == 0:
+            return True
+        return training.place.window >= training.epoch_windows

@@ -1,0 +1,80 @@
+"""What bounds a training, and what a change of plan can give at most."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hotlap.core.plan import Feed, Plan
+from hotlap.core.units import show_seconds
+from hotlap.engine.rig import Rig
+from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
+from hotlap.monitor.calibration import calibration
+from hotlap.monitor.census import census
+from hotlap.tuner.laps import Lap
+
+CALIBRATION_S = 1.0
+"""What calibrating a machine takes at most; it is done once, and only where so much may well be spent."""
+MARGIN = 1.25
+"""A kernel may be so much faster than the ones that were calibrated."""
+FEED_CHOICES = {field.name for field in dataclasses.fields(Feed)}
+
+
+class Probe:
+    """Looks at a training once, and knows from then on what cannot pay."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._diagnosis: Diagnosis | None = None
+        self._feeding = 0.0
+
+    def look(self, lap: Lap, *, may_s: float) -> None:
+        """Count one step and find out what bounds it, within about so many seconds."""
+        rig = self._rig
+        self._feeding = min(1.0, lap.feed_s / lap.step_s)
+        rates = calibration(rig.device, known_only=may_s < 2 * CALIBRATION_S)
+        if rates is None:
+            return
+        with rig.aside():
+            window = next(rig.windows(room=lambda: 1))
+            counted = census(lambda: rig.advance(window))
+            least_bytes = least_traffic(rig.optimizer)
+        self._diagnosis = diagnose(
+            step_s=lap.step_s,
+            feed_s=lap.feed_s,
+            issue_s=lap.issue_s,
+            census=counted,
+            calibration=rates,
+            precision=rig.plan.numerics.precision,
+            least_bytes=least_bytes,
+        )
+
+    @property
+    def bound(self) -> str:
+        """What bounds the training, in the words that moves use."""
+        if self._diagnosis is not None:
+            return self._diagnosis.bound
+        return "feeding" if self._feeding > 0.5 else "launching"
+
+    @property
+    def line(self) -> str:
+        """The diagnosis for people."""
+        if self._diagnosis is not None:
+            return self._diagnosis.line()
+        return f"bringing batches takes {100 * self._feeding:.0f} % of a step"
+
+    def most_gain(self, plan: Plan, proposed: Plan, lap: Lap) -> tuple[float, str]:
+        """How many times faster the proposed plan can be at most than `plan`, of which `lap` is; and what says so."""
+        if self._rig.device.type == "cpu" and not set(plan.changes(proposed)) - FEED_CHOICES:
+            # What is not spent on feeding stays. (On a GPU a feed also changes what the step itself has to do.)
+            feeding = min(1.0, lap.feed_s / lap.step_s)
+            most = 1 / max(1e-9, 1 - feeding)
+            return most, f"bringing batches takes {100 * feeding:.1f} % of a step: at most {most:.2f}x"
+        floors = self._diagnosis.floor_s if self._diagnosis is not None else {}
+        # What the device has no rate for it computes in fp32; where it may choose, the lowest floor counts.
+        floor_s = min(
+            (floors.get(name, 0.0) for name in {proposed.numerics.precision, "tf32"} & set(floors)), default=0
+        )
+        if floor_s <= 0:
+            return float("inf"), ""
+        most = MARGIN * lap.step_s / floor_s
+        return most, f"its arithmetic takes {show_seconds(floor_s)} of {show_seconds(lap.step_s)}: at most {most:.2f}x"

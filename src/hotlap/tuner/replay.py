@@ -1,0 +1,66 @@
+"""Replaying a tuned run: its ledger says under which plan every update was made."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from hotlap.core.ledger import Ledger
+from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
+from hotlap.engine.rig import Rig
+
+
+class Replay:
+    """Puts a training under the plans of another run's ledger, each at its step; it is told of steps as a Tuner is."""
+
+    done = False
+
+    def __init__(self, rig: Rig, ledger: Ledger) -> None:
+        self._rig, self._plans = rig, _changes(ledger)
+        self._steps = [step for step, _ in self._plans]
+        self.stepped()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._rig.plan
+
+    def room(self) -> int:
+        """Updates until the plan changes."""
+        step = self._rig.place.served
+        later = bisect_right(self._steps, step)
+        return self._steps[later] - step if later < len(self._steps) else MOST_REPLAY_STEPS
+
+    def stepped(self, updates: int = 1) -> None:
+        """Told that a step has ended; when it returns, the plan for the next is in force."""
+        now = bisect_right(self._steps, self._rig.steps) - 1
+        if now >= 0:
+            self._rig.use(self._plans[now][1], why="as in the run that is replayed")
+
+    def drifted(self) -> int | None:
+        """Nobody looks."""
+        return None
+
+    def fed(self, seconds: float) -> None:
+        """Nothing is timed."""
+
+    def paused(self, seconds: float) -> None:
+        """Nothing is timed."""
+
+    def failed(self, error: Exception) -> bool:
+        """No plan is on trial."""
+        return False
+
+    def ended(self) -> None:
+        """Nothing is left open."""
+
+
+def _changes(ledger: Ledger) -> list[tuple[int, Plan]]:
+    """The steps at which the plan changed, and what it was from there on."""
+    changes: dict[int, Plan] = {}
+    for entry in ledger:
+        changes[entry.step] = entry.plan
+    found: list[tuple[int, Plan]] = []
+    for step, plan in changes.items():
+        if not found or found[-1][1] != plan:
+            found.append((step, plan))
+    return found

@@ -1,0 +1,291 @@
+"""The search: which plans are timed against which, in which order, and what is kept.
+
+It is written as one run through that gives a plan wherever it needs a lap under it; whoever drives the training makes
+the steps. First everything that may help is tried together, since moves hide each other: a faster step shows nothing
+while batches are slow. What is kept is then taken out move by move, which tells what each gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hotlap.core.plan import Plan
+from hotlap.core.units import show_seconds
+from hotlap.engine.rig import Rig
+from hotlap.moves.every import MOVES, OTHERS, everything
+from hotlap.moves.move import Move
+from hotlap.tuner.budget import MOST_S, Budget
+from hotlap.tuner.gates import Gate
+from hotlap.tuner.known import KnownPlans
+from hotlap.tuner.laps import LAP_S, Lap
+from hotlap.tuner.probe import Probe
+from hotlap.tuner.stats import LEAST_GAIN
+from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
+
+ALIKE = 0.1
+"""Laps of the user's own plan that differ by less are taken for its pace."""
+MOST_SETTLING = 8
+"""Laps after which its pace is what it is."""
+GATE_UPDATES = 16
+"""What a gate takes, in updates of the user's own, about."""
+SHARES = 0.03
+"""Of the time that is left, what may be lost to finding out what each kept move gives."""
+FEW_LAPS_S = 6 * LAP_S
+"""What slow laps cost where a kept move is taken out, about."""
+
+
+class Search:
+    """Finds the plan for one training of `total` updates."""
+
+    def __init__(
+        self,
+        rig: Rig,
+        *,
+        total: int,
+        most_s: float | None = None,
+        gate: Gate | None = None,
+        known: KnownPlans | None = None,
+    ) -> None:
+        self._rig, self._total, self._most_s = rig, total, MOST_S if most_s is None else most_s
+        self.baseline = self.plan = rig.plan
+        """The user's own plan, and the one that has been settled on."""
+        self.gate = gate or Gate(rig, self.baseline)
+        self._known = known
+        self._probe = Probe(rig)
+        self._kept: list[Move] = []
+        self._postponed: dict[Move, float] = {}
+        self.budget: Budget | None = None
+
+    def run(self) -> Laps:
+        """Give the plans to be timed, until nothing more is worth a trial."""
+        lap = yield from self._pace_of_user()
+        self._lap: Lap = lap
+        budget = self.budget = Budget(base_s=lap.step_s, updates=self._total, most_s=self._most_s)
+        trials = self._trials = Trials(self._rig, self.gate, budget)
+        if budget.left_s < GATE_UPDATES * lap.step_s:
+            run_s, may_s = show_seconds(self._total * lap.step_s), show_seconds(budget.left_s)
+            trials.write("baseline", "chosen", figures={"step_s": lap.step_s})
+            trials.write("all moves", "not tried", why=f"the run takes {run_s} in all, so that trials may take {may_s}")
+            return
+        self._probe.look(lap, may_s=budget.left_s)
+        trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": lap.step_s})
+        self._rig.keep_plans()
+        try:
+            if not (yield from self._as_found_before()):
+                yield from self._all_together()
+                yield from self._one_by_one()
+                yield from self._shares()
+            yield from self._in_all()
+        finally:
+            trials.settle(self.plan, "what was found")
+            self._rig.tidy()
+
+    # --- stages ----------------------------------------------------------------------------------
+
+    def _pace_of_user(self) -> Laps:
+        """Laps of the user's own plan, until three are alike; the middle one."""
+        laps: list[Lap] = []
+        while len(laps) < MOST_SETTLING:
+            lap = yield self.baseline
+            laps.append(lap)
+            last = sorted(one.step_s for one in laps[-3:])
+            if len(laps) > 3 and last[-1] <= (1 + ALIKE) * last[0]:
+                break
+        return middle(laps[-3:])
+
+    def _as_found_before(self) -> Laps:
+        """The plan that an earlier run of the same training found, after a quick look whether it still holds."""
+        found = self._known.found() if self._known is not None else None
+        if found is None or found == self.baseline or self._rig.supports(found) is not None:
+            return False
+        moves = self._moves_of(found)
+        if moves is None or self._trials.why_not(found, moves) is not None:
+            return False
+        tried = yield from self._trials.compare(self.baseline, found, settled=self.baseline)
+        if not tried.accepted:
+            return False
+        self._settle(found, moves, tried, known=1.0)
+        return True
+
+    def _moves_of(self, found: Plan) -> list[Move] | None:
+        """The moves that make a plan out of the user's own; None where none do."""
+        moves, plan = [], self.baseline
+        for move in (*MOVES, *OTHERS):
+            proposed = move.propose(plan, self._rig)
+            if isinstance(proposed, Plan) and all(
+                found.choices()[name] == after for name, (_, after) in plan.changes(proposed).items()
+            ):
+                moves.append(move)
+                plan = proposed
+        return moves if plan == found else None
+
+    def _all_together(self) -> Laps:
+        """All moves at once that change nothing but the time, if they can pay and a gate lets them through."""
+        open_moves = [move for move in MOVES if move.kind == "A" and move.name not in self._trials.refused]
+        made, setup_s = [], 0.0
+        for move in everything(self._rig, self.plan, open_moves).made:
+            if self._is_worth_it(move, beside_s=setup_s):
+                made.append(move)
+                setup_s += move.setup_s(self._with(made), self._rig)
+        made = self._let_through(made)
+        if len(made) < 2:
+            return
+        plan = self._with(made)
+        tried = yield from self._trials.compare(self.plan, plan, settled=self.plan)
+        if tried.accepted:
+            self._settle(plan, made, tried)
+
+    def _one_by_one(self) -> Laps:
+        """The moves that are left, each by itself, first those that help against what bounds the training.
+
+        Those that cost more than may be spent wait until enough has been saved.
+        """
+        moves = [move for move in (*MOVES, *OTHERS) if move not in self._kept]
+        for move in sorted(moves, key=lambda move: self._probe.bound not in move.helps):
+            if move.name not in self._trials.refused:
+                yield from self._try(move)
+        while self._postponed:
+            move = min(self._postponed, key=lambda one: self._postponed[one])
+            updates = self._updates_until(self._postponed.pop(move))
+            if updates is None:
+                continue
+            yield Rest(updates)
+            yield from self._try(move)
+
+    def _shares(self) -> Laps:
+        """Take each kept move out once; one that gives nothing beside the others goes."""
+        lost_s = 0.0
+        for move in [move for move in MOVES if move in self._kept]:
+            without = self._with([], but=move)
+            if without == self.plan or self._rig.supports(without) is not None:
+                continue
+            slower_s = FEW_LAPS_S * (1 - self._lap.step_s / self._trials.budget.base_s)
+            if lost_s + move.setup_s(self.plan, self._rig) + slower_s > SHARES * self._left_s:
+                continue
+            began_s = self._trials.budget.lost_s(self._lap.step_s)
+            tried = yield from self._trials.compare(without, self.plan, settled=self.plan, whatever_it_costs=True)
+            lost_s += self._trials.budget.lost_s(self._lap.step_s) - began_s
+            if tried.accepted:
+                self._trials.keep(move, tried, without_s=_step_s(tried.a))
+            elif tried.estimate is not None and self._trials.why_not(without, []) is None:
+                self._kept.remove(move)
+                why = "slower beside the others" if tried.verdict == "slower" else "gives nothing beside the others"
+                self._trials.refuse(move, "rejected", why, tried, without_s=_step_s(tried.a))
+                self.plan = without
+
+    def _in_all(self) -> Laps:
+        """The plan that was found against the user's own; in the end it must have been worth it."""
+        trials, budget = self._trials, self._trials.budget
+        tried = Tried(verdict="nothing helped")
+        if self.plan != self.baseline:
+            tried = yield from trials.compare(self.baseline, self.plan, settled=self.plan, whatever_it_costs=True)
+            if tried.estimate is not None and tried.estimate.high < 1:
+                for move in self._kept:
+                    trials.refuse(move, "rejected", "in the end slower than the user's own plan", tried)
+                self.plan, self._kept = self.baseline, []
+            elif self._known is not None:
+                self._known.remember(self.plan)
+        why = "" if self._kept else "nothing helped"
+        self._settle_in(tried)
+        saved_s = budget.saved_s - budget.spent_s + self._left_s * (budget.base_s / self._lap.step_s - 1)
+        figures = {**tried.figures, "cost_s": budget.spent_s, "saved_s": saved_s}
+        trials.write("tuned", "chosen", why=why, figures=figures)
+
+    def _settle_in(self, tried: Tried) -> None:
+        """Take the last laps for the pace of the rest of the run."""
+        if self.plan == self.baseline:
+            self._lap = dataclasses.replace(self._lap, step_s=self._trials.budget.base_s)
+        elif tried.b is not None:
+            self._lap = tried.b
+
+    # --- one move --------------------------------------------------------------------------------
+
+    def _try(self, move: Move) -> Laps:
+        proposed = move.propose(self.plan, self._rig)
+        reason = proposed if isinstance(proposed, str) else self._rig.supports(proposed)
+        if isinstance(proposed, str) or reason:
+            self._trials.refuse(move, "not tried", str(reason), unfit=1.0)
+        elif self._is_worth_it(move) and self._let_through([move]):
+            tried = yield from self._trials.compare(self.plan, proposed, settled=self.plan)
+            if tried.accepted:
+                self._settle(proposed, [move], tried)
+            else:
+                self._trials.refuse(move, "rejected", tried.verdict, tried)
+
+    def _is_worth_it(self, move: Move, beside_s: float = 0.0) -> bool:
+        """Whether a trial may be paid for beside others that take so long, and the rest of the run can give it back."""
+        proposed = move.propose(self.plan, self._rig)
+        if isinstance(proposed, str):
+            return False
+        refuse, budget = self._trials.refuse, self._trials.budget
+        cost_s = move.setup_s(proposed, self._rig) + GATE_UPDATES * budget.base_s
+        most, why = self._probe.most_gain(self.plan, proposed, self._lap)
+        can_save_s = self._left_s * (1 - 1 / most)
+        if most < LEAST_GAIN:
+            refuse(move, "rejected", why)
+        elif cost_s > can_save_s:
+            refuse(move, "not tried", f"takes {show_seconds(cost_s)} to try, can save {show_seconds(can_save_s)}")
+        elif cost_s > budget.left_s - beside_s:
+            may = f"trying takes {show_seconds(cost_s)}, and {show_seconds(max(0.0, budget.left_s))} may be spent"
+            if self._updates_until(cost_s) is not None and move not in self._postponed:
+                self._postponed[move] = cost_s
+            else:
+                refuse(move, "not tried", may)
+        else:
+            return True
+        return False
+
+    def _let_through(self, moves: Sequence[Move]) -> list[Move]:
+        """The moves that leave the training the same; the others are refused."""
+        passed: list[Move] = []
+        for kind in ("A", "B"):
+            group = [move for move in moves if move.kind == kind]
+            if not group:
+                continue
+            if self._trials.why_not(self._with([*passed, *group]), group) is None:
+                passed += group
+                continue
+            for move in group:  # one of them it was
+                why = self._trials.why_not(self._with([*passed, move]), [move])
+                if why is None:
+                    passed.append(move)
+                else:
+                    self._trials.refuse(move, "rejected", why)
+        return passed
+
+    def _with(self, moves: Sequence[Move], but: Move | None = None) -> Plan:
+        """The user's plan with the kept moves and these, in the order in which they rest on each other."""
+        chosen = [m for m in (*MOVES, *OTHERS) if (m in self._kept or m in moves) and m is not but]
+        return everything(self._rig, self.baseline, chosen).plan
+
+    def _settle(self, plan: Plan, moves: Sequence[Move], tried: Tried, **more: float) -> None:
+        self.plan, self._lap = plan, tried.b or self._lap
+        self._kept += moves
+        for move in [move for move in self._kept if move not in moves and self._with([], but=move) == plan]:
+            self._kept.remove(move)
+            self._trials.refuse(move, "rejected", f"{moves[0].name} is faster")
+        if len(moves) > 1:
+            more["together"] = float(len(moves))
+        for move in moves:
+            self._trials.keep(move, tried, **more)
+
+    # --- time ------------------------------------------------------------------------------------
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds that the rest of the run takes under the plan settled on."""
+        return max(0, self._total - self._rig.steps) * float(self._lap.step_s)
+
+    def _updates_until(self, cost_s: float) -> int | None:
+        """Updates until so much may be spent, and it is still worth it; None where that day does not come."""
+        budget = self._trials.budget
+        a_update_s = 0.25 * (budget.base_s - self._lap.step_s)
+        if a_update_s <= 0:
+            return None
+        updates = int(max(0.0, cost_s - budget.left_s) / a_update_s) + 1
+        return updates if 4 * updates < self._total - self._rig.steps else None
+
+
+def _step_s(lap: Lap | None) -> float:
+    return lap.step_s if lap is not None else float("nan")

@@ -1,0 +1,158 @@
+"""One trial: a plan is let through by the gates, timed against another, and written down with its figures."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotlap.core.errors import HotlapError
+from hotlap.core.plan import Plan
+from hotlap.engine.rig import Rig
+from hotlap.moves.move import Move
+from hotlap.tuner.budget import Budget
+from hotlap.tuner.gates import Gate
+from hotlap.tuner.laps import Lap
+from hotlap.tuner.memory import MemoryWatch
+from hotlap.tuner.stats import Comparison, Estimate
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Asked for instead of a lap: so many updates under the plan that was settled on."""
+
+    updates: int
+
+
+Laps = Generator[Plan | Rest, Lap, Any]
+"""Gives the plan of the lap that is needed, is sent the lap."""
+
+
+class TrialError(Exception):
+    """Thrown into a trial whose plan broke a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What came of a comparison of plan B with plan A."""
+
+    verdict: str
+    """As `Comparison.verdict` has it, or in words what ended it."""
+    estimate: Estimate | None = None
+    a: Lap | None = None
+    """The middle one of A's laps."""
+    b: Lap | None = None
+    cost_s: float = 0.0
+
+    @property
+    def accepted(self) -> bool:
+        """Whether B is faster by more than may be chance."""
+        return self.verdict == "accepted"
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """For the ledger."""
+        if self.estimate is None or self.b is None or self.estimate.quads < 2:
+            return {}
+        one = self.estimate
+        return {
+            "step_s": self.b.step_s,
+            "ratio": one.ratio,
+            "low": one.low,
+            "high": one.high,
+            "noise": one.noise,
+            "quads": one.quads,
+        }
+
+
+def middle(laps: Sequence[Lap]) -> Lap:
+    """The lap in the middle of these by its pace."""
+    return sorted(laps, key=lambda lap: lap.step_s)[len(laps) // 2]
+
+
+class Trials:
+    """The trials of one training, and what they have cost."""
+
+    def __init__(self, rig: Rig, gate: Gate, budget: Budget) -> None:
+        self._rig, self._gate, self.budget = rig, gate, budget
+        self._memory = MemoryWatch(rig.device)
+        self._coin = random.Random(0)
+        self._words: dict[str, tuple[str, Mapping[str, float]]] = {}
+        self.refused: dict[str, str] = {}
+        """Moves that are out, by name, with the reason."""
+
+    def why_not(self, plan: Plan, moves: Sequence[Move]) -> str | None:
+        """Why the plan, which these moves have made, is not the same training; None where the gates let it through."""
+        began = time.perf_counter()
+        try:
+            passed = self._gate.check(plan)
+        finally:
+            self.budget.made(0, time.perf_counter() - began)
+        if passed.ok:
+            self._words |= {move.name: (passed.why, passed.figures) for move in moves}
+            return None
+        return passed.why
+
+    def compare(
+        self, a: Plan, b: Plan, *, settled: Plan, whatever_it_costs: bool = False
+    ) -> Generator[Plan | Rest, Lap, Tried]:
+        """Laps of both in turn until it is decided, or the budget is spent; one of them is the plan settled on."""
+        comparison, a_laps, b_laps = Comparison(), list[Lap](), list[Lap]()
+        before_s = self.budget.spent_s
+        self._memory.begin()
+        stopped: str | None = None
+        try:
+            while comparison.verdict is None and stopped is None:
+                quad: dict[str, list[float]] = {"a": [], "b": []}
+                # By a coin: whatever on the machine comes round every few laps must not always hit the same plan.
+                for name in self._coin.choice(("abba", "baab")):
+                    plan = a if name == "a" else b
+                    lap = yield plan
+                    self.budget.made(lap.updates, lap.wall_s)
+                    quad[name].append(lap.step_s)
+                    (a_laps if plan is a else b_laps).append(lap)
+                    if plan is not settled and stopped is None:
+                        stopped = self._memory.why_short()
+                (a1, a2), (b1, b2) = quad["a"], quad["b"]
+                comparison.add(a1, b1, b2, a2)
+                dear = self.budget.left_s < 0 and not whatever_it_costs
+                if stopped is None and comparison.verdict is None and dear:
+                    stopped = "no difference seen before all that may be spent was"
+        except TrialError as error:
+            return Tried(verdict=f"a step failed: {error}", cost_s=self.budget.spent_s - before_s)
+        return Tried(
+            verdict=stopped or comparison.verdict or "no difference seen",
+            estimate=comparison.estimate,
+            a=middle(a_laps),
+            b=middle(b_laps),
+            cost_s=self.budget.spent_s - before_s,
+        )
+
+    # --- the ledger ------------------------------------------------------------------------------
+
+    def keep(self, move: Move, tried: Tried, **more: float) -> None:
+        """Write down that a move is kept."""
+        why, figures = self._words.get(move.name, ("", {}))
+        seen = {"cosine": figures["cosine"]} if move.kind == "B" and "cosine" in figures else {}
+        self.write(move.name, "kept", why=why, figures={**seen, **tried.figures, **more}, cost_s=tried.cost_s)
+
+    def refuse(self, move: Move, outcome: str, why: str, tried: Tried | None = None, **more: float) -> None:
+        """Write down that a move is out."""
+        self.refused[move.name] = why
+        figures = {**tried.figures, **more} if tried is not None else more
+        self.write(move.name, outcome, why=why, figures=figures, cost_s=tried.cost_s if tried is not None else 0.0)
+
+    def write(
+        self, what: str, outcome: str, *, why: str = "", figures: Mapping[str, float] | None = None, cost_s: float = 0.0
+    ) -> None:
+        """Add a line to the ledger, under the plan in force."""
+        self._rig.write_down(what, outcome, why, figures=figures, cost_s=cost_s)
+
+    def settle(self, plan: Plan, why: str) -> None:
+        """Put the training under a plan that stays."""
+        try:
+            self._rig.use(plan, why=why)
+        except HotlapError as error:
+            self.write("trial", "fault", why=f"{error}")

@@ -1,0 +1,165 @@
+"""The Tuner: told that a step has ended, it puts the training under the plan for the next one."""
+
+from __future__ import annotations
+
+import time
+
+from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
+from hotlap.engine.rig import Rig
+from hotlap.machine.kernels import first_line
+from hotlap.tuner.canary import Canary
+from hotlap.tuner.known import KnownPlans
+from hotlap.tuner.laps import Lap, LapClock
+from hotlap.tuner.search import Search
+from hotlap.tuner.trials import Rest, TrialError
+
+WARM = 2
+"""Windows under a plan that has just taken over, before a lap begins."""
+AHEAD = 2
+"""Batches that a worker keeps ready, where the plan leaves it open."""
+
+
+class Tuner:
+    """Finds the fastest plan for a training that somebody else drives, while it trains.
+
+        tuner = Tuner(rig, updates=10_000)
+        for batch in rig.feed(data, batch_size=64, steps=10_000):
+            rig.step(batch)
+            tuner.stepped(batch.updates)
+        tuner.ended()
+
+    `updates` is how many there will be in all; `most_s` how many seconds tuning may cost at most. `period` says after
+    how many updates something else than an epoch's end cuts in, such as an evaluation. `found` is a plan that an
+    earlier process has found for this very training: then nothing is searched for, and it is only looked after.
+    """
+
+    def __init__(
+        self,
+        rig: Rig,
+        *,
+        updates: int,
+        most_s: float | None = None,
+        period: int | None = None,
+        known: KnownPlans | None = None,
+        found: Plan | None = None,
+    ) -> None:
+        self._rig = rig
+        self._search = Search(rig, total=updates, most_s=most_s, known=known)
+        self._asks = self._search.run()
+        self._clock = LapClock(rig, period=period)
+        self._rest: Rest | None = None
+        self._rested, self._rest_began = 0, 0.0
+        self._canary: Canary | None = None
+        self._place = rig.place
+        self.done = False
+        """Whether the search is over."""
+        next(self._asks)  # it asks for a lap of the user's own plan, which is in force
+        self._clock.ask(warm=WARM)
+        if found is not None:
+            self._asks.close()
+            self._search.plan = found
+            rig.use(found, why="found before it was interrupted")
+            self._finish()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that has been settled on so far; while another is on trial, that one is in force."""
+        return self._canary.plan if self._canary is not None else self._search.plan
+
+    def drifted(self) -> int | None:
+        """The last step at which all was well, told once after a canary has found that the plan trains otherwise."""
+        if self._canary is None:
+            return None
+        good, self._canary.drifted = self._canary.drifted, None
+        return good
+
+    def room(self) -> int:
+        """Updates that may be made at once before it has to be told."""
+        return MOST_REPLAY_STEPS
+
+    def fed(self, seconds: float) -> None:
+        """Told how long the host waited for the batch of the step to come; not needed, but it tells what bounds it."""
+        self._clock.fed(seconds)
+
+    def paused(self, seconds: float) -> None:
+        """Told that so many seconds went by for something else than steps: an evaluation, a save."""
+        self._clock.paused(seconds)
+        self._rest_began += seconds
+
+    def stepped(self, updates: int = 1) -> None:
+        """Told that a step has ended, of so many updates; when it returns, the plan for the next is in force."""
+        if self.done:
+            if self._canary is not None:
+                self._canary.stepped()
+            return
+        self._place = self._rig.place
+        if self._rest is not None:
+            self._rested += updates
+            if self._rested < self._rest.updates:
+                return
+            self._rig.wait()
+            took_s = time.perf_counter() - self._rest_began
+            self._rest = None
+            rested = Lap(step_s=took_s / self._rested, updates=self._rested, wall_s=took_s, feed_s=0.0, issue_s=0.0)
+            if self._search.budget is not None:
+                self._search.budget.made(self._rested, took_s)
+            self._go_on(rested)
+            return
+        lap = self._clock.stepped(updates)
+        if lap is not None:
+            self._go_on(lap)
+
+    def failed(self, error: Exception) -> bool:
+        """Told that a step broke. Where the plan was on trial: it is out, the step is to be made again, and True."""
+        if self.done or self._rig.plan == self._search.plan:
+            return False
+        self._give_up(error)
+        return True
+
+    def ended(self) -> None:
+        """Told that the training is over."""
+        if not self.done:
+            self._rig.use(self._search.plan, why="the run ended before tuning did")
+            self._asks.close()
+            self.done = True
+
+    def _go_on(self, lap: Lap) -> None:
+        try:
+            asked = self._asks.send(lap)
+        except StopIteration:
+            self._finish()
+            return
+        self._obey(asked)
+
+    def _give_up(self, error: Exception) -> None:
+        self._rig.use(self._search.plan, why="a plan on trial broke a step")
+        self._rig.place = self._place
+        try:
+            asked = self._asks.throw(TrialError(first_line(error)))
+        except StopIteration:
+            self._finish()
+            return
+        self._obey(asked)
+
+    def _obey(self, asked: Plan | Rest) -> None:
+        rig, began = self._rig, time.perf_counter()
+        if isinstance(asked, Rest):
+            rig.use(self._search.plan)
+            self._rest, self._rested, self._rest_began = asked, 0, began
+            return
+        warm = 0
+        if asked != rig.plan:
+            feed = asked.feed
+            warm = WARM + feed.workers * (feed.prefetch or AHEAD)
+            try:
+                rig.use(asked, outcome="measured")
+            except (RuntimeError, ValueError) as error:  # no memory for its data, for one
+                self._give_up(error)
+                return
+        self._clock.ask(warm=warm, since=began)
+
+    def _finish(self) -> None:
+        self.done = True
+        search = self._search
+        if search.plan != search.baseline:
+            self._canary = Canary(self._rig, search.gate, plan=search.plan, baseline=search.baseline)

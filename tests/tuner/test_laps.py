@@ -1,0 +1,150 @@
+"""The lap clock: what is timed, what is thrown away, and what is left out."""
+
+import pytest
+
+from hotlap import Plan
+from hotlap.engine.route import Place
+from hotlap.tuner.laps import LAP_S, LapClock
+
+
+class Driver:
+    """A training of steps that take as long as the test says, and its clock."""
+
+    def __init__(self, *, step_s=0.01, epoch=100, period=None):
+        self.plan, self.steps, self.place, self.epoch_windows = Plan(), 0, Place(), epoch
+        self.firsts, self.now, self.step_s, self.waits = 0, 0.0, step_s, 0
+        self.laps = LapClock(self, period=period, clock=lambda: self.now)
+
+    def wait(self):
+        self.waits += 1
+
+    def step(self, updates=1, feed_s=0.0, evaluation_s=None):
+        if self.place.window >= self.epoch_windows:
+            self.place = Place(self.place.epoch + 1, 0, self.place.served)
+        self.now += feed_s
+        self.laps.fed(feed_s)
+        self.now += self.step_s * updates
+        self.steps += updates
+        self.place = Place(self.place.epoch, self.place.window + updates, self.place.served + updates)
+        lap = self.laps.stepped(updates)
+        if evaluation_s is not None and self.place.window >= self.epoch_windows:
+            self.now += evaluation_s
+            self.laps.paused(evaluation_s)
+        return lap
+
+    def lap(self, warm=1, **step):
+        self.laps.ask(warm=warm)
+        for _ in range(10_000):
+            lap = self.step(**step)
+            if lap is not None:
+                return lap
+        raise AssertionError("no lap came")
+
+
+def test_a_lap_is_the_mean_of_steps_that_take_long_enough_together():
+    driver = Driver(step_s=0.004)
+    lap = driver.lap()
+    assert lap.step_s == pytest.approx(0.004)
+    assert (lap.updates - 1) * 0.004 >= LAP_S  # the first one was not timed
+    assert lap.wall_s == pytest.approx(lap.updates * 0.004)
+
+
+def test_a_step_longer_than_a_lap_is_a_lap():
+    driver = Driver(step_s=1.5)
+    assert driver.lap(warm=2).updates == 3
+
+
+def test_the_device_is_waited_for_once_at_each_end_of_a_lap():
+    driver = Driver()
+    driver.lap()
+    assert driver.waits == 2
+
+
+def test_what_comes_first_under_a_plan_is_not_timed():
+    driver = Driver(step_s=0.01)
+    driver.laps.ask(warm=3)
+    driver.step_s = 5.0  # something is set up
+    for _ in range(3):
+        assert driver.step() is None
+    driver.step_s = 0.01
+    lap = next(lap for _ in range(100) if (lap := driver.step()) is not None)
+    assert lap.step_s == pytest.approx(0.01)
+    assert lap.wall_s > 15  # but it was spent
+
+
+def test_feeding_and_issuing_are_told_apart():
+    lap = Driver(step_s=0.01).lap(feed_s=0.03)
+    assert lap.feed_s == pytest.approx(0.03)
+    assert lap.issue_s == pytest.approx(0.01)
+    assert lap.step_s == pytest.approx(0.04)
+
+
+def test_a_lap_that_the_end_of_an_epoch_cuts_is_thrown_away():
+    driver = Driver(step_s=0.01, epoch=10)
+    for _ in range(6):
+        driver.step()
+    driver.laps.ask(warm=0)
+    lap = next(lap for _ in range(100) if (lap := driver.step(evaluation_s=3.0)) is not None)
+    assert lap.step_s == pytest.approx(0.01)
+    assert driver.place.epoch == 1
+    assert 3 < driver.place.window < 10
+
+
+def test_where_epochs_are_shorter_than_a_lap_it_is_whole_epochs_without_what_lies_between_them():
+    driver = Driver(step_s=0.01, epoch=3)
+    lap = driver.lap(evaluation_s=7.0)
+    assert lap.step_s == pytest.approx(0.01)
+    again = driver.lap(evaluation_s=7.0)
+    assert again.step_s == pytest.approx(0.01)
+    assert driver.place.window == 3
+
+
+def test_evaluations_by_steps_cut_as_the_ends_of_epochs_do():
+    driver = Driver(step_s=0.01, epoch=10_000, period=4)
+    lap = driver.lap()
+    assert lap.step_s == pytest.approx(0.01)
+    assert driver.steps % 4 == 0
+
+
+def test_a_save_in_the_middle_voids_the_lap():
+    driver = Driver(step_s=0.02)
+    driver.laps.ask(warm=0)
+    driver.step()
+    driver.now += 4.0
+    driver.laps.paused(4.0)
+    lap = next(lap for _ in range(100) if (lap := driver.step()) is not None)
+    assert lap.step_s == pytest.approx(0.02)
+    assert lap.wall_s < 1
+
+
+def test_a_lap_waits_until_captures_are_recorded_and_begins_again_where_one_comes_later():
+    driver = Driver(step_s=0.01)
+    driver.laps.ask(warm=0)
+    for _ in range(4):  # eager, and then the recording
+        driver.firsts += 1
+        driver.step_s = 0.5
+        assert driver.step() is None
+    driver.step_s = 0.01
+    assert driver.step() is None
+    driver.firsts += 1  # another shape of batch
+    driver.step_s = 0.5
+    assert driver.step() is None
+    driver.step_s = 0.01
+    lap = next(lap for _ in range(100) if (lap := driver.step()) is not None)
+    assert lap.step_s == pytest.approx(0.01)
+
+
+def test_a_plan_that_never_comes_to_its_pace_is_timed_in_the_end():
+    driver = Driver(step_s=0.01, epoch=100_000)
+    driver.laps.ask(warm=0)
+    for _ in range(2000):
+        driver.firsts += 1
+        if driver.step() is not None:
+            return
+    raise AssertionError("no lap came")
+
+
+def test_windows_of_several_updates_count_as_many():
+    lap = Driver(step_s=0.001, epoch=10_000).lap(updates=8)
+    assert lap.step_s == pytest.approx(0.001)
+    assert lap.updates % 8 == 0

@@ -1,0 +1,246 @@
+"""The search, driven by laps that a test makes up: what it asks for, keeps, refuses and writes down."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from plain import class_data, small_mlp
+from torch import nn
+from torch.utils.data import Dataset
+
+from hotlap import Rig
+from hotlap.core.plan import Feed, Plan
+from hotlap.tuner.laps import Lap
+from hotlap.tuner.search import Search
+from hotlap.tuner.trials import Rest, TrialError
+
+
+class Computed(Dataset):
+    """Samples that are computed, and the same each time."""
+
+    def __init__(self, size=256):
+        self.x, self.y = class_data(size)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+@dataclass
+class Outcome:
+    ok: bool = True
+    why: str = "same maths"
+    figures: dict = field(default_factory=dict)
+
+
+class Gatekeeper:
+    """Lets everything through but what the test names, and remembers what it was asked."""
+
+    def __init__(self, refuses=lambda plan: False):
+        self.refuses, self.asked = refuses, []
+
+    def check(self, plan):
+        self.asked.append(plan)
+        return Outcome(ok=False, why="gradients differ") if self.refuses(plan) else Outcome()
+
+
+def rig_for(data=None):
+    rig = Rig(small_mlp(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu")
+    rig.feed(Computed() if data is None else data, batch_size=8, epochs=1000)
+    return rig
+
+
+def cost_of(plan, *, feed=None, fused=1.0, base=0.01):
+    """Seconds a step under a plan: what the feed takes, and the rest, which a fused optimizer makes so much faster."""
+    kinds = {"loader": 0.006, "gather": 0.001, "resident": 0.0008, **(feed or {})}
+    feed_s = kinds["workers"] if plan.feed.workers and "workers" in kinds else kinds[plan.feed.kind]
+    return feed_s, base * (fused if plan.numerics.optimizer == "fused" else 1.0)
+
+
+def drive(search, step, *, seed=0, spread=0.005, fails=lambda plan: False, setup_s=0.0):
+    """Answer a search with laps; the plans it asked for, in order."""
+    rig, rng, asked, asks = search._rig, random.Random(seed), [], search.run()
+    wanted = next(asks)
+    for _ in range(5000):
+        asked.append(wanted)
+        try:
+            if isinstance(wanted, Rest):
+                rig.use(search.plan)
+                rig.steps += wanted.updates
+                feed_s, rest_s = step(search.plan)
+                took = (feed_s + rest_s) * wanted.updates
+                search.budget.made(wanted.updates, took)
+                wanted = asks.send(lap_of(feed_s, rest_s, wanted.updates))
+                continue
+            moved = wanted != rig.plan
+            if moved and fails(wanted):
+                wanted = asks.throw(TrialError("out of memory"))
+                continue
+            rig.use(wanted, outcome="measured")
+            feed_s, rest_s = step(wanted)
+            factor = rng.lognormvariate(0, spread)
+            updates = 6
+            rig.steps += updates
+            lap = lap_of(feed_s * factor, rest_s * factor, updates, setup_s if moved else 0.0)
+            wanted = asks.send(lap)
+        except StopIteration:
+            return asked
+    raise AssertionError("the search does not end")
+
+
+def lap_of(feed_s, rest_s, updates, setup_s=0.0):
+    step_s = feed_s + rest_s
+    return Lap(step_s=step_s, updates=updates, wall_s=step_s * updates + setup_s, feed_s=feed_s, issue_s=rest_s)
+
+
+def outcomes(rig):
+    """The last word on each move."""
+    return {e.what: (e.outcome, e.why, e.figures) for e in rig.ledger if e.outcome not in ("measured",)}
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(monkeypatch):
+    """The machine's own rates have no say here."""
+    monkeypatch.setattr("hotlap.tuner.probe.calibration", lambda device, known_only: None)
+
+
+def test_what_pays_is_kept_with_its_share_and_the_plan_is_in_force_at_the_end():
+    rig, gate = rig_for(), Gatekeeper()
+    search = Search(rig, total=100_000, gate=gate)
+    drive(search, lambda plan: cost_of(plan, fused=0.8, feed={"workers": 0.012}))
+    found = outcomes(rig)
+    assert rig.plan.feed.kind == "resident"
+    assert rig.plan.numerics.optimizer == "fused"
+    assert found["data held on the device"][0] == "kept"
+    share = found["data held on the device"][2]
+    assert share["low"] < 0.014 / 0.0088 < share["high"]
+    assert share["without_s"] == pytest.approx(0.014, rel=0.03)
+    assert found["fused optimizer"][0] == "kept"
+    assert found["workers that fetch ahead"][0] == "rejected"
+    assert found["workers that fetch ahead"][2]["ratio"] == pytest.approx(16 / 22, rel=0.03)
+    total = found["tuned"][2]
+    assert total["low"] < 0.016 / 0.0088 < total["high"]
+
+
+def test_nothing_helped_is_a_result():
+    rig = rig_for(class_data(256))
+    search = Search(rig, total=100_000, gate=Gatekeeper())
+    own = rig.plan
+    drive(search, lambda plan: (0.0, 0.01))
+    found = outcomes(rig)
+    assert rig.plan == own
+    assert found["tuned"][1] == "nothing helped"
+    assert not any(outcome == "kept" and what != "" and figures for what, (outcome, _, figures) in found.items())
+
+
+def test_a_move_that_hides_behind_a_slow_feed_is_found():
+    """By itself a step twice as fast shows little where batches take most of the time."""
+    rig = rig_for()
+    search = Search(rig, total=100_000, gate=Gatekeeper())
+
+    def step(plan):  # what is slower, the feed or the step, decides
+        feed_s, rest_s = cost_of(plan, fused=0.5, feed={"loader": 0.05, "workers": 0.06})
+        return max(0.0, feed_s - rest_s), rest_s
+
+    drive(search, step)
+    assert rig.plan.numerics.optimizer == "fused"
+    assert rig.plan.feed.kind in ("resident", "gather")
+
+
+def test_a_move_that_gives_nothing_beside_the_others_is_taken_out_again():
+    rig = rig_for()
+    search = Search(rig, total=100_000, gate=Gatekeeper())
+    drive(search, lambda plan: cost_of(plan, fused=1.0, feed={"workers": 0.012}))
+    found = outcomes(rig)
+    assert rig.plan.numerics.optimizer == "plain"
+    assert found["fused optimizer"][0] == "rejected"
+    assert "nothing beside the others" in found["fused optimizer"][1]
+
+
+def test_what_a_gate_holds_back_is_never_timed_and_says_why():
+    rig = rig_for()
+    gate = Gatekeeper(refuses=lambda plan: plan.numerics.optimizer == "fused")
+    asked = drive(Search(rig, total=100_000, gate=gate), lambda plan: cost_of(plan, fused=0.1, feed={"workers": 0.012}))
+    assert not any(isinstance(plan, Plan) and plan.numerics.optimizer == "fused" for plan in asked)
+    assert outcomes(rig)["fused optimizer"][:2] == ("rejected", "gradients differ")
+    assert rig.plan.feed.kind == "resident"
+
+
+def test_a_plan_that_breaks_a_step_is_out_and_the_search_goes_on():
+    rig = rig_for()
+    asked = drive(
+        Search(rig, total=100_000, gate=Gatekeeper()),
+        lambda plan: cost_of(plan, fused=0.8),
+        fails=lambda plan: plan.feed.workers > 0,
+    )
+    assert "a step failed: out of memory" in outcomes(rig)["workers that fetch ahead"][1]
+    assert rig.plan.numerics.optimizer == "fused"
+    assert asked
+
+
+def test_a_short_run_is_left_alone():
+    rig = rig_for()
+    own = rig.plan
+    asked = drive(Search(rig, total=300, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.1))
+    assert set(asked) == {own}
+    assert outcomes(rig)["all moves"][0] == "not tried"
+
+
+def test_what_feeding_cannot_give_is_not_tried():
+    rig = rig_for()
+    step = lambda plan: cost_of(plan, feed={"loader": 0.0001, "gather": 0.0001, "resident": 0.0001})  # noqa: E731
+    drive(Search(rig, total=100_000, gate=Gatekeeper()), step)
+    outcome, why, _ = outcomes(rig)["workers that fetch ahead"]
+    assert outcome == "not tried"
+    assert "1.0 % of a step" in why
+
+
+def test_costs_stay_within_the_budget_where_trials_are_dear():
+    rig = rig_for()
+    search = Search(rig, total=20_000, gate=Gatekeeper())
+    drive(search, lambda plan: (0.006, 0.01) if plan.feed.workers == 0 else (0.03, 0.01), setup_s=0.2)
+    assert search.budget.spent_s < 0.015 * 20_000 * 0.016 + 0.25 * search.budget.saved_s + 2.5
+
+
+def test_what_cannot_be_paid_for_yet_waits_until_enough_is_saved():
+    rig = rig_for()
+    search = Search(rig, total=40_000, gate=Gatekeeper(), most_s=60)
+    asked = drive(search, lambda plan: cost_of(plan, fused=0.5, feed={"workers": 0.012}), setup_s=0.0)
+    assert rig.plan.numerics.optimizer == "fused"
+    assert any(isinstance(plan, (Plan, Rest)) for plan in asked)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_kept_is_never_slower_than_the_users_own(seed):
+    """Random costs, some moves harmful: the plan in the end is at least as fast as the first, beyond noise."""
+    rng = random.Random(seed)
+    feeds = {kind: rng.uniform(0.0005, 0.02) for kind in ("loader", "gather", "resident", "workers")}
+    fused = rng.uniform(0.5, 1.5)
+    rig = rig_for()
+    own = rig.plan
+    step = lambda plan: cost_of(plan, fused=fused, feed=feeds)  # noqa: E731
+    drive(Search(rig, total=100_000, gate=Gatekeeper()), step, seed=seed, spread=0.01)
+    assert sum(step(rig.plan)) <= 1.01 * sum(step(own))
+
+
+def test_a_drifting_machine_fools_nobody():
+    rig = rig_for(class_data(256))
+    own, made = rig.plan, [0]
+
+    def step(plan):
+        made[0] += 1
+        return 0.0, 0.01 * (1 + 0.001 * made[0])
+
+    drive(Search(rig, total=100_000, gate=Gatekeeper()), step)
+    assert rig.plan == own
+
+
+def test_the_ledger_names_the_plan_of_every_lap():
+    rig = rig_for()
+    drive(Search(rig, total=100_000, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.8))
+    measured = [entry for entry in rig.ledger if entry.outcome == "measured"]
+    assert {entry.plan.feed for entry in measured} > {Feed(kind="resident")}
+    assert rig.ledger.plan_at(10**6) == rig.plan
