@@ -204,7 +204,11 @@ class Bench:
             self.write()
             result.fit = self._alone(work, result, "fit", f'fit(plan="{self._options.plan}")', steps=result.steps)
             self.write()
-            if (again := self._alone(work, result, "by_hand", "the rival again", steps=result.steps)) is not None:
+            once = self._options.once
+            if (
+                not once
+                and (again := self._alone(work, result, "by_hand", "the rival again", steps=result.steps)) is not None
+            ):
                 result.by_hand.append(again)
         if self._options.plain_seconds:
             result.own = self._alone(work, result, "own", "the user's own plan")
@@ -325,6 +329,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, help="seconds after which a training is stopped; else 4 times the rival's"
     )
+    parser.add_argument("--once", action="store_true", help="the rival trains before hotlap only, not after it too")
     parser.add_argument("--threads", type=int, help="CPU threads; one has far less noise than all")
     parser.add_argument("--json", type=Path)
     for name in ("--alone", "--work", "--folder"):

@@ -31,6 +31,7 @@ PUBLIC = {
     "Run",
     "StoreError",
     "TrainingError",
+    "Tuner",
     "Windows",
     "__version__",
     "fit",

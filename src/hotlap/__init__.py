@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.store.loading import load_weights as load_weights
     from hotlap.store.plans import load_plan as load_plan
     from hotlap.store.plans import save_plan as save_plan
+    from hotlap.tuner.tuner import Tuner as Tuner
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ _HOME = {
     "Run": "hotlap.fitting.run",
     "StoreError": "hotlap.core.errors",
     "TrainingError": "hotlap.core.errors",
+    "Tuner": "hotlap.tuner.tuner",
     "Windows": "hotlap.data.windows",
     "fit": "hotlap.fitting.loop",
     "load_plan": "hotlap.store.plans",

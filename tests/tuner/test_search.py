@@ -120,7 +120,7 @@ def test_what_pays_is_kept_with_its_share_and_the_plan_is_in_force_at_the_end():
     assert share["without_s"] == pytest.approx(0.014, rel=0.03)
     assert found["fused optimizer"][0] == "kept"
     assert found["workers that fetch ahead"][0] == "rejected"
-    assert found["workers that fetch ahead"][2]["ratio"] == pytest.approx(16 / 22, rel=0.03)
+    assert found["workers that fetch ahead"][2]["ratio"] == pytest.approx(0.0088 / 0.02, rel=0.03)
     total = found["tuned"][2]
     assert total["low"] < 0.016 / 0.0088 < total["high"]
 
@@ -189,13 +189,15 @@ def test_a_short_run_is_left_alone():
     assert outcomes(rig)["all moves"][0] == "not tried"
 
 
-def test_what_feeding_cannot_give_is_not_tried():
+def test_what_feeding_cannot_give_is_rejected_untried():
     rig = rig_for()
     step = lambda plan: cost_of(plan, feed={"loader": 0.0001, "gather": 0.0001, "resident": 0.0001})  # noqa: E731
-    drive(Search(rig, total=100_000, gate=Gatekeeper()), step)
-    outcome, why, _ = outcomes(rig)["workers that fetch ahead"]
-    assert outcome == "not tried"
+    asked = drive(Search(rig, total=100_000, gate=Gatekeeper()), step)
+    outcome, why, figures = outcomes(rig)["workers that fetch ahead"]
+    assert outcome == "rejected"
     assert "1.0 % of a step" in why
+    assert not figures
+    assert not any(isinstance(plan, Plan) and plan.feed.workers for plan in asked)
 
 
 def test_costs_stay_within_the_budget_where_trials_are_dear():

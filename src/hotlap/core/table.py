@@ -131,6 +131,8 @@ def _move(entry: Entry, earlier: Row | None) -> Row:
         row = replace(row, why="; ".join(filter(None, (row.why, f"{_seconds(without_s)}/step without it"))))
     elif (_number(entry, "together") or 1) > 1:
         row = replace(row, why="; ".join(filter(None, (row.why, "measured together with others"))))
+    if _number(entry, "known"):
+        row = replace(row, why="; ".join(filter(None, (row.why, "known from an earlier run"))))
     row = replace(row, unfit=bool(_number(entry, "unfit")))
     if earlier is None:
         return row

@@ -61,7 +61,6 @@ class CapturedStep:
         self._unfit_told = self._full_told = False
         self._recorder, self._left = recorder, left
         self._norms = NormCounts(self._modules)
-        self._expected = -1
         self._behind: deque[torch.cuda.Event] = deque()
         self.firsts = 0
         """Windows that were no replay of what had been recorded before, where there may be one yet."""
@@ -157,7 +156,6 @@ class CapturedStep:
                     self._warm = True
                     continue
                 loss = self._watched(one, key)
-        self._expected = -1
         if self._in_vain > PATIENCE and self.given_up is None:
             self._give_up("there is always something new: no shape of batch comes again while all else stays")
         return loss
@@ -193,9 +191,9 @@ class CapturedStep:
         first = window.pieces[0]
         if isinstance(first, Rows):
             # (that its epoch is not over, `signature` has seen)
-            if first.start != self._expected:
+            if first.start != self._left.expected:
                 self._left.place.fill_(first.start)
-            self._expected = first.start + window.samples
+            self._left.expected = first.start + window.samples
         # Launching a replay takes so little that the host would run seconds ahead: a signal, or a checkpoint, would
         # have to wait for all of it.
         event = self._behind.popleft() if len(self._behind) == MOST_AHEAD else None

@@ -29,6 +29,8 @@ class Left:
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
         """Where in the epoch's order the next replay gathers."""
+        self.expected = -1
+        """The same as the host knows it, whichever plan's replay was the last; -1 before the first."""
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         """The last update's."""
         self.loss_dtype = torch.float64

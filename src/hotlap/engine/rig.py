@@ -135,6 +135,7 @@ class Rig:
         """The last plan that was meant to stay: not the one of a lap that is measured."""
         self._steps: dict[tuple[Numerics, Execution], EagerStep | CapturedStep] = {}
         self._recorder: Recorder | None = None
+        self._drops_in_rnn = False
         self._left: Left | None = None
         self._step = self._made_step()
         self.ledger.record(Entry(step=0, what="start", outcome="chosen", plan=self.plan))
@@ -232,6 +233,8 @@ class Rig:
 
         What is noted in the ledger meanwhile can be read there until then.
         """
+        kept = self._rooms.keeps
+        self.keep_plans()
         plan, settled, ledger, snapshot = self.plan, self.settled, self.ledger, self.snapshot()
         self.ledger = Ledger()
         try:
@@ -240,6 +243,8 @@ class Rig:
             self.use(plan)
             self.restore(snapshot)
             self.ledger, self.settled = ledger, settled
+            if not kept:
+                self.tidy()
 
     @property
     def firsts(self) -> int:
@@ -566,15 +571,32 @@ class Rig:
         """The whole state of the training, in memory."""
         self.settle()
         return RigSnapshot(
-            training=Snapshot(self.modules, self.optimizer, self.schedule.scheduler, self.device),
+            training=Snapshot(
+                self.modules, self.optimizer, self.schedule.scheduler, self.device, draws_on=self.draws_on
+            ),
             totals=self.totals.saved(),
             guards=self.guards.saved(),
             place=self.place,
             counters=(self.steps, self.samples),
         )
 
+    @property
+    def draws_on(self) -> bool:
+        """Whether the device's generator must not be set back.
+
+        cuDNN's recurrent layers keep the state of their dropout in a memory of torch's, which is made anew once the
+        generator was set: a capture would go on reading where it was, and cannot be recorded before it is there.
+        """
+        if not self._drops_in_rnn:  # once it did, it may again, though its rate be 0 for now
+            layers = [layer for module in self.modules for layer in module.modules()]
+            self._drops_in_rnn = any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in layers)
+        return self._drops_in_rnn and self._on_gpu and (self._rooms.keeps or self._recorder is not None)
+
     def restore(self, snapshot: RigSnapshot) -> None:
-        """Go back to a snapshot without a trace; the plan stays the one in force."""
+        """Go back to a snapshot without a trace; the plan stays the one in force.
+
+        Only the device's randomness goes on where recurrent layers that drop out have been captured.
+        """
         self.settle()
         snapshot.training.restore()
         self.conform()

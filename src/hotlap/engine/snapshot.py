@@ -17,9 +17,9 @@ from hotlap.engine.layout import laid_out_as
 class Randomness:
     """The host's generators and the device's."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, host_only: bool = False) -> None:
         self._host = HostRandomness()
-        self._device = device if device.type == "cuda" else None
+        self._device = device if device.type == "cuda" and not host_only else None
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
 
     def restore(self) -> None:
@@ -44,7 +44,16 @@ class Modes:
 class Snapshot:
     """Weights, buffers, gradients, modes, optimizer, schedule and randomness at one moment."""
 
-    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer, schedule: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizer: Optimizer,
+        schedule: Any,
+        device: torch.device,
+        *,
+        draws_on: bool = False,
+    ) -> None:
+        """With `draws_on` the device's randomness is not put back: it goes on."""
         self._modules, self._optimizer, self._schedule = modules, optimizer, schedule
         self._tensors = {name: tensor.detach().clone() for name, tensor in _tensors(modules)}
         self._flags = [(p, p.requires_grad) for m in modules for p in m.parameters()]
@@ -53,7 +62,7 @@ class Snapshot:
         self._state = {key: _copied(values) for key, values in optimizer.state.items()}
         self._groups = [_copied(_settings(group)) for group in optimizer.param_groups]
         self._schedule_state = copy.deepcopy(schedule.state_dict()) if schedule is not None else None
-        self._randomness = Randomness(device)
+        self._randomness = Randomness(device, host_only=draws_on)
 
     def restore(self) -> None:
         """Put everything back; tensors keep their addresses."""

@@ -15,6 +15,7 @@ MOVES: tuple[Move, ...] = (
     resident.MOVE,
     stream.MOVE,
     gather.MOVE,
+    tf32.MOVE,
     precision.MOVE,
     layout.MOVE,
     autotune.MOVE,
@@ -22,7 +23,7 @@ MOVES: tuple[Move, ...] = (
 )
 """In the order in which a plan's parts rest on each other, but for the optimizer, which decides how fp16 skips."""
 
-OTHERS: tuple[Move, ...] = (tf32.MOVE, longer.MOVE, workers.MOVE)
+OTHERS: tuple[Move, ...] = (longer.MOVE, workers.MOVE)
 """Moves that take the place of one of these, or build upon it."""
 
 

@@ -9,14 +9,14 @@ from hotlap.moves.move import Move
 
 
 def _propose(plan: Plan, rig: Rig) -> Plan | str:
-    if plan.numerics.precision != "fp32":
+    if plan.numerics.precision in ("bf16", "fp16"):
         return f"the precision is {plan.numerics.precision} already"
     has = machine.dtype_support(rig.device)
-    # bf16 has the range of fp32 and needs no scaling; fp16 comes second, TF32 where neither is there.
-    for precision in ("bf16", "fp16", "tf32"):
+    # bf16 has the range of fp32 and needs no scaling; fp16 comes second.
+    for precision in ("bf16", "fp16"):
         if has[precision] is machine.Support.HARDWARE:
             return plan.but(precision=precision)
-    return f"this {rig.device.type} has no faster number format in hardware"
+    return f"this {rig.device.type} has no 16-bit number format in hardware"
 
 
 def _setup_s(plan: Plan, rig: Rig) -> float:
@@ -24,5 +24,5 @@ def _setup_s(plan: Plan, rig: Rig) -> float:
 
 
 MOVE = Move(
-    name="lower precision", kind="B", propose=_propose, setup_s=_setup_s, helps=("arithmetic", "memory traffic")
+    name="16-bit precision", kind="B", propose=_propose, setup_s=_setup_s, helps=("arithmetic", "memory traffic")
 )

@@ -8,9 +8,9 @@ from hotlap.moves.move import Move
 
 
 def _propose(plan: Plan, rig: Rig) -> Plan | str:
-    if plan.numerics.precision == "tf32":
-        return "it is on already"
+    if plan.numerics.precision != "fp32":
+        return f"the precision is {plan.numerics.precision} already"
     return plan.but(precision="tf32")
 
 
-MOVE = Move(name="TF32", kind="B", propose=_propose, helps=("arithmetic", "launching"))
+MOVE = Move(name="TF32", kind="B", propose=_propose, helps=("arithmetic", "memory traffic"))

@@ -17,7 +17,7 @@ FIRST_S = 5.0
 class Canary:
     """Looks after a tuned training: where its plan and the user's own drift apart, it goes back to one that agrees."""
 
-    def __init__(self, rig: Rig, gate: Gate, *, plan: Plan, baseline: Plan, first_s: float = FIRST_S) -> None:
+    def __init__(self, rig: Rig, gate: Gate, *, plan: Plan, baseline: Plan) -> None:
         self._rig, self._gate, self._baseline = rig, gate, baseline
         self.plan = plan
         """The plan that is trusted."""
@@ -25,8 +25,7 @@ class Canary:
         """The last step at which the plans agreed."""
         self.drifted: int | None = None
         """That step, once they did not; whoever drives goes back to it, and sets None."""
-        self._least_s = self._wait_s = first_s
-        self._next_s = time.perf_counter() + first_s
+        self._next_s = time.perf_counter() + FIRST_S
         self._doubts = 0
 
     def stepped(self) -> None:
@@ -36,8 +35,7 @@ class Canary:
         began = time.perf_counter()
         passed = self._gate.check(self.plan)
         took_s = time.perf_counter() - began
-        self._wait_s = max(self._least_s, took_s / SHARE)
-        self._next_s = time.perf_counter() + self._wait_s
+        self._next_s = time.perf_counter() + max(FIRST_S, took_s / SHARE)
         if passed.ok:
             self.good, self._doubts = self._rig.steps, 0
         elif self._doubts == 0:

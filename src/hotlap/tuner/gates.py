@@ -2,11 +2,12 @@
 
 Compared is from one moment of the training, with the same data and the same randomness:
 
-- the samples that the plan's feed brings, bit by bit;
-- in another precision, gradients of the user's own step in both, as a whole and by layer;
-- loss, gradients, updates and buffers after as many updates as the plan replays at once, under the plan and as the
-  user makes them in that precision: they differ by rounding alone, and how much that is, is measured;
-- that randomness goes on: updates from the same weights with the same batch differ where they should.
+- the samples that the plan's feed brings with the user's own, bit by bit;
+- two updates of the plan's steps in the user's own precision with the user's own: loss, gradients, updates and buffers
+  differ by rounding alone, and how much that is, is measured;
+- in another precision, gradients of the plan's steps with the user's own, as a whole and by layer;
+- as many updates as a captured plan replays at once with the same operation by operation, to rounding;
+- draws of the randomness: they change gradients from update to update, and as much as they should.
 
 What each of these sees is written beside its constants.
 """
@@ -22,16 +23,11 @@ from hotlap.core.plan import Execution, Plan
 from hotlap.engine.rig import Place, Rig
 from hotlap.machine.kernels import first_line
 from hotlap.tuner.feed_gate import chosen_windows, why_other_samples
-from hotlap.tuner.gradients import Agreement, alike, alike_on_average, averaged, least_gap, same_maths, shown_cosine
-from hotlap.tuner.moment import (
-    LEAST_UPDATES,
-    MOST_UPDATES,
-    Moment,
-    Reference,
-    Stepping,
-    Windows,
-    without_dropout,
-)
+from hotlap.tuner.gradients import Agreement, percent, shown_cosine
+from hotlap.tuner.likeness import alike, alike_on_average, averaged, least_gap
+from hotlap.tuner.moment import LEAST_UPDATES, MOST_UPDATES, Moment, Remembered, Windows
+from hotlap.tuner.rounding import same_maths
+from hotlap.tuner.stepping import Reference, Stepping, without_dropout
 
 DRAWS = 3
 """Updates from the same weights that have to differ: masks that come again after one or two are seen."""
@@ -63,7 +59,7 @@ class Gate:
         self._rig, self._baseline = rig, baseline
         self._moment: Moment | None = None
         self._when: tuple[int, Place] | None = None
-        self._references: dict[tuple[str, bool], Reference] = {}
+        self._own: dict[bool, Reference] = {}
 
     def check(self, plan: Plan) -> Judgement:
         """Whether training goes on as it would have. It leaves no trace in the training, and costs some updates.
@@ -77,61 +73,66 @@ class Gate:
         reason = rig.supports(plan) or next((line for line in rig.cautions(plan) if line not in known), None)
         if reason is not None:
             return Judgement(ok=False, why=reason)
+        remembered = Remembered(rig.modules)
         with rig.aside():
             try:
                 return self._judged(plan)
             except Exception as error:  # whatever a plan, or what the user's code makes of it, may do
                 return Judgement(ok=False, why=first_line(error))
+            finally:
+                remembered.restore()
 
     def forget(self) -> None:
         """Let go of what was found out: a few times the memory of the weights."""
         self._moment, self._when = None, None
-        self._references.clear()
+        self._own.clear()
 
     def _judged(self, plan: Plan) -> Judgement:
         rig, now = self._rig, (self._rig.steps, self._rig.place)
         if self._moment is None or self._when != now:
             self.forget()
             self._moment, self._when = Moment(rig, self._baseline), now
+            self._own = {quiet: self._reference(self._moment) for quiet in (False, True)}
         self._moment.home = rig.plan.feed
         if plan.execution.replay_steps > MOST_UPDATES:
             plan = plan.but(replay_steps=MOST_UPDATES)
-        return _Check(rig, self._moment, self._baseline, plan, self._references).judgement()
+        return _Check(rig, self._moment, self._baseline, plan, self._own).judgement()
+
+    def _reference(self, moment: Moment) -> Reference:
+        return Reference(self._rig, moment, eagerly(self._baseline), moment.windows)
 
 
 class _Check:
     """One plan against the user's own."""
 
-    def __init__(
-        self, rig: Rig, moment: Moment, baseline: Plan, plan: Plan, references: dict[tuple[str, bool], Reference]
-    ) -> None:
-        self._rig, self._moment, self._baseline, self._plan = rig, moment, baseline, plan
-        self._references = references
-        self._own, self._new = baseline.numerics.precision, plan.numerics.precision
-        is_own = plan.feed == baseline.feed and plan.memory == baseline.memory
-        windows = moment.windows if is_own else Windows(rig, plan)
+    def __init__(self, rig: Rig, moment: Moment, baseline: Plan, plan: Plan, own: Mapping[bool, Reference]) -> None:
+        """`own` is what the user's own steps do, as they are, and (True) without dropout."""
+        self._rig, self._moment, self._baseline, self._plan, self._own = rig, moment, baseline, plan, own
+        self._is_precise = plan.numerics.precision == baseline.numerics.precision
+        is_fed_alike = plan.feed == baseline.feed and plan.memory == baseline.memory
+        windows = moment.windows if is_fed_alike else Windows(rig, plan)
         self._windows = None if plan.feed.kind == "resident" else windows
         self._trial = Stepping(rig, moment, plan, self._windows)
+        self._steps = eagerly(plan)
+        self._eager = {quiet: Reference(rig, moment, self._steps, self._windows) for quiet in (False, True)}
         self._figures: dict[str, float] = {}
         self._said: list[str] = []
 
     def judgement(self) -> Judgement:
         """What comes of it: the first part that does not hold, or how well all of them do."""
-        why = self._why_not_fed() or self._why_not_scaled() or self._why_not_precise()
-        why = why or self._why_not_same() or self._why_not_captured() or self._why_not_random()
+        why = self._why_not_fed() or self._why_not_scaled() or self._why_not_same() or self._why_not_precise()
+        why = why or self._why_not_captured() or self._why_not_random()
         return Judgement(ok=why is None, why=why or self._words(), figures=self._figures)
 
     def _words(self) -> str:
-        agree = (
-            f"gradients agree to {shown_cosine(self._figures['cosine'])}" if self._new != self._own else "same maths"
-        )
+        agree = "same maths" if self._is_precise else f"gradients agree to {shown_cosine(self._figures['cosine'])}"
         return "; ".join(dict.fromkeys((agree, *self._said)))
 
     # --- the parts -----------------------------------------------------------------------------------
 
     def _why_not_fed(self) -> str | None:
         moment, plan, own = self._moment, self._plan, self._baseline
-        steps = range(moment.first, moment.first + min(2, moment.length))
+        steps = range(moment.first, moment.first + min(LEAST_UPDATES, moment.length))
         if plan.feed == own.feed and (plan.feed.kind != "resident" or plan.numerics.layout == own.numerics.layout):
             moment.windows.bring(steps)
             return None
@@ -143,80 +144,84 @@ class _Check:
         seen.bring({*numbers, *steps})
         return why_other_samples(moment.windows, seen, numbers, self._rig.device)
 
+    def _why_not_same(self) -> str | None:
+        """The plan's steps in the user's own precision, operation by operation, against the user's own."""
+        steps = self._steps.but(precision=self._baseline.numerics.precision)
+        if steps == eagerly(self._baseline):
+            return None
+        updates = min(LEAST_UPDATES, self._moment.length)
+        trial = Stepping(self._rig, self._moment, steps, self._windows)
+        return self._compared(lambda quiet: self._same(self._own[quiet], trial, updates), self._own[False], trial)
+
     def _why_not_scaled(self) -> str | None:
         """A storm of updates that are left out; a few at the beginning, while the scale settles, are usual."""
-        return self._moment.settle_scale(self._in(self._new)) if self._new == "fp16" else None
+        fp16 = next((p for p in (self._plan, self._baseline) if p.numerics.precision == "fp16"), None)
+        return self._moment.settle_scale(eagerly(fp16)) if fp16 is not None else None
 
     def _why_not_precise(self) -> str | None:
-        """The user's own step in the new precision, against that in the own one."""
-        if self._new == self._own:
+        """The plan's steps, operation by operation, against the user's own in another precision."""
+        if self._is_precise:
             return None
         first = self._moment.first
 
         def exactly(quiet: bool) -> Agreement:
-            own, new = self._reference(self._own, quiet), self._reference(self._new, quiet)
-            rounding = own.noise(first, 1).gradients
-            return alike(own.through(first, 1), new.through(first, 1), own.another_batch(first), rounding)
+            own, made = self._own[quiet], self._eager[quiet].gradients(first)
+            return alike(own.gradients(first), made, own.another_batch(first), own.rounding(first))
 
-        return self._compared(exactly, self._reference(self._own), self._reference(self._new))
-
-    def _why_not_same(self) -> str | None:
-        """The plan's step, made operation by operation, against the user's own in the same precision."""
-        eager, own = self._eagerly(), self._in(self._new)
-        if eager == own:
-            return None
-        updates = min(LEAST_UPDATES, self._moment.length)
-        trial = Stepping(self._rig, self._moment, eager, self._windows)
-        return self._compared(
-            lambda quiet: self._same(self._reference(self._new, quiet), trial, updates),
-            self._reference(self._new),
-            trial,
-        )
+        return self._compared(exactly, self._own[False], self._eager[False], says_most=True)
 
     def _why_not_captured(self) -> str | None:
-        """The plan as it is, against its own step made operation by operation."""
-        eager = self._eagerly()
-        if eager == self._plan:
+        """The plan as it is, against its own steps made operation by operation."""
+        if self._steps == self._plan:
             return None
         updates = self._moment.updates_of(self._plan)
-        own = {quiet: Reference(self._rig, self._moment, eager, self._windows) for quiet in (False, True)}
         single = Stepping(self._rig, self._moment, self._plan.but(replay_steps=1), self._windows)
-        why = self._compared(lambda quiet: self._same(own[quiet], self._trial, updates), own[False], single)
+        why = self._compared(
+            lambda quiet: self._same(self._eager[quiet], self._trial, updates), self._eager[False], single
+        )
         self._rig.use(self._trial.plan)
         if self._rig.given_up is not None:
-            self._said.append(f"nothing is captured, since {self._rig.given_up}")
+            return f"nothing is captured, since {self._rig.given_up}"
         return why
 
     def _why_not_random(self) -> str | None:
-        own = self._reference(self._own)
+        """Masks that come again from update to update, or drop more or less than they should."""
+        own, trial, plan = self._own[False], self._trial, self._plan
         if not own.is_random:
             return None
-        together = self._plan.execution.replay_steps
-        least, middle = least_gap(self._trial.draws(DRAWS, self._moment.updates_of(self._plan) if together > 1 else 1))
+        updates = self._moment.updates_of(plan) if plan.execution.replay_steps > 1 else 1
+        if plan.execution.mode == "captured":
+            trial.at_pace(self._moment.first, updates)
+        least, middle = least_gap(trial.draws(DRAWS, updates))
         self._figures["redrawn"] = middle
-        seen, usual = f"{100 * least:.2g} %", f"{100 * own.apart:.2g} %"
+        usual = f"and in the user's own by {percent(own.apart)}"
         if least < REPEATED * own.apart:
-            return f"its randomness repeats: another draw changes gradients by {seen}, and in the user's own by {usual}"
-        if not own.apart / SPREAD < middle < own.apart * SPREAD:
-            return f"another draw changes gradients by {100 * middle:.2g} %, and in the user's own by {usual}"
+            return f"its randomness repeats: another draw changes gradients by {percent(least)}, {usual}"
+        # (After several updates draws have drifted further apart than after the user's own one.)
+        if self._plan.execution.replay_steps == 1 and not own.apart / SPREAD < middle < own.apart * SPREAD:
+            return f"another draw changes gradients by {percent(middle)}, {usual}"
         return None
 
     # --- what they share -----------------------------------------------------------------------------
 
-    def _compared(self, exactly: Callable[[bool], Agreement], own: Stepping, other: Stepping) -> str | None:
-        """With the same masks; else without dropout, where that takes all randomness away; else averages."""
+    def _compared(
+        self, exactly: Callable[[bool], Agreement], own: Stepping, other: Stepping, *, says_most: bool = False
+    ) -> str | None:
+        """Why two ways to make the same updates do not agree; their figures are kept."""
         found = self._with_masks(exactly, own, other)
-        self._figures = {**found.figures, **self._figures}
+        kept = self._figures
+        self._figures = {**kept, **found.figures} if says_most else {**found.figures, **kept}
         return found.why
 
     def _with_masks(self, exactly: Callable[[bool], Agreement], own: Stepping, other: Stepping) -> Agreement:
-        drawn = self._reference(self._own)
+        """With the same masks; else without dropout, where that takes all randomness away; else averages."""
+        drawn = self._own[False]
         if drawn.is_steady:
             found = exactly(False)
             if found.why is None or not drawn.is_random:
                 return found
         with without_dropout(self._rig.modules) as any_dropped:
-            if any_dropped and not self._reference(self._own, quiet=True).is_random:
+            if any_dropped and not self._own[True].is_random:
                 self._said.append("compared without dropout")
                 return exactly(True)
         self._said.append("compared on average, as far as random masks let see")
@@ -237,17 +242,7 @@ class _Check:
                 break
         return found
 
-    def _reference(self, precision: str, quiet: bool = False) -> Reference:
-        key = precision, quiet
-        if key not in self._references:
-            self._references[key] = Reference(self._rig, self._moment, self._in(precision), self._moment.windows)
-        return self._references[key]
 
-    def _in(self, precision: str) -> Plan:
-        """The user's own steps in this precision, made operation by operation."""
-        execution = Execution(autotune=self._baseline.execution.autotune)
-        return dataclasses.replace(self._baseline, execution=execution).but(precision=precision)
-
-    def _eagerly(self) -> Plan:
-        """The plan's own steps, made operation by operation."""
-        return dataclasses.replace(self._plan, execution=Execution(autotune=self._plan.execution.autotune))
+def eagerly(plan: Plan) -> Plan:
+    """The steps of a plan, made operation by operation."""
+    return dataclasses.replace(plan, execution=Execution(autotune=plan.execution.autotune))

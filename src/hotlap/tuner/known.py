@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,21 +29,23 @@ class KnownPlans:
     def __init__(self, rig: Rig, *, batch_size: int) -> None:
         self._key = key_of(_facts(rig, batch_size))
 
-    def found(self) -> Plan | None:
-        """The plan that an earlier run found."""
+    def found(self) -> tuple[Plan, list[str]] | None:
+        """The plan that an earlier run found, and the names of its moves."""
         try:
             entry = Cache().get(KIND, self._key)
-            return None if entry is None else Plan.from_dict(entry.values["plan"])
+            if entry is None:
+                return None
+            return Plan.from_dict(entry.values["plan"]), [str(name) for name in entry.values["moves"]]
         except (HotlapError, OSError, LookupError, TypeError, ValueError) as error:
             log.warning("the plan found before cannot be read: %s", error)
             return None
 
-    def remember(self, plan: Plan) -> None:
-        """Keep a plan for later runs."""
+    def remember(self, plan: Plan, moves: Sequence[str]) -> None:
+        """Keep a plan for later runs, and the names of the moves that have made it."""
         try:
             cache = Cache()
             cache.drop(KIND, self._key)
-            cache.put(KIND, self._key, values={"plan": plan.to_dict()}, facts={"plan": str(plan)})
+            cache.put(KIND, self._key, values={"plan": plan.to_dict(), "moves": list(moves)}, facts={"plan": str(plan)})
         except (HotlapError, OSError) as error:
             log.warning("the plan that was found cannot be kept: %s", error)
 

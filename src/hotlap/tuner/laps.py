@@ -11,6 +11,10 @@ from hotlap.tuner.driven import Driven
 
 LAP_S = 0.05
 """The least a lap takes."""
+LEAST_WINDOWS = 4
+"""And the least it has: one step tells little of the next."""
+LONG_S = 0.5
+"""Unless it takes so long."""
 MOST_WARM = 64
 """Windows after which a plan is timed, whether it is at its pace or not: some never come to it."""
 MOST_AGAIN = 8
@@ -27,10 +31,10 @@ class Lap:
     """Updates made since the lap was asked for, those before it began included."""
     wall_s: float
     """Seconds since it was asked for, without pauses."""
-    feed_s: float
-    """Seconds an update that the host waited for its batch."""
-    issue_s: float
-    """Seconds an update that the host took to ask the device for it."""
+    feed_s: float | None = None
+    """Seconds an update that the host waited for its batch; None where nobody told."""
+    issue_s: float | None = None
+    """Seconds an update that the host took to ask the device for it; None where nobody told."""
 
 
 class LapClock:
@@ -50,7 +54,8 @@ class LapClock:
         self._cut = 0
         self._timing = False
         self._asked = clock()
-        self._feed_s = self._issue_s = self._fed_at = 0.0
+        self._feed_s = self._issue_s = 0.0
+        self._fed_at: float | None = None
         self._last_end = False
         self.ask(warm=1)
 
@@ -89,14 +94,16 @@ class LapClock:
             return None
         now = self._clock()
         self._updates += updates
-        self._issue_s += now - self._fed_at
+        self._windows += 1
+        if self._fed_at is not None:
+            self._issue_s += now - self._fed_at
         if self._training.plan in self._whole:
             if not end or now - self._began - self._paused_s + self._paused_before < LAP_S:
                 return None
         elif end:
             self._void()
             return None
-        elif now - self._began < LAP_S:
+        elif now - self._began < (LAP_S if self._windows >= LEAST_WINDOWS else LONG_S):
             return None
         self._training.wait()
         now, self._timing = self._clock(), False
@@ -111,8 +118,8 @@ class LapClock:
             step_s=spent / self._updates,
             updates=self._made,
             wall_s=now - self._asked - self._paused_s,
-            feed_s=self._feed_s / self._updates,
-            issue_s=self._issue_s / self._updates,
+            feed_s=self._feed_s / self._updates if self._fed_at is not None else None,
+            issue_s=self._issue_s / self._updates if self._fed_at is not None else None,
         )
 
     def _may_begin(self) -> bool:
@@ -124,7 +131,7 @@ class LapClock:
 
     def _begin(self) -> None:
         self._training.wait()
-        self._timing, self._updates = True, 0
+        self._timing, self._updates, self._windows = True, 0, 0
         self._feed_s = self._issue_s = 0.0
         self._paused_before = self._paused_s
         self._began = self._clock()

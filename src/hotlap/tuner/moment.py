@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from hotlap import machine
 from hotlap.core.plan import Plan
 from hotlap.data.batches import map_tensors
 from hotlap.data.resident import Rows
-from hotlap.engine.rig import Place, Rig
+from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import Window
-from hotlap.tuner.gradients import Gaps, Noise, Outcome, gaps_between, loss_gap, whole
+from hotlap.tuner.gradients import Outcome, gaps_between
 
 MOST_UPDATES = 32
 """Updates that are compared at most; a plan that replays more at once is judged with so many."""
@@ -29,20 +29,8 @@ FIRST_UPDATES = 3
 PLACES = 3
 """Places in the data at which steps are compared at most: where one differs, the next is asked. Rounding may put an
 activation on the other side of zero now and then, which changes more than rounding does; a fault is there each time."""
-MOST_RUNS = 6
-"""Runs until a plan that records is at its pace: some to warm up, one to record."""
 MOST_SETTLING = 20
 """Updates in which the scale of fp16 has to settle: from its start to 1 takes 16 that are left out."""
-
-ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""How far a product is off by rounding, at most and as a fraction."""
-SUMMED = 64.0
-"""How many times as far a sum of products in fp32 may be: it is rounded as often as it has parts. Sums of narrower
-products are taken in fp32, which does not count beside them."""
-DRAWN_APART = 1e-3
-"""Gradients of two draws that differ by more, as a fraction, were drawn from other randomness."""
-STEADY = 0.25
-"""As a fraction of what another draw changes: runs that differ by more did not draw the same."""
 
 
 class Windows:
@@ -77,6 +65,52 @@ class Windows:
         return Window(pieces, window.sizes, window.all_count, window.updates)
 
 
+class Remembered:
+    """What modules remember beside tensors: plain values, such as a count of steps, and generators of their own."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        layers = [layer for module in modules for layer in module.modules()]
+        self._values = [(layer, _plain(layer)) for layer in layers]
+        self._generators = [
+            (value, _state(value)) for layer in layers for value in layer.__dict__.values() if isinstance(value, _OWN)
+        ]
+
+    def restore(self, *, generators: bool = True) -> None:
+        """Put all of it back."""
+        for layer, values in self._values:
+            if _plain(layer) != values:
+                layer.__dict__.update(values)
+        for generator, state in self._generators if generators else ():
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            else:
+                generator.setstate(state)
+
+
+_OWN = (torch.Generator, np.random.Generator, random.Random)
+
+
+def _plain(layer: nn.Module) -> dict[str, Any]:
+    # Rates are `without_dropout`'s to change.
+    found = {name: value for name, value in layer.__dict__.items() if isinstance(value, (int, float, str, type(None)))}
+    return {name: value for name, value in found.items() if name != rate_name(layer)}
+
+
+def rate_name(layer: nn.Module) -> str | None:
+    """The attribute by which a layer of torch knows how much it drops; None where it drops nothing."""
+    if isinstance(layer, _DropoutNd):
+        return "p"
+    return "dropout" if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) else None
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.getstate()
+
+
 class Moment:
     """Where a training stands; to be used inside `rig.aside`."""
 
@@ -91,11 +125,13 @@ class Moment:
         self.windows = Windows(rig, baseline)
         """As the user's own plan brings them."""
         self._scale: Any = None
+        # Where the device's randomness must not be set, it must not be without dropout either, on behalf of captures.
+        self._device_draws_on = rig.draws_on
         if not rig.steps:
             rig.use(self.stepped(baseline))
             for number in range(self.first, min(self.first + FIRST_UPDATES, self.length)):
                 rig.advance(self.windows.fresh(number))
-        self._start = rig.snapshot()
+        self._start, self._remembered = rig.snapshot(), Remembered(rig.modules)
         self._weights = {name: tensor.detach().clone() for name, tensor in _named(rig)}
 
     def updates_of(self, plan: Plan) -> int:
@@ -119,16 +155,25 @@ class Moment:
         sizes = gaps_between(fractions, {})
         return {name: gap.size * torch.finfo(fractions[name].dtype).eps for name, gap in sizes.items()}
 
-    def run(self, plan: Plan, windows: Iterable[Window], *, nudge: float = 0.0, draws_on: bool = False) -> Outcome:
+    def run(
+        self,
+        plan: Plan,
+        windows: Iterable[Window],
+        *,
+        nudge: float = 0.0,
+        draws_on: bool = False,
+        gradients_only: bool = False,
+    ) -> Outcome:
         """Make the updates of these windows from here under a plan.
 
         With `nudge` every weight is moved by that fraction of itself first, up or down; with `draws_on` randomness
-        goes on from where the last run left it.
+        goes on from where the last run left it; with `gradients_only` nothing else is kept, which spares memory.
         """
         rig = self._rig
         rig.use(plan)
-        randomness = Randomness(rig.device) if draws_on else None
+        randomness = Randomness(rig.device, host_only=self._device_draws_on) if draws_on else None
         rig.restore(self._start)
+        self._remembered.restore(generators=not draws_on)
         if plan.numerics.precision == "fp16" and self._scale is not None:
             rig.guards.put_back(self._scale)
         if randomness is not None:
@@ -138,13 +183,17 @@ class Moment:
         for window in windows:
             loss = rig.advance(window)
         assert loss is not None
-        return self._outcome(float(loss), start, rig.skipped - skipped)
+        skipped = rig.skipped - skipped
+        if gradients_only:
+            return Outcome(loss=float(loss), gradients=_gradients(rig), skipped=skipped)
+        return self._outcome(float(loss), start, skipped)
 
     def settle_scale(self, plan: Plan) -> str | None:
         """Find the scale that fp16 needs from here; why there is none, where updates keep being left out."""
         rig, numbers = self._rig, range(self.first, self.first + min(LEAST_UPDATES, self.length - self.first))
         rig.use(self.stepped(plan))
         rig.restore(self._start)
+        self._remembered.restore()
         made, before = 0, rig.skipped
         for number in range(MOST_SETTLING):
             skipped = rig.skipped
@@ -171,11 +220,10 @@ class Moment:
     def _outcome(self, loss: float, start: Mapping[str, Tensor], skipped: int) -> Outcome:
         now = dict(_named(self._rig))
         parameters = {name for name, tensor in now.items() if isinstance(tensor, nn.Parameter) or tensor.requires_grad}
-        gradients = {n: _dense(p.grad).detach().clone() for n, p in now.items() if p.grad is not None}
         moved = {n: _moved(t.detach(), start[n]) for n, t in now.items() if t.is_floating_point() or t.is_complex()}
         return Outcome(
             loss=loss,
-            gradients=gradients,
+            gradients=_gradients(self._rig),
             weights={name: tensor for name, tensor in moved.items() if name in parameters},
             buffers={name: tensor for name, tensor in moved.items() if name not in parameters},
             counts={name: tensor.clone() for name, tensor in now.items() if name not in moved},
@@ -195,163 +243,12 @@ def _named(rig: Rig) -> Iterator[tuple[str, Tensor]]:
             yield f"parameter {number}", tensor
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+def _gradients(rig: Rig) -> dict[str, Tensor]:
+    found = ((name, tensor.grad) for name, tensor in _named(rig) if tensor.grad is not None)
+    return {name: (g if g.layout is torch.strided else g.to_dense()).detach().clone() for name, g in found}
 
 
 def _moved(now: Tensor, before: Tensor) -> Tensor:
     moved = now - before
     # A mask holds infinities, of which the difference is no number.
     return torch.where((now == before) | (now.isnan() & before.isnan()), torch.zeros_like(moved), moved)
-
-
-class Stepping:
-    """Updates from one moment under one plan."""
-
-    def __init__(self, rig: Rig, moment: Moment, plan: Plan, windows: Windows | None) -> None:
-        """Of these windows; None where the plan's own feed holds them on the device."""
-        self._rig, self._moment, self._plan, self.windows = rig, moment, plan, windows
-
-    @property
-    def plan(self) -> Plan:
-        """What the rig obeys meanwhile."""
-        return self._moment.stepped(self._plan)
-
-    def run(self, first: int, updates: int, *, nudge: float = 0.0, draws_on: bool = False) -> Outcome:
-        """Make so many updates, from this window on."""
-        return self._moment.run(self.plan, self._ahead(first, updates), nudge=nudge, draws_on=draws_on)
-
-    def at_pace(self, first: int, updates: int) -> Outcome:
-        """As `run`, once the plan does what it will do from then on.
-
-        What is recorded is recorded elsewhere in the data, lest a replay look right that reads what was there then.
-        """
-        rig, others = self._rig, [place for place in self._moment.places(updates) if place != first]
-        elsewhere = others[-1] if others and self.windows is None else first
-        settled = self.plan.execution.mode != "captured"
-        for number in range(MOST_RUNS):
-            recording = number < 2 and not settled
-            rig.use(self.plan)
-            before = rig.firsts
-            made = self.run(elsewhere if recording else first, updates)
-            settled = rig.firsts == before
-            if settled and not recording:
-                break
-        return made
-
-    def draws(self, count: int, updates: int) -> list[Outcome]:
-        """So many times the same updates, each with randomness as the one before has left it."""
-        return [self.run(self._moment.first, updates, draws_on=number > 0) for number in range(count)]
-
-    def _ahead(self, first: int, updates: int) -> Iterator[Window]:
-        rig = self._rig
-        if self.windows is None:
-            rig.place = Place(rig.place.epoch, first, rig.place.served)
-            yield from rig.windows(steps=rig.place.served + updates)
-            return
-        self.windows.bring(range(first, first + updates))
-        for number in range(first, first + updates):
-            yield self.windows.fresh(number)
-
-
-class Reference(Stepping):
-    """Steps that others are held against; what they do from one moment is found out once."""
-
-    def __init__(self, rig: Rig, moment: Moment, plan: Plan, windows: Windows | None) -> None:
-        super().__init__(rig, moment, plan, windows)
-        self.roundoff = roundoff(rig, plan.numerics.precision)
-        self._through: dict[tuple[int, int], Outcome] = {}
-        self._noise: dict[tuple[int, int], Noise] = {}
-
-    def through(self, first: int, updates: int) -> Outcome:
-        """What so many updates do, from this window on."""
-        if (first, updates) not in self._through:
-            self._through[first, updates] = self.run(first, updates)
-        return self._through[first, updates]
-
-    def noise(self, first: int, updates: int) -> Noise:
-        """How far rounding alone takes them."""
-        if (first, updates) not in self._noise:
-            truth = self.through(first, updates)
-            nudged = self.run(first, updates, nudge=self.roundoff)
-            self._noise[first, updates] = Noise(
-                loss=loss_gap(truth, nudged),
-                gradients=gaps_between(truth.gradients, nudged.gradients),
-                weights=gaps_between(truth.weights, nudged.weights),
-                buffers=gaps_between(truth.buffers, nudged.buffers),
-                roundoff=self.roundoff,
-            )
-        return self._noise[first, updates]
-
-    def another_batch(self, than: int) -> Outcome | None:
-        """One update with another batch than that window's, from the same weights; None where there is no other."""
-        others = [number for number in self._moment.places(1) if number != than]
-        return self.through(others[0], 1) if others else None
-
-    @cached_property
-    def _drawn(self) -> tuple[float, float]:
-        """How far one update is from itself made again, and from one with other randomness, as fractions."""
-        first = self._moment.first
-        truth = self.through(first, 1)
-        return _apart(truth, self.run(first, 1)), _apart(truth, self.run(first, 1, draws_on=True))
-
-    @property
-    def apart(self) -> float:
-        """How far another draw of the randomness takes a gradient, as a fraction."""
-        return self._drawn[1]
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the training draws: dropout, augmentation on the device."""
-        return max(self._drawn) > max(DRAWN_APART, 8 * self.roundoff)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether the same randomness gives the same gradients; cuDNN's recurrent layers draw from their own."""
-        return not self.is_random or self._drawn[0] <= STEADY * self._drawn[1]
-
-
-def _apart(one: Outcome, other: Outcome) -> float:
-    found: Gaps = gaps_between(one.gradients, other.gradients)
-    return whole(found).relative if found else 0.0
-
-
-def roundoff(rig: Rig, precision: str) -> float:
-    """How far rounding takes what a layer computes in this precision, as a fraction."""
-    if precision == "fp32" and not _takes_tf32(rig):
-        return SUMMED * ROUNDOFF["fp32"]
-    return ROUNDOFF["tf32" if precision == "fp32" else precision]
-
-
-def _takes_tf32(rig: Rig) -> bool:
-    """Whether the user lets the GPU round products of fp32; torch does so in convolutions and RNNs unless told."""
-    if rig.device.type != "cuda" or machine.dtype_support(rig.device)["tf32"] is not machine.Support.HARDWARE:
-        return False
-    layers = [type(layer) for module in rig.modules for layer in module.modules()]
-    by_cudnn = any(issubclass(kind, (nn.modules.conv._ConvNd, nn.RNNBase)) for kind in layers)
-    return (by_cudnn and _is_on(torch.backends.cudnn)) or _is_on(torch.backends.cuda.matmul)
-
-
-def _is_on(switch: Any) -> bool:
-    try:
-        return bool(switch.allow_tf32)
-    except RuntimeError:  # the newer switches say another thing, for some of it at least
-        return True
-
-
-@contextmanager
-def without_dropout(modules: Iterable[nn.Module]) -> Iterator[bool]:
-    """Inside, layers of torch that drop drop nothing; gives whether there are any. Captures know them for others."""
-    found: list[tuple[nn.Module, str, Any]] = []
-    for module in modules:
-        for layer in module.modules():
-            name = "p" if isinstance(layer, _DropoutNd) else "dropout"
-            if isinstance(layer, (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)) and getattr(layer, name) > 0:
-                found.append((layer, name, getattr(layer, name)))
-    try:
-        for layer, name, _ in found:
-            setattr(layer, name, 0.0)
-        yield bool(found)
-    finally:
-        for layer, name, rate in found:
-            setattr(layer, name, rate)

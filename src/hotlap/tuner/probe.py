@@ -16,6 +16,8 @@ CALIBRATION_S = 1.0
 """What calibrating a machine takes at most; it is done once, and only where so much may well be spent."""
 MARGIN = 1.25
 """A kernel may be so much faster than the ones that were calibrated."""
+REPLAY_S = 3e-5
+"""What starting one replay takes, at most."""
 FEED_CHOICES = {field.name for field in dataclasses.fields(Feed)}
 
 
@@ -25,12 +27,12 @@ class Probe:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._diagnosis: Diagnosis | None = None
-        self._feeding = 0.0
+        self._feeding: float | None = None
 
     def look(self, lap: Lap, *, may_s: float) -> None:
         """Count one step and find out what bounds it, within about so many seconds."""
         rig = self._rig
-        self._feeding = min(1.0, lap.feed_s / lap.step_s)
+        self._feeding = _share(lap)
         rates = calibration(rig.device, known_only=may_s < 2 * CALIBRATION_S)
         if rates is None:
             return
@@ -40,8 +42,8 @@ class Probe:
             least_bytes = least_traffic(rig.optimizer)
         self._diagnosis = diagnose(
             step_s=lap.step_s,
-            feed_s=lap.feed_s,
-            issue_s=lap.issue_s,
+            feed_s=lap.feed_s or 0.0,
+            issue_s=lap.step_s if lap.issue_s is None else lap.issue_s,
             census=counted,
             calibration=rates,
             precision=rig.plan.numerics.precision,
@@ -53,20 +55,28 @@ class Probe:
         """What bounds the training, in the words that moves use."""
         if self._diagnosis is not None:
             return self._diagnosis.bound
-        return "feeding" if self._feeding > 0.5 else "launching"
+        return "feeding" if (self._feeding or 0.0) > 0.5 else "launching"
 
     @property
     def line(self) -> str:
         """The diagnosis for people."""
         if self._diagnosis is not None:
             return self._diagnosis.line()
-        return f"bringing batches takes {100 * self._feeding:.0f} % of a step"
+        return "" if self._feeding is None else f"bringing batches takes {100 * self._feeding:.0f} % of a step"
 
     def most_gain(self, plan: Plan, proposed: Plan, lap: Lap) -> tuple[float, str]:
         """How many times faster the proposed plan can be at most than `plan`, of which `lap` is; and what says so."""
-        if self._rig.device.type == "cpu" and not set(plan.changes(proposed)) - FEED_CHOICES:
-            # What is not spent on feeding stays. (On a GPU a feed also changes what the step itself has to do.)
-            feeding = min(1.0, lap.feed_s / lap.step_s)
+        changed = set(plan.changes(proposed))
+        if changed <= {"replay_steps"}:
+            share = REPLAY_S / (plan.execution.replay_steps * lap.step_s)
+            most = 1 / max(1e-9, 1 - share)
+            return most, f"starting replays takes {100 * share:.1f} % of a step at most: {most:.2f}x"
+        alone = self._rig.device.type == "cpu" or plan.feed.kind == "resident"
+        if alone and changed & FEED_CHOICES and changed <= FEED_CHOICES | {"replay_steps"}:
+            # What is not spent on feeding stays. (From host to GPU a feed also changes what the step has to do.)
+            feeding = _share(lap)
+            if feeding is None:
+                return float("inf"), ""
             most = 1 / max(1e-9, 1 - feeding)
             return most, f"bringing batches takes {100 * feeding:.1f} % of a step: at most {most:.2f}x"
         floors = self._diagnosis.floor_s if self._diagnosis is not None else {}
@@ -78,3 +88,8 @@ class Probe:
             return float("inf"), ""
         most = MARGIN * lap.step_s / floor_s
         return most, f"its arithmetic takes {show_seconds(floor_s)} of {show_seconds(lap.step_s)}: at most {most:.2f}x"
+
+
+def _share(lap: Lap) -> float | None:
+    """Of a step, what the host waits for its batch."""
+    return None if lap.feed_s is None else min(1.0, lap.feed_s / lap.step_s)

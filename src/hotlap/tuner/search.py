@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_seconds
 from hotlap.engine.rig import Rig
+from hotlap.moves import autotune, layout, precision
 from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.budget import MOST_S, Budget
@@ -23,6 +24,8 @@ from hotlap.tuner.probe import Probe
 from hotlap.tuner.stats import LEAST_GAIN
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
+ARITHMETIC = (precision.MOVE, layout.MOVE, autotune.MOVE)
+"""Moves that change how convolutions are computed: each alone may be slower, all together are not."""
 ALIKE = 0.1
 """Laps of the user's own plan that differ by less are taken for its pace."""
 MOST_SETTLING = 8
@@ -73,7 +76,8 @@ class Search:
         self._rig.keep_plans()
         try:
             if not (yield from self._as_found_before()):
-                yield from self._all_together()
+                yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
+                yield from self._together(ARITHMETIC)
                 yield from self._one_by_one()
                 yield from self._shares()
             yield from self._in_all()
@@ -96,11 +100,12 @@ class Search:
 
     def _as_found_before(self) -> Laps:
         """The plan that an earlier run of the same training found, after a quick look whether it still holds."""
-        found = self._known.found() if self._known is not None else None
-        if found is None or found == self.baseline or self._rig.supports(found) is not None:
+        known = self._known.found() if self._known is not None else None
+        if known is None or known[0] == self.baseline:
             return False
-        moves = self._moves_of(found)
-        if moves is None or self._trials.why_not(found, moves) is not None:
+        found, names = known
+        moves = [move for move in (*MOVES, *OTHERS) if move.name in names]
+        if self._with(moves) != found or self._rig.supports(found) or self._trials.why_not(found, moves):
             return False
         tried = yield from self._trials.compare(self.baseline, found, settled=self.baseline)
         if not tried.accepted:
@@ -108,27 +113,15 @@ class Search:
         self._settle(found, moves, tried, known=1.0)
         return True
 
-    def _moves_of(self, found: Plan) -> list[Move] | None:
-        """The moves that make a plan out of the user's own; None where none do."""
-        moves, plan = [], self.baseline
-        for move in (*MOVES, *OTHERS):
-            proposed = move.propose(plan, self._rig)
-            if isinstance(proposed, Plan) and all(
-                found.choices()[name] == after for name, (_, after) in plan.changes(proposed).items()
-            ):
-                moves.append(move)
-                plan = proposed
-        return moves if plan == found else None
-
-    def _all_together(self) -> Laps:
-        """All moves at once that change nothing but the time, if they can pay and a gate lets them through."""
-        open_moves = [move for move in MOVES if move.kind == "A" and move.name not in self._trials.refused]
-        made, setup_s = [], 0.0
-        for move in everything(self._rig, self.plan, open_moves).made:
+    def _together(self, moves: Sequence[Move]) -> Laps:
+        """Moves that hide each other, all at once, if they can pay and a gate lets them through; never just one."""
+        made: list[Move] = []
+        setup_s = 0.0
+        for move in everything(self._rig, self.plan, moves).made:
             if self._is_worth_it(move, beside_s=setup_s):
                 made.append(move)
                 setup_s += move.setup_s(self._with(made), self._rig)
-        made = self._let_through(made)
+        made = self._let_through(made) if len(made) > 1 else []
         if len(made) < 2:
             return
         plan = self._with(made)
@@ -185,7 +178,7 @@ class Search:
                     trials.refuse(move, "rejected", "in the end slower than the user's own plan", tried)
                 self.plan, self._kept = self.baseline, []
             elif self._known is not None:
-                self._known.remember(self.plan)
+                self._known.remember(self.plan, [move.name for move in self._kept])
         why = "" if self._kept else "nothing helped"
         self._settle_in(tried)
         saved_s = budget.saved_s - budget.spent_s + self._left_s * (budget.base_s / self._lap.step_s - 1)
@@ -211,7 +204,7 @@ class Search:
             if tried.accepted:
                 self._settle(proposed, [move], tried)
             else:
-                self._trials.refuse(move, "rejected", tried.verdict, tried)
+                self._trials.refuse(move, "rejected", tried.words, tried)
 
     def _is_worth_it(self, move: Move, beside_s: float = 0.0) -> bool:
         """Whether a trial may be paid for beside others that take so long, and the rest of the run can give it back."""
@@ -238,21 +231,22 @@ class Search:
 
     def _let_through(self, moves: Sequence[Move]) -> list[Move]:
         """The moves that leave the training the same; the others are refused."""
+        why = self._trials.why_not(self._with(moves), moves)
+        if why is None:
+            return list(moves)
+        if len(moves) == 1:
+            self._trials.refuse(moves[0], "rejected", why)
+            return []
         passed: list[Move] = []
-        for kind in ("A", "B"):
-            group = [move for move in moves if move.kind == kind]
-            if not group:
-                continue
-            if self._trials.why_not(self._with([*passed, *group]), group) is None:
-                passed += group
-                continue
-            for move in group:  # one of them it was
-                why = self._trials.why_not(self._with([*passed, move]), [move])
-                if why is None:
-                    passed.append(move)
-                else:
-                    self._trials.refuse(move, "rejected", why)
+        for move in moves:  # one of them it was
+            passed += self._let_through_beside(move, passed)
         return passed
+
+    def _let_through_beside(self, move: Move, passed: Sequence[Move]) -> list[Move]:
+        why = self._trials.why_not(self._with([*passed, move]), [move])
+        if why is not None:
+            self._trials.refuse(move, "rejected", why)
+        return [] if why is not None else [move]
 
     def _with(self, moves: Sequence[Move], but: Move | None = None) -> Plan:
         """The user's plan with the kept moves and these, in the order in which they rest on each other."""

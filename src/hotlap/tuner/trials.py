@@ -47,6 +47,11 @@ class Tried:
     cost_s: float = 0.0
 
     @property
+    def words(self) -> str:
+        """Why it is not accepted, for people."""
+        return "no gain worth having" if self.verdict == "rejected" else self.verdict
+
+    @property
     def accepted(self) -> bool:
         """Whether B is faster by more than may be chance."""
         return self.verdict == "accepted"

@@ -100,7 +100,7 @@ class Tuner:
             self._rig.wait()
             took_s = time.perf_counter() - self._rest_began
             self._rest = None
-            rested = Lap(step_s=took_s / self._rested, updates=self._rested, wall_s=took_s, feed_s=0.0, issue_s=0.0)
+            rested = Lap(step_s=took_s / self._rested, updates=self._rested, wall_s=took_s)
             if self._search.budget is not None:
                 self._search.budget.made(self._rested, took_s)
             self._go_on(rested)

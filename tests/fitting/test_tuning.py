@@ -1,0 +1,201 @@
+"""`fit` with a tuner: what is found is written down, replayed, gone on with, and never changes what is trained."""
+
+import json
+
+import pytest
+import torch
+from plain import class_data, parameters_of, small_mlp
+from torch import nn
+from torch.utils.data import Dataset
+from typer.testing import CliRunner
+
+import hotlap
+from hotlap import Job, PlanError, fit
+from hotlap.cli import app
+from hotlap.core.table import rows
+from hotlap.fitting.tuning import tune
+from hotlap.moves import every
+from hotlap.moves.move import Move
+from hotlap.tuner import budget, canary
+from hotlap.tuner.gates import Gate, Judgement
+
+
+class Computed(Dataset):
+    """Samples that take a while to compute, and are the same each time."""
+
+    def __init__(self, size=256):
+        self.x, self.y = class_data(size)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        for _ in range(40):
+            self.x[index].sum()
+        return self.x[index], int(self.y[index])
+
+
+def job_for(steps=600, **settings):
+    torch.manual_seed(0)
+    model = small_mlp()
+    given = {
+        "model": model,
+        "data": Computed(),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
+        "batch_size": 16,
+        "steps": steps,
+        "device": "cpu",
+    }
+    return Job(**(given | settings))
+
+
+@pytest.fixture
+def at_leisure(monkeypatch, tmp_path):
+    """Tuning may cost whatever it likes, and finds nothing that was known before."""
+    monkeypatch.setattr(budget, "SHARE", 100.0)
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("hotlap.tuner.laps.LAP_S", 0.005)
+
+
+def outcomes(run):
+    return {row.what: row for row in rows(run.ledger)}
+
+
+def test_a_run_too_short_to_tune_is_the_users_own_to_the_last_bit(tmp_path):
+    mine = fit(job_for(40), plan="auto", out=tmp_path / "auto", progress=False)
+    theirs = fit(job_for(40), plan="off", out=tmp_path / "off", progress=False)
+    assert mine.plan == theirs.plan
+    assert torch.equal(parameters_of(mine.model), parameters_of(theirs.model))
+
+
+def test_a_tuned_run_finds_what_pays_and_trains_the_same(tmp_path, at_leisure):
+    mine = fit(job_for(3000), plan="auto", out=tmp_path / "auto", progress=False)
+    theirs = fit(job_for(3000), plan="off", out=tmp_path / "off", progress=False)
+    found = outcomes(mine)
+    assert mine.plan.feed.kind == "resident", mine.summary()
+    assert found["data held on the device"].outcome == "kept"
+    assert found["baseline"].step_s > 0
+    assert mine.steps == theirs.steps == 3000
+    assert mine.samples == theirs.samples
+    for name in ("train_loss",):
+        assert mine.history[-1][name] == pytest.approx(theirs.history[-1][name], rel=0.2, abs=0.02)
+    assert "data held on the device" in mine.summary()
+    assert mine.to_dict()["tuning"]["moves"]
+    stored = json.loads((mine.path / "ledger.jsonl").read_text().splitlines()[-1])
+    assert hotlap.Plan.from_dict(stored["plan"]) == mine.plan
+
+
+def test_a_tuned_run_is_replayed_to_the_last_bit(tmp_path, at_leisure):
+    tuned = fit(job_for(1500), plan="auto", out=tmp_path / "auto", progress=False)
+    assert len({entry.plan for entry in tuned.ledger}) > 1
+    again = fit(job_for(1500), plan=tuned.path, out=tmp_path / "again", progress=False)
+    assert torch.equal(parameters_of(tuned.model), parameters_of(again.model))
+    assert [entry.plan for entry in again.ledger][-1] == tuned.plan
+
+
+def test_what_was_found_is_used_at_once_the_next_time(tmp_path, at_leisure):
+    first = fit(job_for(3000), plan="auto", out=tmp_path / "one", progress=False)
+    assert any(entry.what == "tuned" for entry in first.ledger), first.summary()
+    second = fit(job_for(3000), plan="auto", out=tmp_path / "two", progress=False)
+    known = [entry for entry in second.ledger if entry.figures.get("known")]
+    assert known
+    assert {entry.outcome for entry in known} == {"kept"}
+    laps = [sum(entry.outcome == "measured" for entry in run.ledger) for run in (first, second)]
+    assert laps[1] < laps[0]
+
+
+def test_a_plan_that_breaks_a_step_is_dropped_and_no_step_is_lost(tmp_path, at_leisure, monkeypatch):
+    broken = Move(name="a broken one", kind="A", propose=lambda plan, rig: plan.but(micro_batch=7))
+    monkeypatch.setattr(every, "MOVES", ())
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (broken,))
+    monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
+    monkeypatch.setattr(Gate, "check", lambda self, plan: Judgement(ok=True, why=""))
+    job, seen = job_for(400), []
+
+    def forward(model, batch):
+        seen.append(len(batch[0]))
+        if len(batch[0]) < 16:
+            raise RuntimeError("out of memory, say")
+        return model(batch[0]), batch[1]
+
+    run = fit(Job(**{**vars(job), "forward": forward}), plan="auto", out=tmp_path / "run", progress=False)
+    assert min(seen) < 16, run.summary()
+    assert run.steps == 400
+    assert "out of memory, say" in outcomes(run)["a broken one"].why
+    own = fit(job_for(400), plan="off", out=tmp_path / "off", progress=False)
+    assert torch.equal(parameters_of(run.model), parameters_of(own.model))
+
+
+def test_an_error_of_the_users_own_is_still_an_error(tmp_path, at_leisure):
+    def forward(model, batch):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(Job(**{**vars(job_for(50)), "forward": forward}), plan="auto", out=tmp_path / "run", progress=False)
+
+
+def test_a_resumed_run_does_not_search_again(tmp_path, at_leisure):
+    first = fit(job_for(3000), plan="auto", out=tmp_path / "run", save_every=1500, progress=False)
+    assert any(entry.what == "tuned" for entry in first.ledger)
+    more = fit(job_for(3500), plan="auto", resume=tmp_path / "run", progress=False, allow_changes=True)
+    assert more.steps == 3500
+    assert more.plan == first.plan
+    assert sum(entry.what == "tuned" for entry in more.ledger) == 1
+
+
+def test_a_plan_that_drifts_away_is_left_and_the_run_goes_back_to_a_checkpoint(tmp_path, at_leisure, monkeypatch):
+    monkeypatch.setattr(canary, "FIRST_S", 0.0)
+    monkeypatch.setattr(canary, "SHARE", 1.0)
+    real, after = Gate.check, []
+
+    def check(self, plan):
+        if any(entry.what == "tuned" for entry in self._rig.ledger):
+            after.append(self._rig.steps)
+            if len(after) > 3:
+                return Judgement(ok=False, why="gradients differ")
+        return real(self, plan)
+
+    monkeypatch.setattr(Gate, "check", check)
+    job = job_for(4000)
+    run = fit(job, plan="auto", out=tmp_path / "run", save_every=100, progress=False)
+    assert run.steps == 4000
+    assert run.plan == fit(job_for(1), plan="off", out=tmp_path / "off", progress=False).plan
+    assert any("gone back to the checkpoint" in problem for problem in run.problems)
+    steps = [record["step"] for record in run.history]
+    assert steps == sorted(set(steps))
+    assert any(row.sign == "!" for row in rows(run.ledger))
+
+
+def test_tuning_alone_leaves_the_model_as_it_was(tmp_path, at_leisure):
+    job = job_for(10, schedule=lambda o, n: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=n + 1))
+    before = parameters_of(job.model).clone()
+    found = tune(job, most_s=5, progress=False)
+    assert torch.equal(before, parameters_of(job.model))
+    assert found.plan.feed.kind == "resident"
+    assert not job.optimizer.state
+    assert found.updates > 10
+
+
+def test_the_command_tunes_and_writes_a_plan_that_is_never_written_over(tmp_path, at_leisure, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\nimport hotlap\n"
+        "x, y = torch.randn(64, 5), torch.randint(3, (64,))\nmodel = nn.Linear(5, 3)\n"
+        "job = hotlap.Job(model=model, data=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 8), "
+        "loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), epochs=1, device='cpu')\n"
+    )
+    done = CliRunner().invoke(app, ["tune", "mine:job", "--out", "p.toml", "--seconds", "3", "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert "baseline" in done.output
+    assert hotlap.load_plan("p.toml").feed.kind in ("loader", "gather", "resident")
+    again = CliRunner().invoke(app, ["tune", "mine:job", "--out", "p.toml", "--quiet"])
+    assert "is there already" in str(again.exception)
+
+
+def test_the_environment_names_the_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_PLAN", "max")
+    assert fit(job_for(3), out=tmp_path / "max", progress=False).plan.feed.kind == "resident"
+    monkeypatch.setenv("HOTLAP_PLAN", "nonsense")
+    with pytest.raises((PlanError, hotlap.HotlapError), match="nonsense"):
+        fit(job_for(3), out=tmp_path / "x", progress=False)
