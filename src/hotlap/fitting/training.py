@@ -20,7 +20,7 @@ from hotlap.fitting.run import Run
 from hotlap.fitting.started import resume_words
 from hotlap.fitting.task import Task
 from hotlap.fitting.trail import Trail
-from hotlap.fitting.tuning import tuner_for
+from hotlap.fitting.tuning import tuner_for, tuning_line
 from hotlap.fitting.words import told
 from hotlap.guard.signals import StopRequest
 from hotlap.guard.state import import_state
@@ -62,6 +62,8 @@ class _Loop:
         trail.clock.loop_s = time.perf_counter()
         self._pace = Pace(task.total, task.rig.steps, task.rig.samples)
         self.tuner = tuner_for(task)
+        self._told = self.tuner.done
+        """Whether the outcome of tuning was told, or there is none to tell."""
         self._warned = False
         self._open: tuple[dict[str, Any], Callable[[], float]] | None = None
         """A record whose loss is still on its way, and the function that waits for it."""
@@ -86,6 +88,8 @@ class _Loop:
                 continue
             step = rig.advance
             tuner.stepped(window.updates)
+            if tuner.done and not self._told:
+                self._tell_of_tuning()
             if (good := tuner.drifted()) is not None:
                 self._go_back(good)
                 continue
@@ -136,6 +140,12 @@ class _Loop:
         steps = self._rig.place.served
         periods = [every for every in (self._job.eval_every, self._save_every) if every]
         return min((self.tuner.room(), *(every - steps % every for every in periods)))
+
+    def _tell_of_tuning(self) -> None:
+        self._told = True
+        found = tuning_line(self._rig.ledger)
+        if found:
+            self._voice.say(f"tuned  {found}")
 
     def _go_back(self, good: int) -> None:
         """Go on from the newest checkpoint of a time at which all was well; from here, where there is none."""

@@ -10,6 +10,7 @@ from hotlap import machine
 from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
+from hotlap.core.table import rows
 from hotlap.data.course import training_course
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.fitting.task import TUNED, Task, set_up
@@ -25,6 +26,8 @@ FOREVER = 10**7
 
 class Nobody:
     """Leaves the plan as it is."""
+
+    done = True
 
     def drifted(self) -> int | None:
         """Nobody looks."""
@@ -68,6 +71,18 @@ def tuner_for(task: Task) -> Tuner | Replay | Nobody:
         known=KnownPlans(rig, batch_size=task.course.batch_size),
         found=found,
     )
+
+
+def tuning_line(ledger: Ledger) -> str | None:
+    """What tuning came to, in one line; None where it did not come to an end."""
+    total = next((row for row in reversed(rows(ledger)) if row.what == "total"), None)
+    if total is None:
+        return None
+    if total.ratio is None:
+        return f"at step {ledger.last_step:,}: {total.why}"
+    kept = ", ".join(row.what for row in rows(ledger) if row.outcome == "kept")
+    interval = f"[{total.low:.3g}, {total.high:.3g}]"
+    return f"at step {ledger.last_step:,}: {total.ratio:.3g}x {interval} by {kept or 'nothing'}; {total.why}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from hotlap.engine.rig import Rig
 class Replay:
     """Puts a training under the plans of another run's ledger, each at its step; it is told of steps as a Tuner is."""
 
-    done = False
+    done = True
+    """There is nothing to search for."""
 
     def __init__(self, rig: Rig, ledger: Ledger) -> None:
         self._rig, self._plans = rig, _changes(ledger)
