@@ -19,10 +19,19 @@ from hotlap.data.feeds import LoaderFeeding
 from hotlap.data.order import HostRandomness
 from hotlap.tuner.feed_gate import chosen_windows
 from hotlap.tuner.gates import Gate
-from hotlap.tuner.gradients import Gap
-from hotlap.tuner.rounding import SAME
+from hotlap.tuner.gradients import Gap, Outcome
+from hotlap.tuner.rounding import SAME, noise_of, same_maths
 
 FUSED = {"optimizer": "fused"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Operations this small take longer in several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # --- trainings -----------------------------------------------------------------------------------
@@ -198,6 +207,7 @@ def test_an_ill_conditioned_moment_passes_since_another_batch_changes_more():
 def test_clipping_accumulation_schedules_and_functions_on_batches_make_no_difference(settings, choices):
     found = judged(training(**settings), **choices)
     assert found.ok, found
+    assert "compared" not in found.why  # bit by bit, with the same randomness
 
 
 @pytest.mark.parametrize("steps", [0, 1, 15, 16, 17])
@@ -615,37 +625,41 @@ def test_a_rate_that_is_larger_by_a_hundredth_is_caught(model):
     assert "the update of" in found.why
 
 
-def test_an_optimizer_that_forgets_from_one_update_to_the_next_is_caught():
-    rig = training(optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+def after_each_update(rig, undo):
+    """What the tried plan does wrong, done after its updates."""
     honest = rig.optimizer.step
 
-    def forgetful(*arguments, **more):
+    def step(*arguments, **more):
         made = honest(*arguments, **more)
         if is_tried(rig):
-            for state in rig.optimizer.state.values():
-                state["momentum_buffer"].zero_()
+            with torch.no_grad():
+                undo()
         return made
 
-    rig.optimizer.step = forgetful
+    rig.optimizer.step = step
+
+
+def test_an_optimizer_that_forgets_from_one_update_to_the_next_is_caught():
+    rig = training(optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+    states = rig.optimizer.state.values()
+    after_each_update(rig, lambda: [state["momentum_buffer"].zero_() for state in states])
     assert "the update of" in judged(rig, **FUSED).why
 
 
-@pytest.mark.parametrize("kept", ["nothing", "the count alone"])
-def test_statistics_of_a_batch_norm_that_are_not_kept_are_caught(kept):
+def test_statistics_of_a_batch_norm_that_are_not_kept_are_caught():
     rig = training()
     norm = rig.model[1]
-
-    def undo(module, inputs, output):
-        if is_tried(rig):
-            module.running_mean.copy_(norm.before)
-            if kept == "nothing":
-                module.num_batches_tracked.sub_(1)
-
-    norm.register_forward_pre_hook(lambda m, _: setattr(norm, "before", m.running_mean.clone()))
-    norm.register_forward_hook(undo)
+    was = norm.running_mean.clone()
+    after_each_update(rig, lambda: norm.running_mean.copy_(was))
     found = judged(rig, **FUSED)
     assert not found.ok
-    assert ("num_batches_tracked" if kept == "nothing" else "running_mean") in found.why
+    assert "the buffer 1.running_mean" in found.why
+
+
+def test_batches_that_are_not_counted_are_caught():
+    rig = training()
+    after_each_update(rig, lambda: rig.model[1].num_batches_tracked.sub_(1))
+    assert "1.num_batches_tracked" in judged(rig, **FUSED).why
 
 
 def test_gradients_that_are_not_finite_are_caught():
@@ -831,11 +845,51 @@ def test_a_gap_tells_angle_factor_and_length():
     gap = Gap(float(truth.norm()), float(made.norm()), float((made - truth).norm()), 2)
     assert gap.relative == pytest.approx(0.1, rel=1e-6)
     assert gap.cosine == pytest.approx(1)
-    assert gap.along == gap.stretch == pytest.approx(0.1, rel=1e-5)
+    assert gap.along == pytest.approx(0.1, rel=1e-5)
+    assert gap.stretch == pytest.approx(0.1, rel=1e-5)
     turned = Gap(1.0, 1.0, 2**0.5, 2)
     assert turned.cosine == pytest.approx(0, abs=1e-9)
     assert turned.along == pytest.approx(-1)
     assert turned.stretch == 0
+
+
+def outcomes(**changes):
+    """The user's own outcome, one that differs as told, and how far rounding takes the user's own."""
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(10_000, generator=generator)
+    own = {"loss": 1.0, "gradients": {"layer": gradient}, "weights": {"layer": 0.1 * gradient}}
+    noise = torch.randn(10_000, generator=generator)
+    shaken = {
+        **own,
+        "gradients": {"layer": gradient + 0.02 * noise},
+        "weights": {"layer": 0.1 * gradient + 0.002 * noise},
+    }
+    return Outcome(**own), Outcome(**{**own, **changes}), noise_of(Outcome(**own), Outcome(**shaken), 2.0**-18)
+
+
+def why_not_same(truth, made, noise):
+    return same_maths(truth, made, {}, lambda: noise).why
+
+
+def test_what_goes_all_ways_is_rounding_and_what_goes_one_way_is_a_factor():
+    truth, _, noise = outcomes()
+    gradient = truth.gradients["layer"]
+    scattered = torch.randn(10_000, generator=torch.Generator().manual_seed(2))
+    assert why_not_same(truth, outcomes(gradients={"layer": gradient + 0.01 * scattered})[1], noise) is None
+    assert "1.01 times what it is" in why_not_same(truth, outcomes(gradients={"layer": gradient * 1.01})[1], noise)
+
+
+def test_a_loss_is_told_finer_than_a_gradient():
+    assert "the loss differs by 0.01 %" in why_not_same(*outcomes(loss=1.0001))
+    assert why_not_same(*outcomes(loss=1.00001)) is None
+
+
+def test_a_layer_that_is_all_rounding_says_nothing_and_where_all_are_it_is_said():
+    truth, made, noise = outcomes()
+    blurred = noise_of(truth, outcomes(gradients={"layer": -truth.gradients["layer"]})[1], 2.0**-18)
+    found = same_maths(truth, outcomes(gradients={"layer": 2 * truth.gradients["layer"]})[1], {}, lambda: blurred)
+    assert found.blurred
+    assert not same_maths(truth, outcomes(loss=1.0001)[1], {}, lambda: noise).blurred
 
 
 def test_honest_kernels_of_another_layout_pass_at_many_moments():

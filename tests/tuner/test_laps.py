@@ -148,3 +148,15 @@ def test_windows_of_several_updates_count_as_many():
     lap = Driver(step_s=0.001, epoch=10_000).lap(updates=8)
     assert lap.step_s == pytest.approx(0.001)
     assert lap.updates % 8 == 0
+
+
+def test_a_record_that_is_written_after_the_next_step_does_not_make_laps_whole_epochs():
+    driver = Driver(step_s=0.01, epoch=5000)
+    driver.place = Place(0, 4997, 4997)
+    driver.laps.ask(warm=0)
+    for _ in range(5):
+        driver.step()
+    driver.laps.paused(0.001)
+    lap = next(lap for _ in range(50) if (lap := driver.step()) is not None)
+    assert lap.step_s == pytest.approx(0.01)
+    assert driver.place.window < 50

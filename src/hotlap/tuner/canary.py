@@ -11,13 +11,14 @@ from hotlap.tuner.gates import Gate
 SHARE = 0.005
 """Of the time, what looking may take."""
 FIRST_S = 5.0
-"""How long after tuning the first look comes, and the least between two."""
+"""The least between the end of tuning and the first look, and between two."""
 
 
 class Canary:
     """Looks after a tuned training: where its plan and the user's own drift apart, it goes back to one that agrees."""
 
-    def __init__(self, rig: Rig, gate: Gate, *, plan: Plan, baseline: Plan) -> None:
+    def __init__(self, rig: Rig, gate: Gate, *, plan: Plan, baseline: Plan, takes_s: float = 0.0) -> None:
+        """`takes_s` is about what a look takes."""
         self._rig, self._gate, self._baseline = rig, gate, baseline
         self.plan = plan
         """The plan that is trusted."""
@@ -25,7 +26,7 @@ class Canary:
         """The last step at which the plans agreed."""
         self.drifted: int | None = None
         """That step, once they did not; whoever drives goes back to it, and sets None."""
-        self._next_s = time.perf_counter() + FIRST_S
+        self._next_s = time.perf_counter() + max(FIRST_S, takes_s / SHARE)
         self._doubts = 0
 
     def stepped(self) -> None:

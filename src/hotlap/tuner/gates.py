@@ -121,7 +121,10 @@ class _Check:
     def judgement(self) -> Judgement:
         """What comes of it: the first part that does not hold, or how well all of them do."""
         why = self._why_not_fed() or self._why_not_scaled() or self._why_not_same() or self._why_not_precise()
-        why = why or self._why_not_captured() or self._why_not_random()
+        last = [self._why_not_random, self._why_not_captured]
+        if why is None and not self._own[False].is_steady:
+            last.reverse()  # what is recorded without dropout is of no use to the training: drawing records it anew
+        why = why or last[0]() or last[1]()
         return Judgement(ok=why is None, why=why or self._words(), figures=self._figures)
 
     def _words(self) -> str:
@@ -176,8 +179,9 @@ class _Check:
             return None
         updates = self._moment.updates_of(self._plan)
         single = Stepping(self._rig, self._moment, self._plan.but(replay_steps=1), self._windows)
+        # Kernels are the same, so that masks have to be: else they may be drawn once for all updates of a replay.
         why = self._compared(
-            lambda quiet: self._same(self._eager[quiet], self._trial, updates), self._eager[False], single
+            lambda quiet: self._same(self._eager[quiet], self._trial, updates), self._eager[False], single, same=True
         )
         self._rig.use(self._trial.plan)
         if self._rig.given_up is not None:
@@ -205,20 +209,31 @@ class _Check:
     # --- what they share -----------------------------------------------------------------------------
 
     def _compared(
-        self, exactly: Callable[[bool], Agreement], own: Stepping, other: Stepping, *, says_most: bool = False
+        self,
+        exactly: Callable[[bool], Agreement],
+        own: Stepping,
+        other: Stepping,
+        *,
+        same: bool = False,
+        says_most: bool = False,
     ) -> str | None:
         """Why two ways to make the same updates do not agree; their figures are kept."""
-        found = self._with_masks(exactly, own, other)
+        found = self._with_masks(exactly, own, other, same)
         kept = self._figures
         self._figures = {**kept, **found.figures} if says_most else {**found.figures, **kept}
         return found.why
 
-    def _with_masks(self, exactly: Callable[[bool], Agreement], own: Stepping, other: Stepping) -> Agreement:
-        """With the same masks; else without dropout, where that takes all randomness away; else averages."""
+    def _with_masks(
+        self, exactly: Callable[[bool], Agreement], own: Stepping, other: Stepping, same: bool
+    ) -> Agreement:
+        """With the same masks; else, unless they have to be, without dropout where that takes all randomness away.
+
+        Where it does not, averages.
+        """
         drawn = self._own[False]
         if drawn.is_steady:
             found = exactly(False)
-            if found.why is None or not drawn.is_random:
+            if found.why is None or same or not drawn.is_random:
                 return found
         with without_dropout(self._rig.modules) as any_dropped:
             if any_dropped and not self._own[True].is_random:

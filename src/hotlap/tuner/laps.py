@@ -80,7 +80,7 @@ class LapClock:
         """Told that so many seconds went by for something else than steps."""
         self._paused_s += seconds
         if self._timing and self._training.plan not in self._whole:
-            self._void()
+            self._void(0)
 
     def stepped(self, updates: int) -> Lap | None:
         """Told that a window was made; the lap, where it ends one."""
@@ -101,7 +101,7 @@ class LapClock:
             if not end or now - self._began - self._paused_s + self._paused_before < LAP_S:
                 return None
         elif end:
-            self._void()
+            self._void(1)
             return None
         elif now - self._began < (LAP_S if self._windows >= LEAST_WINDOWS else LONG_S):
             return None
@@ -136,9 +136,10 @@ class LapClock:
         self._paused_before = self._paused_s
         self._began = self._clock()
 
-    def _void(self) -> None:
-        self._timing, self._cut = False, self._cut + 1
+    def _void(self, ends: int) -> None:
+        self._timing, self._cut = False, self._cut + ends
         self._warm, self._warmed = 1, 0
+        # Cut by two ends in a row, it does not fit between them. (What else cuts in comes now and then.)
         if self._cut >= 2:
             self._whole.add(self._training.plan)
             self._warm = 0

@@ -264,6 +264,11 @@ class Search:
         for move in moves:
             self._trials.keep(move, tried, **more)
 
+    @property
+    def gate_s(self) -> float:
+        """What the last gate took; 0 where there was none."""
+        return self._trials.gate_s if self.budget is not None else 0.0
+
     # --- time ------------------------------------------------------------------------------------
 
     @property

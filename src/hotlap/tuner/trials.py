@@ -84,6 +84,8 @@ class Trials:
         self._rig, self._gate, self.budget = rig, gate, budget
         self._memory = MemoryWatch(rig.device)
         self._coin = random.Random(0)
+        self.gate_s = 0.0
+        """What the last gate took."""
         self._words: dict[str, tuple[str, Mapping[str, float]]] = {}
         self.refused: dict[str, str] = {}
         """Moves that are out, by name, with the reason."""
@@ -94,7 +96,8 @@ class Trials:
         try:
             passed = self._gate.check(plan)
         finally:
-            self.budget.made(0, time.perf_counter() - began)
+            self.gate_s = time.perf_counter() - began
+            self.budget.made(0, self.gate_s)
         if passed.ok:
             self._words |= {move.name: (passed.why, passed.figures) for move in moves}
             return None

@@ -162,4 +162,6 @@ class Tuner:
         self.done = True
         search = self._search
         if search.plan != search.baseline:
-            self._canary = Canary(self._rig, search.gate, plan=search.plan, baseline=search.baseline)
+            self._canary = Canary(
+                self._rig, search.gate, plan=search.plan, baseline=search.baseline, takes_s=search.gate_s
+            )
