@@ -199,3 +199,12 @@ def test_the_environment_names_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv("HOTLAP_PLAN", "nonsense")
     with pytest.raises((PlanError, hotlap.HotlapError), match="nonsense"):
         fit(job_for(3), out=tmp_path / "x", progress=False)
+
+
+def test_a_model_that_was_tuned_is_not_taken_for_one_trained_as_it_is(tmp_path, at_leisure):
+    first = fit(job_for(60), plan="auto", reuse=True, out=tmp_path / "a", progress=False)
+    other = fit(job_for(60), plan="off", reuse=True, out=tmp_path / "b", progress=False)
+    again = fit(job_for(60), plan="auto", reuse=True, out=tmp_path / "c", progress=False)
+    assert "cache" not in first.stopped
+    assert "cache" not in other.stopped
+    assert "cache" in again.stopped

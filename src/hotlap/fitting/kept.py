@@ -23,10 +23,11 @@ log = logging.getLogger(__name__)
 class KeptModel:
     """The place in the cache of the model that one training will come to."""
 
-    def __init__(self, identity: dict[str, Any], job: Job, rig: Rig) -> None:
+    def __init__(self, identity: dict[str, Any], job: Job, rig: Rig, *, how: str) -> None:
+        """`how` its plan is chosen: one that is found while it trains may change numbers by rounding."""
         self._rig, self._cache = rig, Cache()
         data = [outside_of(_held(part), whole=True) for part in (job.data, job.valid)]
-        everything = {**identity, "plan": rig.plan.to_dict(), "whole data": data}
+        everything = {**identity, "plan": rig.plan.to_dict(), "how": how, "whole data": data}
         self._key = model_key(everything, {k: v.detach().cpu() for k, v in trained_tensors(rig).items()})
 
     def load(self) -> dict[str, Any] | None:

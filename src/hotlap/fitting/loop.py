@@ -87,7 +87,7 @@ def fit(
     held: HeldFolder | None = None
     try:
         task = set_up(job, course, chosen, device, view, save_every, tune_s)
-        kept = KeptModel(task.identity, job, task.rig) if reuse else None
+        kept = KeptModel(task.identity, job, task.rig, how=_how(task)) if reuse else None
         if resume is not None:
             held = HeldFolder(RunFolder.open(resume), task)
             left = go_on(task, held, allow_changes=allow_changes, keep_plan=chosen not in (TUNED, OFF))
@@ -125,6 +125,12 @@ def _chosen_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | M
     if Path(plan).is_dir():
         return RunFolder.open(plan).read_ledger()
     return load_plan(plan)
+
+
+def _how(task: Task) -> str:
+    if task.replayed is not None:
+        return task.replayed.to_lines()
+    return TUNED if task.tuned else "as it is"
 
 
 def _let_go(task: Task, held: HeldFolder | None) -> None:
