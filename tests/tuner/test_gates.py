@@ -198,7 +198,7 @@ def test_an_ill_conditioned_moment_passes_since_another_batch_changes_more():
         {"schedule": lambda o: torch.optim.lr_scheduler.StepLR(o, 1), "schedule_per": "epoch"},
         {"skip_nonfinite": True},
         {"augment": lambda batch: (batch[0] + torch.randn_like(batch[0]), batch[1])},
-        {"prepare": lambda batch: (batch[0].mul_(0.5), batch[1])},
+        {"prepare": lambda batch: (batch[0].abs_().sub_(0.5), batch[1])},
         {"loss": lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))},
     ],
     ids=lambda settings: " ".join(settings),
@@ -859,12 +859,9 @@ def outcomes(**changes):
     gradient = torch.randn(10_000, generator=generator)
     own = {"loss": 1.0, "gradients": {"layer": gradient}, "weights": {"layer": 0.1 * gradient}}
     noise = torch.randn(10_000, generator=generator)
-    shaken = {
-        **own,
-        "gradients": {"layer": gradient + 0.02 * noise},
-        "weights": {"layer": 0.1 * gradient + 0.002 * noise},
-    }
-    return Outcome(**own), Outcome(**{**own, **changes}), noise_of(Outcome(**own), Outcome(**shaken), 2.0**-18)
+    moved = gradient + 0.02 * noise
+    shaken = Outcome(loss=1.0, gradients={"layer": moved}, weights={"layer": 0.1 * moved})
+    return Outcome(**own), Outcome(**{**own, **changes}), noise_of(Outcome(**own), shaken, 2.0**-18)
 
 
 def why_not_same(truth, made, noise):
@@ -885,7 +882,7 @@ def test_a_loss_is_told_finer_than_a_gradient():
 
 
 def test_a_layer_that_is_all_rounding_says_nothing_and_where_all_are_it_is_said():
-    truth, made, noise = outcomes()
+    truth, _, noise = outcomes()
     blurred = noise_of(truth, outcomes(gradients={"layer": -truth.gradients["layer"]})[1], 2.0**-18)
     found = same_maths(truth, outcomes(gradients={"layer": 2 * truth.gradients["layer"]})[1], {}, lambda: blurred)
     assert found.blurred

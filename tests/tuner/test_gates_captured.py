@@ -171,9 +171,10 @@ def test_what_the_plan_in_force_has_recorded_is_still_there_afterwards():
     rig.use(captured(own, 4, layout="channels_last"))
     for _ in range(4):
         rig.step(next(rig.ahead))
-    before = rig.firsts
+    before, recorded = rig.firsts, rig._step
     assert before
     assert Gate(rig, own).check(rig.plan).ok
-    after = rig.firsts
+    assert rig._step is recorded
     rig.step(next(rig.ahead))
-    assert rig.firsts == after == before
+    assert rig.firsts == before
+    assert list(rig._steps.values()) == [recorded]  # and nothing of the plans that were tried beside it

@@ -15,7 +15,7 @@ class Budget:
 
     def __init__(self, *, base_s: float, updates: int, most_s: float = MOST_S) -> None:
         self.base_s = base_s
-        """Seconds an update under the user's own plan."""
+        """Seconds an update under the user's own plan, as last measured: a machine's pace changes."""
         self._run_s, self._most_s = base_s * updates, most_s
         self.spent_s = 0.0
         self.saved_s = 0.0

@@ -65,7 +65,7 @@ class Search:
         lap = yield from self._pace_of_user()
         self._lap: Lap = lap
         budget = self.budget = Budget(base_s=lap.step_s, updates=self._total, most_s=self._most_s)
-        trials = self._trials = Trials(self._rig, self.gate, budget)
+        trials = self._trials = Trials(self._rig, self.gate, budget, self.baseline)
         if budget.left_s < GATE_UPDATES * lap.step_s:
             run_s, may_s = show_seconds(self._total * lap.step_s), show_seconds(budget.left_s)
             trials.write("baseline", "chosen", figures={"step_s": lap.step_s})
@@ -181,7 +181,9 @@ class Search:
                 self._known.remember(self.plan, [move.name for move in self._kept])
         why = "" if self._kept else "nothing helped"
         self._settle_in(tried)
-        saved_s = budget.saved_s - budget.spent_s + self._left_s * (budget.base_s / self._lap.step_s - 1)
+        # By the ratio of laps side by side: the pace of the machine is not what it was at the beginning.
+        base_s = self._lap.step_s * (tried.estimate.ratio if self._kept and tried.estimate is not None else 1.0)
+        saved_s = self._left_s * (base_s / self._lap.step_s - 1) - budget.lost_s(base_s)
         figures = {**tried.figures, "cost_s": budget.spent_s, "saved_s": saved_s}
         trials.write("tuned", "chosen", why=why, figures=figures)
 

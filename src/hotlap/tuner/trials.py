@@ -80,8 +80,8 @@ def middle(laps: Sequence[Lap]) -> Lap:
 class Trials:
     """The trials of one training, and what they have cost."""
 
-    def __init__(self, rig: Rig, gate: Gate, budget: Budget) -> None:
-        self._rig, self._gate, self.budget = rig, gate, budget
+    def __init__(self, rig: Rig, gate: Gate, budget: Budget, baseline: Plan) -> None:
+        self._rig, self._gate, self.budget, self._baseline = rig, gate, budget, baseline
         self._memory = MemoryWatch(rig.device)
         self._coin = random.Random(0)
         self.gate_s = 0.0
@@ -123,6 +123,8 @@ class Trials:
                     (a_laps if plan is a else b_laps).append(lap)
                     if plan is not settled and stopped is None:
                         stopped = self._memory.why_short()
+                if a == self._baseline:
+                    self.budget.base_s = middle(a_laps[-4:]).step_s
                 (a1, a2), (b1, b2) = quad["a"], quad["b"]
                 comparison.add(a1, b1, b2, a2)
                 dear = self.budget.left_s < 0 and not whatever_it_costs
