@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
+from hotlap.moves import every
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.search import Search
 from hotlap.tuner.trials import Rest, TrialError
@@ -246,3 +247,41 @@ def test_the_ledger_names_the_plan_of_every_lap():
     measured = [entry for entry in rig.ledger if entry.outcome == "measured"]
     assert {entry.plan.feed for entry in measured} > {Feed(kind="resident")}
     assert rig.ledger.plan_at(10**6) == rig.plan
+
+
+def test_a_precision_that_a_gate_holds_back_at_first_is_judged_again_later():
+    rig = rig_for()
+    seen = []
+
+    class Late(Gatekeeper):
+        def check(self, plan):
+            if plan.numerics.precision == "bf16":
+                seen.append(rig.steps)
+                return Outcome(ok=len(seen) > 1, why="gradients agree to 0.9")
+            return super().check(plan)
+
+    def step(plan):
+        feed_s, rest_s = cost_of(plan, feed={"workers": 0.012})
+        return feed_s, rest_s * (0.5 if plan.numerics.precision == "bf16" else 1.0)
+
+    if rig.supports(rig.plan.but(precision="bf16")):
+        pytest.skip("this CPU has no bf16")
+    asked = drive(Search(rig, total=100_000, gate=Late()), step)
+    if not seen:
+        pytest.skip("this CPU has no bf16 in hardware")
+    assert seen[1] - seen[0] >= 200
+    assert rig.plan.numerics.precision == "bf16"
+    assert any(isinstance(plan, Rest) for plan in asked)
+
+
+def test_a_dear_move_is_left_out_of_the_bundle_and_not_out_of_the_search(monkeypatch):
+    """What cannot be paid for beside the others is tried by itself once it can."""
+    from hotlap.moves import resident
+
+    dear = resident.MOVE.__class__(**{**vars(resident.MOVE), "setup_s": lambda plan, rig: 10.0})
+    moves = tuple(dear if move is resident.MOVE else move for move in every.MOVES)
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", moves)
+    rig = rig_for()
+    drive(Search(rig, total=200_000, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.4, feed={"workers": 0.012}))
+    assert rig.plan.numerics.optimizer == "fused"
+    assert rig.plan.feed.kind == "resident"

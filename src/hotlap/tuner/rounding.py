@@ -20,7 +20,7 @@ SAME_LOSS = 2e-5
 """The same of a loss, which is a mean over many numbers and does not jump where an activation crosses zero."""
 ROOM = 4.0
 """How many times as far as a training whose weights were moved by one rounding an outcome of the same maths may be."""
-SAME_BUFFER = 0.05
+SAME_BUFFER = 0.1
 """A buffer that has moved by so much more or less, as a fraction, is the same. Statistics of a batch norm follow the
 bias before it, which Adam moves by the sign of a rounding; what is not kept, or kept twice, is seen."""
 GRAIN = 4.0

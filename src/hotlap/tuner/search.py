@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_seconds
@@ -32,10 +33,21 @@ MOST_SETTLING = 8
 """Laps after which its pace is what it is."""
 GATE_UPDATES = 16
 """What a gate takes, in updates of the user's own, about."""
+RIPE, OFTEN = 200, 10
+"""Updates after which a precision is judged again, in runs that have so many times as many left."""
 SHARES = 0.03
 """Of the time that is left, what may be lost to finding out what each kept move gives."""
 FEW_LAPS_S = 6 * LAP_S
 """What slow laps cost where a kept move is taken out, about."""
+
+
+class Doubt(NamedTuple):
+    """Why a move is not tried."""
+
+    outcome: str
+    why: str
+    cost_s: float | None = None
+    """What it costs, where it may be paid for later."""
 
 
 class Search:
@@ -58,6 +70,8 @@ class Search:
         self._probe = Probe(rig)
         self._kept: list[Move] = []
         self._postponed: dict[Move, float] = {}
+        self._doubted: list[Move] = []
+        """Moves that a gate has held back for what may pass."""
         self.budget: Budget | None = None
 
     def run(self) -> Laps:
@@ -117,8 +131,9 @@ class Search:
         """Moves that hide each other, all at once, if they can pay and a gate lets them through; never just one."""
         made: list[Move] = []
         setup_s = 0.0
-        for move in everything(self._rig, self.plan, moves).made:
-            if self._is_worth_it(move, beside_s=setup_s):
+        possible = everything(self._rig, self.plan, moves).made
+        for move in sorted(possible, key=lambda move: move.setup_s(self._with([move]), self._rig)):
+            if self._why_not_worth(move, beside_s=setup_s) is None:  # those that are not are looked at by themselves
                 made.append(move)
                 setup_s += move.setup_s(self._with(made), self._rig)
         made = self._let_through(made) if len(made) > 1 else []
@@ -141,15 +156,18 @@ class Search:
         while self._postponed:
             move = min(self._postponed, key=lambda one: self._postponed[one])
             updates = self._updates_until(self._postponed.pop(move))
-            if updates is None:
-                continue
-            yield Rest(updates)
-            yield from self._try(move)
+            if updates is not None:
+                yield Rest(updates)
+                yield from self._try(move, last=True)
+        for move in self._doubted:
+            if self._total - self._rig.steps > RIPE * OFTEN:
+                yield Rest(RIPE)
+                yield from self._try(move, last=True)
 
     def _shares(self) -> Laps:
         """Take each kept move out once; one that gives nothing beside the others goes."""
         lost_s = 0.0
-        for move in [move for move in MOVES if move in self._kept]:
+        for move in [move for move in (*MOVES, *OTHERS) if move in self._kept]:
             without = self._with([], but=move)
             if without == self.plan or self._rig.supports(without) is not None:
                 continue
@@ -165,7 +183,7 @@ class Search:
                 self._kept.remove(move)
                 why = "slower beside the others" if tried.verdict == "slower" else "gives nothing beside the others"
                 self._trials.refuse(move, "rejected", why, tried, without_s=_step_s(tried.a))
-                self.plan = without
+                self.plan, self._lap = without, tried.a or self._lap
 
     def _in_all(self) -> Laps:
         """The plan that was found against the user's own; in the end it must have been worth it."""
@@ -196,40 +214,46 @@ class Search:
 
     # --- one move --------------------------------------------------------------------------------
 
-    def _try(self, move: Move) -> Laps:
+    def _try(self, move: Move, *, last: bool = False) -> Laps:
         proposed = move.propose(self.plan, self._rig)
         reason = proposed if isinstance(proposed, str) else self._rig.supports(proposed)
         if isinstance(proposed, str) or reason:
             self._trials.refuse(move, "not tried", str(reason), unfit=1.0)
-        elif self._is_worth_it(move) and self._let_through([move]):
+            return
+        doubt = self._why_not_worth(move)
+        if doubt is not None:
+            if doubt.cost_s is not None and not last and self._updates_until(doubt.cost_s) is not None:
+                self._postponed[move] = doubt.cost_s
+            else:
+                self._trials.refuse(move, doubt.outcome, doubt.why)
+        elif not self._let_through([move]):
+            if move.kind == "B" and not last:
+                self._doubted.append(move)  # gradients are at their worst at first weights
+        else:
             tried = yield from self._trials.compare(self.plan, proposed, settled=self.plan)
             if tried.accepted:
                 self._settle(proposed, [move], tried)
             else:
                 self._trials.refuse(move, "rejected", tried.words, tried)
 
-    def _is_worth_it(self, move: Move, beside_s: float = 0.0) -> bool:
-        """Whether a trial may be paid for beside others that take so long, and the rest of the run can give it back."""
+    def _why_not_worth(self, move: Move, beside_s: float = 0.0) -> Doubt | None:
+        """Why a trial cannot pay, or may not be paid for beside others that take so long; None where it can."""
         proposed = move.propose(self.plan, self._rig)
         if isinstance(proposed, str):
-            return False
-        refuse, budget = self._trials.refuse, self._trials.budget
+            return Doubt("not tried", proposed)
+        budget = self._trials.budget
         cost_s = move.setup_s(proposed, self._rig) + GATE_UPDATES * budget.base_s
         most, why = self._probe.most_gain(self.plan, proposed, self._lap)
         can_save_s = self._left_s * (1 - 1 / most)
         if most < LEAST_GAIN:
-            refuse(move, "rejected", why)
-        elif cost_s > can_save_s:
-            refuse(move, "not tried", f"takes {show_seconds(cost_s)} to try, can save {show_seconds(can_save_s)}")
-        elif cost_s > budget.left_s - beside_s:
-            may = f"trying takes {show_seconds(cost_s)}, and {show_seconds(max(0.0, budget.left_s))} may be spent"
-            if self._updates_until(cost_s) is not None and move not in self._postponed:
-                self._postponed[move] = cost_s
-            else:
-                refuse(move, "not tried", may)
-        else:
-            return True
-        return False
+            return Doubt("rejected", why)
+        if cost_s > can_save_s:
+            told = f"takes {show_seconds(cost_s)} to try, can save {show_seconds(can_save_s)}"
+            return Doubt("not tried", told)
+        if cost_s > budget.left_s - beside_s:
+            may_s = show_seconds(max(0.0, budget.left_s))
+            return Doubt("not tried", f"trying takes {show_seconds(cost_s)}, and {may_s} may be spent", cost_s)
+        return None
 
     def _let_through(self, moves: Sequence[Move]) -> list[Move]:
         """The moves that leave the training the same; the others are refused."""
