@@ -171,7 +171,8 @@ class Loaded:
         self._matrix = torch.randn(size, size, device=device)
         self._out = torch.empty_like(self._matrix)
         self._clock = LapClock(self.rig)
-        self._trials = Trials(self.rig, Gate(self.rig, self.rig.plan), Budget(base_s=1.0, updates=10**9))
+        own = self.rig.plan
+        self._trials = Trials(self.rig, Gate(self.rig, own), Budget(base_s=1.0, updates=10**9), own)
 
     def step(self, units: int) -> None:
         """One update, and so much work."""
@@ -324,27 +325,24 @@ class Runs:
         self.updates = self.auto[0]["updates"]
         ledgers = [Ledger.from_lines(run["ledger"]) for run in self.auto]
         self.tuning = [as_json(ledger) for ledger in ledgers]
-        logs = {plan: [math.log(run["train_s"]) for run in self.all if run["plan"] == plan] for plan in ("off", "auto")}
-        means = {plan: statistics.mean(side) for plan, side in logs.items()}
-        freedom = len(plans) - 2
-        squares = sum((one - means[plan]) ** 2 for plan, side in logs.items() for one in side)
-        noise = math.sqrt(squares / freedom)
-        # Three runs say next to nothing of their noise.
-        chance = student_t(freedom, 0.05) * noise if freedom > 1 else math.inf
-        self.half = chance * math.sqrt(sum(1 / len(side) for side in logs.values()))
-        """Half of the interval of the ratio, as a logarithm."""
-        self.half_of_one = chance * math.sqrt(1 + 1 / len(logs["off"]))
-        """The same of one tuned run."""
-        self.ratio = math.exp(means["off"] - means["auto"])
-        """How many times as fast tuned runs are."""
-        self.ratios = [math.exp(means["off"] - one) for one in logs["auto"]]
-        """And each of them."""
+        took = [math.log(run["train_s"]) for run in self.all]
+        # Each tuned run against the two around it: what drifts in a straight line cancels.
+        gains = [(took[at - 1] + took[at + 1]) / 2 - took[at] for at in range(1, len(took), 2)]
+        self.ratios = [math.exp(gain) for gain in gains]
+        """How many times as fast each tuned run is."""
+        self.ratio = math.exp(statistics.mean(gains))
+        # One run says nothing of its noise.
+        self.half_of_one = student_t(len(gains) - 1, 0.05) * statistics.stdev(gains) if len(gains) > 1 else math.inf
+        """Half of the interval of one ratio, as a logarithm."""
+        self.half = self.half_of_one / math.sqrt(len(gains))
+        """The same of all of them together."""
         self.lines = [
             f"{run['plan']:<5} {run['train_s']:>6.2f} s for {run['updates']:,} updates, "
             f"{show_seconds(run['train_s'] / run['updates'])} a step"
             for run in self.all
         ]
-        self.lines.append(f"tuned runs are {self.ratio:.3f}x as fast; noise of a run {noise:.1%}")
+        told = f"tuned runs are {self.ratio:.3f}x as fast: {', '.join(f'{one:.3f}x' for one in self.ratios)}"
+        self.lines.append(f"{told}; runs of the user's own plan differ by {statistics.stdev(took[::2]):.1%}")
         for ledger in ledgers:
             self.lines += ["", *table(ledger, 116)]
 
@@ -354,10 +352,14 @@ def promise(options: argparse.Namespace) -> Part:
     runs = Runs("promise", options, seconds=15.0 if options.quick else 25.0)
     part, promised = Part(lines=runs.lines, facts={"runs": runs.all}), list[tuple[float, float]]()
     for tuning, ratio in zip(runs.tuning, runs.ratios, strict=True):
-        if tuning["total"] is not None:
-            own_s = runs.updates * tuning["baseline"]["step_s"]
-            promised.append((own_s / (own_s - tuning["total"]["saved_s"]), ratio))
-            part.lines.append(f"promised {promised[-1][0]:.3f}x, measured {ratio:.3f}x")
+        total = tuning["total"]
+        if total is not None:
+            # The pace of the user's own plan when the promise was made: beside the tuned one, where there is one.
+            step_s = total["step_s"] * total["ratio"] if total["ratio"] else tuning["baseline"]["step_s"]
+            own_s = runs.updates * step_s
+            promised.append((own_s / max(own_s - total["saved_s"], 0.01 * own_s), ratio))
+            told = f"{show_seconds(total['saved_s'])} saved of {show_seconds(own_s)}"
+            part.lines.append(f"promised {promised[-1][0]:.3f}x ({told}), measured {ratio:.3f}x")
     part.facts["promised_and_measured"] = promised
     if promised:
         worst = max((ratio / one for one, ratio in promised), key=lambda off: abs(math.log(off)))
