@@ -35,6 +35,7 @@ class Canary:
             return
         began = time.perf_counter()
         passed = self._gate.check(self.plan)
+        self._gate.forget()
         took_s = time.perf_counter() - began
         self._next_s = time.perf_counter() + max(FIRST_S, took_s / SHARE)
         if passed.ok:
@@ -49,6 +50,7 @@ class Canary:
         rig = self._rig
         exact = self.plan.but(precision=self._baseline.numerics.precision)
         self.plan = exact if exact != self.plan and self._gate.check(exact).ok else self._baseline
+        self._gate.forget()
         rig.write_down("canary", "fault", why)
         rig.use(self.plan, why="the last plan that agrees with the user's own")
         self.drifted, self._doubts = self.good, 0

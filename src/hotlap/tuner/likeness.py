@@ -1,4 +1,8 @@
-"""Whether gradients agree that cannot be equal: of another precision, or of other draws of the randomness."""
+"""Whether gradients agree that cannot be equal: of another precision, or of other draws of the randomness.
+
+Seen in another precision: a loss that is larger by three hundredths, a layer whose gradient is scaled by 1.3, missing
+or turned round. Seen in averages over draws: a layer whose gradient is doubled.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ LAYER_COSINE = 0.99
 LAYER_NORM = 0.1
 LAYER_BATCH = 0.5
 LAYER_BATCH_NORM = 0.25
-"""The same of a layer by itself. A layer whose gradient is scaled by 1.3, or turned round, is always seen."""
+"""The same of a layer by itself."""
 LOSS = 0.01
 """How far the loss may be off in another precision, as a fraction; or by a quarter of what another batch changes."""
 BLURRED = 0.1

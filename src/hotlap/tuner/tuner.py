@@ -161,6 +161,7 @@ class Tuner:
     def _finish(self) -> None:
         self.done = True
         search = self._search
+        search.gate.forget()
         if search.plan != search.baseline:
             self._canary = Canary(
                 self._rig, search.gate, plan=search.plan, baseline=search.baseline, takes_s=search.gate_s
