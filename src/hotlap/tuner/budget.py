@@ -16,7 +16,7 @@ class Budget:
     def __init__(self, *, base_s: float, updates: int, most_s: float = MOST_S) -> None:
         self.base_s = base_s
         """Seconds an update under the user's own plan, as last measured: a machine's pace changes."""
-        self._run_s, self._most_s = base_s * updates, most_s
+        self._in_all, self._most_s = updates, most_s
         self.spent_s = 0.0
         self.saved_s = 0.0
         self._wall_s, self._updates = 0.0, 0
@@ -24,7 +24,7 @@ class Budget:
     @property
     def all_s(self) -> float:
         """What may be spent in all, as things stand."""
-        return min(self._most_s, SHARE * self._run_s + OF_SAVED * self.saved_s)
+        return min(self._most_s, SHARE * self.base_s * self._in_all + OF_SAVED * self.saved_s)
 
     @property
     def left_s(self) -> float:

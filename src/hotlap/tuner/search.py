@@ -73,6 +73,7 @@ class Search:
         self._doubted: list[Move] = []
         """Moves that a gate has held back for what may pass."""
         self.budget: Budget | None = None
+        self._told = False
 
     def run(self) -> Laps:
         """Give the plans to be timed, until nothing more is worth a trial."""
@@ -143,6 +144,9 @@ class Search:
         tried = yield from self._trials.compare(self.plan, plan, settled=self.plan)
         if tried.accepted:
             self._settle(plan, made, tried)
+        else:
+            names = ", ".join(move.name for move in made)
+            self._trials.write(names, "rejected", why=tried.words, figures=tried.figures, cost_s=tried.cost_s)
 
     def _one_by_one(self) -> Laps:
         """The moves that are left, each by itself, first those that help against what bounds the training.
@@ -175,11 +179,14 @@ class Search:
             if lost_s + move.setup_s(self.plan, self._rig) + slower_s > SHARES * self._left_s:
                 continue
             began_s = self._trials.budget.lost_s(self._lap.step_s)
-            tried = yield from self._trials.compare(without, self.plan, settled=self.plan, whatever_it_costs=True)
+            may_s = SHARES * self._left_s - lost_s
+            tried = yield from self._trials.compare(without, self.plan, settled=self.plan, may_s=may_s)
             lost_s += self._trials.budget.lost_s(self._lap.step_s) - began_s
-            if tried.accepted:
+            if tried.estimate is None:
+                continue
+            if tried.accepted or (tried.verdict != "rejected" and tried.estimate.ratio >= LEAST_GAIN):
                 self._trials.keep(move, tried, without_s=_step_s(tried.a))
-            elif tried.estimate is not None and self._trials.why_not(without, []) is None:
+            elif self._trials.why_not(without, []) is None:
                 self._kept.remove(move)
                 why = "slower beside the others" if tried.verdict == "slower" else "gives nothing beside the others"
                 self._trials.refuse(move, "rejected", why, tried, without_s=_step_s(tried.a))
@@ -190,7 +197,8 @@ class Search:
         trials, budget = self._trials, self._trials.budget
         tried = Tried(verdict="nothing helped")
         if self.plan != self.baseline:
-            tried = yield from trials.compare(self.baseline, self.plan, settled=self.plan, whatever_it_costs=True)
+            may_s = SHARES * self._left_s
+            tried = yield from trials.compare(self.baseline, self.plan, settled=self.plan, may_s=may_s)
             if tried.estimate is not None and tried.estimate.high < 1:
                 for move in self._kept:
                     trials.refuse(move, "rejected", "in the end slower than the user's own plan", tried)
@@ -199,11 +207,20 @@ class Search:
                 self._known.remember(self.plan, [move.name for move in self._kept])
         why = "" if self._kept else "nothing helped"
         self._settle_in(tried)
-        # By the ratio of laps side by side: the pace of the machine is not what it was at the beginning.
-        base_s = self._lap.step_s * (tried.estimate.ratio if self._kept and tried.estimate is not None else 1.0)
-        saved_s = self._left_s * (base_s / self._lap.step_s - 1) - budget.lost_s(base_s)
-        figures = {**tried.figures, "cost_s": budget.spent_s, "saved_s": saved_s}
+        figures = {**tried.figures, "cost_s": budget.spent_s}
+        if self._kept and tried.estimate is not None:
+            # By the ratio of laps side by side: the pace of the machine is not what it was at the beginning.
+            figures["saved_s"] = budget.saved_s - budget.spent_s + self._left_s * (tried.estimate.ratio - 1)
+        if tried.a is not None:
+            trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": tried.a.step_s})
         trials.write("tuned", "chosen", why=why, figures=figures)
+        self._told = True
+
+    def cut_short(self) -> None:
+        """Told that the training ends first: write down what there is to write."""
+        if self.budget is not None and self._kept and not self._told:
+            figures = {"cost_s": self.budget.spent_s}
+            self._trials.write("tuned", "chosen", why="the run ended before all was tried", figures=figures)
 
     def _settle_in(self, tried: Tried) -> None:
         """Take the last laps for the pace of the rest of the run."""

@@ -104,9 +104,12 @@ class Trials:
         return passed.why
 
     def compare(
-        self, a: Plan, b: Plan, *, settled: Plan, whatever_it_costs: bool = False
+        self, a: Plan, b: Plan, *, settled: Plan, may_s: float | None = None
     ) -> Generator[Plan | Rest, Lap, Tried]:
-        """Laps of both in turn until it is decided, or the budget is spent; one of them is the plan settled on."""
+        """Laps of both in turn until it is decided, or the budget is spent, or `may_s` seconds where that is given.
+
+        One of them is the plan settled on.
+        """
         comparison, a_laps, b_laps = Comparison(), list[Lap](), list[Lap]()
         before_s = self.budget.spent_s
         self._memory.begin()
@@ -118,7 +121,7 @@ class Trials:
                 for name in self._coin.choice(("abba", "baab")):
                     plan = a if name == "a" else b
                     lap = yield plan
-                    self.budget.made(lap.updates, lap.wall_s)
+                    self._book(plan, lap)
                     quad[name].append(lap.step_s)
                     (a_laps if plan is a else b_laps).append(lap)
                     if plan is not settled and stopped is None:
@@ -127,7 +130,8 @@ class Trials:
                     self.budget.base_s = middle(a_laps[-4:]).step_s
                 (a1, a2), (b1, b2) = quad["a"], quad["b"]
                 comparison.add(a1, b1, b2, a2)
-                dear = self.budget.left_s < 0 and not whatever_it_costs
+                spent_s = self.budget.spent_s - before_s
+                dear = self.budget.left_s < 0 if may_s is None else spent_s > may_s
                 if stopped is None and comparison.verdict is None and dear:
                     stopped = "no difference seen before all that may be spent was"
         except TrialError as error:
@@ -139,6 +143,11 @@ class Trials:
             b=middle(b_laps),
             cost_s=self.budget.spent_s - before_s,
         )
+
+    def _book(self, plan: Plan, lap: Lap) -> None:
+        """What a lap cost. The user's own plan costs what it takes to come to it, whatever the pace of the machine."""
+        pace_s = self.budget.base_s - lap.step_s if plan == self._baseline else 0.0
+        self.budget.made(lap.updates, lap.wall_s + lap.updates * pace_s)
 
     # --- the ledger ------------------------------------------------------------------------------
 

@@ -120,6 +120,7 @@ class Tuner:
         """Told that the training is over."""
         if not self.done:
             self._rig.use(self._search.plan, why="the run ended before tuning did")
+            self._search.cut_short()
             self._asks.close()
             self.done = True
 
