@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-import torch
 from benchmarks.tuner_trust import Part
 
 from benchmarks import tuner_trust
@@ -68,11 +67,3 @@ def test_the_exit_code_and_the_file_tell_of_what_is_broken(outcome, code, monkey
 def test_planted_faults_are_caught_and_honest_plans_pass():
     part = tuner_trust.quality(tuner_trust.parsed(["--quick", "--device", "cpu"]))
     assert [outcome for outcome, _, _ in part.verdicts] == ["kept", "kept"], part.lines
-
-
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_work_that_is_planted_is_found_by_the_tuners_own_comparison(where):
-    load = tuner_trust.Loaded(where, torch.device("cpu"))
-    verdict, estimate, _ = load.compared(4000, 0)
-    assert verdict == "accepted"
-    assert estimate.low > 1.02

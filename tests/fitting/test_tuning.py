@@ -1,5 +1,6 @@
 """`fit` with a tuner: what is found is written down, replayed, gone on with, and never changes what is trained."""
 
+import functools
 import json
 
 import pytest
@@ -18,6 +19,7 @@ from hotlap.moves import every
 from hotlap.moves.move import Move
 from hotlap.tuner import budget, canary
 from hotlap.tuner.gates import Gate, Judgement
+from hotlap.tuner.stats import Comparison
 
 
 class Computed(Dataset):
@@ -56,6 +58,8 @@ def at_leisure(monkeypatch, tmp_path):
     monkeypatch.setattr(budget, "SHARE", 100.0)
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("hotlap.tuner.laps.LAP_S", 0.005)
+    # What is planted is large: few laps are enough, and many would need a long run.
+    monkeypatch.setattr("hotlap.tuner.trials.Comparison", functools.partial(Comparison, most_quads=4))
 
 
 def outcomes(run):

@@ -84,6 +84,8 @@ class Trials:
         self._rig, self._gate, self.budget, self._baseline = rig, gate, budget, baseline
         self._memory = MemoryWatch(rig.device)
         self._coin = random.Random(0)
+        self._own: list[Lap] = []
+        """Laps of the user's own plan."""
         self.gate_s = 0.0
         """What the last gate took."""
         self._words: dict[str, tuple[str, Mapping[str, float]]] = {}
@@ -127,7 +129,8 @@ class Trials:
                     if plan is not settled and stopped is None:
                         stopped = self._memory.why_short()
                 if a == self._baseline:
-                    self.budget.base_s = middle(a_laps[-4:]).step_s
+                    self._own += a_laps[-2:]
+                    self.budget.base_s = middle(self._own).step_s
                 (a1, a2), (b1, b2) = quad["a"], quad["b"]
                 comparison.add(a1, b1, b2, a2)
                 spent_s = self.budget.spent_s - before_s
