@@ -5,9 +5,8 @@ import json
 
 import pytest
 import torch
-from plain import class_data, parameters_of, small_mlp
+from plain import Computed, parameters_of, small_mlp
 from torch import nn
-from torch.utils.data import Dataset
 from typer.testing import CliRunner
 
 import hotlap
@@ -22,27 +21,12 @@ from hotlap.tuner.gates import Gate, Judgement
 from hotlap.tuner.stats import Comparison
 
 
-class Computed(Dataset):
-    """Samples that take a while to compute, and are the same each time."""
-
-    def __init__(self, size=256):
-        self.x, self.y = class_data(size)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        for _ in range(40):
-            self.x[index].sum()
-        return self.x[index], int(self.y[index])
-
-
 def job_for(steps=600, **settings):
     torch.manual_seed(0)
     model = small_mlp()
     given = {
         "model": model,
-        "data": Computed(),
+        "data": Computed(effort=40),
         "loss": nn.CrossEntropyLoss(),
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
         "batch_size": 16,
@@ -212,3 +196,10 @@ def test_a_model_that_was_tuned_is_not_taken_for_one_trained_as_it_is(tmp_path, 
     assert "cache" not in first.stopped
     assert "cache" not in other.stopped
     assert "cache" in again.stopped
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), "soon"])
+def test_a_limit_that_is_no_time_is_refused_before_a_folder_is_made(wrong, tmp_path):
+    with pytest.raises(PlanError, match="tune_s"):
+        fit(job_for(3), plan="auto", tune_s=wrong, out=tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()

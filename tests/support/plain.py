@@ -57,3 +57,19 @@ def parameters_of(model):
 
 def gradients_of(model):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+class Computed(torch.utils.data.Dataset):
+    """Samples that are computed one by one, with so much effort, and the same each time."""
+
+    def __init__(self, size=256, effort=0):
+        self.x, self.y = class_data(size)
+        self.effort = effort
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        for _ in range(self.effort):
+            self.x[index].sum()
+        return self.x[index], int(self.y[index])

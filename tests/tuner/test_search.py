@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from plain import class_data, small_mlp
+from plain import Computed, class_data, small_mlp
 from torch import nn
-from torch.utils.data import Dataset
 
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
@@ -15,19 +14,6 @@ from hotlap.moves import every
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.search import Search
 from hotlap.tuner.trials import Rest, TrialError
-
-
-class Computed(Dataset):
-    """Samples that are computed, and the same each time."""
-
-    def __init__(self, size=256):
-        self.x, self.y = class_data(size)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index], self.y[index]
 
 
 @dataclass

@@ -72,9 +72,7 @@ class Route:
     def tidy(self) -> None:
         """Let go of the feeds of all plans but the one in force."""
         self.keeps = False
-        for feeding in self._parked.values():
-            feeding.close()
-        self._parked.clear()
+        self._close_parked()
         plan = self._plan()
         needed = self._layout_held(plan) if plan.feed.kind == "resident" else None
         self._resident = {layout: feeding for layout, feeding in self._resident.items() if layout == needed}
@@ -95,10 +93,13 @@ class Route:
     def let_go(self) -> None:
         """Let go of data that is held on the device; it is brought there again when it is needed."""
         self.reopen()
+        self._close_parked()
+        self._resident = {}
+
+    def _close_parked(self) -> None:
         for feeding in self._parked.values():
             feeding.close()
         self._parked.clear()
-        self._resident = {}
 
     def recut(self) -> None:
         """Cut the next window anew, by the same feed."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hotlap import machine
-from hotlap.core.errors import PlanError, StoreError
+from hotlap.core.errors import PlanError, StoreError, shown
 from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
@@ -73,6 +73,8 @@ def fit(
     _calls += 1
     device = machine.choose_device(job.device, require_gpu=require_gpu)
     chosen = _chosen_plan(plan)
+    if tune_s is not None and not (isinstance(tune_s, (int, float)) and tune_s >= 0):
+        raise PlanError(f"tune_s={shown(tune_s)} must be a number of seconds, 0 or more")
     if resume is None:
         resume = asked_by_command(_calls)
     if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
