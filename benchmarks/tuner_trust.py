@@ -345,9 +345,8 @@ def promise(options: argparse.Namespace) -> Part:
     for tuning, ratio in zip(runs.tuning, runs.ratios, strict=True):
         total = tuning["total"]
         if total is not None:
-            # The pace of the user's own plan when the promise was made: beside the tuned one, where there is one.
-            step_s = total["step_s"] * total["ratio"] if total["ratio"] else tuning["baseline"]["step_s"]
-            own_s = runs.updates * step_s
+            # At the pace of the user's own plan when the promise was made: beside the tuned one, where there is one.
+            own_s = runs.updates * (total["own_s"] or tuning["baseline"]["step_s"])
             promised.append((own_s / max(own_s - total["saved_s"], 0.01 * own_s), ratio))
             told = f"{show_seconds(total['saved_s'])} saved of {show_seconds(own_s)}"
             part.lines.append(f"promised {promised[-1][0]:.3f}x ({told}), measured {ratio:.3f}x")

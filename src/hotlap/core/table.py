@@ -91,7 +91,7 @@ def as_json(ledger: Ledger) -> dict[str, Any]:
         "baseline": named.get("baseline"),
         "moves": [asdict(row) for row in found if row.sign in SIGNS.values()],
         "faults": [asdict(row) for row in found if row.sign == "!"],
-        "total": {**named["total"], "saved_s": _number(tuned, "saved_s")} if tuned else None,
+        "total": {**named["total"], **{name: _number(tuned, name) for name in ("saved_s", "own_s")}} if tuned else None,
         "nothing_helped": tuned is not None and not any(row.outcome == "kept" for row in found),
     }
 

@@ -15,6 +15,8 @@ def _propose(plan: Plan, rig: Rig) -> Plan | str:
         return "cuDNN is for GPUs"
     if why_not_channels_last(rig.modules) is not None:
         return "the model has no convolutions over images or volumes"
+    if rig.steps:
+        return "torch keeps the kernels it has chosen for shapes that were computed before"
     return plan.but(autotune=True)
 
 

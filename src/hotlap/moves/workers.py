@@ -15,6 +15,8 @@ START_S = 0.1
 def _propose(plan: Plan, rig: Rig) -> Plan | str:
     if plan.feed.workers:
         return f"there are {plan.feed.workers} already"
+    if plan.feed.kind == "resident":
+        return "the data is on the device already, and nothing has to be fetched"
     # As many as people are told to use; never more than there are cores.
     count = max(1, min(MOST, read_cpu().cores))
     pinned = rig.device.type == "cuda"

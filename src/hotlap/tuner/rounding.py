@@ -28,6 +28,9 @@ ROOM = 4.0
 SAME_BUFFER = 0.1
 """A buffer that has moved by so much more or less, as a fraction, is the same. Statistics of a batch norm follow the
 bias before it, which Adam moves by the sign of a rounding; what is not kept, or kept twice, is seen."""
+CUT_OFF = 8.0
+"""How many roundings a gradient may be longer or shorter by: kernels of some libraries cut products of TF32 off instead
+of rounding them, which makes all of it a little smaller."""
 GRAIN = 4.0
 """Units in the last place of a weight by which it may differ after some updates."""
 LOST = 0.5
@@ -73,7 +76,7 @@ def same_maths(truth: Outcome, made: Outcome, grain: Mapping[str, float], noise:
         return Agreement(why=None, figures=figures)
     measured = noise()
     figures["noise"] = whole(measured.gradients).relative
-    judged = [_judged(part, gaps[part], getattr(measured, part), grain) for part in _PARTS]
+    judged = [_judged(part, gaps[part], getattr(measured, part), grain, measured.roundoff) for part in _PARTS]
     figures["worst_layer"] = max((gap.relative for gap in judged[0].layers.values()), default=0.0)
     room = max(SAME_LOSS, measured.roundoff, ROOM * measured.loss)
     found = [(off / room, f"the loss differs by {percent(off)}, where rounding allows for {percent(room)}")]
@@ -120,7 +123,7 @@ class _Judged:
     """The square of what the others make up."""
 
 
-def _judged(part: str, gaps: Gaps, shaken: Gaps, grain: Mapping[str, float]) -> _Judged:
+def _judged(part: str, gaps: Gaps, shaken: Gaps, grain: Mapping[str, float], roundoff: float) -> _Judged:
     usual = _usual(shaken)
     layers: dict[str, Gap] = {}
     findings, lost = [], 0.0
@@ -140,7 +143,7 @@ def _judged(part: str, gaps: Gaps, shaken: Gaps, grain: Mapping[str, float]) -> 
         if part != "buffers" and gap.size:
             # Rounding goes all ways, a wrong factor goes one.
             along = max(abs(seen.along) if seen else 0.0, 2 * rounding / gap.size / math.sqrt(gap.count))
-            room = max(least / gap.size, ROOM * along)
+            room = max(least / gap.size, ROOM * along, CUT_OFF * roundoff)
             findings.append((abs(gap.along) / room, _stretched(part, name, gap, room)))
     return _Judged(findings, layers, lost)
 

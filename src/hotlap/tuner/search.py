@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_seconds
 from hotlap.engine.rig import Rig
-from hotlap.moves import autotune, layout, precision
+from hotlap.moves import layout, precision
 from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.budget import MOST_S, Budget
@@ -25,8 +25,8 @@ from hotlap.tuner.probe import Probe
 from hotlap.tuner.stats import LEAST_GAIN
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
-ARITHMETIC = (precision.MOVE, layout.MOVE, autotune.MOVE)
-"""Moves that change how convolutions are computed: each alone may be slower, all together are not."""
+ARITHMETIC = (precision.MOVE, layout.MOVE)
+"""Moves that change how convolutions are computed: each alone may be slower, both together are not."""
 ALIKE = 0.1
 """Laps of the user's own plan that differ by less are taken for its pace."""
 MOST_SETTLING = 8
@@ -209,8 +209,10 @@ class Search:
         self._settle_in(tried)
         figures = {**tried.figures, "cost_s": budget.spent_s}
         if self._kept and tried.estimate is not None:
-            # By the ratio of laps side by side: the pace of the machine is not what it was at the beginning.
-            figures["saved_s"] = budget.saved_s - budget.spent_s + self._left_s * (tried.estimate.ratio - 1)
+            # By laps side by side: the pace of the machine is not what it was at the beginning.
+            own_s, found_s = tried.means
+            figures["saved_s"] = budget.saved_s - budget.spent_s + self._updates_left * (own_s - found_s)
+            figures["own_s"] = own_s
         if tried.a is not None:
             trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": tried.a.step_s})
         trials.write("tuned", "chosen", why=why, figures=figures)
@@ -298,6 +300,8 @@ class Search:
 
     def _settle(self, plan: Plan, moves: Sequence[Move], tried: Tried, **more: float) -> None:
         self.plan, self._lap = plan, tried.b or self._lap
+        if tried.estimate is not None:
+            self._trials.budget.coming_s += self._left_s * (tried.estimate.low - 1)
         self._kept += moves
         for move in [move for move in self._kept if move not in moves and self._with([], but=move) == plan]:
             self._kept.remove(move)
@@ -317,7 +321,11 @@ class Search:
     @property
     def _left_s(self) -> float:
         """Seconds that the rest of the run takes under the plan settled on."""
-        return max(0, self._total - self._rig.steps) * float(self._lap.step_s)
+        return self._updates_left * float(self._lap.step_s)
+
+    @property
+    def _updates_left(self) -> int:
+        return max(0, self._total - self._rig.steps)
 
     def _updates_until(self, cost_s: float) -> int | None:
         """Updates until so much may be spent, and it is still worth it; None where that day does not come."""

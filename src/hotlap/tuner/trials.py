@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -44,6 +45,8 @@ class Tried:
     a: Lap | None = None
     """The middle one of A's laps."""
     b: Lap | None = None
+    means: tuple[float, float] = (0.0, 0.0)
+    """Seconds an update under A and under B, on average: whole runs pay for slow laps too."""
     cost_s: float = 0.0
 
     @property
@@ -75,6 +78,11 @@ class Tried:
 def middle(laps: Sequence[Lap]) -> Lap:
     """The lap in the middle of these by its pace."""
     return sorted(laps, key=lambda lap: lap.step_s)[len(laps) // 2]
+
+
+def mean_s(laps: Sequence[Lap]) -> float:
+    """Seconds an update, on average."""
+    return math.fsum(lap.step_s for lap in laps) / len(laps)
 
 
 class Trials:
@@ -130,7 +138,7 @@ class Trials:
                         stopped = self._memory.why_short()
                 if a == self._baseline:
                     self._own += a_laps[-2:]
-                    self.budget.base_s = middle(self._own).step_s
+                    self.budget.base_s = mean_s(self._own)
                 (a1, a2), (b1, b2) = quad["a"], quad["b"]
                 comparison.add(a1, b1, b2, a2)
                 spent_s = self.budget.spent_s - before_s
@@ -144,6 +152,7 @@ class Trials:
             estimate=comparison.estimate,
             a=middle(a_laps),
             b=middle(b_laps),
+            means=(mean_s(a_laps), mean_s(b_laps)),
             cost_s=self.budget.spent_s - before_s,
         )
 
