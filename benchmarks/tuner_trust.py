@@ -46,7 +46,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.table import as_json, table
 from hotlap.core.units import show_seconds
 from hotlap.demo import digits_job
-from hotlap.tuner.budget import Budget
+from hotlap.tuner.budget import Budget, Length
 from hotlap.tuner.gates import Gate
 from hotlap.tuner.laps import LAP_S, LapClock
 from hotlap.tuner.rounding import SAME_LOSS
@@ -165,7 +165,7 @@ class Loaded:
         self._out = torch.empty_like(self._matrix)
         self._clock = LapClock(self.rig)
         own = self.rig.plan
-        self._trials = Trials(self.rig, Gate(self.rig, own), Budget(base_s=1.0, updates=10**9), own)
+        self._trials = Trials(self.rig, Gate(self.rig, own), Budget(base_s=1.0, length=lambda: Length(10**9)), own)
 
     def step(self, units: int) -> None:
         """One update, and so much work."""

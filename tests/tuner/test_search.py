@@ -11,7 +11,9 @@ from torch import nn
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
 from hotlap.moves import every
+from hotlap.tuner.budget import Length
 from hotlap.tuner.laps import Lap
+from hotlap.tuner.probe import CountingProbe
 from hotlap.tuner.search import Search
 from hotlap.tuner.trials import Rest, TrialError
 
@@ -38,6 +40,10 @@ def rig_for(data=None):
     rig = Rig(small_mlp(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu")
     rig.feed(Computed() if data is None else data, batch_size=8, epochs=1000)
     return rig
+
+
+def searching(rig, updates, **settings):
+    return Search(rig, length=lambda: Length(updates), probe=CountingProbe(rig), **settings)
 
 
 def cost_of(plan, *, feed=None, fused=1.0, base=0.01):
@@ -96,7 +102,7 @@ def no_calibration(monkeypatch):
 
 def test_what_pays_is_kept_with_its_share_and_the_plan_is_in_force_at_the_end():
     rig, gate = rig_for(), Gatekeeper()
-    search = Search(rig, total=100_000, gate=gate)
+    search = searching(rig, 100_000, gate=gate)
     drive(search, lambda plan: cost_of(plan, fused=0.8, feed={"workers": 0.012}))
     found = outcomes(rig)
     assert rig.plan.feed.kind == "resident"
@@ -114,7 +120,7 @@ def test_what_pays_is_kept_with_its_share_and_the_plan_is_in_force_at_the_end():
 
 def test_nothing_helped_is_a_result():
     rig = rig_for(class_data(256))
-    search = Search(rig, total=100_000, gate=Gatekeeper())
+    search = searching(rig, 100_000, gate=Gatekeeper())
     own = rig.plan
     drive(search, lambda plan: (0.0, 0.01))
     found = outcomes(rig)
@@ -126,7 +132,7 @@ def test_nothing_helped_is_a_result():
 def test_a_move_that_hides_behind_a_slow_feed_is_found():
     """By itself a step twice as fast shows little where batches take most of the time."""
     rig = rig_for()
-    search = Search(rig, total=100_000, gate=Gatekeeper())
+    search = searching(rig, 100_000, gate=Gatekeeper())
 
     def step(plan):  # what is slower, the feed or the step, decides
         feed_s, rest_s = cost_of(plan, fused=0.5, feed={"loader": 0.05, "workers": 0.06})
@@ -139,7 +145,7 @@ def test_a_move_that_hides_behind_a_slow_feed_is_found():
 
 def test_a_move_that_gives_nothing_beside_the_others_is_taken_out_again():
     rig = rig_for()
-    search = Search(rig, total=100_000, gate=Gatekeeper())
+    search = searching(rig, 100_000, gate=Gatekeeper())
     drive(search, lambda plan: cost_of(plan, fused=1.0, feed={"workers": 0.012}))
     found = outcomes(rig)
     assert rig.plan.numerics.optimizer == "plain"
@@ -150,7 +156,7 @@ def test_a_move_that_gives_nothing_beside_the_others_is_taken_out_again():
 def test_what_a_gate_holds_back_is_never_timed_and_says_why():
     rig = rig_for()
     gate = Gatekeeper(refuses=lambda plan: plan.numerics.optimizer == "fused")
-    asked = drive(Search(rig, total=100_000, gate=gate), lambda plan: cost_of(plan, fused=0.1, feed={"workers": 0.012}))
+    asked = drive(searching(rig, 100_000, gate=gate), lambda plan: cost_of(plan, fused=0.1, feed={"workers": 0.012}))
     assert not any(isinstance(plan, Plan) and plan.numerics.optimizer == "fused" for plan in asked)
     assert outcomes(rig)["fused optimizer"][:2] == ("rejected", "gradients differ")
     assert rig.plan.feed.kind == "resident"
@@ -159,7 +165,7 @@ def test_what_a_gate_holds_back_is_never_timed_and_says_why():
 def test_a_plan_that_breaks_a_step_is_out_and_the_search_goes_on():
     rig = rig_for()
     asked = drive(
-        Search(rig, total=100_000, gate=Gatekeeper()),
+        searching(rig, 100_000, gate=Gatekeeper()),
         lambda plan: cost_of(plan, fused=0.8),
         fails=lambda plan: plan.feed.workers > 0,
     )
@@ -171,7 +177,7 @@ def test_a_plan_that_breaks_a_step_is_out_and_the_search_goes_on():
 def test_a_short_run_is_left_alone():
     rig = rig_for()
     own = rig.plan
-    asked = drive(Search(rig, total=300, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.1))
+    asked = drive(searching(rig, 300, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.1))
     assert set(asked) == {own}
     assert outcomes(rig)["all moves"][0] == "not tried"
 
@@ -179,7 +185,7 @@ def test_a_short_run_is_left_alone():
 def test_what_feeding_cannot_give_is_rejected_untried():
     rig = rig_for()
     step = lambda plan: cost_of(plan, feed={"loader": 0.0001, "gather": 0.0001, "resident": 0.0001})  # noqa: E731
-    asked = drive(Search(rig, total=100_000, gate=Gatekeeper()), step)
+    asked = drive(searching(rig, 100_000, gate=Gatekeeper()), step)
     outcome, why, figures = outcomes(rig)["workers that fetch ahead"]
     assert outcome == "rejected"
     assert "1.0 % of a step" in why
@@ -189,14 +195,14 @@ def test_what_feeding_cannot_give_is_rejected_untried():
 
 def test_costs_stay_within_the_budget_where_trials_are_dear():
     rig = rig_for()
-    search = Search(rig, total=20_000, gate=Gatekeeper())
+    search = searching(rig, 20_000, gate=Gatekeeper())
     drive(search, lambda plan: (0.006, 0.01) if plan.feed.workers == 0 else (0.03, 0.01), setup_s=0.2)
     assert search.budget.spent_s < 0.015 * 20_000 * 0.016 + 0.25 * search.budget.saved_s + 2.5
 
 
 def test_what_cannot_be_paid_for_yet_waits_until_enough_is_saved():
     rig = rig_for()
-    search = Search(rig, total=40_000, gate=Gatekeeper(), most_s=60)
+    search = searching(rig, 40_000, gate=Gatekeeper(), most_s=60)
     asked = drive(search, lambda plan: cost_of(plan, fused=0.5, feed={"workers": 0.012}), setup_s=0.0)
     assert rig.plan.numerics.optimizer == "fused"
     assert any(isinstance(plan, (Plan, Rest)) for plan in asked)
@@ -211,7 +217,7 @@ def test_what_is_kept_is_never_slower_than_the_users_own(seed):
     rig = rig_for()
     own = rig.plan
     step = lambda plan: cost_of(plan, fused=fused, feed=feeds)  # noqa: E731
-    drive(Search(rig, total=100_000, gate=Gatekeeper()), step, seed=seed, spread=0.01)
+    drive(searching(rig, 100_000, gate=Gatekeeper()), step, seed=seed, spread=0.01)
     assert sum(step(rig.plan)) <= 1.01 * sum(step(own))
 
 
@@ -223,13 +229,13 @@ def test_a_drifting_machine_fools_nobody():
         made[0] += 1
         return 0.0, 0.01 * (1 + 0.001 * made[0])
 
-    drive(Search(rig, total=100_000, gate=Gatekeeper()), step)
+    drive(searching(rig, 100_000, gate=Gatekeeper()), step)
     assert rig.plan == own
 
 
 def test_the_ledger_names_the_plan_of_every_lap():
     rig = rig_for()
-    drive(Search(rig, total=100_000, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.8))
+    drive(searching(rig, 100_000, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.8))
     measured = [entry for entry in rig.ledger if entry.outcome == "measured"]
     assert {entry.plan.feed for entry in measured} > {Feed(kind="resident")}
     assert rig.ledger.plan_at(10**6) == rig.plan
@@ -252,7 +258,7 @@ def test_a_precision_that_a_gate_holds_back_at_first_is_judged_again_later():
 
     if rig.supports(rig.plan.but(precision="bf16")):
         pytest.skip("this CPU has no bf16")
-    asked = drive(Search(rig, total=100_000, gate=Late()), step)
+    asked = drive(searching(rig, 100_000, gate=Late()), step)
     if not seen:
         pytest.skip("this CPU has no bf16 in hardware")
     assert seen[1] - seen[0] >= 200
@@ -268,6 +274,17 @@ def test_a_dear_move_is_left_out_of_the_bundle_and_not_out_of_the_search(monkeyp
     moves = tuple(dear if move is resident.MOVE else move for move in every.MOVES)
     monkeypatch.setattr("hotlap.tuner.search.MOVES", moves)
     rig = rig_for()
-    drive(Search(rig, total=200_000, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.4, feed={"workers": 0.012}))
+    drive(searching(rig, 200_000, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.4, feed={"workers": 0.012}))
     assert rig.plan.numerics.optimizer == "fused"
     assert rig.plan.feed.kind == "resident"
+
+
+def test_a_run_of_unknown_length_is_tuned_once_it_has_gone_on_for_long_enough():
+    rig = rig_for()
+    search = Search(
+        rig, length=lambda: Length(2 * rig.steps + 10, known=False), gate=Gatekeeper(), probe=CountingProbe(rig)
+    )
+    asked = drive(search, lambda plan: cost_of(plan, fused=0.5))
+    first = next(number for number, one in enumerate(asked) if isinstance(one, Rest))
+    assert all(one == search.baseline for one in asked[:first])
+    assert search.plan.numerics.optimizer == "fused"

@@ -13,7 +13,7 @@ from hotlap import Rig, Tuner
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Feed
 from hotlap.tuner import budget as budgets
-from hotlap.tuner.budget import Budget
+from hotlap.tuner.budget import Budget, Length
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.stats import Comparison
@@ -67,7 +67,7 @@ def test_a_run_that_ends_early_is_under_a_plan_that_was_settled_on(monkeypatch):
 
 
 def test_the_budget_grows_with_what_is_saved_and_ends_at_its_limit():
-    budget = Budget(base_s=0.01, updates=1000, most_s=5.0)
+    budget = Budget(base_s=0.01, length=lambda: Length(1000), most_s=5.0)
     assert budget.left_s == pytest.approx(0.15)
     budget.made(10, 0.2)  # twice as slow as the user's own
     assert budget.spent_s == pytest.approx(0.1)

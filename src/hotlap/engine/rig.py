@@ -252,6 +252,11 @@ class Rig:
         return self._step.firsts if isinstance(self._step, CapturedStep) else 0
 
     @property
+    def most_replay_steps(self) -> int:
+        """Updates that a plan may make at once."""
+        return MOST_REPLAY_STEPS
+
+    @property
     def given_up(self) -> str | None:
         """Why the plan in force is not obeyed as it stands: why nothing is captured; None where it is."""
         return self._step.given_up if isinstance(self._step, CapturedStep) else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hotlap.core.plan import Plan
+from hotlap.engine.driven import Driven
 from hotlap.engine.layout import why_not_channels_last
-from hotlap.engine.rig import Rig
 from hotlap.moves.move import Move
 
 
-def _propose(plan: Plan, rig: Rig) -> Plan | str:
+def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.execution.autotune:
         return "it is on already"
     if rig.device.type != "cuda":

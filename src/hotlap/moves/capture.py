@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from hotlap.core.plan import Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
 
 STEPS = 8
 """Updates in one replay: launching it then costs next to nothing, and whoever waits for its end waits milliseconds."""
 
 
-def _propose(plan: Plan, rig: Rig) -> Plan | str:
+def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.execution.mode == "captured":
         return "it is captured already"
-    return plan.but(mode="captured", replay_steps=STEPS if plan.feed.kind == "resident" else 1)
+    at_once = min(STEPS, rig.most_replay_steps) if plan.feed.kind == "resident" else 1
+    return plan.but(mode="captured", replay_steps=at_once)
 
 
 MOVE = Move(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotlap.core.plan import Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.moves import autotune, capture, fused, gather, layout, longer, precision, resident, stream, tf32, workers
 from hotlap.moves.move import Move
 
@@ -36,7 +36,7 @@ class Everything:
     not_made: tuple[tuple[Move, str], ...]
 
 
-def everything(rig: Rig, plan: Plan | None = None, moves: Sequence[Move] | None = None) -> Everything:
+def everything(rig: Driven, plan: Plan | None = None, moves: Sequence[Move] | None = None) -> Everything:
     """Whatever of these moves can be made from `plan` on, unmeasured: nothing is said of whether it pays.
 
     Without any named, all of them, and workers only where samples have to be fetched one by one.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
 
 
-def _propose(plan: Plan, rig: Rig) -> Plan | str:
+def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.feed.kind != "loader":
         return "batches are indexed as a whole already"
     return plan.with_feed(Feed(kind="gather"))

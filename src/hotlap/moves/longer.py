@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from hotlap.core.plan import Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
 
 STEPS = 32
 
 
-def _propose(plan: Plan, rig: Rig) -> Plan | str:
+def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.execution.mode != "captured" or plan.feed.kind != "resident":
         return "it needs captured steps and data that is held on the device"
+    if rig.most_replay_steps < STEPS:
+        return "the loop makes one step at a time"
     if plan.execution.replay_steps >= STEPS:
         return f"there are {plan.execution.replay_steps} already"
     if rig.epoch_windows < 2 * STEPS:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotlap.core.plan import Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 
 NOTHING_S = 0.02
 
 
-def _next_to_nothing(plan: Plan, rig: Rig) -> float:
+def _next_to_nothing(plan: Plan, rig: Driven) -> float:
     return NOTHING_S
 
 
@@ -23,9 +23,9 @@ class Move:
     """As a table shows it."""
     kind: str
     """What it changes beside the time: `A` rounding alone, `B` precision."""
-    propose: Callable[[Plan, Rig], Plan | str]
+    propose: Callable[[Plan, Driven], Plan | str]
     """The plan with the change, or why there is nothing to change; whether the rig can obey it is asked of the rig."""
-    setup_s: Callable[[Plan, Rig], float] = _next_to_nothing
+    setup_s: Callable[[Plan, Driven], float] = _next_to_nothing
     """About how many seconds it takes until the changed plan is at its pace."""
     helps: tuple[str, ...] = ()
     """What bounds a training that it may make faster; as `Diagnosis.bound` names it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hotlap import machine
 from hotlap.core.plan import Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
 
 
-def _propose(plan: Plan, rig: Rig) -> Plan | str:
+def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.numerics.precision in ("bf16", "fp16"):
         return f"the precision is {plan.numerics.precision} already"
     has = machine.dtype_support(rig.device)
@@ -19,7 +19,7 @@ def _propose(plan: Plan, rig: Rig) -> Plan | str:
     return f"this {rig.device.type} has no 16-bit number format in hardware"
 
 
-def _setup_s(plan: Plan, rig: Rig) -> float:
+def _setup_s(plan: Plan, rig: Driven) -> float:
     return 0.3 if rig.device.type == "cuda" else 0.02
 
 

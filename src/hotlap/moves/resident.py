@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
 
 
-def _propose(plan: Plan, rig: Rig) -> Plan | str:
+def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.feed.kind == "resident":
         return "it is held already"
     # Settings of workers belong to the loader that it takes the place of.
     return plan.with_feed(Feed(kind="resident"))
 
 
-def _setup_s(plan: Plan, rig: Rig) -> float:
+def _setup_s(plan: Plan, rig: Driven) -> float:
     return rig.holding_s()
 
 

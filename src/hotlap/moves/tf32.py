@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hotlap.core.plan import Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
 
 
-def _propose(plan: Plan, rig: Rig) -> Plan | str:
+def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.numerics.precision != "fp32":
         return f"the precision is {plan.numerics.precision} already"
     return plan.but(precision="tf32")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.machine.limits import read_cpu
 from hotlap.moves.move import Move
 
@@ -12,18 +12,16 @@ START_S = 0.1
 """What one worker takes to start, about: a fork, and its first batch."""
 
 
-def _propose(plan: Plan, rig: Rig) -> Plan | str:
+def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.feed.workers:
         return f"there are {plan.feed.workers} already"
-    if plan.feed.kind == "resident":
-        return "the data is on the device already, and nothing has to be fetched"
     # As many as people are told to use; never more than there are cores.
     count = max(1, min(MOST, read_cpu().cores))
     pinned = rig.device.type == "cuda"
     return plan.with_feed(Feed(kind="loader", workers=count, persistent=True, pinned=pinned))
 
 
-def _setup_s(plan: Plan, rig: Rig) -> float:
+def _setup_s(plan: Plan, rig: Driven) -> float:
     return START_S * plan.feed.workers
 
 

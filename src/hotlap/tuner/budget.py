@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 SHARE = 0.015
 """Of the run, as predicted at the user's own pace."""
 OF_SAVED = 0.25
@@ -12,13 +15,21 @@ MOST_S = 60.0
 """And never more, unless the user says otherwise."""
 
 
+class Length(NamedTuple):
+    """How many updates a training makes in all."""
+
+    updates: int
+    known: bool = True
+    """Whether that is known; else it is a guess, which grows while the training goes on."""
+
+
 class Budget:
     """Seconds beyond what the same updates would have taken under the user's own plan."""
 
-    def __init__(self, *, base_s: float, updates: int, most_s: float = MOST_S) -> None:
+    def __init__(self, *, base_s: float, length: Callable[[], Length], most_s: float = MOST_S) -> None:
         self.base_s = base_s
         """Seconds an update under the user's own plan, as last measured: a machine's pace changes."""
-        self._in_all, self._most_s = updates, most_s
+        self._length, self._most_s = length, most_s
         self.spent_s = 0.0
         self.saved_s = 0.0
         self.coming_s = 0.0
@@ -28,7 +39,7 @@ class Budget:
     @property
     def all_s(self) -> float:
         """What may be spent in all, as things stand."""
-        share_s = SHARE * self.base_s * self._in_all
+        share_s = SHARE * self.base_s * self._length().updates
         return min(self._most_s, share_s + OF_SAVED * self.saved_s + OF_COMING * self.coming_s)
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from hotlap.core.plan import Plan
-from hotlap.engine.rig import Rig
-from hotlap.tuner.gates import Gate
+from hotlap.engine.driven import Driven
+from hotlap.tuner.gates import Judge
 
 SHARE = 0.005
 """Of the time, what looking may take."""
@@ -17,7 +17,7 @@ FIRST_S = 5.0
 class Canary:
     """Looks after a tuned training: where its plan and the user's own drift apart, it goes back to one that agrees."""
 
-    def __init__(self, rig: Rig, gate: Gate, *, plan: Plan, baseline: Plan, takes_s: float = 0.0) -> None:
+    def __init__(self, rig: Driven, gate: Judge, *, plan: Plan, baseline: Plan, takes_s: float = 0.0) -> None:
         """`takes_s` is about what a look takes."""
         self._rig, self._gate, self._baseline = rig, gate, baseline
         self.plan = plan

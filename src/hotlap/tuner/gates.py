@@ -18,6 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hotlap.core.plan import Execution, Plan
 from hotlap.engine.rig import Place, Rig
@@ -50,6 +51,16 @@ class Judgement:
     why: str
     """In words, for the ledger: how well it agrees, or what differs, where and by how much."""
     figures: Mapping[str, float] = field(default_factory=dict)
+
+
+class Judge(Protocol):
+    """Whoever lets plans through."""
+
+    def check(self, plan: Plan) -> Judgement:
+        """Whether training goes on under the plan as it would have; it leaves no trace in the training."""
+
+    def forget(self) -> None:
+        """Let go of what was found out."""
 
 
 class Gate:

@@ -14,7 +14,7 @@ from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
 from hotlap.data.holding import outline
 from hotlap.data.purity import randomness_watched
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
 
@@ -26,7 +26,7 @@ KIND = "plan"
 class KnownPlans:
     """What the cache knows of this training on this machine. A cache that cannot be used stops nothing."""
 
-    def __init__(self, rig: Rig, *, batch_size: int) -> None:
+    def __init__(self, rig: Driven, *, batch_size: int) -> None:
         self._key = key_of(_facts(rig, batch_size))
 
     def found(self) -> tuple[Plan, list[str]] | None:
@@ -50,7 +50,7 @@ class KnownPlans:
             log.warning("the plan that was found cannot be kept: %s", error)
 
 
-def _facts(rig: Rig, batch_size: int) -> dict[str, Any]:
+def _facts(rig: Driven, batch_size: int) -> dict[str, Any]:
     """All that may make another plan the best one."""
     source = rig.source
     on_gpu = rig.device.type == "cuda"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotlap.core.plan import Plan
-from hotlap.tuner.driven import Driven
+from hotlap.engine.driven import Driven
 
 LAP_S = 0.05
 """The least a lap takes."""

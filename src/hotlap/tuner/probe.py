@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.units import show_seconds
 from hotlap.engine.rig import Rig
@@ -11,6 +13,7 @@ from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
 from hotlap.monitor.calibration import calibration
 from hotlap.monitor.census import census
 from hotlap.tuner.laps import Lap
+from hotlap.tuner.stats import LEAST_GAIN
 
 CALIBRATION_S = 1.0
 """What calibrating a machine takes at most; it is done once, and only where so much may well be spent."""
@@ -24,31 +27,14 @@ FEED_CHOICES = {field.name for field in dataclasses.fields(Feed)}
 class Probe:
     """Looks at a training once, and knows from then on what cannot pay."""
 
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._diagnosis: Diagnosis | None = None
         self._feeding: float | None = None
 
     def look(self, lap: Lap, *, may_s: float) -> None:
-        """Count one step and find out what bounds it, within about so many seconds."""
-        rig = self._rig
+        """Find out what bounds it, within about so many seconds."""
         self._feeding = _share(lap)
-        rates = calibration(rig.device, known_only=may_s < 2 * CALIBRATION_S)
-        if rates is None:
-            return
-        with rig.aside():
-            window = next(rig.windows(room=lambda: 1))
-            counted = census(lambda: rig.advance(window))
-            least_bytes = least_traffic(rig.optimizer)
-        self._diagnosis = diagnose(
-            step_s=lap.step_s,
-            feed_s=lap.feed_s or 0.0,
-            issue_s=lap.step_s if lap.issue_s is None else lap.issue_s,
-            census=counted,
-            calibration=rates,
-            precision=rig.plan.numerics.precision,
-            least_bytes=least_bytes,
-        )
 
     @property
     def bound(self) -> str:
@@ -71,13 +57,16 @@ class Probe:
             share = REPLAY_S / (plan.execution.replay_steps * lap.step_s)
             most = 1 / max(1e-9, 1 - share)
             return most, f"starting replays takes {100 * share:.1f} % of a step at most: {most:.2f}x"
-        alone = self._rig.device.type == "cpu" or plan.feed.kind == "resident"
+        alone = self._device.type == "cpu" or plan.feed.kind == "resident"
         if alone and changed & FEED_CHOICES and changed <= FEED_CHOICES | {"replay_steps"}:
             # What is not spent on feeding stays. (From host to GPU a feed also changes what the step has to do.)
             feeding = _share(lap)
             if feeding is None:
                 return float("inf"), ""
             most = 1 / max(1e-9, 1 - feeding)
+            held = self._device.type != "cpu" and plan.feed.kind == "resident"
+            if most >= LEAST_GAIN and held and proposed.feed.kind == "loader":
+                return 1.0, "the data is on the device already, and nothing has to be fetched"
             return most, f"bringing batches takes {100 * feeding:.1f} % of a step: at most {most:.2f}x"
         floors = self._diagnosis.floor_s if self._diagnosis is not None else {}
         # What the device has no rate for it computes in fp32; where it may choose, the lowest floor counts.
@@ -88,6 +77,35 @@ class Probe:
             return float("inf"), ""
         most = MARGIN * lap.step_s / floor_s
         return most, f"its arithmetic takes {show_seconds(floor_s)} of {show_seconds(lap.step_s)}: at most {most:.2f}x"
+
+
+class CountingProbe(Probe):
+    """Makes one step of a Rig aside, and counts what it asks of the device."""
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(rig.device)
+        self._rig = rig
+
+    def look(self, lap: Lap, *, may_s: float) -> None:
+        """Count one step and find out what bounds it, within about so many seconds."""
+        super().look(lap, may_s=may_s)
+        rig = self._rig
+        rates = calibration(rig.device, known_only=may_s < 2 * CALIBRATION_S)
+        if rates is None:
+            return
+        with rig.aside():
+            window = next(rig.windows(room=lambda: 1))
+            counted = census(lambda: rig.advance(window))
+            least_bytes = least_traffic(rig.optimizer)
+        self._diagnosis = diagnose(
+            step_s=lap.step_s,
+            feed_s=lap.feed_s or 0.0,
+            issue_s=lap.step_s if lap.issue_s is None else lap.issue_s,
+            census=counted,
+            calibration=rates,
+            precision=rig.plan.numerics.precision,
+            least_bytes=least_bytes,
+        )
 
 
 def _share(lap: Lap) -> float | None:

@@ -8,17 +8,17 @@ while batches are slow. What is kept is then taken out move by move, which tells
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_seconds
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.moves import layout, precision
 from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
-from hotlap.tuner.budget import MOST_S, Budget
-from hotlap.tuner.gates import Gate
+from hotlap.tuner.budget import MOST_S, Budget, Length
+from hotlap.tuner.gates import Judge
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.probe import Probe
@@ -51,23 +51,22 @@ class Doubt(NamedTuple):
 
 
 class Search:
-    """Finds the plan for one training of `total` updates."""
+    """Finds the plan for one training."""
 
     def __init__(
         self,
-        rig: Rig,
+        rig: Driven,
         *,
-        total: int,
+        length: Callable[[], Length],
+        gate: Judge,
+        probe: Probe,
         most_s: float | None = None,
-        gate: Gate | None = None,
         known: KnownPlans | None = None,
     ) -> None:
-        self._rig, self._total, self._most_s = rig, total, MOST_S if most_s is None else most_s
+        self._rig, self._length, self._most_s = rig, length, MOST_S if most_s is None else most_s
         self.baseline = self.plan = rig.plan
         """The user's own plan, and the one that has been settled on."""
-        self.gate = gate or Gate(rig, self.baseline)
-        self._known = known
-        self._probe = Probe(rig)
+        self.gate, self._probe, self._known = gate, probe, known
         self._kept: list[Move] = []
         self._postponed: dict[Move, float] = {}
         self._doubted: list[Move] = []
@@ -79,10 +78,12 @@ class Search:
         """Give the plans to be timed, until nothing more is worth a trial."""
         lap = yield from self._pace_of_user()
         self._lap: Lap = lap
-        budget = self.budget = Budget(base_s=lap.step_s, updates=self._total, most_s=self._most_s)
+        budget = self.budget = Budget(base_s=lap.step_s, length=self._length, most_s=self._most_s)
         trials = self._trials = Trials(self._rig, self.gate, budget, self.baseline)
+        while budget.left_s < GATE_UPDATES * lap.step_s and not self._length().known:
+            yield Rest(max(RIPE, self._rig.steps))
         if budget.left_s < GATE_UPDATES * lap.step_s:
-            run_s, may_s = show_seconds(self._total * lap.step_s), show_seconds(budget.left_s)
+            run_s, may_s = show_seconds(self._length().updates * lap.step_s), show_seconds(budget.left_s)
             trials.write("baseline", "chosen", figures={"step_s": lap.step_s})
             trials.write("all moves", "not tried", why=f"the run takes {run_s} in all, so that trials may take {may_s}")
             return
@@ -164,7 +165,7 @@ class Search:
                 yield Rest(updates)
                 yield from self._try(move, last=True)
         for move in self._doubted:
-            if self._total - self._rig.steps > RIPE * OFTEN:
+            if self._updates_left > RIPE * OFTEN:
                 yield Rest(RIPE)
                 yield from self._try(move, last=True)
 
@@ -325,7 +326,7 @@ class Search:
 
     @property
     def _updates_left(self) -> int:
-        return max(0, self._total - self._rig.steps)
+        return max(0, self._length().updates - self._rig.steps)
 
     def _updates_until(self, cost_s: float) -> int | None:
         """Updates until so much may be spent, and it is still worth it; None where that day does not come."""
@@ -334,7 +335,7 @@ class Search:
         if a_update_s <= 0:
             return None
         updates = int(max(0.0, cost_s - budget.left_s) / a_update_s) + 1
-        return updates if 4 * updates < self._total - self._rig.steps else None
+        return updates if 4 * updates < self._updates_left else None
 
 
 def _step_s(lap: Lap | None) -> float:

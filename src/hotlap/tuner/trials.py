@@ -11,10 +11,10 @@ from typing import Any
 
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
 from hotlap.tuner.budget import Budget
-from hotlap.tuner.gates import Gate
+from hotlap.tuner.gates import Judge
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.memory import MemoryWatch
 from hotlap.tuner.stats import Comparison, Estimate
@@ -88,7 +88,7 @@ def mean_s(laps: Sequence[Lap]) -> float:
 class Trials:
     """The trials of one training, and what they have cost."""
 
-    def __init__(self, rig: Rig, gate: Gate, budget: Budget, baseline: Plan) -> None:
+    def __init__(self, rig: Driven, gate: Judge, budget: Budget, baseline: Plan) -> None:
         self._rig, self._gate, self.budget, self._baseline = rig, gate, budget, baseline
         self._memory = MemoryWatch(rig.device)
         self._coin = random.Random(0)

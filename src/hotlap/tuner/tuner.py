@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
+from hotlap.engine.rig import Place, Rig
 from hotlap.machine.kernels import first_line
+from hotlap.tuner.budget import Length
 from hotlap.tuner.canary import Canary
+from hotlap.tuner.gates import Gate, Judge
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.laps import Lap, LapClock
+from hotlap.tuner.probe import CountingProbe, Probe
 from hotlap.tuner.search import Search
 from hotlap.tuner.trials import Rest, TrialError
 
@@ -31,20 +37,27 @@ class Tuner:
     `updates` is how many there will be in all; `most_s` how many seconds tuning may cost at most. `period` says after
     how many updates something else than an epoch's end cuts in, such as an evaluation. `found` is a plan that an
     earlier process has found for this very training: then nothing is searched for, and it is only looked after.
+    A training that is no Rig brings what judges its plans, and what probes it.
     """
 
     def __init__(
         self,
-        rig: Rig,
+        rig: Driven,
         *,
-        updates: int,
+        updates: int | Callable[[], Length],
         most_s: float | None = None,
         period: int | None = None,
         known: KnownPlans | None = None,
         found: Plan | None = None,
+        gate: Judge | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self._rig = rig
-        self._search = Search(rig, total=updates, most_s=most_s, known=known)
+        if gate is None or probe is None:
+            assert isinstance(rig, Rig), "for any other training, name its gate and its probe"
+            gate, probe = gate or Gate(rig, rig.plan), probe or CountingProbe(rig)
+        length = partial(Length, updates) if isinstance(updates, int) else updates
+        self._search = Search(rig, length=length, gate=gate, probe=probe, most_s=most_s, known=known)
         self._asks = self._search.run()
         self._clock = LapClock(rig, period=period)
         self._rest: Rest | None = None
@@ -113,7 +126,7 @@ class Tuner:
         """Told that a step broke. Where the plan was on trial: it is out, the step is to be made again, and True."""
         if self.done or self._rig.plan == self._search.plan:
             return False
-        self._give_up(error)
+        self._give_up(error, self._place)
         return True
 
     def ended(self) -> None:
@@ -132,9 +145,10 @@ class Tuner:
             return
         self._obey(asked)
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception, place: Place | None = None) -> None:
         self._rig.use(self._search.plan, why="a plan on trial broke a step")
-        self._rig.place = self._place
+        if place is not None:
+            self._rig.place = place
         try:
             asked = self._asks.throw(TrialError(first_line(error)))
         except StopIteration:

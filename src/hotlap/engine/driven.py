@@ -1,0 +1,83 @@
+"""What moves and the tuner know of a training: little enough that a Rig and somebody's own script can both be it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hotlap.core.plan import Plan
+from hotlap.data.source import Source
+from hotlap.engine.route import Place
+
+
+class Driven(Protocol):
+    """A training that obeys plans and makes steps."""
+
+    device: torch.device
+    place: Place
+    """Where in the data it stands."""
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that is trained."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What makes the updates; the first one, where there are several."""
+
+    @property
+    def source(self) -> Source:
+        """Where the samples come from."""
+
+    @property
+    def steps(self) -> int:
+        """Updates made so far."""
+
+    @property
+    def epoch_windows(self) -> int:
+        """Windows in the current epoch."""
+
+    @property
+    def most_replay_steps(self) -> int:
+        """Updates that a plan may make at once."""
+
+    @property
+    def firsts(self) -> int:
+        """Windows so far under the plan in force that were not at its own pace."""
+
+    def supports(self, plan: Plan) -> str | None:
+        """Why the plan cannot be obeyed here, or None where it can."""
+
+    def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
+        """Obey `plan` from the next step on."""
+
+    def keep_plans(self) -> None:
+        """From now on what belongs to a plan stays when another takes its place, until `tidy`."""
+
+    def tidy(self) -> None:
+        """Let go of all that belongs to other plans than the one in force."""
+
+    def holding_s(self) -> float:
+        """About how many seconds it would take to hold all of the data on the device; 0 where it is there."""
+
+    def wait(self) -> None:
+        """Wait for the device."""
+
+    def write_down(
+        self,
+        what: str,
+        outcome: str,
+        why: str = "",
+        *,
+        figures: Mapping[str, float] | None = None,
+        cost_s: float = 0.0,
+    ) -> None:
+        """Add a line to the ledger, under the plan in force."""
