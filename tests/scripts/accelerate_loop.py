@@ -13,14 +13,18 @@ class SineDataset(Dataset):
 
     def __init__(self, n, seed):
         g = torch.Generator().manual_seed(seed)
-        self.inputs = torch.rand(n, 10, generator=g) * 4 - 2
-        self.targets = torch.sin(self.inputs[:, :4] * 1.5).sum(1) + 0.1 * torch.randn(n, generator=g)
+        x = torch.rand(n, 10, generator=g) * 4 - 2
+        y = torch.sin(x[:, :4] * 1.5).sum(1) + 0.1 * torch.randn(n, generator=g)
+        self.inputs, self.targets = x.numpy(), y.numpy()
 
     def __len__(self):
         return self.inputs.shape[0]
 
     def __getitem__(self, idx):
-        return {"inputs": self.inputs[idx], "targets": self.targets[idx]}
+        return {
+            "inputs": torch.tensor(self.inputs[idx], dtype=torch.float32),
+            "targets": torch.tensor(self.targets[idx], dtype=torch.float32),
+        }
 
 
 def training_function(args):

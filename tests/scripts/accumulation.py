@@ -1,12 +1,12 @@
-# Trains with gradient accumulation: batch 32 x 4 = effective batch of 128
+# Trains with gradient accumulation: batch 64 x 4 = effective batch of 256
 import math
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 SEED = 7
-EPOCHS = 12
-BATCH_SIZE = 32
+EPOCHS = 7
+BATCH_SIZE = 64
 ACCUMULATION_STEPS = 4
 LEARNING_RATE = 2e-3
 
@@ -21,14 +21,14 @@ def make_moons_nd(n, dim=12):
     upper = torch.stack([torch.cos(t), torch.sin(t)], dim=1)
     lower = torch.stack([1 - torch.cos(t), 0.5 - torch.sin(t)], dim=1)
     pts = torch.where(label[:, None] == 0, upper, lower)
-    pts = pts + 0.15 * torch.randn(n, 2)
+    pts = pts + 0.25 * torch.randn(n, 2)
     proj = torch.randn(2, dim)
     return pts @ proj + 0.05 * torch.randn(n, dim), label.float()
 
 
-x, y = make_moons_nd(9000)
-train_set = TensorDataset(x[:8010], y[:8010])
-val_set = TensorDataset(x[8010:], y[8010:])
+x, y = make_moons_nd(20000)
+train_set = TensorDataset(x[:18010], y[:18010])
+val_set = TensorDataset(x[18010:], y[18010:])
 train_loader = DataLoader(train_set, batch_size=BATCH_SIZE, shuffle=True, num_workers=0)
 val_loader = DataLoader(val_set, batch_size=256, shuffle=False)
 

@@ -25,7 +25,7 @@ class Spirals(Dataset):
     def __init__(self, n, rng):
         k = rng.integers(0, 3, n)
         r = rng.uniform(0.1, 1.0, n)
-        t = 4.0 * r + k * 2 * np.pi / 3 + 0.15 * rng.normal(size=n)
+        t = 4.0 * r + k * 2 * np.pi / 3 + 0.4 * rng.normal(size=n)
         self.points = np.stack([r * np.cos(t), r * np.sin(t)], axis=1)
         self.classes = k
 

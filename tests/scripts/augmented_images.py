@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 def get_args():
     p = argparse.ArgumentParser()
-    p.add_argument('--epochs', type=int, default=6)
+    p.add_argument('--epochs', type=int, default=5)
     p.add_argument('--bs', type=int, default=64)
     p.add_argument('--lr', type=float, default=2e-3)
     p.add_argument('--num_workers', type=int, default=0)
@@ -21,7 +21,7 @@ def get_args():
 
 def draw_shapes(n, rng, size=12):
     """squares, crosses, horizontal bars and vertical bars"""
-    imgs = rng.normal(0, 0.25, (n, size, size)).astype(np.float32)
+    imgs = rng.normal(0, 0.5, (n, size, size)).astype(np.float32)
     labels = rng.integers(0, 4, n)
     for img, label in zip(imgs, labels):
         r, c = rng.integers(3, size - 3, 2)

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, DataLoader
 torch.manual_seed(0)
 np.random.seed(0)
 
-EPOCHS = 12
+EPOCHS = 10
 batch_size = 128
 input_size = 24
 output_size = 5
@@ -20,10 +20,13 @@ class RandomDataset(Dataset):
     def __init__(self, size, length, w):
         self.len = length
         self.data = np.random.randn(length, size).astype(np.float32)
+        self.mean = self.data.mean(axis=0)
+        self.std = self.data.std(axis=0)
         self.target = np.argmax(self.data @ w + 0.5 * np.random.randn(length, w.shape[1]), axis=1)
 
     def __getitem__(self, index):
-        return torch.from_numpy(self.data[index]), self.target[index]
+        x = (self.data[index] - self.mean) / self.std
+        return torch.from_numpy(x), torch.tensor(self.target[index])
 
     def __len__(self):
         return self.len
@@ -53,7 +56,7 @@ model.to(device)
 
 criterion = nn.CrossEntropyLoss().to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4, nesterov=True)
-scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[6, 10], gamma=0.1)
+scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[5, 8], gamma=0.1)
 
 since = time.time()
 for epoch in range(EPOCHS):

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
-EPOCHS = 10
+EPOCHS = 7
 HIDDEN = 24
 
 # y = sin(|x|) style regression problem
@@ -29,9 +29,8 @@ def net(x):
     return h @ w3
 
 
-optimizer = torch.optim.LBFGS(params, lr=0.1, max_iter=2, history_size=8)
-# a few steps of it per batch, full line search is too slow
-l2 = 1e-4
+optimizer = torch.optim.LBFGS(params, lr=1, max_iter=4, history_size=8, line_search_fn="strong_wolfe")
+l2 = 1e-5
 
 for epoch in range(EPOCHS):
     total = 0

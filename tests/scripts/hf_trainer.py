@@ -8,7 +8,7 @@ torch.manual_seed(42)
 
 EPOCHS = 4
 VOCAB = 100
-MAX_LEN = 16
+MAX_LEN = 12
 
 
 class TextDataset(Dataset):
@@ -29,7 +29,7 @@ def fake_corpus(n, seed):
     """token 1 = [CLS], 0 = [PAD]; the label says whether 'good' words outnumber 'bad' ones"""
     rng = np.random.default_rng(seed)
     ids = rng.integers(3, VOCAB, size=(n, MAX_LEN))
-    lengths = rng.integers(6, MAX_LEN + 1, size=n)
+    lengths = rng.integers(5, MAX_LEN + 1, size=n)
     mask = (np.arange(MAX_LEN)[None, :] < lengths[:, None]).astype(int)
     ids[:, 0] = 1
     ids = ids * mask
@@ -39,7 +39,7 @@ def fake_corpus(n, seed):
     return {"input_ids": ids.tolist(), "attention_mask": mask.tolist()}, labels.tolist()
 
 
-train_dataset = TextDataset(*fake_corpus(7200, seed=1))
+train_dataset = TextDataset(*fake_corpus(3300, seed=1))
 eval_dataset = TextDataset(*fake_corpus(800, seed=2))
 
 config = BertConfig(
@@ -63,7 +63,7 @@ def compute_metrics(eval_pred):
 training_args = TrainingArguments(
     output_dir="results",
     num_train_epochs=EPOCHS,
-    per_device_train_batch_size=64,
+    per_device_train_batch_size=32,
     per_device_eval_batch_size=256,
     learning_rate=3e-3,
     warmup_steps=40,

@@ -5,7 +5,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, random_split
 
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -48,6 +48,18 @@ class LitAutoEncoder(L.LightningModule):
         return [opt], [sch]
 
 
+class TinyImages(Dataset):
+    def __init__(self, images, labels):
+        self.images = images  # uint8
+        self.labels = labels
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        return self.images[i].float() / 255 * 2 - 1, int(self.labels[i])
+
+
 class ToyDataModule(L.LightningDataModule):
     def __init__(self, batch_size=128):
         super().__init__()
@@ -56,8 +68,9 @@ class ToyDataModule(L.LightningDataModule):
     def setup(self, stage):
         latent = torch.randn(14000, 3)
         x = torch.tanh(latent @ torch.randn(3, 32)) + 0.1 * torch.randn(14000, 32)
+        images = ((x.clamp(-1, 1) + 1) * 127.5).to(torch.uint8)
         y = (latent[:, 0] > 0).long()
-        self.train_set, self.val_set = random_split(TensorDataset(x, y), [13000, 1000])
+        self.train_set, self.val_set = random_split(TinyImages(images, y), [13000, 1000])
 
     def train_dataloader(self):
         return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True)

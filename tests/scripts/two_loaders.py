@@ -37,12 +37,13 @@ class Labelled(Dataset):
 class Unlabelled(Dataset):
     def __init__(self, x):
         self.x = x
+        self.mean, self.std = x.mean(0), x.std(0)
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, i):
-        return self.x[i]
+        return (self.x[i] - self.mean) / self.std
 
 
 def blobs(n, centers):
@@ -50,10 +51,12 @@ def blobs(n, centers):
     return centers[y] + torch.randn(n, centers.shape[1]), y
 
 
-centers = torch.randn(6, 16) * 0.9
+centers = torch.randn(6, 16) * 0.7
 x_lab, y_lab = blobs(640, centers)
 x_unl, _ = blobs(12000, centers)
 x_test, y_test = blobs(2000, centers)
+x_lab = (x_lab - x_unl.mean(0)) / x_unl.std(0)
+x_test = (x_test - x_unl.mean(0)) / x_unl.std(0)
 
 labelled_loader = DataLoader(Labelled(x_lab, y_lab), batch_size=64, shuffle=True, drop_last=True)
 unlabelled_loader = DataLoader(Unlabelled(x_unl), batch_size=128, shuffle=True, drop_last=True)

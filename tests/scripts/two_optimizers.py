@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, random_split
 
 parser = argparse.ArgumentParser(description="NCF")
-parser.add_argument("--epochs", default=10, type=int)
+parser.add_argument("--epochs", default=8, type=int)
 parser.add_argument("--batch_size", default=128, type=int)
 parser.add_argument("--emb_lr", default=2.0, type=float)
 parser.add_argument("--lr", default=1e-3, type=float)
@@ -39,8 +39,8 @@ class RatingsDataset(Dataset):
 
     def __getitem__(self, i):
         return {
-            "user": int(self.users[i]),
-            "item": int(self.items[i]),
+            "user": torch.tensor(self.users[i], dtype=torch.long),
+            "item": torch.tensor(self.items[i], dtype=torch.long),
             "rating": float(self.ratings[i]),
         }
 
