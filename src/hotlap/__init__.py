@@ -71,3 +71,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext hotlap`: make the training in this notebook faster from here on."""
+    importlib.import_module("hotlap.script.notebook").load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """`%unload_ext hotlap`: take everything back."""
+    importlib.import_module("hotlap.script.notebook").unload(shell)

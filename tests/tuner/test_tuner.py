@@ -13,7 +13,7 @@ from hotlap import Rig, Tuner
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Feed
 from hotlap.tuner import budget as budgets
-from hotlap.tuner.budget import Budget, Length
+from hotlap.tuner.budget import MOST_S, Budget, Length
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.stats import Comparison
@@ -67,7 +67,7 @@ def test_a_run_that_ends_early_is_under_a_plan_that_was_settled_on(monkeypatch):
 
 
 def test_the_budget_grows_with_what_is_saved_and_ends_at_its_limit():
-    budget = Budget(base_s=0.01, length=lambda: Length(1000), most_s=5.0)
+    budget = Budget(base_s=0.01, length=lambda: Length(1000))
     assert budget.left_s == pytest.approx(0.15)
     budget.made(10, 0.2)  # twice as slow as the user's own
     assert budget.spent_s == pytest.approx(0.1)
@@ -76,8 +76,14 @@ def test_the_budget_grows_with_what_is_saved_and_ends_at_its_limit():
     assert budget.saved_s == pytest.approx(2.0)
     assert budget.left_s == pytest.approx(0.15 + 0.5 - 0.1)
     budget.made(100_000, 1.0)
-    assert budget.all_s == 5.0
+    assert budget.all_s == MOST_S
     assert budget.lost_s(0.001) == pytest.approx(0.2 + 2.0 + 1.0 - 100_410 * 0.001)
+
+
+def test_a_budget_that_the_user_names_is_the_budget():
+    budget = Budget(base_s=0.01, length=lambda: Length(10), most_s=5.0)
+    budget.made(100_000, 1.0)
+    assert budget.all_s == 5.0
 
 
 def test_a_replay_puts_every_update_under_the_plan_it_had():

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from hotlap import __version__
-from hotlap.cli import demo, machine, resume, store, stress, tune
+from hotlap.cli import demo, machine, resume, run, store, stress, tune
 from hotlap.core.errors import HotlapError
 
 
@@ -57,6 +57,7 @@ def _root(
 machine.register(app)
 demo.register(app)
 tune.register(app)
+run.register(app)
 resume.register(app)
 stress.register(app)
 store.register(app)
@@ -65,7 +66,12 @@ store.register(app)
 def main() -> None:
     """Run the command; print hotlap's own errors as a line and nothing else."""
     try:
-        app()
+        # Not app(): that puts a hook of typer's in the place of sys.excepthook, which a script may have use for.
+        typer.main.get_command(app)()
+    except run.EndedBySignal as ended:
+        from hotlap.script.running import end_by
+
+        end_by(ended.number)
     except HotlapError as error:
         print(f"hotlap: {error}", file=sys.stderr)
         sys.exit(1)

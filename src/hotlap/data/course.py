@@ -61,11 +61,11 @@ def evaluation_course(data: Any, *, batch_size: int, collate: Any = None, on_gpu
         source = as_source(data, collate)
         order = Order(len(source), batch_size=batch_size, shuffled=False)
         return Course(source=source, order=order, feed=_plainest(source, None), batch_size=batch_size)
-    source = as_source(data.dataset, _own_collate(data), loaded=True)
+    source = as_source(data.dataset, own_collate(data), loaded=True)
     return Course(
         source=source,
         order=_evaluation_order(data, len(source), batch_size),
-        feed=_loader_feed(data, on_gpu),
+        feed=loader_feed(data, on_gpu),
         batch_size=batch_size,
         extras=_extras(data),
     )
@@ -98,7 +98,7 @@ def _plainest(source: Source, workers: int | None) -> Feed:
 
 
 def _loader_course(loader: DataLoader[Any], *, seed: int, accumulate: int, on_gpu: bool) -> Course:
-    source = as_source(loader.dataset, _own_collate(loader), loaded=True)
+    source = as_source(loader.dataset, own_collate(loader), loaded=True)
     sampler, batches = loader.sampler, loader.batch_sampler
     order: Order
     if type(batches) is not BatchSampler:
@@ -120,18 +120,20 @@ def _loader_course(loader: DataLoader[Any], *, seed: int, accumulate: int, on_gp
     return Course(
         source=source,
         order=order,
-        feed=_loader_feed(loader, on_gpu),
+        feed=loader_feed(loader, on_gpu),
         seed=seed,
         batch_size=batch_size,
         extras=_extras(loader),
     )
 
 
-def _own_collate(loader: DataLoader[Any]) -> Any:
+def own_collate(loader: DataLoader[Any]) -> Any:
+    """The user's function that makes batches, where the loader has one."""
     return None if loader.collate_fn is default_collate else loader.collate_fn
 
 
-def _loader_feed(loader: DataLoader[Any], on_gpu: bool) -> Feed:
+def loader_feed(loader: DataLoader[Any], on_gpu: bool) -> Feed:
+    """A loader's settings as a feed; it pins only where there is a GPU."""
     workers = loader.num_workers
     return Feed(
         kind="loader",

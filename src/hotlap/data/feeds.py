@@ -69,7 +69,7 @@ class LoaderFeeding:
         lane: Lane | None = None,
     ) -> None:
         self._requests, self._lane = _Requests(), lane
-        self._start = _WorkerStart(extras.get("worker_init_fn"))
+        self._start = WorkerStart(extras.get("worker_init_fn"))
         settings: dict[str, Any] = dict(extras)
         if plan.workers:
             settings["worker_init_fn"] = self._start
@@ -123,7 +123,7 @@ class _Requests:
             yield [self._epoch, *piece.tolist()]
 
 
-class _WorkerStart:
+class WorkerStart:
     """What a worker does first.
 
     A forked worker inherits CUDA graphs and tensors in reference cycles. Collecting one of them would call CUDA,

@@ -78,8 +78,11 @@ class Watch:
             self.reason = f"{type(module).__name__} draws from the host's randomness{_at(_forward_line(module))}"
 
 
-def stranger_in(loss: Tensor, known: Sequence[Tensor]) -> str | None:
-    """Whether a gradient goes to a parameter that is not among the known: a replay would write where it once lay."""
+def stranger_in(loss: Tensor, known: Sequence[Tensor], *, parameters_only: bool = True) -> str | None:
+    """Whether a gradient goes to a parameter that is not among the known: a replay would write where it once lay.
+
+    Without `parameters_only`, whether it goes to any tensor that is not.
+    """
     ours, seen, ahead = {id(p) for p in known}, set(), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -87,9 +90,10 @@ def stranger_in(loss: Tensor, known: Sequence[Tensor]) -> str | None:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in ours:
-            shape = tuple(leaf.shape)
-            return f"a gradient goes to a parameter of shape {shape} that is neither the model's nor the optimizer's"
+        wanted = nn.Parameter if parameters_only else Tensor
+        if isinstance(leaf, wanted) and id(leaf) not in ours:
+            kind, shape = "parameter" if isinstance(leaf, nn.Parameter) else "tensor", tuple(leaf.shape)
+            return f"a gradient goes to a {kind} of shape {shape} that is neither the model's nor the optimizer's"
         ahead += [before for before, _ in node.next_functions]
     return None
 

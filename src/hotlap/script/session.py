@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from hotlap.core.errors import HotlapError
+from hotlap.core.ledger import Ledger
+from hotlap.machine.kernels import first_line
+from hotlap.script.calls import Call
+from hotlap.script.finding import Finder, Loop
+from hotlap.script.horizon import Horizon
+from hotlap.script.patches import Patches
+from hotlap.script.serving import Serving
+from hotlap.script.steering import Steering
+from hotlap.script.telling import Teller
+from hotlap.script.training import ScriptTraining
+from hotlap.script.waits import Waits
+from hotlap.tuner.budget import Length
+
+CALLS = "Module.__call__"
+STRANGE = 2
+"""Steps in a row of an optimizer that is no part of the loop, after which another loop has begun."""
+LOOKED = 32
+"""Steps during which waits for the device are looked for, once the plan is settled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +65,240 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._patches = Patches()
+        self._teller = Teller(name=settings.name, out=settings.out, as_json=settings.as_json)
+        self._servings: WeakKeyDictionary[DataLoader[Any], Serving] = WeakKeyDictionary()
+        self._finder: Finder | None = Finder()
+        self._horizon = Horizon()
+        self._steering: Steering | None = None
+        self._waits: Waits | None = None
+        self._looked, self._looked_from = 0, 0.0
+        self._advice: list[str] = []
+        self._strange = 0
+        self._calls: dict[int, Call] = {}
+        self._inside = False
+        self._open = False
+        self._home = (os.getpid(), threading.get_ident())
+
+    # --- from the first line to the last ---------------------------------------------------------
 
     def start(self) -> None:
         """Watch from here on."""
+        self._home = (os.getpid(), threading.get_ident())
+        self._original_call, self._original_iter = nn.Module.__call__, DataLoader.__iter__
+        self._open = True
+        # Functions, so that classes bind them.
+        self._patches.put(DataLoader, "__iter__", lambda loader: self._iterated(loader))
+        self._watch_calls()
+        self._patches.hooked("before", register_optimizer_step_pre_hook(self._before_step))
+        self._patches.hooked("after", register_optimizer_step_post_hook(self._after_step))
 
-    def stop(self) -> None:
+    def stop(self, error: BaseException | None = None) -> None:
         """Take everything back, write the run folder, and tell on stderr what was found; once."""
+        if not self._open or os.getpid() != self._home[0]:
+            return
+        self._open = False
+        try:
+            self._end_training()
+        except Exception as fault:
+            self._teller.fault(fault)
+        self._patches.take_out_all()
+        self._teller.tell(error)
+
+    def so_far(self) -> list[str]:
+        """Where it stands, in lines for people."""
+        ledger = self._steering.training.ledger if self._steering is not None else None
+        return self._teller.lines(ledger)
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except Exception as error:
+            self._fault(error)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.stop()
+        self.stop(error)
+
+    # --- what torch tells ------------------------------------------------------------------------
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether this is the process and the thread of the training, and not inside of what hotlap itself does."""
+        return self._open and not self._inside and self._home == (os.getpid(), threading.get_ident())
+
+    def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        try:
+            if self._is_ours:
+                return self._serving_of(loader).iterate()
+        except Exception as error:
+            self._fault(error)
+        return self._original_iter(loader)
+
+    def _serving_of(self, loader: DataLoader[Any]) -> Serving:
+        if loader not in self._servings:
+            started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            device = torch.device("cuda", torch.cuda.current_device()) if started else torch.device("cpu")
+            serving = Serving(loader, device=device, original_iter=self._original_iter)
+            serving.on_batch = functools.partial(self._served, serving)
+            serving.on_begin = functools.partial(self._begun, serving)
+            serving.on_end = functools.partial(self._ended, serving)
+            serving.on_fault = self._fault
+            self._servings[loader] = serving
+        return self._servings[loader]
+
+    def _served(self, serving: Serving, seconds: float) -> None:
+        with self._safely():
+            if self._finder is not None:
+                self._finder.served(serving)
+            elif self._steering is not None:
+                self._steering.served(serving, seconds)
+
+    def _begun(self, serving: Serving) -> None:
+        with self._safely():
+            if self._steering is None or serving in self._steering.training.servings:
+                self._horizon.began_epoch(serving.length, sys._getframe(1))
+            if self._steering is not None:
+                self._steering.begun(serving)
+
+    def _ended(self, serving: Serving) -> None:
+        with self._safely():
+            if self._steering is not None:
+                self._steering.ended(serving)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with self._safely():
+            if self._steering is not None and self._is_ours:
+                self._steering.training.updates.before_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with self._safely():
+            if self._steering is not None:
+                self._steering.training.updates.after_step(optimizer)
+            if self._is_ours:
+                self._inside = True
+                try:
+                    self._stepped(optimizer)
+                finally:
+                    self._inside = False
+
+    # --- what comes of it ------------------------------------------------------------------------
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        if self._finder is not None:
+            loop = self._finder.stepped(optimizer)
+            if loop is not None:
+                self._take_up(loop)
+            return
+        steering = self._steering
+        if steering is None:
+            return
+        if optimizer not in steering.training.optimizers:
+            self._strange += 1
+            if self._strange >= STRANGE:
+                self._end_training()
+                self._finder, self._horizon = Finder(), Horizon()
+                self._watch_calls()
+            return
+        self._strange = 0
+        if optimizer is steering.training.optimizer:
+            served = steering.training.servings[0].served if steering.training.servings else None
+            self._horizon.stepped(steering.training.steps + 1, served)
+        steering.stepped(optimizer)
+        self._look_for_waits(steering)
+        if steering.looks_at_calls:
+            self._watch_calls()
+        else:
+            self._patches.take_out(CALLS)
+
+    def _take_up(self, loop: Loop) -> None:
+        """The loop is known: steer it."""
+        self._finder, self._strange = None, 0
+        training = ScriptTraining(loop, loop.loaders, Ledger())
+        self._calls = {id(call.module): call for call in training.calls}
+        self._steering = Steering(training, plan=self.settings.plan, tune_s=self.settings.tune_s, length=self._length)
+
+    def _length(self) -> Length:
+        steps = self._steering.training.steps if self._steering is not None else 0
+        updates = self._horizon.updates()
+        return Length(updates if updates is not None else 2 * steps, known=self._horizon.known)
+
+    def _end_training(self) -> None:
+        steering, self._steering = self._steering, None
+        self._calls = {}
+        if self._waits is not None:
+            self._waits.remove()
+        if steering is not None:
+            try:
+                steering.close()
+            finally:
+                self._teller.trained(steering, self._advice)
+                self._waits, self._looked, self._advice = None, 0, []
+
+    def _look_for_waits(self, steering: Steering) -> None:
+        if steering.training.device.type != "cuda" or steering.is_searching or self._looked > LOOKED:
+            return
+        if self._waits is None:
+            self._waits = Waits()
+            self._waits.install()
+            self._looked_from = time.perf_counter()
+        self._looked += 1
+        self._waits.stepped()
+        if self._looked > LOOKED:
+            self._waits.remove()
+            self._advice = self._waits.lines((time.perf_counter() - self._looked_from) / LOOKED)
+
+    # --- calls of modules ------------------------------------------------------------------------
+
+    def _watch_calls(self) -> None:
+        original, depth = self._original_call, [0]
+
+        def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            call = self._calls.get(id(module))
+            if call is not None:
+                if self._is_ours:
+                    return call(functools.partial(original, module), args, kwargs)
+            elif self._finder is not None and not depth[0] and self._is_ours:
+                if module.training and torch.is_grad_enabled():
+                    self._finder.called(module)
+                depth[0] += 1
+                try:
+                    return original(module, *args, **kwargs)
+                finally:
+                    depth[0] -= 1
+            return original(module, *args, **kwargs)
+
+        self._patches.put(nn.Module, "__call__", called)
+
+    # --- what goes wrong -------------------------------------------------------------------------
+
+    def _safely(self) -> _Safely:
+        return _Safely(self)
+
+    def _fault(self, error: Exception) -> None:
+        """Something in hotlap went wrong: write it down, take everything back, and let the script go on."""
+        steering = self._steering
+        self._teller.fault(error)
+        if steering is not None and not isinstance(error, HotlapError):
+            steering.training.write_down("hotlap", "fault", first_line(error))
+        try:
+            self._end_training()
+        except Exception as another:
+            self._teller.fault(another)
+        self._finder = None
+        self._patches.take_out_all()
+
+
+class _Safely:
+    """Inside, whatever goes wrong is a fault of hotlap's, and never the script's."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if isinstance(error, Exception):
+            self._session._fault(error)
+            return True
+        return False

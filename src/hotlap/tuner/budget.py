@@ -12,7 +12,7 @@ OF_SAVED = 0.25
 OF_COMING = 0.1
 """Of what they will save in the rest of the run, at the least."""
 MOST_S = 60.0
-"""And never more, unless the user says otherwise."""
+"""And never more, unless the user says how much it may be."""
 
 
 class Length(NamedTuple):
@@ -26,7 +26,8 @@ class Length(NamedTuple):
 class Budget:
     """Seconds beyond what the same updates would have taken under the user's own plan."""
 
-    def __init__(self, *, base_s: float, length: Callable[[], Length], most_s: float = MOST_S) -> None:
+    def __init__(self, *, base_s: float, length: Callable[[], Length], most_s: float | None = None) -> None:
+        """`most_s` is what the user lets it cost, whatever the run takes and tuning saves."""
         self.base_s = base_s
         """Seconds an update under the user's own plan, as last measured: a machine's pace changes."""
         self._length, self._most_s = length, most_s
@@ -39,8 +40,10 @@ class Budget:
     @property
     def all_s(self) -> float:
         """What may be spent in all, as things stand."""
+        if self._most_s is not None:
+            return self._most_s
         share_s = SHARE * self.base_s * self._length().updates
-        return min(self._most_s, share_s + OF_SAVED * self.saved_s + OF_COMING * self.coming_s)
+        return min(MOST_S, share_s + OF_SAVED * self.saved_s + OF_COMING * self.coming_s)
 
     @property
     def left_s(self) -> float:

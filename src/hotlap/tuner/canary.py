@@ -13,6 +13,9 @@ SHARE = 0.005
 FIRST_S = 5.0
 """The least between the end of tuning and the first look, and between two."""
 
+SOON_S = 10.0
+"""What is near."""
+
 
 class Canary:
     """Looks after a tuned training: where its plan and the user's own drift apart, it goes back to one that agrees."""
@@ -28,6 +31,11 @@ class Canary:
         """That step, once they did not; whoever drives goes back to it, and sets None."""
         self._next_s = time.perf_counter() + max(FIRST_S, takes_s / SHARE)
         self._doubts = 0
+
+    @property
+    def looks_soon(self) -> bool:
+        """Whether a look is near."""
+        return self.plan != self._baseline and time.perf_counter() > self._next_s - SOON_S
 
     def stepped(self) -> None:
         """Told that a step has ended."""

@@ -53,13 +53,14 @@ def _why_other(truth: Window, seen: Window, device: torch.device) -> str | None:
     if truth.sizes != seen.sizes or len(truth.pieces) != len(seen.pieces):
         return f"there are {seen.sizes} samples, not {truth.sizes}"
     for mine, theirs in zip(truth.pieces, seen.pieces, strict=True):
-        reason = _differs(to_device(gathered(mine), device), to_device(gathered(theirs), device), "the batch")
+        reason = why_unlike(to_device(gathered(mine), device), to_device(gathered(theirs), device), "the batch")
         if reason is not None:
             return reason
     return None
 
 
-def _differs(mine: Batch, theirs: Batch, where: str) -> str | None:
+def why_unlike(mine: Batch, theirs: Batch, where: str) -> str | None:
+    """What a batch, `where` in words, has other than the user's own (`mine`), to the bit; None where nothing."""
     if isinstance(mine, Tensor):
         return _tensors_differ(mine, theirs, where)
     if type(mine) is not type(theirs):
@@ -67,13 +68,13 @@ def _differs(mine: Batch, theirs: Batch, where: str) -> str | None:
     if isinstance(mine, Mapping):
         if list(mine) != list(theirs):
             return f"{where} has other names"
-        return _first(_differs(mine[name], theirs[name], f"part {name!r}") for name in mine)
+        return _first(why_unlike(mine[name], theirs[name], f"part {name!r}") for name in mine)
     if isinstance(mine, PackedSequence):
-        return _first(_differs(a, b, where) for a, b in zip(mine, theirs, strict=True))
+        return _first(why_unlike(a, b, where) for a, b in zip(mine, theirs, strict=True))
     if isinstance(mine, (tuple, list)):
         if len(mine) != len(theirs):
             return f"{where} has {len(theirs)} parts, not {len(mine)}"
-        return _first(_differs(a, b, f"part {n}") for n, (a, b) in enumerate(zip(mine, theirs, strict=True)))
+        return _first(why_unlike(a, b, f"part {n}") for n, (a, b) in enumerate(zip(mine, theirs, strict=True)))
     return None if _is_equal(mine, theirs) else f"{where} holds another {type(mine).__name__}"
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
-from hotlap.engine.rig import Rig
+from hotlap.engine.driven import Driven
 
 
 class Replay:
@@ -15,7 +15,7 @@ class Replay:
     done = True
     """There is nothing to search for."""
 
-    def __init__(self, rig: Rig, ledger: Ledger) -> None:
+    def __init__(self, rig: Driven, ledger: Ledger) -> None:
         self._rig, self._plans = rig, _changes(ledger)
         self._steps = [step for step, _ in self._plans]
         self.stepped()

@@ -17,7 +17,7 @@ from hotlap.engine.driven import Driven
 from hotlap.moves import layout, precision
 from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
-from hotlap.tuner.budget import MOST_S, Budget, Length
+from hotlap.tuner.budget import Budget, Length
 from hotlap.tuner.gates import Judge
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.laps import LAP_S, Lap
@@ -63,7 +63,7 @@ class Search:
         most_s: float | None = None,
         known: KnownPlans | None = None,
     ) -> None:
-        self._rig, self._length, self._most_s = rig, length, MOST_S if most_s is None else most_s
+        self._rig, self._length, self._most_s = rig, length, most_s
         self.baseline = self.plan = rig.plan
         """The user's own plan, and the one that has been settled on."""
         self.gate, self._probe, self._known = gate, probe, known
@@ -130,7 +130,7 @@ class Search:
         return True
 
     def _together(self, moves: Sequence[Move]) -> Laps:
-        """Moves that hide each other, all at once, if they can pay and a gate lets them through; never just one."""
+        """Moves that hide each other, all at once, if they can pay and a gate lets them through."""
         made: list[Move] = []
         setup_s = 0.0
         possible = everything(self._rig, self.plan, moves).made
@@ -138,13 +138,18 @@ class Search:
             if self._why_not_worth(move, beside_s=setup_s) is None:  # those that are not are looked at by themselves
                 made.append(move)
                 setup_s += move.setup_s(self._with(made), self._rig)
-        made = self._let_through(made) if len(made) > 1 else []
-        if len(made) < 2:
+        if len(made) == 1:
+            yield from self._try(made[0])
+            return
+        made = self._let_through(made)
+        if not made:
             return
         plan = self._with(made)
         tried = yield from self._trials.compare(self.plan, plan, settled=self.plan)
         if tried.accepted:
             self._settle(plan, made, tried)
+        elif len(made) == 1:
+            self._trials.refuse(made[0], "rejected", tried.words, tried)
         else:
             names = ", ".join(move.name for move in made)
             self._trials.write(names, "rejected", why=tried.words, figures=tried.figures, cost_s=tried.cost_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -86,7 +86,7 @@ class Reference(Stepping):
 
     def __init__(self, rig: Rig, moment: Moment, plan: Plan, windows: Windows | None) -> None:
         super().__init__(rig, moment, plan, windows)
-        self.roundoff = roundoff(rig, plan.numerics.precision)
+        self.roundoff = roundoff(rig.modules, rig.device, plan.numerics.precision)
         self._through: dict[tuple[int, int], Outcome] = {}
         self._noise: dict[tuple[int, int], Noise] = {}
         self._gradients: dict[int, Outcome] = {}
@@ -153,18 +153,18 @@ def _apart(one: Outcome, other: Outcome) -> float:
     return whole(found).relative if found else 0.0
 
 
-def roundoff(rig: Rig, precision: str) -> float:
+def roundoff(modules: Sequence[nn.Module], device: torch.device, precision: str) -> float:
     """How far rounding takes what a layer computes in this precision, as a fraction."""
-    if precision == "fp32" and not _takes_tf32(rig):
+    if precision == "fp32" and not _takes_tf32(modules, device):
         return SUMMED * ROUNDOFF["fp32"]
     return ROUNDOFF["tf32" if precision == "fp32" else precision]
 
 
-def _takes_tf32(rig: Rig) -> bool:
+def _takes_tf32(modules: Sequence[nn.Module], device: torch.device) -> bool:
     """Whether the user lets the GPU round products of fp32; torch does so in convolutions and RNNs unless told."""
-    if rig.device.type != "cuda" or machine.dtype_support(rig.device)["tf32"] is not machine.Support.HARDWARE:
+    if device.type != "cuda" or machine.dtype_support(device)["tf32"] is not machine.Support.HARDWARE:
         return False
-    layers = [type(layer) for module in rig.modules for layer in module.modules()]
+    layers = [type(layer) for module in modules for layer in module.modules()]
     by_cudnn = any(issubclass(kind, (nn.modules.conv._ConvNd, nn.RNNBase)) for kind in layers)
     return (by_cudnn and _is_on(torch.backends.cudnn)) or _is_on(torch.backends.cuda.matmul)
 

@@ -79,6 +79,11 @@ class Tuner:
         """The plan that has been settled on so far; while another is on trial, that one is in force."""
         return self._canary.plan if self._canary is not None else self._search.plan
 
+    @property
+    def looks_soon(self) -> bool:
+        """Whether a gate may be asked after one of the next steps."""
+        return not self.done or (self._canary is not None and self._canary.looks_soon)
+
     def drifted(self) -> int | None:
         """The last step at which all was well, told once after a canary has found that the plan trains otherwise."""
         if self._canary is None:

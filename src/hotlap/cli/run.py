@@ -1,0 +1,136 @@
+"""`hotlap run`: somebody's own script, unchanged and faster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import typer
+
+USAGE = "hotlap run [OPTIONS] train.py ARGS…, or hotlap run [OPTIONS] -m MODULE ARGS…"
+
+
+class EndedBySignal(BaseException):
+    """The script ended by this signal, and the command has to; no handler on the way takes it for something else."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(context_settings={"allow_interspersed_args": False})(run)
+
+
+def run(
+    script: list[str] = typer.Argument(
+        None, metavar="SCRIPT", help="As after `python`; all that follows its name is the script's own."
+    ),
+    module: bool = typer.Option(False, "-m", help="SCRIPT is the name of a module, as after `python -m`."),
+    off: bool = typer.Option(False, "--off", help="Run it with nothing around it."),
+    compare: bool = typer.Option(False, "--compare", help="Run it twice, without hotlap and with it, side by side."),
+    plan: str | None = typer.Option(
+        None, help="auto, which is the rule; max: all that this machine can do; a plan file; a run to replay; off."
+    ),
+    out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
+    tune_seconds: float | None = typer.Option(None, min=0.0, help="What tuning may cost at most, in seconds."),
+    as_json: bool = typer.Option(False, "--json", help="Tell the figures at the end as JSON, on stderr too."),
+) -> None:
+    """Run a training script as python would, and make it faster meanwhile. hotlap's own words go to stderr.
+
+    The exit code is the script's own; 2 where there is none to run.
+    """
+    from hotlap.script import running
+
+    if not script:
+        _refuse(f"what is to be run? {USAGE}")
+    named = {
+        "--compare": compare,
+        f"--plan {plan}": plan not in (None, "off"),
+        "--out": out is not None,
+        "--tune-seconds": tune_seconds is not None,
+        "--json": as_json,
+    }
+    others = ", ".join(word for word, given in named.items() if given)
+    if (off or plan == "off") and others:
+        _refuse(f"{'--off' if off else '--plan off'} leaves the script alone, and goes with no {others}")
+    if compare and as_json:
+        _refuse("--compare has no --json")
+    target = running.Target(args=script[1:], **{"module" if module else "path": script[0]})
+    seed = _seed()
+    wanted = "off" if off else plan or os.environ.get("HOTLAP_PLAN") or "auto"
+    if wanted == "off" and compare:
+        _refuse("HOTLAP_PLAN=off leaves nothing to compare; name a --plan")
+    if wanted == "off":
+        _end(running.run(target, seed=seed))
+    try:
+        running.look(target)
+    except running.NoScriptError as error:
+        _refuse(str(error))
+    _check(wanted, out)
+    if compare:
+        from hotlap.script.comparing import compare as run_both
+
+        options = {"--plan": plan, "--out": out, "--tune-seconds": tune_seconds}
+        words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+        _end(run_both(target, words, seed=seed or 0))
+    # The script may change the working directory before the folder is made.
+    out = out.absolute() if out else None
+    plan = wanted if wanted != "auto" else None
+    watched = _Watched(name=target.name, plan=plan, out=out, tune_s=tune_seconds, as_json=as_json)
+    _end(running.run(target, watched, seed))
+
+
+class _Watched:
+    """A session that imports what it needs when it is opened: should that fail, the script runs without it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+
+    def __enter__(self) -> None:
+        from hotlap.script.session import Session, Settings
+
+        self._session = Session(Settings(**self._settings))
+        self._session.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._session.__exit__(kind, error, at)
+
+
+def _check(plan: str, out: Path | None) -> None:
+    """Refuse what cannot be read or written as asked, before the script runs for nothing."""
+    if plan in ("auto", "max") and out is None:
+        return
+    from hotlap.store.plans import load_plan
+    from hotlap.store.run_folder import RunFolder
+
+    if Path(plan).is_dir():
+        RunFolder.open(plan).read_ledger()
+    elif plan not in ("auto", "max"):
+        load_plan(plan)
+    if out is not None:
+        RunFolder.create(out)
+
+
+def _seed() -> int | None:
+    """The seed that HOTLAP_SEED names for all random numbers."""
+    text = os.environ.get("HOTLAP_SEED")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) >= 2**32:
+        _refuse(f"HOTLAP_SEED is {text!r:.40}; a seed is a whole number from 0 to {2**32 - 1}")
+    return int(text)
+
+
+def _refuse(line: str) -> NoReturn:
+    print(f"hotlap: {line}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def _end(code: int) -> NoReturn:
+    if code < 0:
+        raise EndedBySignal(-code)
+    raise typer.Exit(code)

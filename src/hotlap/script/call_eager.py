@@ -1,0 +1,144 @@
+"""Calls made operation by operation, in the numbers and the layout of a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotlap.core.plan import Execution, Numerics
+from hotlap.engine.fingerprint import memory, what_changed
+from hotlap.engine.graph import Unfit, shape_of
+from hotlap.engine.layout import Layout
+from hotlap.engine.precision import Switches, precision_context
+from hotlap.engine.scaling import LossScale
+from hotlap.script.call_passage import ScaledTurn, passed
+from hotlap.script.call_switches import leave_broken_passes, switch_in_backward
+from hotlap.script.call_trees import Form, form_of, in_form, kind_of, leaves, stranger_to_trees
+
+Original = Callable[..., Any]
+"""Makes the script's own call."""
+
+LOOKED_AT = 2
+"""Calls before the first in fp16, in which it is seen that all gradients come through the outputs."""
+
+
+class Forms:
+    """The forms in which a module gives outputs back under the script's own plan, by the kind of call."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Form] = {}
+
+    def of(self, args: Any, kwargs: Any) -> Form | None:
+        """The form of such a call; None where none was seen."""
+        return self._known.get(kind_of((args, kwargs)))
+
+    def note(self, args: Any, kwargs: Any, outputs: Any, *, laid_out: bool = False) -> Form:
+        """Know a call in the script's own precision; where its layout is another, all is taken to be contiguous."""
+        form = tuple((dtype, contiguous or laid_out) for dtype, contiguous in form_of(outputs))
+        return self._known.setdefault(kind_of((args, kwargs)), form)
+
+
+class EagerCall:
+    """Makes calls in the precision, the layout and under the switches of a plan."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        numerics: Numerics,
+        execution: Execution,
+        device: torch.device,
+        *,
+        forms: Forms,
+        layout: Layout | None,
+        scale: LossScale | None,
+    ) -> None:
+        self._module, self._device, self._forms = module, device, forms
+        self._casts = numerics.precision in ("bf16", "fp16")
+        self._context = precision_context(numerics.precision, device)
+        self.switches = Switches(numerics, execution, device)
+        self._layout = layout
+        self.scale = scale
+        """Of fp16."""
+        self._looked = 0
+        self.firsts = 0
+        """Calls in the script's own precision, to see what they are like."""
+        self.given_up: str | None = None
+        """Why all of them are."""
+
+    def __call__(self, original: Original, args: Any, kwargs: Any) -> Any:
+        """Make a call that is to be differentiated."""
+        if not self._is_known(args, kwargs):
+            return self._seen(original, args, kwargs)
+        if self.scale is not None and not self.chosen_by_script:
+            compute = functools.partial(self.computed, original)
+            turn = ScaledTurn(compute, self._module, self._device, self.switches, (args, kwargs), self.scale)
+            return passed(turn)
+        if not self.switches:
+            return self.computed(original, args, kwargs)
+        leave_broken_passes()
+        with self.switches:
+            outputs = self.computed(original, args, kwargs)
+        switch_in_backward(leaves(outputs), self.switches)
+        return outputs
+
+    def prepare(self, original: Original, args: Any, kwargs: Any, used: Sequence[int]) -> None:
+        """Have seen what such calls are like."""
+        while not self._is_known(args, kwargs):
+            self._seen(original, args, kwargs)
+
+    def computed(self, original: Original, args: Any, kwargs: Any) -> Any:
+        """Outputs under the plan, in the script's own form; its switches are not set here."""
+        if not self._casts or self.chosen_by_script:
+            return self.plainly(original, args, kwargs)
+        form = self._forms.of(args, kwargs)
+        if self._layout is not None:
+            args, kwargs = self._layout.batch((args, kwargs))
+        with self._context():
+            outputs = original(*args, **kwargs)
+        return outputs if form is None else in_form(outputs, form)
+
+    def plainly(self, original: Original, args: Any, kwargs: Any) -> Any:
+        """Outputs in the script's own precision and form."""
+        if self._layout is None:
+            return original(*args, **kwargs)
+        inner_args, inner_kwargs = self._layout.batch((args, kwargs))
+        outputs = original(*inner_args, **inner_kwargs)
+        form = self._forms.of(args, kwargs) or self._forms.note(args, kwargs, outputs, laid_out=True)
+        return in_form(outputs, form)
+
+    @property
+    def chosen_by_script(self) -> bool:
+        """Whether the precision of this call is not the plan's: in an autocast of the script's own, for one."""
+        return self._casts and (self.given_up is not None or torch.is_autocast_enabled(self._device.type))
+
+    def _is_known(self, args: Any, kwargs: Any) -> bool:
+        if not self._casts or self.chosen_by_script:
+            return True
+        return self._forms.of(args, kwargs) is not None and (self.scale is None or self._looked >= LOOKED_AT)
+
+    def _seen(self, original: Original, args: Any, kwargs: Any) -> Any:
+        """Make a call in the script's own precision, and see what it is like."""
+        self.firsts += 1
+        before = memory([self._module]) if self.scale is not None else {}
+        outputs = self.plainly(original, args, kwargs)
+        self._forms.note(args, kwargs, outputs, laid_out=self._layout is not None)
+        if self.scale is not None:
+            self._looked += 1
+            self.given_up = what_changed(before, memory([self._module])) or _why_hidden(args, kwargs, outputs)
+        return outputs
+
+
+def _why_hidden(args: Any, kwargs: Any, outputs: Any) -> str | None:
+    """Why gradients may come to a call, or leave it, in a way that nobody can see."""
+    kind = stranger_to_trees(outputs)
+    if kind is not None:
+        return f"its outputs hold a {kind}"
+    try:
+        shape_of((args, kwargs))
+    except Unfit:
+        return "its arguments are more than tensors and plain values"
+    return None

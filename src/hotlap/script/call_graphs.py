@@ -1,0 +1,244 @@
+"""Forward and backward of one kind of call, recorded as two CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hotlap.data.batches import map_tensors
+from hotlap.data.columns import tensors_in
+from hotlap.engine.layout import laid_out_as
+from hotlap.engine.norms import NormCounts, counted_at_once
+from hotlap.engine.precision import Switches
+from hotlap.engine.recording import NotRecordedError
+from hotlap.engine.scaling import LossScale
+from hotlap.engine.watch import Watch, stranger_in, why_recording_failed
+from hotlap.script.call_passage import Compute, StandIns, Turn, true_gradients
+from hotlap.script.call_trees import changed, leaves, stranger_to_trees
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Do it, in the memory it was recorded in."""
+
+
+class Recording(Protocol):
+    """Whoever records: `engine.recording.Recorder`."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside, work runs where recordings are made."""
+
+    def record(self, work: Callable[[], None]) -> Graph:
+        """The work as a graph; nothing of it is done yet. Raises NotRecordedError."""
+
+
+class CallGraph:
+    """Calls with arguments of one shape, whose outputs get gradients in one pattern.
+
+    The memory in which it computes is that of its recorder, which others use too: between a forward pass and its
+    backward pass no other graph of that recorder may be replayed. Made outside of what has to stay `Untouched`.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        module: nn.Module,
+        device: torch.device,
+        given: tuple[Any, Any],
+        *,
+        used: Sequence[int],
+        kept: bool,
+        switches: Switches,
+        scale: LossScale | None,
+        recorder: Recording,
+    ) -> None:
+        """`used` are the outputs that get gradients; `kept` where they may get them twice. Raises NotRecordedError."""
+        self._compute, self._module, self._device, self._switches = compute, module, device, switches
+        self.used, self.kept, self._scale = tuple(used), kept, scale
+        self._retains = kept or scale is not None
+        self.given = map_tensors(given, _static)
+        """The arguments, in memory that is read by every replay."""
+        self.static = tensors_in(self.given)
+        """The tensors in them."""
+        self.standing = StandIns(module)
+        self._leaves = [*(t for t in self.static if t.requires_grad), *self.standing.stand_ins]
+        self.tree: Any = None
+        """The outputs in their containers, in memory that every replay overwrites."""
+        self.outputs: list[Tensor] = []
+        """The tensors in them."""
+        self.differentiable: list[bool] = []
+        """Which of these require gradients."""
+        self._norms: list[tuple[_BatchNorm, int]] = []
+        self._rooms: list[Tensor] = []
+        self._grads: list[Tensor | None] = []
+        try:
+            self._rehearse(recorder)
+        except NotRecordedError:
+            raise
+        except Exception as error:  # whatever the user's code may do
+            raise NotRecordedError(why_recording_failed(error)) from error
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._forward = recorder.record(self._make_outputs)
+        self._backward = recorder.record(self._make_gradients)
+        # Without the graph of autograd, which holds memory that others may use from now on.
+        self.tree = changed(self.tree, torch.Tensor.detach)
+        self.outputs = leaves(self.tree)
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs for these tensors in the arguments, in memory of their own."""
+        for static, tensor in zip(self.static, tensors, strict=True):
+            static.copy_(tensor, non_blocking=True)
+        self._forward.replay()
+        return [output.detach().clone() for output in self.outputs]
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the arguments that require them and of the parameters, in memory of their own."""
+        incoming = [grad for grad in grads if grad is not None]
+        for room, grad in zip(self._rooms, incoming, strict=True):
+            room.copy_(grad)
+        if self._scale is None:
+            self._backward.replay()
+        else:
+            true_gradients(self._scale, self._backward.replay, incoming)
+        # Copied by one kernel. Autograd makes them the parameters' own where these have none yet.
+        fresh = iter(torch._foreach_mul([grad for grad in self._grads if grad is not None], 1))
+        return [None if grad is None else next(fresh) for grad in self._grads]
+
+    def _make_outputs(self) -> None:
+        torch.clear_autocast_cache()  # what is in there was made elsewhere, and what is made here must not stay
+        with self.standing, self._switches, torch.enable_grad(), counted_at_once(self._norms):
+            self.tree = self._compute(*self.given)
+        torch.clear_autocast_cache()
+        self.outputs = leaves(self.tree)
+
+    def _make_gradients(self) -> None:
+        grads = [self._scale.scaled(room) for room in self._rooms] if self._scale is not None else self._rooms
+        with self._switches:
+            found = torch.autograd.grad(
+                [self.outputs[number] for number in self.used],
+                self._leaves,
+                grads,
+                allow_unused=True,
+                retain_graph=self._retains,
+            )
+        if self._scale is not None:
+            self._scale.unscale_([grad for grad in found if grad is not None])
+        pairs = zip(self._leaves, found, strict=True)
+        self._grads = [None if grad is None else laid_out_as(leaf, grad) for leaf, grad in pairs]
+
+    def _rehearse(self, recorder: Recording) -> None:
+        """Do it once to have libraries set themselves up, and once more looking on."""
+        with recorder.aside():
+            self._make_outputs()
+            self.differentiable = [output.requires_grad for output in self.outputs]
+            self._rooms = [torch.ones_like(self.outputs[number]) for number in self.used]
+            self._make_gradients()
+        norms = NormCounts([self._module])
+        versions = [tensor._version for tensor in self.static]
+        with recorder.aside(), Watch([self._module], self._device) as watch, _sees_set_randomness() as was_set:
+            with norms.watched(None):
+                self._make_outputs()
+            reason = self._why_unfit(versions)
+            self._make_gradients()
+        reason = reason or watch.reason or ("it sets the device's randomness itself" if was_set else None)
+        if all(grad is None for grad in self._grads):
+            reason = reason or "nothing of it gets a gradient"
+        if any(grad is not None and grad.layout is not torch.strided for grad in self._grads):
+            reason = reason or "it has sparse gradients"
+        if self.standing.are_apart:
+            reason = reason or "it moves its weights to other memory"
+        if reason is not None:
+            raise NotRecordedError(reason)
+        self._norms = norms.settled(None)
+
+    def _why_unfit(self, versions: Sequence[int]) -> str | None:
+        if versions != [tensor._version for tensor in self.static]:
+            return "it changes its arguments in place"
+        kind = stranger_to_trees(self.tree)
+        if kind is not None:
+            return f"its outputs hold a {kind}"
+        if self.differentiable != [output.requires_grad for output in self.outputs]:
+            return "its outputs differ from call to call"
+        used = (self.outputs[number] for number in self.used)
+        return next(filter(None, (stranger_in(out, self._leaves, parameters_only=False) for out in used)), None)
+
+
+class Replayed(Turn):
+    """A call made by replaying."""
+
+    def __init__(
+        self, graph: CallGraph, tensors: Sequence[Tensor], *, draws_on: bool, surprised: Callable[[], None]
+    ) -> None:
+        """`surprised` is told where it had to be made again."""
+        self._graph, self._tensors, self._tell = graph, tensors, surprised
+        wanting = [tensor for tensor in tensors if tensor.requires_grad]
+        super().__init__(
+            graph._compute,
+            graph._module,
+            graph._device,
+            graph._switches,
+            [*wanting, *graph.standing.parameters],
+            draws_on=draws_on,
+        )
+
+    def forward(self) -> list[Tensor]:
+        made = self._graph.forward(self._tensors)
+        # Of the others a copy is in the graph's own memory.
+        self._tensors = [tensor if tensor.requires_grad else static for tensor, static in self._pairs()]
+        self.tree, self.outputs, self.differentiable = (
+            self._graph.tree,
+            self._graph.outputs,
+            self._graph.differentiable,
+        )
+        return made
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return self._graph.gradients(grads)
+
+    def expects(self, grads: Sequence[Tensor | None], *, kept: bool) -> bool:
+        pattern = tuple(number for number, grad in enumerate(grads) if grad is not None)
+        return pattern == self._graph.used and kept <= self._graph.kept and not torch.is_grad_enabled()
+
+    def given(self) -> tuple[Any, Any]:
+        tensors = iter([tensor if tensor.requires_grad else static.clone() for tensor, static in self._pairs()])
+        arguments: tuple[Any, Any] = map_tensors(self._graph.given, lambda _: next(tensors))
+        return arguments
+
+    def made_again(self) -> list[Tensor]:
+        self._tell()
+        return super().made_again()
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self._tensors, self._graph.static, strict=True)
+
+
+def _static(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _sees_set_randomness() -> Iterator[list[bool]]:
+    """Gives a list that is not empty once the device's generator was set, as checkpointing does it.
+
+    That is Python, which a replay leaves out: masks that are to be drawn a second time would be others.
+    """
+    seen: list[bool] = []
+    original = torch.cuda.set_rng_state
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        seen.append(True)
+        original(*args, **kwargs)
+
+    torch.cuda.set_rng_state = noted
+    try:
+        yield seen
+    finally:
+        torch.cuda.set_rng_state = original

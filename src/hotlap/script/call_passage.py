@@ -1,0 +1,267 @@
+"""Calls behind one node of autograd, which makes their forward and backward passes in a way of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotlap.data.batches import map_tensors
+from hotlap.data.columns import tensors_in
+from hotlap.engine.precision import Switches
+from hotlap.engine.scaling import FLOOR, LossScale
+from hotlap.script.call_traces import Untouched
+from hotlap.script.call_trees import leaves, with_leaves
+
+Compute = Callable[[Any, Any], Any]
+"""Outputs of a call with these arguments and keyword arguments."""
+
+
+class Turn:
+    """One call: its outputs, and the gradients of what it was made from (`sources`).
+
+    A script may do with outputs what a kind of turn is not made for: differentiate them twice, or differentiate their
+    gradients. Then the call is made again, operation by operation and with the same randomness.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        module: nn.Module,
+        device: torch.device,
+        switches: Switches,
+        sources: Sequence[Tensor],
+        *,
+        draws_on: bool = False,
+    ) -> None:
+        self._compute, self._module, self._device, self._switches = compute, module, device, switches
+        self.sources = sources
+        self.done = False
+        """Whether nothing of it is needed any more."""
+        self.surprised = False
+        """Whether the call had to be made again."""
+        self._draws_on = draws_on
+        self._drawn_from = None if draws_on else generator_of(device).get_state()
+        kind = device.type
+        self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        self.tree: Any = None
+        """The outputs in their containers, once they were made."""
+        self.outputs: list[Tensor] = []
+        """The tensors in `tree`."""
+        self.differentiable: list[bool] = []
+        """Which of them require gradients."""
+
+    def forward(self) -> list[Tensor]:
+        """Make the outputs, in memory that stays the script's."""
+        raise NotImplementedError
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of all sources from those of the outputs."""
+        raise NotImplementedError
+
+    def expects(self, grads: Sequence[Tensor | None], *, kept: bool) -> bool:
+        """Whether `gradients` can be asked for these; `kept` where they may be asked for again."""
+        raise NotImplementedError
+
+    def given(self) -> tuple[Any, Any]:
+        """The arguments, with the script's own tensors where gradients go to them."""
+        raise NotImplementedError
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What autograd asks for, once or several times."""
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not self.surprised and self.expects(grads, kept=kept):
+            made = self.gradients(grads)
+        else:
+            made = self._differentiated(grads)
+        if not kept:
+            self.done = True
+            self.tree, self.outputs = None, []
+        return made
+
+    def _differentiated(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        self.surprised = True
+        # For each pass anew: what autograd lets go of in one must not be missing in the next.
+        made = self.made_again()
+        pairs = [(out, grad) for out, grad in zip(made, grads, strict=True) if grad is not None]
+        with self._switches:
+            found = torch.autograd.grad(
+                [out for out, _ in pairs],
+                list(self.sources),
+                [grad for _, grad in pairs],
+                allow_unused=True,
+                create_graph=torch.is_grad_enabled(),
+            )
+        return list(found)
+
+    def made_again(self) -> list[Tensor]:
+        """The outputs, made once more as they were made, for autograd to see all of it."""
+        enabled, dtype = self._autocast
+        with Untouched(self._module, self._device, draws_on=self._draws_on), self._switches, torch.enable_grad():
+            if self._drawn_from is not None:
+                generator_of(self._device).set_state(self._drawn_from)
+            with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+                return leaves(self._compute(*self.given()))
+
+
+def passed(turn: Turn) -> Any:
+    """The outputs of a turn, as the script gets them."""
+    outputs = _Passage.apply(turn, *turn.sources)  # type: ignore[no-untyped-call]
+    return with_leaves(turn.tree, turn.outputs, outputs)
+
+
+class _Passage(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, turn: Turn, *_: Tensor) -> tuple[Tensor, ...]:
+        outputs = turn.forward()
+        ctx.turn = turn
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(out for out, requires in zip(outputs, turn.differentiable, strict=True) if not requires)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises what torch's own nodes do where the graph was let go of
+        return None, *ctx.turn.backward(grads)
+
+
+class StandIns:
+    """Stand-ins for a module's parameters, in the same memory; inside, the module computes with them.
+
+    What is computed so has a graph of autograd to itself. The parameters' own nodes belong to the script: they run
+    its hooks, and on its stream, which no recording on another one can have a part in.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        layers = list(module.modules())
+        self._held = [(layer, name, p) for layer in layers for name, p in layer._parameters.items() if p is not None]
+        self._made = {id(p): _stand_in(p) for _, _, p in self._held}
+        self._rnns = [
+            (layer, layer.__dict__["_flat_weights"], layer.__dict__["_flat_weight_refs"])
+            for layer in layers
+            if isinstance(layer, nn.RNNBase)
+        ]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that require gradients, each once."""
+        return list({id(p): p for _, _, p in self._held if p.requires_grad}.values())
+
+    @property
+    def stand_ins(self) -> list[nn.Parameter]:
+        """The stand-ins of `parameters`."""
+        return [self._made[id(p)] for p in self.parameters]
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether one has been moved to other memory, as recurrent layers may do."""
+        return any(p.data_ptr() != self._made[id(p)].data_ptr() for _, _, p in self._held)
+
+    @property
+    def are_in_place(self) -> bool:
+        """Whether the module still has the parameters that it had."""
+        return all(layer._parameters.get(name) is p for layer, name, p in self._held)
+
+    def __enter__(self) -> None:
+        for layer, name, p in self._held:
+            layer._parameters[name] = self._made[id(p)]
+        for layer, weights, _ in self._rnns:
+            stand_ins = [self._made.get(id(weight), weight) for weight in weights]
+            # With references of their own, lest the layer think that it has to lay them out anew.
+            refs = [None if weight is None else weakref.ref(weight) for weight in stand_ins]
+            layer.__dict__.update(_flat_weights=stand_ins, _flat_weight_refs=refs)
+
+    def __exit__(self, *_: object) -> None:
+        for layer, name, p in self._held:
+            layer._parameters[name] = p
+        for layer, weights, refs in self._rnns:
+            layer.__dict__.update(_flat_weights=weights, _flat_weight_refs=refs)
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    if type(parameter) is not nn.Parameter:
+        raise TypeError(f"it has a parameter that is a {type(parameter).__name__}")
+    made = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+class ScaledTurn(Turn):
+    """A call in fp16: gradients are scaled where they come in, and are true ones where they leave."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        module: nn.Module,
+        device: torch.device,
+        switches: Switches,
+        given: tuple[Any, Any],
+        scale: LossScale,
+    ) -> None:
+        self._standing, self._given, self._scale = StandIns(module), given, scale
+        wanting = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
+        super().__init__(compute, module, device, switches, [*wanting, *self._standing.parameters])
+        self._made: list[Tensor] = []
+
+    def forward(self) -> list[Tensor]:
+        inner = map_tensors(self._given, _detached)
+        self._leaves = [*(t for t in tensors_in(inner) if t.requires_grad), *self._standing.stand_ins]
+        with self._standing, self._switches, torch.enable_grad():
+            self.tree = self._compute(*inner)
+        self.outputs = leaves(self.tree)
+        self.differentiable = [out.requires_grad for out in self.outputs]
+        return [out.detach().clone() for out in self.outputs]
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        pairs = [(out, grad) for out, grad in zip(self.outputs, grads, strict=True) if grad is not None]
+        found: list[Tensor | None] = []
+
+        def differentiate() -> None:
+            with self._switches:
+                found[:] = torch.autograd.grad(
+                    [out for out, _ in pairs],
+                    self._leaves,
+                    [self._scale.scaled(grad) for _, grad in pairs],
+                    allow_unused=True,
+                    retain_graph=True,
+                )
+            self._scale.unscale_([grad for grad in found if grad is not None])
+
+        true_gradients(self._scale, differentiate, [grad for _, grad in pairs])
+        return found
+
+    def expects(self, grads: Sequence[Tensor | None], *, kept: bool) -> bool:
+        return not torch.is_grad_enabled()
+
+    def given(self) -> tuple[Any, Any]:
+        return self._given
+
+
+def true_gradients(scale: LossScale, differentiate: Callable[[], None], incoming: Sequence[Tensor]) -> None:
+    """Differentiate with ever smaller scales until nothing overflows; the host waits to hear of it.
+
+    A script cannot be told to leave its update out, as a scaler of its own would.
+    """
+    while True:
+        differentiate()
+        overflowed, was_least = scale.overflowed(), float(scale.scale) <= FLOOR
+        scale.update()
+        if not overflowed or was_least or not all(bool(grad.isfinite().all()) for grad in incoming):
+            return
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """What operations on a device draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return torch.cuda.default_generators[index]

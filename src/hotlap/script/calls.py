@@ -1,0 +1,362 @@
+"""The calls of a module that a script trains, made in the precision, the layout and the way of a plan.
+
+Only calls in training mode that record gradients are changed. In evaluation and without gradients a call stays in the
+script's own precision, and eager: metrics must not change. What a script gets back has the dtype, the layout and the
+containers that its own call gives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotlap.core.errors import PlanError
+from hotlap.core.plan import Execution, Numerics
+from hotlap.data.batches import map_tensors
+from hotlap.engine.layout import Layout, why_not_channels_last
+from hotlap.engine.recording import Recorder
+from hotlap.engine.rooms import Rooms
+from hotlap.engine.scaling import LossScale
+from hotlap.machine.kernels import first_line
+from hotlap.script.call_capture import CapturedCall, Lanes
+from hotlap.script.call_eager import EagerCall, Forms, Original
+from hotlap.script.call_graphs import Recording
+from hotlap.script.call_refusals import (
+    drops_in_rnn,
+    why_not_captured,
+    why_not_changed,
+    why_not_in_precision,
+    why_not_laid_out,
+)
+from hotlap.script.call_switches import leave_broken_passes
+from hotlap.script.call_traces import Untouched
+from hotlap.script.call_trees import leaves, looked_at
+
+NOTED = 8
+"""Calls under the script's own plan of which it is noted in which form they give back."""
+
+
+class Call:
+    """Makes the calls of one module as a plan has them.
+
+    Where that fails, the script's own call is made, from then on too, and `given_up` says why.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device,
+        optimizers: Sequence[Optimizer] = (),
+        make_recorder: Callable[[torch.device], Recording] | None = None,
+    ) -> None:
+        """`optimizers` are those that update the module: their state has to lie as its weights do."""
+        if device == torch.device("cuda"):  # some one of them
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.module, self.device, self._optimizers = module, device, list(optimizers)
+        self._records = make_recorder is not None or device.type == "cuda"
+        self._lanes = Lanes(functools.partial(make_recorder or Recorder, device))
+        self._forms, self._unnoted = Forms(), NOTED
+        self._rooms = Rooms()
+        self._layout = Layout([module], cast(Optimizer, _Together(self._optimizers)), self._rooms)
+        self._scale: LossScale | None = None
+        self._ways: dict[Hashable, EagerCall | CapturedCall] = {}
+        self._tried: set[Hashable] = set()
+        self._failed: dict[Hashable, str] = {}
+        self._plan = _key(Numerics(), Execution())
+        self._way: EagerCall | CapturedCall | None = None
+        self._laid_out = "as given"
+        self._inside = False
+        self._autocasts = False
+        self._remembers = False
+        self._last_autocast = (False, torch.get_autocast_dtype(device.type))
+        self.last_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """Arguments and keyword arguments of the call that was remembered."""
+        self.last_output_grads: list[Tensor | None] = []
+        """What came to its floating outputs that require gradients, in their order; None where nothing did."""
+
+    # --- plans -----------------------------------------------------------------------------------
+
+    def supports(self, numerics: Numerics, execution: Execution) -> str | None:
+        """Why calls cannot be made so, or None where they can."""
+        if self._is_own(numerics, execution):
+            return None
+        module, device, captured = self.module, self.device, execution.mode == "captured"
+        if _key(numerics, execution) in self._failed:
+            return self._failed[_key(numerics, execution)]
+        reason = why_not_changed(module)
+        if reason is None and numerics.precision != "fp32":
+            reason = why_not_in_precision(module, numerics.precision, device, autocasts=self._autocasts)
+        if reason is None and numerics.layout == "channels_last":
+            reason = why_not_channels_last([module]) or why_not_laid_out(module)
+            if reason is None and not self._optimizers:
+                reason = "nobody knows which optimizer's state has to be laid out with the weights"
+        if reason is None and captured and execution.replay_steps > 1:
+            reason = "the script makes its steps one by one"
+        if reason is None and captured and not self._records:
+            reason = f"execution.mode='captured' needs a GPU, and this is trained on {device.type}"
+        if reason is None and captured:
+            reason = why_not_captured(module, device)
+        return reason
+
+    def use(self, numerics: Numerics, execution: Execution) -> None:
+        """Make calls so, from the next one on. Raises PlanError where that cannot be."""
+        reason = self.supports(numerics, execution)
+        if reason is not None:
+            raise PlanError(reason)
+        leave_broken_passes()
+        self._plan = _key(numerics, execution)
+        self._lay_out(numerics.layout)
+        self._way = self._way_of(numerics, execution)
+
+    @property
+    def firsts(self) -> int:
+        """Calls so far under the plan in force that were not at its pace."""
+        return self._way.firsts if self._way is not None else 0
+
+    @property
+    def given_up(self) -> str | None:
+        """Why the plan in force is not obeyed as it stands; None where it is."""
+        return self._failed.get(self._plan) or (self._way.given_up if self._way is not None else None)
+
+    def conform(self) -> None:
+        """Lay out anew what somebody has put in: the state of an optimizer that was loaded, for one."""
+        if self._laid_out != "as given":
+            self._layout.set(self._laid_out)
+
+    def tidy(self) -> None:
+        """Let go of all that belongs to other plans than the one in force."""
+        self._ways = {key: way for key, way in self._ways.items() if way is self._way}
+        self._rooms.forget()
+
+    def forget(self) -> None:
+        """Let go of all that was recorded or kept; it comes back when it is needed."""
+        self.tidy()
+        for way in self._ways.values():
+            if isinstance(way, CapturedCall):
+                way.forget()
+        self.forget_inputs()
+
+    def _is_own(self, numerics: Numerics, execution: Execution) -> bool:
+        tuned = execution.autotune and self.device.type == "cuda" and not torch.backends.cudnn.benchmark
+        return _key(numerics, execution)[:3] == ("fp32", "as given", "eager") and not tuned
+
+    def _way_of(self, numerics: Numerics, execution: Execution) -> EagerCall | CapturedCall | None:
+        if self._is_own(numerics, execution):
+            return None
+        key = _key(numerics, execution)
+        if key not in self._ways:
+            scale = None
+            if numerics.precision == "fp16":
+                scale = self._scale = self._scale or LossScale(self.device)
+            layout = self._layout if numerics.layout != "as given" else None
+            eager = EagerCall(
+                self.module, numerics, execution, self.device, forms=self._forms, layout=layout, scale=scale
+            )
+            captured = execution.mode == "captured"
+            self._ways[key] = CapturedCall(eager, self.module, self.device, self._lanes) if captured else eager
+        return self._ways[key]
+
+    def _lay_out(self, layout: str) -> None:
+        if layout != self._laid_out:
+            self._rooms.keeps = True  # what was recorded before reads weights where they were
+            self._layout.set(layout)
+            self._laid_out = layout
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of the script's; `original` makes its own."""
+        if self._inside:
+            return original(*args, **kwargs)
+        if torch.is_autocast_enabled(self.device.type):
+            self._autocasts = True
+        trains = self.module.training and torch.is_grad_enabled()
+        if self._remembers and trains:
+            return self._remembered(original, args, kwargs)
+        return self._made(original, args, kwargs, trains)
+
+    def _made(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Any:
+        way = self._way
+        if way is None:
+            outputs = original(*args, **kwargs)
+            if self._unnoted and trains and self._laid_out == "as given":
+                self._unnoted -= 1
+                self._forms.note(args, kwargs, outputs)
+            return outputs
+        before = None
+        if self._plan not in self._tried:
+            before = Untouched(self.module, self.device, draws_on=self.draws_on)
+        self._inside = True
+        try:
+            # Under a transform or a mode of torch's, what is computed is not what it seems.
+            make = way if trains and not _is_transformed() else way.plainly
+            return make(original, args, kwargs)
+        except Exception as error:
+            if before is not None:
+                before.restore()
+            return self._fallen_back(error, original, args, kwargs)
+        finally:
+            self._tried.add(self._plan)
+            self._inside = False
+
+    def _fallen_back(self, error: Exception, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the script's own call, which fails again where it is the script that is wrong."""
+        layout = self._laid_out
+        self._lay_out("as given")
+        try:
+            outputs = original(*args, **kwargs)
+        except Exception:
+            self._lay_out(layout)
+            raise
+        self._failed[self._plan] = first_line(error)
+        self._way = None
+        return outputs
+
+    # --- gates -----------------------------------------------------------------------------------
+
+    def remember_next(self) -> None:
+        """Keep the inputs of the next call that trains, and the gradients that come to its outputs."""
+        self._remembers = True
+
+    def forget_inputs(self) -> None:
+        """Let go of what was kept."""
+        self._remembers, self.last_inputs, self.last_output_grads = False, None, []
+
+    def _remembered(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = map_tensors((args, kwargs), _copied)
+        outputs = self._made(original, args, kwargs, True)
+        self._remembers, self.last_inputs, self._last_autocast = False, inputs, self._autocast
+        wanting = [number for number, output in enumerate(leaves(outputs)) if output.requires_grad]
+        grads: list[Tensor | None] = [None] * len(wanting)
+        self.last_output_grads = grads
+
+        def came(number: int, grad: Tensor) -> None:
+            place = wanting.index(number)
+            if grads[place] is None:
+                grads[place] = grad.detach().clone()
+
+        return looked_at(outputs, came)
+
+    @property
+    def draws_on(self) -> bool:
+        """Whether trials cannot all begin with the same randomness of the device: see `Rig.draws_on`."""
+        self._lanes.drop |= drops_in_rnn(self.module)
+        return self._lanes.drop and self._lanes.any_recorded and self.device.type == "cuda"
+
+    def trial(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grad_outputs: Sequence[Tensor | None],
+        numerics: Numerics,
+        execution: Execution,
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Make forward and backward of a call under a plan, from the present weights, and leave no trace.
+
+        `grad_outputs` come to the outputs that require gradients, in their order. Given are these outputs, and the
+        gradients of the parameters by name. Trials at one moment begin with the same randomness, but where it
+        `draws_on`. Raises NotRecordedError, or whatever the module raises.
+        """
+        with self._aside():
+            way = self._way_of(numerics, execution)
+            if way is not None:
+                with Untouched(self.module, self.device, draws_on=self.draws_on):
+                    self._prepare(way, args, kwargs, grad_outputs, numerics.layout)
+            args, kwargs = map_tensors((args, kwargs), _copied)
+            made = self._directly(*args, **kwargs) if way is None else way(self._directly, args, kwargs)
+            wanting = _wanting(made)
+            pairs = [(out, grad) for out, grad in zip(wanting, grad_outputs, strict=True) if grad is not None]
+            parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+            found = torch.autograd.grad(
+                [out for out, _ in pairs],
+                list(parameters.values()),
+                [grad for _, grad in pairs],
+                allow_unused=True,
+            )
+        gradients = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
+        dense = {name: g if g.layout is torch.strided else g.to_dense() for name, g in gradients.items()}
+        return [out.detach() for out in wanting], dense
+
+    def _prepare(
+        self,
+        way: EagerCall | CapturedCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grad_outputs: Sequence[Tensor | None],
+        layout: str,
+    ) -> None:
+        """Have the way ready for such a call at its own pace."""
+        self._lay_out("as given")
+        given = map_tensors((args, kwargs), _copied)
+        outputs = leaves(self._directly(*given[0], **given[1]))
+        self._forms.note(args, kwargs, outputs)
+        numbers = [number for number, output in enumerate(outputs) if output.requires_grad]
+        used = [number for number, grad in zip(numbers, grad_outputs, strict=True) if grad is not None]
+        self._lay_out(layout)
+        args, kwargs = map_tensors((args, kwargs), _copied)
+        way.prepare(self._directly, args, kwargs, used)
+
+    def _directly(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own call, also where somebody has put another in its place that comes back here."""
+        before, self._inside = self._inside, True
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._inside = before
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Inside, calls are as the one that was remembered, and leave no trace."""
+        layout, (enabled, dtype) = self._laid_out, self._last_autocast
+        untouched = Untouched(self.module, self.device, draws_on=self.draws_on)
+        try:
+            with torch.enable_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
+                yield
+        finally:
+            self._lay_out(layout)
+            untouched.restore()
+
+    @property
+    def _autocast(self) -> tuple[bool, torch.dtype]:
+        kind = self.device.type
+        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _key(numerics: Numerics, execution: Execution) -> tuple[str, str, str, bool]:
+    """What of a plan belongs to calls."""
+    return numerics.precision, numerics.layout, execution.mode, execution.autotune
+
+
+def _wanting(outputs: Any) -> list[Tensor]:
+    """The outputs that require gradients."""
+    return [output for output in leaves(outputs) if output.requires_grad]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+class _Together:
+    """Several optimizers as the one that `Layout` knows."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}

@@ -1,0 +1,146 @@
+"""The gate of a script's training: each part that a plan changes is held against the script's own, by itself.
+
+Nobody but the script can make its step again. What a plan changes in it can be: batches are fetched both ways, the
+optimizer's last step is made again both ways, and the calls of its modules are made again both ways, with the inputs
+and the gradients that came to their outputs in the last step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from hotlap.core.plan import Plan
+from hotlap.machine.kernels import first_line
+from hotlap.script.calls import Call
+from hotlap.script.training import ScriptTraining
+from hotlap.tuner.gates import Judgement
+from hotlap.tuner.gradients import Agreement, Outcome, gaps_between, shown_cosine
+from hotlap.tuner.likeness import alike
+from hotlap.tuner.rounding import Noise, noise_of, same_maths
+from hotlap.tuner.stepping import roundoff, without_dropout
+
+
+class ScriptGate:
+    """Judges plans against the script's own, from where its last step has left it."""
+
+    def __init__(self, training: ScriptTraining) -> None:
+        self._training = training
+
+    def check(self, plan: Plan) -> Judgement:
+        """Whether training goes on as it would have. It leaves no trace in the training."""
+        training = self._training
+        touched: list[Tensor] = [
+            t for one in training.optimizers for group in one.param_groups for t in group["params"]
+        ]
+        touched += [t for call in training.calls for t in (*call.module.parameters(), *call.module.buffers())]
+        try:
+            # The script may yet go backward through what it computed before its step.
+            with _unsafe_preserve_version_counter(tuple({id(t): t for t in touched}.values())):
+                return self._judged(plan)
+        except Exception as error:  # whatever a plan, or what the user's code makes of it, may do
+            return Judgement(ok=False, why=first_line(error))
+
+    def _judged(self, plan: Plan) -> Judgement:
+        training = self._training
+        reason = (
+            training.supports(plan) or self._why_not_fed(plan) or training.updates.why_other(plan.numerics.optimizer)
+        )
+        if reason is not None:
+            return Judgement(ok=False, why=reason)
+        if not training.changes_calls(plan):
+            return Judgement(ok=True, why="same maths")
+        return self._called(plan)
+
+    def forget(self) -> None:
+        """Let go of the inputs that were kept."""
+        for call in self._training.calls:
+            call.forget_inputs()
+
+    def _why_not_fed(self, plan: Plan) -> str | None:
+        if plan.feed == self._training.own.feed:
+            return None
+        return next(filter(None, (serving.why_other(plan.feed) for serving in self._training.servings)), None)
+
+    def _called(self, plan: Plan) -> Judgement:
+        figures: dict[str, float] = {}
+        is_precise = plan.numerics.precision == self._training.own.numerics.precision
+        for call in self._training.calls:
+            found = _compared(call, self._training.own, plan, is_precise)
+            worse = found.figures.get("cosine", 1.0) < figures.get("cosine", math.inf)
+            figures = {**figures, **found.figures} if worse else {**found.figures, **figures}
+            if found.why is not None:
+                return Judgement(ok=False, why=found.why, figures=figures)
+        words = "same maths" if is_precise else f"gradients agree to {shown_cosine(figures['cosine'])}"
+        return Judgement(ok=True, why=words, figures=figures)
+
+
+def _compared(call: Call, own: Plan, plan: Plan, is_precise: bool) -> Agreement:
+    if call.last_inputs is None:
+        return Agreement(why="no call of it was seen to be compared")
+    found = _same(call, own, plan) if is_precise else _alike(call, own, plan)
+    if found.why is None:
+        return found
+    # Other kernels may draw other masks from the same randomness.
+    with without_dropout([call.module]) as dropped:
+        return (_same if is_precise else _alike)(call, own, plan) if dropped else found
+
+
+def _same(call: Call, own: Plan, plan: Plan) -> Agreement:
+    truth, made = _outcome(call, own), _outcome(call, plan)
+    by = roundoff([call.module], call.device, "fp32")
+
+    def noise() -> Noise:
+        with _nudged(call.module, by):
+            return noise_of(truth, _outcome(call, own), by)
+
+    return same_maths(truth, made, {}, noise)
+
+
+def _alike(call: Call, own: Plan, plan: Plan) -> Agreement:
+    exactly = dataclasses.replace(
+        plan, numerics=dataclasses.replace(plan.numerics, precision=own.numerics.precision), execution=own.execution
+    )
+    if exactly.numerics.layout != own.numerics.layout:
+        found = _same(call, own, exactly)
+        if found.why is not None:
+            return found
+    truth = _outcome(call, own)
+    with _nudged(call.module, roundoff([call.module], call.device, "fp32")):
+        rounding = gaps_between(truth.gradients, _outcome(call, own).gradients)
+    return alike(truth, _outcome(call, plan), None, rounding)
+
+
+def _outcome(call: Call, plan: Plan) -> Outcome:
+    """Forward and backward of a call under a plan; the loss is what its outputs weigh in the script's own."""
+    assert call.last_inputs is not None
+    args, kwargs = call.last_inputs
+    outputs, gradients = call.trial(args, kwargs, call.last_output_grads, plan.numerics, plan.execution)
+    pairs = zip(outputs, call.last_output_grads, strict=True)
+    loss = sum(float((out.detach().double() * grad.double()).sum()) for out, grad in pairs if grad is not None)
+    return Outcome(loss=loss, gradients=gradients)
+
+
+@contextmanager
+def _nudged(module: nn.Module, by: float) -> Iterator[None]:
+    """Inside, every weight is moved by that fraction of itself, up or down."""
+    weights: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                generator = torch.Generator(parameter.device).manual_seed(1)
+                weights.append((parameter, parameter.detach().clone()))
+                sign = torch.empty_like(parameter).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+                parameter.add_(sign.mul_(parameter), alpha=max(by, torch.finfo(parameter.dtype).eps / 2))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for moved, was in weights:
+                moved.copy_(was)

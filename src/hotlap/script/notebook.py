@@ -1,0 +1,82 @@
+"""`%load_ext hotlap`: the training of a notebook, watched from that cell on."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hotlap.script.session import Session, Settings
+
+NAME = "hotlap"
+HELP = "%hotlap tells how it stands, %hotlap off takes everything back"
+
+
+class Notebook:
+    """One notebook: a session that begins when it is made, and the magic that goes with it."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._session: Session | None = None
+        shell.register_magic_function(self.magic, "line", NAME)
+        plan = os.environ.get("HOTLAP_PLAN") or "auto"
+        if plan == "off":
+            _say("HOTLAP_PLAN=off: this notebook is left alone")
+            return
+        settings = Settings(name=_name(shell), plan=plan if plan != "auto" else None)
+        self._session = Session(settings).__enter__()
+        atexit.register(self.stop)
+        _say(f"watches the training in this notebook; {HELP}")
+
+    def magic(self, line: str) -> None:
+        """`%hotlap`: where it stands; `%hotlap off`: take everything back."""
+        word = line.strip()
+        if word not in ("", "off"):
+            _say(f"%hotlap {word} is not known: {HELP}")
+        elif self._session is None:
+            _say("is off; %reload_ext hotlap begins anew")
+        elif word == "off":
+            self.stop()
+        else:
+            sys.stdout.write("".join(f"{line}\n" for line in self._session.so_far()))
+
+    def stop(self) -> None:
+        """End the session; once."""
+        session, self._session = self._session, None
+        if session is not None:
+            atexit.unregister(self.stop)
+            session.stop()
+
+    def unload(self) -> None:
+        """End the session and take the magic away."""
+        self.stop()
+        self._shell.magics_manager.magics["line"].pop(NAME, None)
+
+
+_loaded: dict[int, Notebook] = {}
+"""By the shell's identity; there is one in a process, as a rule."""
+
+
+def load(shell: Any) -> None:
+    """Begin to watch, for `%load_ext hotlap`."""
+    unload(shell)
+    _loaded[id(shell)] = Notebook(shell)
+
+
+def unload(shell: Any) -> None:
+    """Take everything back, for `%unload_ext hotlap`."""
+    notebook = _loaded.pop(id(shell), None)
+    if notebook is not None:
+        notebook.unload()
+
+
+def _name(shell: Any) -> str:
+    """The notebook's own, where Jupyter or VS Code says it."""
+    file = os.environ.get("JPY_SESSION_NAME") or shell.user_ns.get("__vsc_ipynb_file__") or ""
+    return Path(str(file)).stem or "notebook"
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"hotlap: {line}\n")

@@ -1,0 +1,48 @@
+"""What is put into torch while a script runs, and taken out again exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_NOTHING = object()
+
+
+class Patches:
+    """Attributes that stand in for torch's own, and hooks, until they are removed."""
+
+    def __init__(self) -> None:
+        self._undo: dict[str, Callable[[], Any]] = {}
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Let `value` stand in for an attribute of a class or module."""
+        key = f"{owner.__name__}.{name}"
+        if key in self._undo:
+            return
+        before = vars(owner).get(name, _NOTHING)
+        setattr(owner, name, value)
+
+        def undo() -> None:
+            # Whoever has put something else there since is in charge of it.
+            if vars(owner).get(name) is value:
+                if before is _NOTHING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
+
+        self._undo[key] = undo
+
+    def hooked(self, key: str, handle: Any) -> None:
+        """Know a hook of torch's by its handle."""
+        self._undo[key] = handle.remove
+
+    def take_out(self, key: str) -> None:
+        """Remove one of them, by the name of its attribute or its key."""
+        undo = self._undo.pop(key, None)
+        if undo is not None:
+            undo()
+
+    def take_out_all(self) -> None:
+        """Remove all of them."""
+        for key in list(self._undo):
+            self.take_out(key)

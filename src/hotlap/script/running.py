@@ -1,0 +1,318 @@
+"""Somebody's script in this process, as `python train.py` would run it, with something around it."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import importlib.util
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any, NoReturn
+
+from hotlap.core.errors import HotlapError
+
+
+class NoScriptError(HotlapError):
+    """There is nothing here that python could run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What to run: a script, or a folder or zip with a `__main__.py`, by its path; or a module by its name."""
+
+    path: str | None = None
+    module: str | None = None
+    args: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """As people call it: `train` for `code/train.py`, and a module's own."""
+        return self.module or Path(self.path or "").absolute().stem
+
+    @property
+    def words(self) -> list[str]:
+        """As it is written after `python`."""
+        return [*(["-m", self.module] if self.module else [self.path or ""]), *self.args]
+
+
+def look(target: Target) -> None:
+    """See that there is something to run, without running any of it; NoScriptError where there is nothing."""
+    if target.path is not None and not Path(target.path).exists():
+        raise NoScriptError(f"there is no file {target.path!r}")
+    if target.module is not None:
+        # Only the outermost package is looked for: to find what is in it would run it.
+        top = target.module.partition(".")[0]
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            found = importlib.util.find_spec(top)
+        except (ImportError, ValueError):
+            found = None
+        finally:
+            del sys.path[0]
+        if found is None:
+            raise NoScriptError(f"no module named {top!r} is to be seen from this folder")
+
+
+def run(target: Target, around: AbstractContextManager[object] | None = None, seed: int | None = None) -> int:
+    """Run it inside of `around` and return its exit code; minus a signal's number where it is to end by that.
+
+    It is `__main__` from then on, and what it ends by is shown as python shows it, before `around` is closed. Where
+    there is nothing to run, one line is, and the code is 2. With a `seed`, random numbers begin with it.
+    """
+    guard = _Guard(around)
+    ended: BaseException | None = None
+    try:
+        look(target)
+        # What cannot be run at all shows before anything is opened around it; to find a module may run its packages.
+        loaded = _script(target.path) if target.path is not None else None
+        guard.open()
+        _take_over(target)
+        if seed is not None:
+            _seed(seed)
+        main, code = loaded or _module(target.module or "")
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+    except BaseException as error:
+        ended = error
+    try:
+        return _show(ended) if ended else 0
+    finally:
+        guard.close(ended)
+
+
+def end_by(number: int) -> NoReturn:
+    """End as the system ends a process by this signal; by SIGINT as python does, after all that runs at exit."""
+    if number == signal.SIGINT:
+        # Whatever there was to show has been shown.
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    raise AssertionError(f"signal {number} ends no process")
+
+
+# --- what is run -----------------------------------------------------------------------------------------
+
+
+def _take_over(target: Target) -> None:
+    """Have `sys.argv` and `sys.path` as python sets them; hotlap's own folder leaves, unless there is none (-P)."""
+    sys.argv = [target.path or "-m", *target.args]
+    if sys.flags.safe_path:
+        return
+    if target.path is None:
+        sys.path[0] = str(Path.cwd())
+    elif pkgutil.get_importer(_full(target.path)) is None:
+        sys.path[0] = str(Path(target.path).resolve().parent)
+    else:
+        sys.path[0] = _full(target.path)
+
+
+def _full(path: str) -> str:
+    """As python writes it: from the root, and otherwise as it was given."""
+    return path if Path(path).is_absolute() else f"{Path.cwd()}/{path}"
+
+
+def _script(path: str) -> tuple[ModuleType, CodeType]:
+    """The main module of a file, a folder or a zip, and its code."""
+    file = _full(path)
+    importer = pkgutil.get_importer(file)
+    if importer is not None:
+        spec = importer.find_spec("__main__")
+        code = spec.loader.get_code("__main__") if spec and spec.loader else None  # type: ignore[attr-defined]
+        if spec is None or code is None:
+            raise NoScriptError(f"{path!r} has no __main__.py")
+        return _main(spec), code
+    try:
+        source = Path(path).read_bytes()
+        importlib.util.decode_source(source)
+    except OSError as error:
+        raise NoScriptError(f"cannot read {path!r}: {error.strerror or error}") from None
+    except (SyntaxError, UnicodeDecodeError):
+        source = b"\0"
+    if b"\0" in source:
+        raise NoScriptError(f"{path!r} is no Python source text")
+    main = _main(None, __file__=file, __loader__=SourceFileLoader("__main__", file))
+    return main, compile(source, file, "exec", dont_inherit=True)
+
+
+def _module(name: str) -> tuple[ModuleType, CodeType]:
+    """The main module of a module, or of the `__main__` of a package, and its code. Imports the packages around it."""
+    # What `python -m` uses; pdb and trace of the standard library do too.
+    find: Any = runpy._get_module_details  # type: ignore[attr-defined]
+    _, spec, code = find(name, NoScriptError)
+    sys.argv[0] = spec.origin
+    return _main(spec), code
+
+
+def _main(spec: ModuleSpec | None, **own: object) -> ModuleType:
+    main = ModuleType("__main__")
+    main.__dict__.update(__annotations__={}, __builtins__=builtins, __cached__=None, **own)
+    if spec is not None:
+        main.__dict__.update(
+            __cached__=spec.cached,
+            __file__=spec.origin,
+            __loader__=spec.loader,
+            __package__=spec.parent,
+            __spec__=spec,
+        )
+    return main
+
+
+def _seed(seed: int) -> None:
+    import random
+
+    random.seed(seed)
+    for name, function in (("numpy.random", "seed"), ("torch", "manual_seed")):
+        with contextlib.suppress(ImportError):
+            getattr(importlib.import_module(name), function)(seed)
+
+
+# --- how it ends -----------------------------------------------------------------------------------------
+
+
+def _show(error: BaseException) -> int:
+    """Show what ended the script as python would, and return the exit code that it would have."""
+    if isinstance(error, NoScriptError):
+        _say(str(error))
+        return 2
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            code = int(error.code or 0)
+            return code & 0xFF if abs(code) < 2**63 else 0xFF
+        _write(f"{error.code}\n")
+        return 1
+    _forget_frames(error)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    fault: BaseException | None = None
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as raised:
+        fault = raised
+    if isinstance(fault, SystemExit):
+        return _show(fault)
+    if fault is not None:
+        _forget_frames(fault)
+        _write("Error in sys.excepthook:\n")
+        sys.__excepthook__(type(fault), fault, fault.__traceback__)
+        _write("\nOriginal exception was:\n")
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Take hotlap's own frames off, which come first."""
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = error.__traceback__.tb_next
+
+
+class _Guard:
+    """What is around the script: opened and closed once, in this process alone, and never in the script's way.
+
+    Where the script leaves SIGTERM to the system, it is closed before the process ends by that. To the script it looks
+    as if nobody listened: Lightning, for one, listens only if nobody does.
+    """
+
+    def __init__(self, context: AbstractContextManager[object] | None) -> None:
+        self._context = context
+        self._open = False
+        self._listens = False
+        self._terminated = False
+        self._set, self._get = signal.signal, signal.getsignal
+        self._masks = threading.local()
+
+    def open(self) -> None:
+        """Open it; where that fails, the script runs without it."""
+        if self._context is None:
+            return
+        try:
+            self._context.__enter__()
+        except Exception as error:
+            _say(f"{type(error).__name__}: {error}; the script runs as it does without hotlap")
+            return
+        self._open = True
+        os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._leave_child)
+        if threading.current_thread() is threading.main_thread() and self._get(signal.SIGTERM) == signal.SIG_DFL:
+            self._listens = True
+            self._set(signal.SIGTERM, self._terminate)
+            # Assigned by name: to a type checker they are functions for good.
+            vars(signal).update(signal=self._signal, getsignal=self._getsignal)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close it, after all that the script has printed."""
+        if self._context is None or not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        try:
+            self._context.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        except BaseException as fault:
+            _say(f"{type(fault).__name__}: {fault}, after the script had ended")
+        self._let_go()
+        if self._terminated:
+            end_by(signal.SIGTERM)
+
+    def _let_go(self) -> None:
+        """Leave signals as they would be without it."""
+        if self._listens:
+            self._listens = False
+            vars(signal).update(signal=self._set, getsignal=self._get)
+            if self._get(signal.SIGTERM) == self._terminate:
+                self._set(signal.SIGTERM, signal.SIG_DFL)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        if self._terminated:
+            self._let_go()
+            end_by(signal.SIGTERM)
+        self._terminated = True
+        # Where it is being closed already, the process ends when that is done.
+        if self._open:
+            # The signal may have come inside of a write to stderr, which lets no other in.
+            with contextlib.suppress(OSError):
+                sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+            self.close()
+
+    def _hold(self) -> None:
+        """Let SIGTERM wait while the script forks: python would lose one that comes before the child is set up."""
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def _leave_child(self) -> None:
+        """A child of the script's closes nothing."""
+        self._open = False
+        self._let_go()
+        self._release()
+
+    def _signal(self, number: int, handler: Any) -> Any:
+        if self._listens and number == signal.SIGTERM and handler == signal.SIG_DFL:
+            handler = self._terminate
+        return self._seen(self._set(number, handler))
+
+    def _getsignal(self, number: int) -> Any:
+        return self._seen(self._get(number))
+
+    def _seen(self, handler: Any) -> Any:
+        return signal.SIG_DFL if handler == self._terminate else handler
+
+
+def _say(line: str) -> None:
+    _write(f"hotlap: {line}\n")
+
+
+def _write(text: str) -> None:
+    # The script may have closed its streams, or taken them away.
+    with contextlib.suppress(Exception):
+        sys.stderr.write(text)

@@ -1,0 +1,402 @@
+"""The batches of a script's loader, by whichever feed is wanted: the same to the bit, in the same order."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from hotlap.core.errors import PlanError
+from hotlap.core.plan import Feed
+from hotlap.data.batches import Batch
+from hotlap.data.course import loader_feed, own_collate
+from hotlap.data.purity import randomness_watched, why_not_pure
+from hotlap.data.randomness import HostRandomness
+from hotlap.data.source import Source, as_source
+from hotlap.data.stream import CudaLane
+from hotlap.machine.kernels import first_line
+from hotlap.script.sending import Receives, Sending
+from hotlap.script.serving_checks import (
+    Compared,
+    compared_indices,
+    glance,
+    true_batch,
+    why_collate_not_pure,
+    why_other_batch,
+    why_own_only,
+)
+from hotlap.script.serving_epoch import Served, batches_ahead
+from hotlap.script.serving_feeds import Gathered, Iterate, LikeLoader, Resident, Streamed
+from hotlap.script.serving_holding import Holding
+from hotlap.script.serving_indices import Indices, generator_of, why_not_early
+
+CHANGED = "the dataset gives other samples than it did before"
+
+
+class Serving:
+    """Stands in for the iteration of one loader of a script.
+
+    The script sees what it would see without: the same batches of the same types in the same order, and the same draws
+    from the generators of Python, numpy and torch. The loader is not kept alive.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        device: torch.device,
+        original_iter: Iterate,
+        sending: Sending | None = None,
+    ) -> None:
+        """`original_iter` is torch's own; `sending` answers what the script sends to `device`."""
+        self._loader, self._original_iter = weakref.ref(loader), original_iter
+        self.device, self.sending = device, sending
+        self._settle(loader)
+        self.feed = self.wanted = self.own
+        """The feed in force, and the one that was asked for last."""
+        self.epochs = 0
+        """Epochs that were begun."""
+        self.served = 0
+        """Batches given out in the current epoch."""
+        self.on_batch: Callable[[float], Any] | None = None
+        """Told after every batch how many seconds the host took to make it."""
+        self.on_begin: Callable[[], Any] | None = None
+        """Told before an epoch begins."""
+        self.on_end: Callable[[], Any] | None = None
+        """Told that an epoch has no more batches, or that the script has let go of it."""
+        self.on_fault: Callable[[Exception], Any] | None = None
+        """Told of what went wrong in here; the script goes on with its own feed."""
+        self._why_changed: str | None = None
+        self._glance: Any = None
+        self._loaders: dict[Feed, LikeLoader] = {}
+        self._held: Holding | None = None
+        self._epoch: weakref.ref[Served] | None = None
+        self._is_closed = False
+
+    def _settle(self, loader: DataLoader[Any]) -> None:
+        """Note how the script has set its loader."""
+        self._like = copy.copy(loader)
+        vars(self._like)["_iterator"] = None
+        self.own = _own_feed(loader)
+        """The feed as the script has set it."""
+        self.batch_size: int | None = getattr(loader.batch_sampler, "batch_size", None)
+        """Samples in a batch, where the loader says so."""
+        self._why_own_only = why_own_only(loader)
+        self._source: Source | None = None
+
+    @property
+    def source(self) -> Source | None:
+        """Where the samples come from; None where they do not come by index."""
+        if self._source is None and self._why_own_only is None:
+            self._source = self._new_source()
+        return self._source
+
+    @property
+    def length(self) -> int | None:
+        """Batches in an epoch, where the loader knows."""
+        loader = self._loader()
+        if loader is None:
+            return None
+        asked = loader._IterableDataset_len_called  # torch warns of datasets that were asked and give more
+        try:
+            return len(loader)
+        except Exception:  # of a user's class, or for want of it
+            return None
+        finally:
+            loader._IterableDataset_len_called = asked
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a feed was asked for that is not yet in force."""
+        epoch = self._running()
+        return self.wanted != self.feed or (epoch is not None and epoch.is_waiting)
+
+    # --- what the script sees --------------------------------------------------------------------
+
+    def iterate(self) -> Iterator[Any]:
+        """Stands in for `iter(loader)`. Of two iterators at a time the second is torch's own."""
+        loader = self._loader()
+        assert loader is not None, "who iterates it holds it"
+        if self._running() is not None:
+            return self._original_iter(loader)
+        self.epochs, self.served = self.epochs + 1, 0
+        self._tell(self.on_begin)
+        self.feed = self.wanted  # of an epoch before nothing is under way
+        try:
+            self._look_again(loader)
+            if self._goes_without_workers(loader):
+                return self._begun_without_workers(loader)
+        except Exception as error:
+            self.failed(error)
+        made = self._original_iter(loader)
+        try:
+            return self._noted(Served(self, made, loader))
+        except Exception as error:
+            self.failed(error)
+            return made
+
+    def _goes_without_workers(self, loader: DataLoader[Any]) -> bool:
+        """Whether torch would start workers, or use those it has, for batches that come by another feed."""
+        if not loader.num_workers or self._why_own_only is not None:
+            return False
+        begun = loader._iterator if loader.persistent_workers else None
+        stands_in = begun is not None and not isinstance(begun, _MultiProcessingDataLoaderIter)
+        return self.feed != self.own or stands_in
+
+    def _begun_without_workers(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        generator = generator_of(loader.batch_sampler)
+        before = HostRandomness()
+        states = [(one, one.get_state()) for one in (loader.generator, generator) if one is not None]
+        try:
+            made, sampler = self._made_without_workers(loader)
+            indices = Indices(sampler, ahead=batches_ahead(loader), generator=generator)
+            indices.begin()
+            epoch = self._noted(Served(self, made, loader, indices))
+        except Exception:
+            before.restore()
+            for one, state in states:
+                one.set_state(state)
+            raise
+        if loader.persistent_workers and loader._iterator is None:
+            loader._iterator = made  # stands for the one that torch would have by now
+        return epoch
+
+    def _made_without_workers(self, loader: DataLoader[Any]) -> tuple[Any, Iterator[Any]]:
+        """torch's iterator of an epoch and the sampler's, after all the draws that torch makes with workers."""
+        begun = loader._iterator if loader.persistent_workers else None
+        if begun is not None:  # which draws no new seed
+            return begun, iter(loader._index_sampler)
+        alone = copy.copy(loader)
+        vars(alone).update(num_workers=0, prefetch_factor=None, timeout=0, persistent_workers=False)
+        made: Any = self._original_iter(alone)
+        made._reset(loader)  # with workers, the sampler is begun twice
+        return made, made._sampler_iter
+
+    def _noted(self, epoch: Served) -> Served:
+        self._epoch = weakref.ref(epoch)
+        return epoch
+
+    def _running(self) -> Served | None:
+        epoch = None if self._epoch is None else self._epoch()
+        return None if epoch is None or epoch.is_over else epoch
+
+    def _look_again(self, loader: DataLoader[Any]) -> None:
+        """Let go of everything where the script has changed its loader or its data since."""
+        if _own_feed(loader) != self.own or loader.collate_fn is not self._like.collate_fn:
+            self._let_go()
+            self._settle(loader)
+            self.feed = self.wanted = self.own
+        elif self._changed():
+            self._let_go()
+            self._why_changed = CHANGED
+            self.feed = self.wanted = self.own
+
+    # --- what the tuner asks for -----------------------------------------------------------------
+
+    def supports(self, feed: Feed) -> str | None:
+        """Why the batches cannot come by a feed, or None where they can."""
+        if feed == self.own:
+            return None
+        try:
+            return self._why_own_only or self._why_changed or self._why_not(feed)
+        except Exception as error:  # whatever the user's dataset makes of being looked at
+            return f"the data could not be looked at: {first_line(error)}"
+
+    def use(self, feed: Feed) -> None:
+        """Make batches by a feed from the next one on, or once those are given out that workers were asked for.
+
+        Where samples have to be held first, that is done here. Raises PlanError where the feed is not supported, and
+        what holding the data raises; the feed in force is then as before.
+        """
+        if feed != self.own and self._changed():
+            self.close()
+            self._why_changed = CHANGED
+        reason = self.supports(feed)
+        if reason is not None:
+            raise PlanError(reason)
+        if feed != self.own:
+            self._prepare(feed)
+        if feed.kind in ("resident", "stream") and self.sending is not None:
+            self.sending.install()
+        self.wanted, self._is_closed = feed, False
+        epoch = self._running()
+        if epoch is None:
+            self.feed = feed
+        else:
+            epoch.turn()
+
+    def why_other(self, feed: Feed) -> str | None:
+        """What batches by a feed have other than the script's own, seen in a few; None where nothing."""
+        if feed == self.own:
+            return None
+        reason = self.supports(feed)
+        if reason is not None:
+            return reason
+        source = self.source
+        assert source is not None  # it is supported
+        try:
+            with randomness_watched(self._like.dataset):
+                return self._why_other(feed, source)
+        except Exception as error:
+            return f"the feed failed when it was tried: {first_line(error)}"
+
+    def holding_s(self, feed: Feed | None = None) -> float:
+        """About how many seconds going over to a feed takes; without one, to the one that holds most here."""
+        kind = feed.kind if feed is not None else "resident" if self.device.type == "cuda" else "gather"
+        try:
+            return 0.0 if self._why_own_only is not None or kind == "loader" else self._holding.seconds(kind)
+        except Exception:  # whatever the user's dataset makes of being looked at; it is not supported either
+            return 0.0
+
+    def tidy(self) -> None:
+        """Let go of all that belongs to other feeds than the one in force."""
+        needed = (self.feed, self.wanted)
+        for feed in [feed for feed in self._loaders if feed not in needed]:
+            self._loaders.pop(feed).close()
+        if self._held is not None:
+            self._held.tidy(needed)
+        if all(feed == self.own for feed in needed):
+            self._glance = None
+
+    def close(self) -> None:
+        """Let go of everything; an epoch that is under way goes on by the script's own feed."""
+        self.wanted, self._is_closed = self.own, True
+        epoch = self._running()
+        if epoch is not None:
+            epoch.release()
+        self.feed = self.own
+        self._let_go(but=self.own if epoch is not None else None)
+
+    # --- what an epoch asks for ------------------------------------------------------------------
+
+    def fed(self, feed: Feed, indices: Iterator[Any], sending: Receives | None = None) -> Iterator[Batch]:
+        """The batches at these indices by a feed; nothing is read before the first is asked for."""
+        sending = sending or self.sending
+        if feed.kind == "loader":
+            if feed not in self._loaders:
+                self._loaders[feed] = LikeLoader(self._like, feed, self._original_iter)
+            return self._loaders[feed].batches(indices)
+        holding = self._holding
+        assert holding.columned is not None, "it is held before it is used"
+        if feed.kind == "gather":
+            return Gathered(holding.columned, indices)
+        assert sending is not None  # supports has seen to it
+        if feed.kind == "stream":
+            lane, stages = CudaLane(self.device), not self.own.pinned
+            return Streamed(holding.columned, indices, lane=lane, sending=sending, pinned=True, stages=stages)
+        assert holding.there is not None, "it is held before it is used"
+        return Resident(
+            holding.columned,
+            indices,
+            there=holding.there,
+            device=self.device,
+            sending=sending,
+            is_same=holding.is_same,
+        )
+
+    def gave(self, seconds: float) -> None:
+        """Told by an epoch that it has made a batch."""
+        self.served += 1
+        self._tell(self.on_batch, seconds)
+
+    def failed(self, error: Exception) -> None:
+        """Told that something in here failed; the script's own feed takes its place."""
+        self.feed = self.wanted = self.own
+        self._tell(self.on_fault, error)
+
+    def ended(self) -> None:
+        """Told by an epoch that it is over."""
+        if self._is_closed:
+            self._let_go()
+        self._tell(self.on_end)
+
+    def _tell(self, callback: Callable[..., Any] | None, *what: Any) -> None:
+        if callback is None:
+            return
+        try:
+            callback(*what)
+        except Exception as error:
+            if callback is not self.on_fault:
+                self._tell(self.on_fault, error)
+
+    # --- how -------------------------------------------------------------------------------------
+
+    def _new_source(self) -> Source:
+        return as_source(self._like.dataset, own_collate(self._like), loaded=True)
+
+    @property
+    def _holding(self) -> Holding:
+        if self._held is None:
+            source = self.source
+            assert source is not None  # or only the own feed would do
+            self._held = Holding(source, self.device, pinned=self.own.pinned)
+        return self._held
+
+    def _why_not(self, feed: Feed) -> str | None:
+        source = self.source
+        assert source is not None  # or only the own feed would do
+        if torch.get_default_device().type != "cpu":
+            return f"torch's default device is {torch.get_default_device()}, and batches are made there"
+        if feed.kind in ("resident", "stream"):
+            if self.device.type != "cuda":
+                return f"the script trains on the {self.device.type.upper()}"
+            if self.sending is None:
+                return "nothing answers for what the script sends to its device"
+            if not source.on_host:
+                return "the data is on a device already"
+        if feed.kind == "stream" or feed.workers:
+            reason = why_not_early(self._like.batch_sampler)
+            if reason is not None:
+                return reason
+        if feed.kind == "loader":
+            if feed.pinned != self.own.pinned:
+                return "the script's own loader decides whether its batches are in page-locked memory"
+            return why_not_pure(source) or why_collate_not_pure(source)
+        if source.own_collate is not None:
+            return "the loader has a collate function of its own"
+        return self._holding.why_not(feed)
+
+    def _prepare(self, feed: Feed) -> None:
+        """Have ready what a feed needs, and remember what the data was like."""
+        if self._glance is None:
+            self._glance = glance(self._new_source())
+        if feed.kind != "loader":
+            self._holding.hold(feed)
+
+    def _why_other(self, feed: Feed, source: Source) -> str | None:
+        self._prepare(feed)
+        chosen, copies = compared_indices(len(source), self.batch_size), Compared()
+        mine: LikeLoader | None = None
+        if feed in (self.feed, self.wanted) and feed.kind == "loader":  # whose workers may be busy
+            mine = LikeLoader(self._like, feed, self._original_iter)
+        seen = mine.batches(iter(chosen)) if mine is not None else self.fed(feed, iter(chosen), copies)
+        try:
+            for index in chosen:
+                truth = true_batch(source, self._like, index, pinned=self.own.pinned)
+                reason = why_other_batch(truth, next(seen))
+                if reason is not None:
+                    return reason
+            return copies.why_other()
+        finally:
+            close = getattr(mine or seen, "close", None)
+            if close is not None:
+                close()
+
+    def _changed(self) -> bool:
+        """Whether the data is no longer what it was when another feed than the own was prepared."""
+        return self._glance is not None and bool(glance(self._new_source()) != self._glance)
+
+    def _let_go(self, but: Feed | None = None) -> None:
+        """Let go of all that was made for other feeds; of workers, not of those of `but`."""
+        for feed in [feed for feed in self._loaders if feed != but]:
+            self._loaders.pop(feed).close()
+        self._held = self._glance = None
+
+
+def _own_feed(loader: DataLoader[Any]) -> Feed:
+    return loader_feed(loader, on_gpu=loader.pin_memory and torch.accelerator.is_available())

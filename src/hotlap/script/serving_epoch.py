@@ -1,0 +1,240 @@
+"""One epoch of a script's loader, whichever feed makes its batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hotlap.core.errors import TrainingError
+from hotlap.core.plan import Feed
+from hotlap.data.batches import Batch
+from hotlap.script.serving_indices import Indices, generator_of
+
+
+class Serves(Protocol):
+    """Whoever knows which feed is wanted."""
+
+    own: Feed
+    feed: Feed
+    wanted: Feed
+
+    def fed(self, feed: Feed, indices: Iterator[Any]) -> Iterator[Batch]:
+        """The batches at these indices by a feed; nothing is read before the first is asked for."""
+
+    def gave(self, seconds: float) -> None:
+        """Told that a batch has been made in so many seconds."""
+
+    def failed(self, error: Exception) -> None:
+        """Told that a feed failed, so that the script's own takes its place."""
+
+    def ended(self) -> None:
+        """Told that there is no more in this epoch, or nobody who wants it."""
+
+
+class Served(_BaseDataLoaderIter):
+    """What a script gets for `iter(loader)`: an iterator that stands in for torch's own (`made`).
+
+    Until another feed than the script's own is wanted it only passes on. From then on all feeds draw from one stream of
+    index batches, so that a feed goes on where the one before has ended. What the dataset raises comes out as torch
+    raises it; a feed that fails otherwise is given up for the script's own, from the same batch on.
+    """
+
+    def __init__(self, serving: Serves, made: Any, loader: DataLoader[Any], indices: Indices | None = None) -> None:
+        """Without torch's own `__init__`, which draws: what is not here is asked of `made`.
+
+        `indices` where torch's workers were not started, so that `made` cannot make batches.
+        """
+        self._serving, self._made, self._indices = serving, made, indices
+        self._ahead, self._generator = batches_ahead(loader), generator_of(loader.batch_sampler)
+        self._feeding: Iterator[Batch] = made
+        self._opened = serving.own
+        self._fault: Exception | None = None
+        self.is_over = False
+        """Whether it has given all of its batches."""
+        if indices is not None or serving.wanted != serving.own:
+            self._change(self._over_taken())
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_made":  # not there yet
+            raise AttributeError(name)
+        return getattr(self._made, name)
+
+    def __next__(self) -> Batch:
+        began = time.perf_counter()
+        try:
+            batch = self._passed_on() if self._indices is None else self._produced(self._indices)
+        except StopIteration:
+            self._end()
+            raise
+        self._serving.gave(time.perf_counter() - began)
+        return batch
+
+    def __del__(self) -> None:
+        if "is_over" in vars(self):
+            self._end()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether batches are still to be given out that the feed before was asked for."""
+        return self._indices is not None and self._indices.is_shut
+
+    def turn(self) -> None:
+        """Go over to the feed that is wanted, once all that is under way has been given out."""
+        if self._serving.wanted != self._serving.feed or self.is_waiting:
+            indices = self._over_taken()
+            if indices.under_way:
+                indices.is_shut = True
+            else:
+                self._change(indices)
+                self._report()
+
+    def release(self) -> None:
+        """Go on with the script's own feed at once; what is under way by another one is asked for again."""
+        if self._indices is not None and self._feeding is not self._made and not self.is_over:
+            self._indices.put_back()
+            self._change(self._indices)
+            self._report()
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    def _passed_on(self) -> Batch:
+        return next(self._feeding)
+
+    def _produced(self, indices: Indices) -> Batch:
+        indices.begin()
+        try:
+            with self._mode():
+                batch = self._next(indices)
+        except StopIteration:
+            raise
+        except Exception:
+            indices.give()  # torch, too, goes on with the one after
+            raise
+        indices.give()
+        if self._feeding is not self._made:
+            self._made._num_yielded += 1
+        self._report()
+        return batch
+
+    def _next(self, indices: Indices) -> Batch:
+        while True:
+            try:
+                return next(self._feeding)
+            except StopIteration:
+                if indices.is_shut:
+                    self._change(indices)
+                elif self._feeding is self._made or indices.are_over:
+                    raise
+                else:
+                    return self._rescued(indices, TrainingError("a feed ended before its epoch"))
+            except Exception as error:
+                if self._feeding is self._made:
+                    raise
+                return self._rescued(indices, error)
+
+    def _rescued(self, indices: Indices, error: Exception) -> Batch:
+        """The batch that a feed failed to make, made by torch in this process; what that raises is the dataset's."""
+        workers, number = self._serving.own.workers, indices.given
+        failure: ExceptionWrapper | None = None
+        try:
+            if _is_direct(self._opened):
+                raise error
+            self._leave()
+            indices.put_back()
+            self._feeding = self._directly(indices)
+            batch = next(self._feeding)
+        except StopIteration:
+            raise
+        except Exception:
+            self._open(self._opened)
+            if not workers:
+                raise
+            where = f"in DataLoader worker process {number % workers}"
+            failure = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+        if failure is not None:  # out of the handler, so that it comes without a context as from a worker
+            failure.reraise()  # type: ignore[no-untyped-call]
+        self._fault = error
+        return batch
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        # torch pins what comes from workers in a thread of its own, which knows nothing of the script's inference mode.
+        own = self._serving.own
+        is_outside = own.workers and own.pinned and torch.is_inference_mode_enabled()
+        return torch.inference_mode(False) if is_outside else nullcontext()
+
+    # --- feeds -----------------------------------------------------------------------------------
+
+    def _change(self, indices: Indices) -> None:
+        self._leave()
+        try:
+            self._open(self._serving.wanted)
+            self._serving.feed = self._serving.wanted
+        except Exception as error:
+            self._opened, self._fault = self._serving.wanted, error
+            self._feeding = self._directly(indices)
+        indices.reopen()
+
+    def _open(self, feed: Feed) -> None:
+        indices = self._over_taken()
+        is_torchs = _is_direct(feed) and not self._serving.own.workers
+        self._feeding = self._made if is_torchs else self._serving.fed(feed, indices)
+        self._opened = feed
+
+    def _directly(self, indices: Indices) -> Iterator[Batch]:
+        """Batches made by torch in this process."""
+        own = self._serving.own
+        return self._serving.fed(Feed(kind="loader", pinned=own.pinned), indices) if own.workers else self._made
+
+    def _leave(self) -> None:
+        close = None if self._feeding is self._made else getattr(self._feeding, "close", None)
+        if close is not None:
+            close()
+
+    def _report(self) -> None:
+        """Tell of a feed that failed, now that nothing is under way."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            own, failed = self._serving.own, self._opened
+            self._opened = Feed(kind="loader", pinned=own.pinned)
+            if failed != own:
+                self._open(own)
+            self._serving.failed(fault)
+
+    def _over_taken(self) -> Indices:
+        """The index batches that are left, which torch's own iterator reads by way of this from now on."""
+        if self._indices is None:
+            made = self._made
+            given = getattr(made, "_rcvd_idx", 0)
+            self._indices = made._sampler_iter = Indices(
+                made._sampler_iter,
+                ahead=self._ahead,
+                generator=self._generator,
+                given=given,
+                under_way=getattr(made, "_send_idx", 0) - given,
+            )
+        return self._indices
+
+    def _end(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            try:
+                self._leave()
+            except Exception as error:
+                self._serving.failed(error)
+            self._serving.ended()
+
+
+def batches_ahead(loader: DataLoader[Any]) -> int:
+    """How many index batches torch reads before it gives out the first batch, where it has workers."""
+    return (loader.prefetch_factor or 0) * loader.num_workers
+
+
+def _is_direct(feed: Feed) -> bool:
+    return feed.kind == "loader" and not feed.workers

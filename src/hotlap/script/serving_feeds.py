@@ -1,0 +1,268 @@
+"""Ways to make the batches of somebody's loader out of index batches, each of them an iterator over batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hotlap.core.errors import DataError, kind_of
+from hotlap.core.plan import Feed
+from hotlap.data.batches import Batch, map_tensors
+from hotlap.data.columns import tensors_in
+from hotlap.data.feeds import WorkerStart
+from hotlap.data.samples import Source
+from hotlap.data.stream import AHEAD, STAGES, Flight, Lane, Stage
+from hotlap.script.sending import Receives
+
+Iterate = Callable[[DataLoader[Any]], Iterator[Any]]
+"""torch's own way to begin an epoch of a loader."""
+
+
+class LikeLoader:
+    """A loader that makes batches as the script's does, of index batches that it is handed; its workers stay."""
+
+    def __init__(self, loader: DataLoader[Any], feed: Feed, iterate: Iterate) -> None:
+        self._iterate, self._start = iterate, WorkerStart(loader.worker_init_fn)
+        self._requests = _Requests()
+        settings: dict[str, Any] = {}
+        if feed.workers:
+            settings = {
+                "num_workers": feed.workers,
+                "prefetch_factor": feed.prefetch,
+                "persistent_workers": True,
+                "worker_init_fn": self._start,
+                "timeout": loader.timeout,
+                "multiprocessing_context": loader.multiprocessing_context,
+            }
+        self._loader: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_sampler=self._requests,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory and torch.accelerator.is_available(),
+            # A generator of its own: a seed is drawn at each start, and must not move the script's.
+            generator=torch.Generator().manual_seed(0),
+            **settings,
+        )
+
+    def batches(self, indices: Iterator[Any]) -> Iterator[Batch]:
+        """The batches at these indices; nothing is read, and no worker started, before the first is asked for."""
+        return _Begun(self, indices)
+
+    def begin(self, indices: Iterator[Any]) -> Iterator[Batch]:
+        """The batches at these indices; those of an earlier beginning are given up."""
+        self._requests.indices = indices
+        with self._start.in_peace():
+            return self._iterate(self._loader)
+
+    def close(self) -> None:
+        """End the workers."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+
+
+class _Requests:
+    """What a loader is asked for; persistent workers keep their loader, so it has to change."""
+
+    def __init__(self) -> None:
+        self.indices: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.indices
+
+
+class _Begun:
+    """The batches of a loader, begun when the first is asked for."""
+
+    def __init__(self, loader: LikeLoader, indices: Iterator[Any]) -> None:
+        self._loader, self._indices = loader, indices
+        self._batches: Iterator[Batch] | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._loader.begin(self._indices)
+        return next(self._batches)
+
+
+class Columned:
+    """Batches as a loader's default_collate makes them, indexed as a whole out of columns."""
+
+    def __init__(self, source: Source, like: Batch, *, pinned: bool) -> None:
+        """`source` gathers tensors or tuples of them; `like` is a batch of the loader's, for its containers."""
+        self._source, self._like = source, like
+        self._room = _pinned_room if pinned else None
+
+    def batch(self, positions: Tensor) -> Batch:
+        """The samples at these places as the loader would give them."""
+        found = self._source.gather(positions, self._room)
+        parts = iter(found if type(found) is tuple else (found,))
+        return map_tensors(self._like, lambda _: next(parts))
+
+
+def _pinned_room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def positions_of(index: Any) -> Tensor:
+    """An index batch as a tensor; raises DataError where it is not one of whole numbers."""
+    found = np.array(index)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise DataError(f"{kind_of(index)} is no list of whole numbers, so no samples can be gathered by it")
+    return torch.from_numpy(found.astype(np.int64, copy=False))
+
+
+class Gathered:
+    """Batches indexed out of columns on the host."""
+
+    def __init__(self, columned: Columned, indices: Iterator[Any]) -> None:
+        self._columned, self._indices = columned, indices
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        return self._columned.batch(positions_of(next(self._indices)))
+
+
+class Resident:
+    """Batches indexed out of columns on the host, and on the device too as soon as the script sends them there."""
+
+    def __init__(
+        self,
+        columned: Columned,
+        indices: Iterator[Any],
+        *,
+        there: Source,
+        device: torch.device,
+        sending: Receives,
+        is_same: Callable[[], bool],
+    ) -> None:
+        """`there` gathers the same samples on the device, as long as `is_same` says so."""
+        self._columned, self._indices, self._there, self._device = columned, indices, there, device
+        self._sending, self._is_same = sending, is_same
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        positions = positions_of(next(self._indices))
+        batch = self._columned.batch(positions)  # which also sees to it that no place is out of bounds
+        if self._is_same():
+            whole = _Gatherable(self._there, self._device, positions)
+            self._sending.serve((tensor, _Part(whole, number)) for number, tensor in enumerate(tensors_in(batch)))
+        return batch
+
+
+class _Gatherable:
+    """A batch that is gathered on the device when the first part of it is asked for."""
+
+    def __init__(self, source: Source, device: torch.device, positions: Tensor) -> None:
+        self._source, self._device, self._positions = source, device, positions
+        self._tensors: list[Tensor | None] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def part(self, number: int) -> Tensor:
+        """One tensor of it, for work that is launched from here on; asked for once."""
+        if not self._tensors:
+            self._gather()
+        tensor, self._tensors[number] = self._tensors[number], None
+        assert tensor is not None
+        if self._stream is not None:
+            here = torch.cuda.current_stream(tensor.device)
+            if here != self._stream:
+                here.wait_stream(self._stream)
+                tensor.record_stream(here)
+        return tensor
+
+    def _gather(self) -> None:
+        positions, device = self._positions, self._device
+        if device.type == "cuda":
+            # From pageable memory the copy would wait for all that was launched before.
+            positions = torch.empty_like(positions, device=device).copy_(positions.pin_memory(), non_blocking=True)
+            self._stream = torch.cuda.current_stream(device)
+        found = self._source.gather(positions)
+        self._tensors = list(found) if type(found) is tuple else [found]
+
+
+class _Part:
+    """One tensor of a batch that is still to be gathered."""
+
+    __slots__ = ("_number", "_whole")
+
+    def __init__(self, whole: _Gatherable, number: int) -> None:
+        self._whole, self._number = whole, number
+
+    def landed(self) -> Tensor:
+        """The tensor on the device."""
+        return self._whole.part(self._number)
+
+    def abandoned(self) -> None:
+        """Nothing was done for it."""
+
+
+class Streamed:
+    """Batches indexed out of columns on the host and copied to the device ahead, on a stream of their own."""
+
+    def __init__(
+        self, columned: Columned, indices: Iterator[Any], *, lane: Lane, sending: Receives, pinned: bool, stages: bool
+    ) -> None:
+        """Without `stages`, batches lie in page-locked memory themselves; else they are copied there (`pinned`)."""
+        self._columned, self._indices, self._lane, self._sending = columned, indices, lane, sending
+        self._stages = deque(Stage(pinned=pinned) for _ in range(STAGES if stages else 0))
+        self._coming: deque[tuple[Tensor, Batch, list[Flight]]] = deque()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        while len(self._coming) <= AHEAD:
+            try:
+                positions = positions_of(next(self._indices))
+            except StopIteration:
+                break
+            self._coming.append((positions, *self._sent(self._columned.batch(positions))))
+        if not self._coming:
+            raise StopIteration
+        positions, batch, flights = self._coming.popleft()
+        tensors = tensors_in(batch)
+        if any(tensor.is_inference() != torch.is_inference_mode_enabled() for tensor in tensors):
+            # It was made while the script was in the other mode.
+            _give_up(flights)
+            return self._columned.batch(positions)
+        self._sending.serve(zip(tensors, flights, strict=True))
+        return batch
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        for _, _, flights in self._coming:
+            _give_up(flights)
+        self._coming.clear()
+
+    def _sent(self, batch: Batch) -> tuple[Batch, list[Flight]]:
+        tensors = tensors_in(batch)
+        if not self._stages:
+            return batch, [self._lane.send(tensor) for tensor in tensors]
+        stage = self._stages[0]
+        self._stages.rotate(-1)
+        stage.clear()
+        # Memory that is used again must not be the script's inference mode's.
+        with torch.inference_mode(False):
+            flights = [self._lane.send(stage.room(tuple(t.shape), t.dtype).copy_(t)) for t in tensors]
+        if flights:
+            stage.sent(flights[-1])  # one stream copies them all, in this order
+        return batch, flights
+
+
+def _give_up(flights: list[Flight]) -> None:
+    for flight in flights:
+        flight.abandoned()

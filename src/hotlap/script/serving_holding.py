@@ -1,0 +1,94 @@
+"""Samples of a script's dataset held as columns, on the host and on the device, so that batches are gathered."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import default_collate
+
+from hotlap.core.plan import Feed
+from hotlap.core.units import MIB
+from hotlap.data.columns import Columns, Selection
+from hotlap.data.holding import held, time_to_hold, why_not_held
+from hotlap.data.purity import randomness_watched
+from hotlap.data.resident import packed
+from hotlap.data.samples import Source
+from hotlap.script.serving_feeds import Columned
+
+HOST = torch.device("cpu")
+
+
+class Holding:
+    """What of a source is held, for the feeds that gather."""
+
+    def __init__(self, source: Source, device: torch.device, *, pinned: bool) -> None:
+        """`pinned` where the script's loader gives its batches in page-locked memory."""
+        self._source, self._device, self._pinned = source, device, pinned
+        self.columned: Columned | None = None
+        """Makes batches on the host."""
+        self.there: Source | None = None
+        """Gathers the same samples on the device."""
+        self._columns: Source | None = None
+        self._versions: list[int] = []
+
+    def why_not(self, feed: Feed) -> str | None:
+        """Why the samples cannot be held as a feed needs them, or None where they can."""
+        if self._source.computes and self.columned is None:
+            reason = why_not_held(self._source, HOST, reserve_bytes=0)
+            if reason is not None:
+                return reason
+        if feed.kind == "resident" and self.there is None:
+            return why_not_held(self._source, self._device, reserve_bytes=_reserve_bytes(self._device))
+        return None
+
+    def seconds(self, kind: str) -> float:
+        """About how long `hold` takes for a kind of feed."""
+        source = self._columns or self._source
+        if kind == "resident":
+            return 0.0 if self.there is not None else self._time_to_hold(source, self._device)
+        return self._time_to_hold(source, HOST) if source.computes else 0.0
+
+    def hold(self, feed: Feed) -> None:
+        """Hold the samples as a feed needs them. Raises DataError where they turn out to be no columns."""
+        # The script may be in any mode, and what is held outlives it.
+        with torch.inference_mode(False), torch.no_grad():
+            if self.columned is None:
+                with randomness_watched(self._source.samples):
+                    like = default_collate(self._source.aside().read([0]))
+                self._columns = self._source
+                if self._source.computes:
+                    self._columns = Columns(tuple(held(self._source, HOST).tensors.values()))
+                self.columned = Columned(self._columns, like, pinned=self._pinned)
+            if feed.kind == "resident" and self.there is None:
+                assert self._columns is not None
+                self._versions = _versions_of(self._columns)
+                self.there = packed(held(self._columns, self._device), images_last=False)
+
+    def is_same(self) -> bool:
+        """Whether what is held on the device is what the host has: a script may write to its own tensors."""
+        return self._columns is not None and _versions_of(self._columns) == self._versions
+
+    def tidy(self, feeds: tuple[Feed, ...]) -> None:
+        """Let go of what none of these feeds needs."""
+        if not any(feed.kind == "resident" for feed in feeds):
+            self.there = None
+        if all(feed.kind == "loader" for feed in feeds):
+            self._columns = self.columned = None
+
+    def _time_to_hold(self, source: Source, device: torch.device) -> float:
+        name = f"time to hold on {device}"
+        if name not in source.probed:
+            source.probed[name] = time_to_hold(source, device)
+        return float(source.probed[name])
+
+
+def _versions_of(source: Source) -> list[int]:
+    """How often the tensors were written to that samples are gathered from."""
+    while isinstance(source, Selection):
+        source = source.inner
+    return [tensor._version for tensor in source.tensors.values()] if isinstance(source, Columns) else []
+
+
+def _reserve_bytes(device: torch.device) -> int:
+    """Bytes to leave free beside resident data: what steps took at most so far, and a tenth of the GPU for all else."""
+    taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return taken + torch.cuda.mem_get_info(device)[1] // 10 + 64 * MIB

@@ -1,0 +1,123 @@
+"""One training of a script under a tuner: what the session sees of it, told on in the tuner's own terms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.optim import Optimizer
+
+from hotlap.core.plan import Plan
+from hotlap.moves.every import everything
+from hotlap.script.judging import ScriptGate
+from hotlap.script.serving import Serving
+from hotlap.script.training import ScriptTraining
+from hotlap.store.plans import load_plan
+from hotlap.store.run_folder import RunFolder
+from hotlap.tuner.budget import Length
+from hotlap.tuner.known import KnownPlans
+from hotlap.tuner.probe import Probe
+from hotlap.tuner.replay import Replay
+from hotlap.tuner.tuner import Tuner
+
+
+class Steering:
+    """Steers one training: by a tuner, by the ledger of another run, or with one plan for all of it."""
+
+    def __init__(
+        self, training: ScriptTraining, *, plan: str | None, tune_s: float | None, length: Callable[[], Length]
+    ) -> None:
+        """`plan` as `Settings` has it. Raises HotlapError where it cannot be had."""
+        self.training = training
+        self.began = self._last = time.perf_counter()
+        self._paused_from: float | None = None
+        self._tuner: Tuner | Replay | None = None
+        training.write_down("start", "chosen", "the script's own plan")
+        if plan in (None, "auto"):
+            self._tuner = Tuner(
+                training,
+                updates=length,
+                most_s=tune_s,
+                known=_known(training),
+                gate=ScriptGate(training),
+                probe=Probe(training.device),
+            )
+        elif plan == "max":
+            training.use(everything(training).plan, why="everything that can be done, unmeasured")
+        elif Path(str(plan)).is_dir():
+            self._tuner = Replay(training, RunFolder.open(str(plan)).read_ledger())
+        else:
+            training.use(load_plan(str(plan)), why=f"from {plan}")
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that has been settled on so far."""
+        return self._tuner.plan if self._tuner is not None else self.training.plan
+
+    @property
+    def looks_at_calls(self) -> bool:
+        """Whether the calls of its modules have to be seen, to change them or to compare them."""
+        may = isinstance(self._tuner, Tuner) and self._tuner.looks_soon
+        return may or self.training.changes_calls(self.training.plan)
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether plans are still being tried."""
+        return isinstance(self._tuner, Tuner) and not self._tuner.done
+
+    def served(self, serving: Serving, seconds: float) -> None:
+        """Told that a loader gave a batch, for which the script waited so long."""
+        asked = time.perf_counter() - seconds
+        if self._paused_from is not None and serving in self.training.servings:
+            if isinstance(self._tuner, Tuner):
+                self._tuner.paused(max(0.0, asked - self._paused_from))
+            self._paused_from = None
+        if isinstance(self._tuner, Tuner):
+            self._tuner.fed(seconds)
+
+    def begun(self, serving: Serving) -> None:
+        """Told that a loader begins an epoch; with one that is no part of the loop, something else begins."""
+        if serving not in self.training.servings:
+            self._pause()
+
+    def ended(self, serving: Serving) -> None:
+        """Told that a loader has no more batches in this epoch."""
+        if self.training.servings and serving is self.training.servings[0]:
+            self._pause()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Told that an optimizer of the loop made a step."""
+        training = self.training
+        if optimizer is not training.optimizer:
+            return
+        training.stepped()
+        self._last = time.perf_counter()
+        if self._tuner is None:
+            return
+        self._tuner.stepped()
+        if isinstance(self._tuner, Tuner) and self._tuner.looks_soon:
+            for call in training.calls:
+                call.remember_next()
+
+    def close(self) -> None:
+        """The training is over: leave everything as the script made it."""
+        if isinstance(self._tuner, Tuner):
+            self._tuner.ended()
+        self.training.close()
+
+    @property
+    def seconds(self) -> float:
+        """From when it was found to its last step."""
+        return self._last - self.began
+
+    def _pause(self) -> None:
+        if self._paused_from is None:
+            self._paused_from = time.perf_counter()
+
+
+def _known(training: ScriptTraining) -> KnownPlans | None:
+    first = training.servings[0] if training.servings else None
+    if first is None or first.source is None or not first.batch_size:
+        return None
+    return KnownPlans(training, batch_size=first.batch_size)

@@ -1,0 +1,201 @@
+"""The loop of somebody's script as a training that obeys plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hotlap.core.errors import PlanError
+from hotlap.core.ledger import Entry, Ledger
+from hotlap.core.plan import Execution, Feed, Numerics, Plan
+from hotlap.data.source import Source
+from hotlap.engine.route import Place
+from hotlap.script.calls import Call
+from hotlap.script.finding import Loop
+from hotlap.script.serving import Serving
+from hotlap.script.updates import Updates
+
+ENDLESS = 2**62
+"""Windows in an epoch where nobody knows of any."""
+
+
+class ScriptTraining:
+    """A loop that somebody else's script makes; what it calls underneath obeys the plan."""
+
+    def __init__(self, loop: Loop, servings: list[Serving], ledger: Ledger) -> None:
+        self._loop, self.servings, self.ledger = loop, servings, ledger
+        first = next(p for group in loop.optimizers[0].param_groups for p in group["params"])
+        self.device: torch.device = first.device
+        self.updates = Updates(loop.optimizers)
+        self.calls = [Call(one, device=self.device, optimizers=loop.optimizers) for one in loop.modules]
+        own = servings[0].own if servings else Feed(kind="loader")
+        self.own = self._plan = Plan(
+            feed=own,
+            numerics=Numerics(optimizer=self.updates.own),
+            execution=Execution(autotune=self.device.type == "cuda" and torch.backends.cudnn.benchmark),
+        )
+        """The script's own plan."""
+        self.place = Place()
+        self.steps = 0
+        self._waited = 0
+
+    # --- what the tuner knows of it --------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._plan
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What the script calls while it trains."""
+        return self._loop.modules
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one whose steps are counted."""
+        return self._loop.optimizers[0]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All of the loop."""
+        return self._loop.optimizers
+
+    @property
+    def source(self) -> Source:
+        """Where the samples of the first loader come from."""
+        found = self.servings[0].source if self.servings else None
+        assert found is not None, "ask whether there is a loader first"
+        return found
+
+    @property
+    def epoch_windows(self) -> int:
+        """Batches in the current epoch of the first loader."""
+        return (self.servings[0].length if self.servings else None) or ENDLESS
+
+    @property
+    def most_replay_steps(self) -> int:
+        """One: the script makes its steps one by one."""
+        return 1
+
+    @property
+    def firsts(self) -> int:
+        """Steps so far that were not at the pace of the plan in force."""
+        return self._waited + sum(call.firsts for call in self.calls)
+
+    @property
+    def given_up(self) -> str | None:
+        """Why the plan in force is not obeyed as it stands."""
+        return next((call.given_up for call in self.calls if call.given_up is not None), None)
+
+    def supports(self, plan: Plan) -> str | None:
+        """Why the plan cannot be obeyed here, or None where it can."""
+        if plan.memory != self.own.memory:
+            return "the batches are the script's own"
+        if plan.execution.replay_steps > 1:
+            return "the script makes its steps one by one"
+        if plan.feed != self.own.feed:
+            reason = self._why_not_fed(plan.feed)
+            if reason is not None:
+                return reason
+        if plan.numerics.optimizer != self.own.numerics.optimizer:
+            reason = self.updates.supports(plan.numerics.optimizer)
+            if reason is not None:
+                return reason
+        if self.changes_calls(plan):
+            if not self.calls:
+                return "the script calls no module as a whole"
+            for call in self.calls:
+                reason = call.supports(plan.numerics, plan.execution)
+                if reason is not None:
+                    return reason
+        return None
+
+    def changes_calls(self, plan: Plan) -> bool:
+        """Whether the modules compute otherwise under a plan than under the script's own."""
+        numerics = plan.numerics, self.own.numerics
+        return plan.execution != self.own.execution or any(
+            getattr(numerics[0], name) != getattr(numerics[1], name) for name in ("precision", "layout")
+        )
+
+    def _why_not_fed(self, feed: Feed) -> str | None:
+        if not self.servings:
+            return "the script's batches come from no DataLoader"
+        return next(filter(None, (serving.supports(feed) for serving in self.servings)), None)
+
+    def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
+        """Obey `plan` from the next step on."""
+        if plan == self._plan:
+            return
+        reason = self.supports(plan)
+        if reason is not None:
+            raise PlanError(reason)
+        before, self._plan = self._plan, plan
+        if plan.feed != before.feed:
+            for serving in self.servings:
+                serving.use(serving.own if plan.feed == self.own.feed else plan.feed)
+        self.updates.use(plan.numerics.optimizer)
+        for call in self.calls:
+            call.use(plan.numerics, plan.execution)
+        changes = before.changes(plan)
+        self.write_down(", ".join(f"{name} {was} → {now}" for name, (was, now) in changes.items()), outcome, why)
+
+    def keep_plans(self) -> None:
+        """What belongs to a plan stays by itself, until `tidy`."""
+
+    def tidy(self) -> None:
+        """Let go of all that belongs to other plans than the one in force."""
+        for serving in self.servings:
+            serving.tidy()
+        for call in self.calls:
+            call.tidy()
+
+    def holding_s(self) -> float:
+        """About how many seconds it would take to hold all of the data."""
+        return sum(serving.holding_s() for serving in self.servings)
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def write_down(
+        self,
+        what: str,
+        outcome: str,
+        why: str = "",
+        *,
+        figures: Mapping[str, float] | None = None,
+        cost_s: float = 0.0,
+    ) -> None:
+        """Add a line to the ledger, under the plan in force."""
+        step = max(self.steps, self.ledger.last_step)
+        entry = Entry(
+            step=step, what=what, outcome=outcome, plan=self._plan, why=why, figures=figures or {}, cost_s=cost_s
+        )
+        self.ledger.record(entry)
+
+    # --- what the session tells it ---------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """Told that the optimizer whose steps are counted made one."""
+        self.steps += 1
+        if any(serving.waiting for serving in self.servings):
+            self._waited += 1
+        if self.servings:
+            first = self.servings[0]
+            self.place = Place(first.epochs, first.served, self.steps)
+        else:
+            self.place = Place(0, self.steps, self.steps)
+
+    def close(self) -> None:
+        """Leave everything as the script made it."""
+        for serving in self.servings:
+            serving.close()
+        for call in self.calls:
+            call.use(self.own.numerics, self.own.execution)
+            call.forget()
+        self.updates.close()

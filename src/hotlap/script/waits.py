@@ -1,0 +1,286 @@
+"""Where a script waits for the device, at which of its lines, and what that may cost it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sysconfig
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from operator import attrgetter
+from pathlib import Path
+from statistics import median, median_low
+from sys import _getframe
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from hotlap.core.units import show_seconds
+from hotlap.script.patches import Patches
+
+log = logging.getLogger(__name__)
+
+FEW = 3
+"""What happened in no more steps than this is a line of log, a checkpoint or an evaluation, and no part of a step."""
+LEAST = 0.02
+"""Of a step: what can cost no more is not worth a line."""
+INSTEAD = "add up on the device (`total += loss.detach()`), read once an epoch, and synchronise only to take times"
+
+SCRIPT, PYTHON = "", "python"
+"""What `home_of` calls files that belong to the script, and those of the standard library."""
+_HOTLAP = f"{Path(__file__).parents[1]}{os.sep}"
+_LIBRARY_FOLDERS = ("site-packages", "dist-packages")
+_PYTHON_FOLDERS = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+
+
+@cache
+def home_of(filename: str) -> str:
+    """The package that a file of code belongs to; SCRIPT or PYTHON where it belongs to none."""
+    parts = Path(filename).parts
+    for number, part in enumerate(parts[:-1]):
+        if part in _LIBRARY_FOLDERS:
+            return parts[number + 1].removesuffix(".py")
+    if filename.startswith(_HOTLAP):
+        return "hotlap"
+    if filename.startswith("<") and not filename.startswith("<ipython"):  # made at run time, by `exec` or a dataclass
+        return PYTHON
+    return PYTHON if filename.startswith(_PYTHON_FOLDERS) else SCRIPT
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A line of the script, or of a library where no line of the script leads there."""
+
+    file: str
+    line: int
+    package: str | None
+    """Whose code it is that waits, where it is not the script's own."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Something that waits for the device, as torch has it and as people write it."""
+
+    owner: Any
+    name: str
+    shown: str
+    waited: Callable[[Callable[[Tensor], bool], Sequence[Any], Mapping[str, Any], Any], bool] = lambda *_: True
+    """Whether it did, by what tells tensors on a GPU, the arguments and the result."""
+
+
+def _left_the_gpu(on_gpu: Callable[[Tensor], bool], _: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    return not on_gpu(result) and not kwargs.get("non_blocking")
+
+
+_OF_TENSORS = (
+    _Call(Tensor, "item", ".item()"),
+    _Call(Tensor, "tolist", ".tolist()"),
+    _Call(Tensor, "cpu", ".cpu()"),
+    _Call(Tensor, "numpy", ".numpy()"),
+    _Call(Tensor, "to", '.to("cpu")', _left_the_gpu),
+    _Call(Tensor, "__bool__", "bool(…)"),
+    _Call(Tensor, "__float__", "float(…)"),
+    _Call(Tensor, "__int__", "int(…)"),
+    _Call(Tensor, "__index__", "int(…)"),
+    _Call(Tensor, "__format__", 'f"{…}"'),
+    _Call(Tensor, "__repr__", "print(…)"),
+    _Call(Tensor, "nonzero", ".nonzero()"),
+    _Call(Tensor, "masked_select", ".masked_select(…)"),
+)
+_OF_DEVICES = (
+    _Call(torch.cuda, "synchronize", "torch.cuda.synchronize()"),
+    _Call(torch.cuda.Stream, "synchronize", "stream.synchronize()"),
+    _Call(torch.cuda.Event, "synchronize", "event.synchronize()"),
+)
+
+
+class Waits:
+    """Notes each wait for the device while installed, in the thread that installed it; tells afterwards what they cost.
+
+    A wait inside another counts as the outer one, and hotlap's own count as none. What concerns no tensor on a GPU
+    costs some tenths of a microsecond more, a wait some microseconds. Nothing in here raises, and what the script's
+    calls return or raise is as without. Not seen are waits within torch's own C++ code, such as those of
+    `torch.unique(…)` or of a batch sent to the device from memory that is not page-locked. Nor is `x[mask]`: a class
+    with a `__getitem__` in Python is a sequence to C code, and `torch.tensor([loss])` would fail.
+    """
+
+    def __init__(self, on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")) -> None:
+        self._on_gpu = on_gpu
+        self._patches = Patches()
+        self._thread = 0
+        """Of the script; 0 while nothing is watched."""
+        self._waiting = False
+        self._steps = 0
+        self._seen: dict[tuple[_Place, str], dict[int, list[float]]] = defaultdict(dict)
+        """Of each place and call, by step: how often, and seconds blocked."""
+
+    def install(self) -> None:
+        """Watch from here on, in this thread."""
+        if self._thread:
+            return
+        self._thread = threading.get_ident()
+        for call in (*_OF_TENSORS, *_OF_DEVICES):
+            watch = self._of_tensor if call in _OF_TENSORS else self._of_device
+            self._patches.put(call.owner, call.name, _untraced(watch(call, getattr(call.owner, call.name))))
+
+    def remove(self) -> None:
+        """Leave everything as it was before `install`; what was noted stays."""
+        self._thread = 0  # where others have patched on top, what lies beneath only passes on
+        self._patches.take_out_all()
+
+    def stepped(self) -> None:
+        """An optimizer step was made."""
+        self._steps += 1
+
+    def lines(self, step_s: float) -> list[str]:
+        """What to tell the user, the dearest first, and a last line on what to do instead; `step_s` is a step's time.
+
+        The time blocked is not what the waits cost: the device does in it what has to be done anyway. Where the host
+        is at work for H of a step and blocked for W, the step takes H + W. Without waits it takes at least H, and at
+        least what the device needs, which was at work for W. So no more than the lesser of H and W can be saved.
+        """
+        usual = self._usual()
+        busy_s = step_s - sum(wait.blocked_s for wait in usual)
+        groups: dict[tuple[str, str | None, str], list[_Usual]] = defaultdict(list)
+        for wait in usual:
+            groups[wait.place.file, wait.place.package, wait.shown].append(wait)
+        costs = [(min(busy_s, sum(wait.blocked_s for wait in group)), group) for group in groups.values()]
+        told = sorted((row for row in costs if row[0] > LEAST * step_s), key=lambda row: row[0], reverse=True)
+        lines = [_line(group, cost_s, step_s) for cost_s, group in told]
+        if len(told) > 1:
+            all_s = min(busy_s, sum(wait.blocked_s for _, group in told for wait in group))
+            lines.append(f"together they cost up to {show_seconds(all_s)}; instead, {INSTEAD}")
+        elif told:
+            lines.append(f"instead, {INSTEAD}")
+        return lines
+
+    def _usual(self) -> list[_Usual]:
+        """The waits that belong to a step. Medians, since a step with an evaluation in it has many more."""
+        return [
+            _Usual(
+                place=place,
+                shown=shown,
+                times=median_low(times for times, _ in steps.values()) * len(steps) / max(self._steps, len(steps)),
+                blocked_s=median(took_s for _, took_s in steps.values()) * len(steps) / max(self._steps, len(steps)),
+            )
+            for (place, shown), steps in self._seen.items()
+            if len(steps) > FEW
+        ]
+
+    def _of_tensor(self, call: _Call, original: Callable[..., Any]) -> Callable[..., Any]:
+        on_gpu = self._on_gpu
+
+        @wraps(original)
+        def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            run = original
+            if has_torch_function_unary(tensor):
+                # Subclasses and modes know a call by the function they are given: that has to be torch's own.
+                run = partial(handle_torch_function, original, (tensor,))
+                waits = self._is_on_gpu(tensor)
+            else:
+                waits = on_gpu(tensor)
+            return self._timed(call, partial(run, tensor), args, kwargs) if waits else run(tensor, *args, **kwargs)
+
+        return watched
+
+    def _of_device(self, call: _Call, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return self._timed(call, original, args, kwargs)
+
+        return watched
+
+    def _is_on_gpu(self, tensor: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return self._on_gpu(tensor)
+
+    def _timed(self, call: _Call, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._waiting or threading.get_ident() != self._thread:
+            return run(*args, **kwargs)
+        self._waiting = True
+        started = time.perf_counter()
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            took_s = time.perf_counter() - started
+            self._waiting = False
+        try:
+            if call.waited(self._is_on_gpu, args, kwargs, result):
+                self._note(call.shown, took_s, _place_of(_getframe(2)))
+        except Exception as error:  # a tensor of a kind unheard of must not stop a training
+            log.debug("%s is not noted: %r", call.shown, error)
+        return result
+
+    def _note(self, shown: str, took_s: float, place: _Place | None) -> None:
+        if place is not None:
+            tally = self._seen[place, shown].setdefault(self._steps, [0, 0.0])
+            tally[0] += 1
+            tally[1] += took_s
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """A wait as it is in a usual step."""
+
+    place: _Place
+    shown: str
+    times: float
+    blocked_s: float
+
+
+def _untraced(watched: Any) -> Callable[..., Any]:
+    """Where a compiled function falls back to Python, it calls what is watched: nothing of that is to be compiled."""
+    with suppress(AttributeError):  # an older torch has no such setting
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(watched.__code__, frames._FrameExecStrategy(skip, skip))
+    return cast("Callable[..., Any]", watched)
+
+
+def _place_of(frame: FrameType | None) -> _Place | None:
+    """The innermost line of the script, else of a library that is not torch; None where hotlap itself waits."""
+    caller, nearest = None, None
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        home = home_of(file)
+        if home != PYTHON:
+            caller = home if caller is None else caller
+            if caller == "hotlap":
+                return None
+            if home == SCRIPT:
+                return _Place(file, line, caller or None)
+            if nearest is None and home not in ("torch", "hotlap"):
+                nearest = _Place(file, line, home)
+        frame = frame.f_back
+    return nearest
+
+
+def _line(group: Sequence[_Usual], cost_s: float, step_s: float) -> str:
+    place, times = group[0].place, sum(wait.times for wait in group)
+    number = max(1, round(times))
+    often = f"every {_in_words(round(1 / times))} steps" if round(1 / times) > 1 else "a step"
+    whose = f" in {place.package}" if place.package else ""
+    *lines, last = (f":{line}" for line in sorted({wait.place.line for wait in group}))
+    where = f"{', '.join(lines)} and {last}" if lines else last
+    return (
+        f"{_in_words(number)} `{group[0].shown}` {often}{whose} at {_name_of(place.file)}{where}"
+        f" cost{'s' if number == 1 else ''} up to {show_seconds(cost_s)} of {show_seconds(step_s)}"
+    )
+
+
+def _name_of(file: str) -> str:
+    """A file as people know it; a notebook's cells have no names."""
+    return "cell" if "ipykernel_" in file or file.startswith("<ipython") else Path(file).name
+
+
+def _in_words(number: int) -> str:
+    return _WORDS[number] if number < len(_WORDS) else str(number)

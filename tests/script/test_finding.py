@@ -1,0 +1,83 @@
+"""The loop of a script is found from what it does."""
+
+import torch
+from torch import nn
+
+from hotlap.script.finding import SEEN, Finder
+from hotlap.script.patches import Patches
+
+
+def optimizer_of(*modules):
+    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+
+
+def test_model_loader_and_optimizer_of_a_plain_loop():
+    model, loss, finder = nn.Sequential(nn.Linear(2, 2)), nn.MSELoss(), Finder()
+    optimizer, loop = optimizer_of(model), None
+    for step in range(SEEN):
+        assert loop is None
+        finder.served("train")
+        finder.called(model)
+        finder.called(loss)
+        loop = finder.stepped(optimizer)
+        assert (loop is not None) == (step == SEEN - 1)
+    assert loop.optimizers == [optimizer]
+    assert loop.modules == [model]
+    assert loop.loaders == ["train"]
+
+
+def test_what_comes_before_the_first_step_is_no_part_of_the_loop():
+    model, finder = nn.Linear(2, 2), Finder()
+    optimizer = optimizer_of(model)
+    for _ in range(10):
+        finder.served("valid")
+        finder.called(model)
+    for _ in range(SEEN):
+        finder.served("train")
+        finder.called(model)
+        loop = finder.stepped(optimizer)
+    assert loop.loaders == ["train"]
+
+
+def test_two_networks_with_an_optimizer_each_and_calls_of_parts_of_them():
+    generator, critic, frozen = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 1), nn.Linear(2, 2)
+    finder, ours = Finder(), [optimizer_of(generator), optimizer_of(critic)]
+    for _ in range(SEEN):
+        for module in (generator, critic, frozen, generator[0]):
+            finder.called(module)
+        loop = finder.stepped(ours[1])
+        if loop is not None:
+            break
+        finder.called(generator)
+        finder.stepped(ours[0])
+    assert loop.optimizers == [ours[1], ours[0]]
+    assert loop.modules == [generator, critic]
+
+
+def test_patches_come_off_exactly():
+    class Base:
+        def said(self):
+            return "base"
+
+    class Child(Base):
+        pass
+
+    patches = Patches()
+    patches.put(Child, "said", lambda self: "ours")
+    patches.put(Base, "said", lambda self: "ours too")
+    assert (Child().said(), Base().said()) == ("ours", "ours too")
+    patches.take_out_all()
+    assert (Child().said(), Base().said()) == ("base", "base")
+    assert "said" not in vars(Child)
+
+
+def test_a_patch_that_somebody_else_has_covered_stays_theirs():
+    class Base:
+        def said(self):
+            return "base"
+
+    patches = Patches()
+    patches.put(Base, "said", lambda self: "ours")
+    Base.said = lambda self: "theirs"
+    patches.take_out_all()
+    assert Base().said() == "theirs"

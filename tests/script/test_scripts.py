@@ -1,0 +1,199 @@
+"""Scripts written as people write them, with hotlap and without: the same output, the same files, the same exit code.
+
+Every script runs three times, two at a time: by python alone, under a plan that changes nothing but the feed, which
+has to be equal to the last bit, and tuned, which has to be equal within the band of `CLOSE`.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from hotlap.core.plan import Feed, Plan
+from hotlap.core.table import rows
+from hotlap.store.plans import save_plan
+from hotlap.store.run_folder import RunFolder
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+NAMES = sorted(path.name for path in SCRIPTS.glob("*.py")) + ["module_pkg"]
+NEEDS = {"hf_trainer.py": "transformers", "lightning_fit.py": "lightning", "accelerate_loop.py": "accelerate"}
+KEEPS = {
+    "accelerate_loop.py", "accumulation.py", "amp_scaler_clip.py", "argparse_exit.py", "data_parallel.py",
+    "lightning_fit.py", "module_pkg", "plain_loop.py", "torch_hub_style.py", "trainer_class.py", "two_loaders.py",
+    "two_optimizers.py",
+}  # fmt: skip
+"""Scripts whose batches are fetched so slowly that a move has to be kept, whatever else the machine does."""
+OWN_FEED = {
+    "augmented_images.py": "draws from", "evaluates_and_saves.py": "makes no column",
+    "hf_trainer.py": "collate", "rnn_lengths.py": "collate",
+}  # fmt: skip
+"""Scripts whose batches cannot be indexed as a whole, and a word of the reason."""
+CLOSE = 0.35
+"""How far a printed figure may be off, as a fraction, or in absolute terms below 1, after hundreds of steps of which some
+were made with a fused optimizer or in bf16. Losses of single batches and norms of gradients are among them."""
+NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+TIMES = re.compile(r"\d+\.\d+ ?s\b|'\w*(?:runtime|per_second)': '?[\d.]+'?")
+
+
+@dataclass
+class Outcome:
+    code: int
+    lines: list
+    files: dict
+    said: str
+
+
+def ran(name, folder, *options):
+    """One run of a script in a folder of its own; without options by python alone."""
+    work = folder / "work"
+    work.mkdir(parents=True)
+    target = ["-m", "module_pkg.train"] if name == "module_pkg" else [str(SCRIPTS / name)]
+    command = [sys.executable, *(["-m", "hotlap", "run", *options] if options else []), *target]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), "COLUMNS": "120"}
+    environment |= {"HOTLAP_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    environment.pop("HOTLAP_PLAN", None)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=work, env=environment, timeout=300)
+    files = {str(path.relative_to(work)): path for path in sorted(work.rglob("*")) if path.is_file()}
+    return Outcome(done.returncode, done.stdout.splitlines(), files, done.stderr)
+
+
+class Runs:
+    """Runs of all scripts, two at a time, begun as soon as one is asked for."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(2)
+        plan = folder / "gather.toml"
+        save_plan(Plan(feed=Feed(kind="gather")), plan)
+        kinds = {"alone": (), "fed": ("--plan", str(plan), "--out"), "tuned": ("--tune-seconds", "5", "--out")}
+        self._begun = {}
+        for name in NAMES:
+            if name in NEEDS and not _is_installed(NEEDS[name]):
+                continue
+            for kind, options in kinds.items():
+                own = folder / f"{name}-{kind}"
+                options = (*options, str(own / "run")) if options else ()
+                self._begun[name, kind] = self._pool.submit(ran, name, own, *options)
+
+    def __call__(self, name, kind):
+        if (name, kind) not in self._begun:
+            pytest.skip(f"{NEEDS[name]} is not installed")
+        return self._begun[name, kind].result()
+
+    def ledger(self, name, kind):
+        return RunFolder.open(self._folder / f"{name}-{kind}" / "run").read_ledger()
+
+    def close(self):
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _is_installed(package):
+    return subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    found = Runs(tmp_path_factory.mktemp("scripts"))
+    yield found
+    found.close()
+
+
+def without_times(lines):
+    return [TIMES.sub("TIME", line) for line in lines]
+
+
+def tensors_in(value, path=""):
+    if isinstance(value, torch.Tensor):
+        yield path, value.double() if value.is_floating_point() else value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from tensors_in(one, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, one in enumerate(value):
+            yield from tensors_in(one, f"{path}.{number}")
+    else:
+        yield path, value
+
+
+def loaded(path):
+    if path.suffix in (".pt", ".pth"):
+        return dict(tensors_in(torch.load(path, weights_only=True)))
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return None
+
+
+def is_close(one, other):
+    return math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_only_the_feed_changes_all_is_equal_to_the_last_bit(runs, name):
+    alone, fed = runs(name, "alone"), runs(name, "fed")
+    assert (fed.code, without_times(fed.lines)) == (alone.code, without_times(alone.lines)), fed.said
+    assert fed.files.keys() == alone.files.keys()
+    for file, path in alone.files.items():
+        mine, theirs = loaded(path), loaded(fed.files[file])
+        if mine is None:
+            assert path.read_bytes() == fed.files[file].read_bytes(), file
+            continue
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            same = torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key]
+            assert same, f"{file} {key}"
+    if name in OWN_FEED:
+        assert OWN_FEED[name] in fed.said, fed.said
+    else:
+        kinds = {entry.plan.feed.kind for entry in runs.ledger(name, "fed")}
+        assert "gather" in kinds, fed.said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tuned_script_prints_and_writes_the_same_within_the_band(runs, name):
+    alone, tuned = runs(name, "alone"), runs(name, "tuned")
+    assert tuned.code == alone.code, tuned.said
+    assert "had to stop" not in tuned.said
+    mine, theirs = without_times(alone.lines), without_times(tuned.lines)
+    assert [NUMBER.sub("#", line) for line in mine] == [NUMBER.sub("#", line) for line in theirs]
+    for one, other in zip(mine, theirs, strict=True):
+        pairs = zip(NUMBER.findall(one), NUMBER.findall(other), strict=True)
+        assert all(is_close(float(a), float(b)) for a, b in pairs), f"{one}\n{other}"
+    assert tuned.files.keys() == alone.files.keys()
+    for file, path in alone.files.items():
+        kept = loaded(path)
+        if kept is not None:
+            found = loaded(tuned.files[file])
+            assert [(k, getattr(v, "shape", None)) for k, v in kept.items()] == [
+                (k, getattr(v, "shape", None)) for k, v in found.items()
+            ]
+    if name in KEEPS:
+        outcomes = {row.what: (row.outcome, row.why) for row in rows(runs.ledger(name, "tuned"))}
+        assert any(outcome == "kept" for outcome, _ in outcomes.values()), (outcomes, tuned.said)
+
+
+def test_at_least_ten_scripts_have_to_keep_a_move():
+    assert len(KEEPS) >= 10
+    assert set(NAMES) >= KEEPS
+    assert len(NAMES) + 1 >= 15  # and the notebook, in test_notebook.py
+
+
+def test_nothing_inside_hotlap_went_wrong(runs):
+    faults = {}
+    for name in NAMES:
+        if name in NEEDS and not _is_installed(NEEDS[name]):
+            continue
+        for kind in ("fed", "tuned"):
+            said = [line for line in runs(name, kind).said.splitlines() if "had to stop" in line]
+            if said:
+                faults[name, kind] = said
+    assert faults == {}, json.dumps({str(key): value for key, value in faults.items()}, indent=1)

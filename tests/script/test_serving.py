@@ -1,0 +1,1024 @@
+"""The batches of a script's loader by other feeds: to the script nothing is different."""
+
+import gc
+import random
+import weakref
+from collections import OrderedDict, deque, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hotlap.core.errors import PlanError
+from hotlap.core.plan import Feed
+from hotlap.data.columns import tensors_in
+from hotlap.script import serving_feeds
+from hotlap.script.serving import Serving
+from hotlap.script.serving_checks import why_other_batch
+
+CPU = torch.device("cpu")
+GATHER = Feed(kind="gather")
+LOADER = Feed(kind="loader")
+TWO = Feed(kind="loader", workers=2)
+ONE = Feed(kind="loader", workers=1, prefetch=3, persistent=True)
+COUNT = 23
+X = torch.randn(COUNT, 3, 2, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(COUNT)
+Pair = namedtuple("Pair", "x y")
+ORIGINAL = DataLoader.__iter__
+
+
+class Of(Dataset):
+    """Samples made by a function of the index."""
+
+    def __init__(self, make, count=COUNT):
+        self.make, self.count = make, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+class Together(Of):
+    """Samples that are asked for together."""
+
+    def __getitems__(self, indices):
+        return [self.make(index) for index in indices]
+
+
+DATA = {
+    "tensors": lambda: TensorDataset(X, Y),
+    "strided": lambda: TensorDataset(X.transpose(1, 2), X[:, 0], Y.bool()),
+    "subset": lambda: Subset(Subset(TensorDataset(X, Y), range(21)), [3, -1, 0, *range(5, 18)]),
+    "one tensor": lambda: X,
+    "array": lambda: X.numpy()[:, 0, 0],
+    "list": lambda: [(X[i], i) for i in range(COUNT)],
+    "tuples": lambda: Of(lambda i: (X[i], i, i / 3, i % 2 == 0)),
+    "dicts": lambda: Of(lambda i: {"x": X[i], "y": i, "z": np.float32(i)}),
+    "ordered": lambda: Of(lambda i: OrderedDict(b=X[i].half(), a=[i, float(i)])),
+    "named": lambda: Of(lambda i: Pair({"x": X[i]}, [Pair(i, X[i].numpy()), (i,)])),
+    "numbers": lambda: Together(lambda i: i),
+    "turned": lambda: Of(lambda i: (X[i].permute(1, 0), i)),
+    "subset of tuples": lambda: Subset(Of(lambda i: (X[i], i)), [4, 2, 2, *range(9, 20)]),
+}
+
+
+class DrawsAsRead(Sampler):
+    """Draws for every index, as it is read."""
+
+    def __init__(self, data):
+        self.count = len(data)
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        for _ in range(self.count):
+            yield int(torch.randint(self.count, ())) if random.random() < 0.5 else int(np.random.randint(self.count))
+
+
+class DrawsAtOnce(DrawsAsRead):
+    """Draws all of its order when it is begun."""
+
+    def __iter__(self):
+        return iter(np.random.permutation(self.count).tolist())
+
+
+class Batches(DrawsAsRead):
+    """Batches of one to four samples."""
+
+    def __iter__(self):
+        left = deque(torch.randperm(self.count).tolist())
+        while left:
+            yield [left.popleft() for _ in range(min(len(left), random.randint(1, 4)))]
+
+
+def by_generator(data):
+    generator = torch.Generator().manual_seed(5)
+    return {"shuffle": True, "generator": generator}
+
+
+def with_replacement(data):
+    generator = torch.Generator().manual_seed(6)
+    return {"sampler": RandomSampler(data, replacement=True, num_samples=70, generator=generator)}
+
+
+ORDERS = {
+    "as given": lambda data: {},
+    "shuffled": lambda data: {"shuffle": True},
+    "by a generator": by_generator,
+    "with replacement": with_replacement,
+    "weighted": lambda data: {"sampler": WeightedRandomSampler(range(1, len(data) + 1), 30)},
+    "some of them": lambda data: {"sampler": SubsetRandomSampler(range(2, len(data)))},
+    "drawn as read": lambda data: {"sampler": DrawsAsRead(data)},
+    "drawn at once": lambda data: {"sampler": DrawsAtOnce(data)},
+    "own batches": lambda data: {"batch_sampler": Batches(data)},
+    "batches of a sampler": lambda data: {"batch_sampler": BatchSampler(DrawsAtOnce(data), 3, drop_last=True)},
+}
+
+
+def loader_of(data, order="shuffled", **settings):
+    data = DATA[data]() if isinstance(data, str) else data
+    chosen = ORDERS[order](data)
+    if "batch_sampler" in chosen:
+        settings = {k: v for k, v in settings.items() if k not in ("batch_size", "drop_last")}
+    else:
+        settings = {"batch_size": 4, **settings}
+    return DataLoader(data, **chosen, **settings)
+
+
+def served(loader, device=CPU):
+    serving = Serving(loader, device=device, original_iter=ORIGINAL)
+    serving.on_fault = pytest.fail
+    return serving
+
+
+def states(loader):
+    generators = [loader.generator, getattr(loader.sampler, "generator", None)]
+    own = [g.get_state().numpy().tobytes() for g in generators if g is not None]
+    numpy = np.random.get_state(legacy=False)
+    return random.getstate(), repr(numpy["state"]), torch.get_rng_state().numpy().tobytes(), own
+
+
+def script(loader, begin, epochs=2, stop=None, at=lambda number: None):
+    """What a script sees that draws between its batches: all batches, and the generators after each of them."""
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    seen, number = [], 0
+    for _ in range(epochs):
+        iterator = begin(loader)
+        seen.append((None, states(loader)))
+        while True:
+            at(number)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            seen.append((batch, states(loader)))
+            _ = random.random(), np.random.random(), torch.rand(())
+            number += 1
+            if stop is not None and number % stop == 0:
+                break
+        del iterator
+        seen.append((None, states(loader)))
+    return seen
+
+
+def assert_same(seen, wanted):
+    assert len(seen) == len(wanted)
+    for number, ((batch, after), (truth, was)) in enumerate(zip(seen, wanted, strict=True)):
+        assert why_other_batch(truth, batch) is None, number
+        assert after == was, f"another generator state at {number}"
+
+
+def switched_at_random(serving, feeds, seed, often=0.4):
+    chance = random.Random(seed)
+
+    def at(number):
+        if chance.random() < often:
+            serving.use(chance.choice(feeds))
+
+    return at
+
+
+def supported(serving, *feeds):
+    return [feed for feed in (serving.own, *feeds) if serving.supports(feed) is None]
+
+
+SETTINGS = [{}, {"batch_size": 7, "drop_last": True}, {"batch_size": 1}]
+
+
+# --- the same batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("data", DATA)
+def test_gathered_batches_are_the_loaders_own_wherever_the_feed_changes(data, order):
+    settings = SETTINGS[(list(DATA).index(data) + list(ORDERS).index(order)) % len(SETTINGS)]
+    wanted = script(loader_of(data, order, **settings), ORIGINAL)
+    loader = loader_of(data, order, **settings)
+    serving = served(loader)
+    assert serving.supports(GATHER) is None
+    at = switched_at_random(serving, [serving.own, GATHER], seed=len(order))
+    assert_same(script(loader, lambda loader: serving.iterate(), at=at), wanted)
+
+
+@pytest.mark.parametrize("stop", [3, 9])
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_epoch_that_is_broken_off_leaves_the_generators_as_torch_does(order, stop):
+    wanted = script(loader_of("tuples", order), ORIGINAL, epochs=4, stop=stop)
+    loader = loader_of("tuples", order)
+    serving = served(loader)
+    at = switched_at_random(serving, [serving.own, GATHER], stop)
+    assert_same(script(loader, lambda loader: serving.iterate(), epochs=4, stop=stop, at=at), wanted)
+
+
+@pytest.mark.parametrize(
+    ("data", "order", "settings", "stop"),
+    [
+        ("tensors", "shuffled", {}, None),
+        ("named", "by a generator", {"batch_size": 3}, None),
+        ("dicts", "with replacement", {"drop_last": True, "batch_size": 5}, 7),
+        ("numbers", "weighted", {"batch_size": 1}, 11),
+        ("subset", "by a generator", {"batch_size": 8}, 2),
+    ],
+)
+def test_workers_that_the_script_has_not_read_no_generator_too_early(data, order, settings, stop):
+    wanted = script(loader_of(data, order, **settings), ORIGINAL, stop=stop)
+    loader = loader_of(data, order, **settings)
+    serving = served(loader)
+    feeds = supported(serving, GATHER, TWO, ONE)
+    assert len(feeds) == 4
+    at = switched_at_random(serving, feeds, 1, often=0.15)
+    assert_same(script(loader, lambda loader: serving.iterate(), stop=stop, at=at), wanted)
+    serving.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "order", "settings", "stop"),
+    [
+        ("tensors", "shuffled", {}, None),
+        ("tuples", "by a generator", {"persistent_workers": True, "batch_size": 2}, None),
+        ("dicts", "drawn as read", {"prefetch_factor": 1}, None),
+        ("named", "drawn at once", {}, 3),
+        ("list", "own batches", {"persistent_workers": True}, 4),
+        ("numbers", "with replacement", {"persistent_workers": True, "prefetch_factor": 3}, 9),
+    ],
+)
+def test_a_loader_with_workers_is_drained_and_goes_on_by_other_feeds(data, order, settings, stop):
+    settings = {"num_workers": 2, **settings}
+    wanted = script(loader_of(data, order, **settings), ORIGINAL, epochs=3, stop=stop)
+    loader = loader_of(data, order, **settings)
+    serving = served(loader)
+    feeds = supported(serving, GATHER, LOADER, ONE)
+    assert GATHER in feeds
+    assert LOADER in feeds
+    at = switched_at_random(serving, feeds, 2, often=0.3)
+    assert_same(script(loader, lambda loader: serving.iterate(), epochs=3, stop=stop, at=at), wanted)
+    serving.close()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("order", ["shuffled", "by a generator", "drawn at once", "drawn as read"])
+def test_whole_epochs_without_the_workers_of_the_script_draw_as_with_them(order, persistent):
+    settings = {"num_workers": 2, "persistent_workers": persistent}
+    wanted = script(loader_of("tuples", order, **settings), ORIGINAL, epochs=4)
+    loader = loader_of("tuples", order, **settings)
+    serving = served(loader)
+    serving.use(GATHER)
+    seen, begun = [], []
+
+    def begin(loader):
+        begun.append(serving)
+        if len(begun) == 4:  # the last epoch is the script's own feed again
+            serving.use(serving.own)
+        return serving.iterate()
+
+    seen = script(loader, begin, epochs=4)
+    assert_same(seen, wanted)
+    serving.close()
+
+
+# --- going over --------------------------------------------------------------------------------------
+
+
+def test_a_feed_without_anything_under_way_is_in_force_at_once():
+    loader = loader_of("tensors")
+    serving = served(loader)
+    serving.use(GATHER)
+    assert serving.feed == GATHER
+    assert not serving.waiting
+    iterator = serving.iterate()
+    next(iterator)
+    serving.use(serving.own)
+    assert serving.feed == serving.own
+    assert not serving.waiting
+    next(iterator)
+    assert (serving.epochs, serving.served, serving.length) == (1, 2, 6)
+
+
+def test_workers_are_drained_before_another_feed_is_in_force():
+    loader = loader_of("tensors", "as given", num_workers=1, batch_size=2)
+    serving = served(loader)
+    iterator = serving.iterate()
+    first = next(iterator)
+    serving.use(GATHER)
+    assert serving.waiting
+    assert serving.feed == serving.own
+    rest = [next(iterator) for _ in range(2)]
+    assert serving.waiting
+    rest += list(iterator)
+    assert serving.feed == GATHER
+    assert not serving.waiting
+    for number, (x, y) in enumerate([first, *rest]):
+        assert torch.equal(x, X[2 * number : 2 * number + 2])
+        assert torch.equal(y, Y[2 * number : 2 * number + 2])
+
+
+def test_a_feed_that_is_taken_back_while_it_waits_leaves_no_gap():
+    for after in range(4):
+        loader = loader_of("tensors", "as given", num_workers=1, batch_size=2)
+        serving = served(loader)
+        iterator = serving.iterate()
+        seen = [next(iterator)]
+        serving.use(GATHER)
+        seen += [next(iterator) for _ in range(after)]
+        serving.use(serving.own)
+        seen += list(iterator)
+        assert torch.equal(torch.cat([y for _, y in seen]), Y)
+        assert serving.feed == serving.own
+        assert not serving.waiting
+        serving.close()
+
+
+def processes_of(serving):
+    return [worker for like in serving._loaders.values() for worker in getattr(like._loader._iterator, "_workers", ())]
+
+
+def test_workers_stay_for_coming_back_and_end_when_the_plan_is_settled():
+    loader = loader_of("tensors")
+    serving = served(loader)
+    serving.use(TWO)
+    list(serving.iterate())
+    workers = processes_of(serving)
+    assert len(workers) == 2
+    serving.use(GATHER)
+    list(serving.iterate())
+    assert all(worker.is_alive() for worker in workers)
+    serving.use(TWO)
+    list(serving.iterate())
+    assert processes_of(serving) == workers
+    serving.use(GATHER)
+    serving.tidy()
+    assert not any(worker.is_alive() for worker in workers)
+    assert len(list(serving.iterate())) == 6
+
+
+def test_closing_in_the_middle_of_an_epoch_ends_the_workers_and_loses_no_batch():
+    for own in (0, 1):
+        loader = loader_of("tensors", "as given", num_workers=own, batch_size=2)
+        serving = served(loader)
+        serving.use(TWO)
+        iterator = serving.iterate()
+        seen = [next(iterator) for _ in range(3)]
+        workers = processes_of(serving)
+        serving.close()
+        assert not any(worker.is_alive() for worker in workers)
+        assert serving.feed == serving.own
+        seen += list(iterator)
+        assert torch.equal(torch.cat([y for _, y in seen]), Y)
+        assert not processes_of(serving)
+
+
+def test_without_anybody_who_closes_it_no_worker_stays():
+    loader = loader_of("tensors")
+    serving = served(loader)
+    serving.use(TWO)
+    next(serving.iterate())
+    workers = processes_of(serving)
+    known = weakref.ref(serving)
+    serving.on_fault = None
+    del serving, loader
+    gc.collect()
+    assert known() is None
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_loader_is_not_kept_alive_by_its_serving():
+    loader = loader_of("tensors")
+    serving, known = served(loader), weakref.ref(loader)
+    list(serving.iterate())
+    del loader
+    assert known() is None
+    assert serving.length is None
+
+
+# --- what the script sees of it ----------------------------------------------------------------------
+
+
+def test_the_iterator_looks_like_torchs_own():
+    loader = loader_of("tensors", "as given")
+    serving = served(loader)
+    for feed in (serving.own, GATHER):
+        serving.use(feed)
+        iterator = serving.iterate()
+        assert isinstance(iterator, _BaseDataLoaderIter)
+        assert iter(iterator) is iterator
+        assert len(iterator) == len(ORIGINAL(loader)) == 6
+        next(iterator)
+        assert iterator._num_yielded == 1
+        assert iterator._dataset is loader.dataset
+        with pytest.raises(AttributeError, match="nothing_like_it"):
+            _ = iterator.nothing_like_it
+        with pytest.raises(NotImplementedError):
+            iterator.__getstate__()
+        assert len(list(iterator)) == 5
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_of_two_iterators_at_a_time_the_second_is_torchs_own():
+    loader = loader_of("tensors", "as given")
+    serving = served(loader)
+    serving.use(GATHER)
+    first = serving.iterate()
+    next(first)
+    second = serving.iterate()
+    assert type(second) is type(ORIGINAL(loader))
+    pairs = list(zip(first, second, strict=False))
+    assert all(torch.equal(a[1], b[1] + 4) for a, b in pairs[:-1])
+    assert serving.epochs == 1
+
+
+def test_the_first_batch_of_many_iterators_is_served_each_time():
+    loader = loader_of("tensors", "as given")
+    serving = served(loader)
+    serving.use(GATHER)
+    for _ in range(3):
+        assert torch.equal(next(serving.iterate())[1], Y[:4])
+    assert serving.epochs == 3
+
+
+def test_callbacks_tell_of_every_batch_and_every_epoch():
+    loader = loader_of("tensors")
+    serving, told = served(loader), []
+    serving.on_begin = lambda: told.append("begin")
+    serving.on_batch = lambda seconds: told.append(seconds)
+    serving.on_end = lambda: told.append("end")
+    list(serving.iterate())
+    next(serving.iterate())
+    assert [word for word in told if isinstance(word, str)] == ["begin", "end", "begin", "end"]
+    assert len(told) == 4 + 6 + 1
+    assert all(seconds > 0 for seconds in told if isinstance(seconds, float))
+
+
+def test_batches_that_are_gathered_in_inference_mode_are_of_it_as_the_loaders_own_are():
+    for workers in (0, 1):
+        loader = loader_of("tuples", num_workers=workers)
+        serving = served(loader)
+        serving.use(GATHER)
+        with torch.inference_mode():
+            batch = next(serving.iterate())
+            truth = next(ORIGINAL(loader))
+        assert [t.is_inference() for t in batch] == [t.is_inference() for t in truth] == [True] * 4
+
+
+# --- errors ------------------------------------------------------------------------------------------
+
+
+def fails_at(index, where=17):
+    if index == where:
+        raise KeyError(f"no sample {index}")
+    return X[index], index
+
+
+def raised(iterator):
+    """Sample numbers, and what was raised between them."""
+    seen = []
+    while True:
+        try:
+            seen.append(next(iterator)[1].tolist())
+        except StopIteration:
+            return seen
+        except Exception as error:
+            seen.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+@pytest.mark.parametrize("own", [0, 2])
+@pytest.mark.parametrize("feed", [LOADER, TWO, ONE])
+def test_what_a_dataset_raises_comes_as_torch_raises_it_and_the_rest_goes_on(feed, own):
+    wanted = raised(ORIGINAL(loader_of(Of(fails_at), "as given", num_workers=own, batch_size=2)))
+    loader = loader_of(Of(fails_at), "as given", num_workers=own, batch_size=2)
+    serving = served(loader)
+    serving.use(feed)
+    assert raised(serving.iterate()) == wanted
+    assert len(wanted) == 12
+    assert "no sample 17" in wanted[8] or "Caught KeyError in DataLoader worker process 0" in wanted[8]
+    assert serving.feed == feed
+    serving.close()
+
+
+def test_a_dataset_that_fails_somewhere_cannot_be_gathered_and_goes_on_as_it_was():
+    loader = loader_of(Of(fails_at), "as given")
+    serving = served(loader)
+    assert serving.supports(GATHER) is None  # a few samples do not tell
+    with pytest.raises(KeyError, match="no sample 17"):
+        serving.use(GATHER)
+    assert serving.feed == serving.own
+    assert not serving.waiting
+    assert serving.why_other(GATHER) == "the feed failed when it was tried: 'no sample 17'"
+    assert raised(serving.iterate())[4] == "KeyError: 'no sample 17'"
+
+
+def test_places_out_of_bounds_are_the_datasets_to_refuse():
+    for sampler in ([1, 2, 3, 4, 5, 6, -1, 2], [1, 2, 3, 4, 5, 100, 2, 2]):
+        faults = []
+        wanted = raised(ORIGINAL(DataLoader(TensorDataset(X, Y), sampler=sampler, batch_size=2)))
+        loader = DataLoader(TensorDataset(X, Y), sampler=sampler, batch_size=2)
+        serving = served(loader)
+        serving.on_fault = faults.append
+        serving.use(GATHER)
+        assert raised(serving.iterate()) == wanted
+        assert len(faults) == (-1 in sampler)
+
+
+class Failing(Sampler):
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        yield from (0, 1, 2)
+        raise ValueError("the sampler is broken")
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_what_a_sampler_raises_comes_at_the_same_batch(own):
+    def begin(loader, iterate):
+        try:
+            return raised(iterate())
+        except ValueError as error:
+            return str(error)
+
+    settings = {"batch_size": 1, "num_workers": own, "prefetch_factor": 1 if own else None}
+    plain = DataLoader(TensorDataset(X, Y), sampler=Failing(), **settings)
+    loader = DataLoader(TensorDataset(X, Y), sampler=Failing(), **settings)
+    serving = served(loader)
+    serving.use(GATHER)
+    assert begin(loader, serving.iterate) == begin(plain, lambda: ORIGINAL(plain))
+
+
+class BrokenError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("own", [0, 2])
+@pytest.mark.parametrize("feed", [GATHER, TWO])
+@pytest.mark.parametrize("after", [0, 4])
+def test_a_feed_that_breaks_is_given_up_for_the_own_one_from_the_same_batch_on(monkeypatch, feed, own, after):
+    settings = {"num_workers": own, "batch_size": 2}
+    wanted = script(loader_of("tuples", "by a generator", **settings), ORIGINAL)
+    loader = loader_of("tuples", "by a generator", **settings)
+    serving, faults = served(loader), []
+    serving.on_fault = faults.append
+    serving.use(ONE if feed == TWO and own == 2 else feed)
+    calls = []
+    for place, name in ((serving_feeds.Gathered, "__next__"), (serving_feeds._Begun, "__next__")):
+        works = getattr(place, name)
+
+        def breaks(self, works=works):
+            calls.append(1)
+            if len(calls) == after + 1:
+                raise BrokenError
+            return works(self)
+
+        monkeypatch.setattr(place, name, breaks)
+    assert_same(script(loader, lambda loader: serving.iterate()), wanted)
+    assert [type(fault) for fault in faults] == [BrokenError]
+    assert serving.feed == serving.own
+    serving.close()
+
+
+@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize("what", ["fed", "_look_again", "_goes_without_workers", "_made_without_workers", "_noted"])
+def test_whatever_breaks_in_here_the_script_gets_its_batches(monkeypatch, what, own):
+    wanted = script(loader_of("tuples", num_workers=own), ORIGINAL)
+    loader = loader_of("tuples", num_workers=own)
+    serving, faults = served(loader), []
+    serving.on_fault = faults.append
+    serving.use(GATHER)
+
+    def breaks(*args, **kwargs):
+        monkeypatch.undo()
+        raise BrokenError
+
+    monkeypatch.setattr(serving, what, breaks)
+    assert_same(script(loader, lambda loader: serving.iterate()), wanted)
+    assert [type(fault) for fault in faults] == [BrokenError] * (what != "_made_without_workers" or own)
+    assert serving.feed == serving.own or not faults
+    serving.close()
+
+
+def test_callbacks_that_fail_are_faults_of_hotlaps_own():
+    loader = loader_of("tensors")
+    for name in ("on_begin", "on_batch", "on_end"):
+        serving, faults = served(loader), []
+
+        def fails(*_):
+            raise BrokenError
+
+        setattr(serving, name, fails)
+        serving.on_fault = faults.append
+        serving.use(GATHER)
+        assert len(list(serving.iterate())) == 6
+        assert {type(fault) for fault in faults} == {BrokenError}
+        serving.on_fault = fails
+        assert len(list(serving.iterate())) == 6
+
+
+def test_a_session_that_closes_everything_at_a_fault_loses_no_batch(monkeypatch):
+    for own in (0, 2):
+        loader = loader_of("tensors", "as given", num_workers=own, batch_size=2)
+        serving = served(loader)
+        serving.on_fault = lambda error, serving=serving: serving.close()
+        serving.use(GATHER)
+        iterator = serving.iterate()
+        seen = [next(iterator) for _ in range(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr(serving_feeds.Gathered, "__next__", lambda self: 1 / 0)
+            seen.append(next(iterator))
+        seen += list(iterator)
+        assert torch.equal(torch.cat([y for _, y in seen]), Y)
+        assert not processes_of(serving)
+
+
+# --- which feeds -------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(X)
+
+
+def random_sample(index):
+    return X[index] + torch.rand(()), index
+
+
+def random_collate(samples):
+    return default_collate(samples), random.random()
+
+
+def plain_collate(samples):
+    return tuple(default_collate(samples))
+
+
+@pytest.mark.parametrize(
+    ("loader", "gathers", "works"),
+    [
+        (lambda: DataLoader(Stream(), 4), "order of its own", "order of its own"),
+        (lambda: DataLoader(TensorDataset(X), None), "makes no batches", "makes no batches"),
+        (lambda: loader_of(Of(random_sample)), "draws from torch's generator", "draws from torch's generator"),
+        (lambda: loader_of("tensors", collate_fn=plain_collate), "collate function of its own", None),
+        (lambda: loader_of("tensors", collate_fn=random_collate), "collate function", "draws from Python's random"),
+        (lambda: loader_of(Of(lambda i: X[i, : 1 + i % 2])), "cannot be stacked", None),
+        (lambda: loader_of(Of(lambda i: (X[i], f"sample {i}"))), "makes no column", None),
+        (lambda: loader_of("tensors", "drawn as read"), None, "may draw as it is read"),
+        (lambda: loader_of("tensors", num_workers=1, in_order=False), "in_order=False", "in_order=False"),
+        (lambda: DataLoader([], 4), "the dataset is empty", "the dataset is empty"),
+        (lambda: loader_of("tensors"), None, None),
+    ],
+)
+def test_every_feed_that_is_not_possible_says_why(loader, gathers, works):
+    loader = loader()
+    serving = served(loader)
+    for feed, words in ((GATHER, gathers), (TWO, works), (serving.own, None)):
+        reason = serving.supports(feed)
+        assert (reason is None) if words is None else words in reason
+        if reason is not None:
+            assert "\n" not in reason
+            assert serving.why_other(feed) == reason
+            with pytest.raises(PlanError, match=words.split(" ")[0]):
+                serving.use(feed)
+    assert serving.feed == serving.own
+    serving.close()
+
+
+def test_feeds_for_a_gpu_need_one():
+    loader = loader_of("tensors")
+    for kind in ("resident", "stream"):
+        assert served(loader).supports(Feed(kind=kind)) == "the script trains on the CPU"
+        serving = served(loader, torch.device("cuda"))
+        assert "nothing answers" in serving.supports(Feed(kind=kind))
+    assert "page-locked" in served(loader).supports(Feed(kind="loader", pinned=True))
+
+
+def test_a_script_whose_default_device_is_another_keeps_its_feed():
+    serving = served(loader := loader_of("tensors"))
+    with torch.device("meta"):
+        assert "default device is meta" in serving.supports(GATHER)
+    assert serving.supports(GATHER) is None
+    assert loader is not None
+
+
+def test_an_iterable_dataset_is_only_passed_on():
+    loader = DataLoader(Stream(), 4)
+    serving = served(loader)
+    assert_same(script(loader, lambda loader: serving.iterate()), script(loader, ORIGINAL))
+    assert (serving.source, serving.length, serving.served) == (None, None, 6)
+    assert serving.holding_s() == 0.0
+
+
+def test_probing_leaves_all_generators_as_they_were():
+    loader = loader_of(Of(random_sample))
+    serving = served(loader)
+    before = states(loader)
+    serving.supports(GATHER)
+    serving.why_other(GATHER)
+    serving.holding_s()
+    assert states(loader) == before
+    for data in DATA:
+        loader = loader_of(data, "by a generator")
+        serving = served(loader)
+        before = states(loader)
+        assert serving.why_other(GATHER) is None
+        assert serving.holding_s() >= 0.0
+        serving.use(GATHER)
+        assert states(loader) == before
+
+
+def test_what_holding_takes_is_nothing_once_it_is_held():
+    loader = loader_of("tuples")
+    serving = served(loader)
+    assert serving.holding_s() > 0.0
+    assert serving.holding_s() == serving.holding_s(GATHER)
+    assert serving.holding_s(TWO) == 0.0
+    serving.use(GATHER)
+    assert serving.holding_s() == 0.0
+    assert served(loader_of("tensors")).holding_s() == 0.0
+
+
+# --- data that changes -------------------------------------------------------------------------------
+
+
+class Growing(Of):
+    def __init__(self):
+        super().__init__(lambda index: (X[index] + self.epoch, index))
+        self.epoch = 0
+
+
+def halved(dataset):
+    dataset.tensors = (X / 2, Y)
+
+
+@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize("feed", [GATHER, TWO])
+@pytest.mark.parametrize(
+    ("data", "change"),
+    [
+        (Growing, lambda dataset: setattr(dataset, "epoch", 1)),
+        (lambda: TensorDataset(X.clone(), Y), lambda dataset: dataset.tensors[0].mul_(3)),
+        (lambda: TensorDataset(X, Y), halved),
+        (lambda: Subset(TensorDataset(X, Y), list(range(9))), lambda dataset: dataset.indices.reverse()),
+    ],
+    ids=["an attribute", "in place", "other tensors", "other rows"],
+)
+def test_data_that_changes_between_epochs_comes_by_the_own_feed_from_then_on(data, change, feed, own):
+    def seen(data, iterate):
+        loader = loader_of(data, "as given", num_workers=own)
+        first = list(iterate(loader))
+        change(loader.dataset)
+        return first + list(iterate(loader))
+
+    serving = None
+
+    def iterate(loader):
+        nonlocal serving
+        if serving is None:
+            serving = served(loader)
+            serving.use(feed)
+        return serving.iterate()
+
+    wanted = seen(data(), ORIGINAL)
+    for batch, truth in zip(seen(data(), iterate), wanted, strict=True):
+        assert why_other_batch(truth, batch) is None
+    assert serving.feed == serving.own
+    assert "other samples" in serving.supports(feed)
+    assert not processes_of(serving)
+
+
+def test_data_that_changed_is_seen_before_another_feed_is_used():
+    loader = loader_of(Growing())
+    serving = served(loader)
+    serving.use(GATHER)
+    iterator = serving.iterate()
+    next(iterator)
+    serving.use(serving.own)
+    loader.dataset.epoch = 1
+    with pytest.raises(PlanError, match="other samples"):
+        serving.use(GATHER)
+    assert len(list(iterator)) == 5
+
+
+def test_a_script_that_changes_its_loader_is_followed():
+    loader = loader_of("tensors", "as given")
+    serving = served(loader)
+    serving.use(GATHER)
+    list(serving.iterate())
+    loader.collate_fn = plain_collate
+    assert all(type(batch) is tuple for batch in serving.iterate())
+    assert serving.feed == serving.own
+    assert "collate" in serving.supports(GATHER)
+    assert serving.supports(TWO) is None
+
+
+# --- the gate ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_the_gate_finds_nothing_where_nothing_is_other(data):
+    loader = loader_of(data, "as given")
+    serving = served(loader)
+    assert serving.why_other(GATHER) is None
+    if data in ("tensors", "named"):
+        assert serving.why_other(TWO) is None
+        serving.use(TWO)
+        assert serving.why_other(TWO) is None
+        assert len(list(serving.iterate())) == 6
+    serving.close()
+
+
+class ByProcess(Of):
+    """Other samples in a worker."""
+
+    def __init__(self):
+        super().__init__(lambda index: (X[index] + (torch.utils.data.get_worker_info() is not None), index))
+
+
+def test_the_gate_sees_a_dataset_that_gives_other_samples_in_a_worker():
+    loader = loader_of(ByProcess())
+    serving = served(loader)
+    assert serving.supports(TWO) is None
+    assert "rows of part 0 differ" in serving.why_other(TWO)
+    assert serving.why_other(GATHER) is None
+    serving.close()
+
+
+def test_the_gate_sees_numbers_that_were_held_and_are_others(monkeypatch):
+    loader = loader_of("tuples")
+    serving = served(loader)
+    assert serving.why_other(GATHER) is None
+    gather = serving_feeds.Columned.batch
+
+    def wrong(self, positions):
+        batch = gather(self, positions)
+        tensors_in(batch)[0].flatten()[0] += 1
+        return batch
+
+    monkeypatch.setattr(serving_feeds.Columned, "batch", wrong)
+    assert "rows of part 0 differ" in serving.why_other(GATHER)
+
+
+def test_the_gate_sees_tensors_of_another_kind():
+    grad = torch.ones(4, 2, requires_grad=True)
+    loader = loader_of(TensorDataset(grad))
+    assert "that needs gradients" in served(loader).why_other(GATHER)
+
+
+# --- on the device -----------------------------------------------------------------------------------
+
+
+class Noted:
+    """Takes every copy at once."""
+
+    def __init__(self):
+        self.batches = []
+
+    def serve(self, pairs):
+        self.batches.append([(tensor, copy) for tensor, copy in pairs])
+
+
+def columned_of(loader):
+    serving = served(loader)
+    serving.use(GATHER)
+    return serving._holding.columned, serving._holding
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_resident_batches_have_copies_that_are_gathered_when_they_are_asked_for(data):
+    loader = loader_of(data, "as given")
+    columned, holding = columned_of(loader)
+    there, noted = holding._columns, Noted()
+    indices = [[0, 3, 3], [1], [2, 1, 0, 4]]
+    resident = serving_feeds.Resident(
+        columned, iter(indices), there=there, device=CPU, sending=noted, is_same=lambda: len(noted.batches) < 2
+    )
+    batches = list(resident)
+    assert len(batches) == 3
+    assert len(noted.batches) == 2, "what was written to since it was held is not served"
+    for batch, pairs in zip(batches, noted.batches, strict=False):
+        assert [id(t) for t in tensors_in(batch)] == [id(t) for t, _ in pairs]
+        for tensor, copy in reversed(pairs):
+            landed = copy.landed()
+            assert torch.equal(landed, tensor)
+            assert landed.data_ptr() != tensor.data_ptr()
+
+
+class PretendedLane:
+    """Copies to a device when somebody comes for them, out of memory that may have been written to by then."""
+
+    def __init__(self):
+        self.sent, self.abandoned = [], 0
+
+    def send(self, tensor):
+        flight = PretendedFlight(self, tensor)
+        self.sent.append(flight)
+        return flight
+
+
+class PretendedFlight:
+    def __init__(self, lane, tensor):
+        self.lane, self.tensor, self.copied = lane, tensor, None
+
+    def landed(self):
+        self.left()
+        return self.copied
+
+    def left(self):
+        self.copied = self.tensor.clone() if self.copied is None else self.copied
+
+    def abandoned(self):
+        self.lane.abandoned += 1
+
+
+@pytest.mark.parametrize("stages", [True, False])
+@pytest.mark.parametrize("data", ["tensors", "named", "turned"])
+def test_streamed_batches_are_sent_ahead_and_their_memory_is_used_again(data, stages):
+    loader = loader_of(data, "as given")
+    wanted = list(ORIGINAL(loader))
+    columned, _ = columned_of(loader)
+    lane, noted = PretendedLane(), Noted()
+    indices = [list(range(n, min(COUNT, n + 4))) for n in range(0, COUNT, 4)]
+    streamed = serving_feeds.Streamed(columned, iter(indices), lane=lane, sending=noted, pinned=False, stages=stages)
+    for number, truth in enumerate(wanted):
+        batch = next(streamed)
+        count = len(tensors_in(batch))
+        assert len(lane.sent) == min(len(wanted), number + 3) * count
+        assert why_other_batch(truth, batch) is None
+        for tensor, copy in noted.batches[-1]:
+            assert torch.equal(copy.landed(), tensor)
+            assert stages == (copy.tensor.data_ptr() != tensor.data_ptr())
+    with pytest.raises(StopIteration):
+        next(streamed)
+    assert lane.abandoned == 0
+    if stages:
+        assert len({flight.tensor.data_ptr() for flight in lane.sent}) == 4 * count
+
+
+def test_streamed_batches_that_nobody_comes_for_are_given_up():
+    loader = loader_of("tensors", "as given")
+    columned, _ = columned_of(loader)
+    lane, noted = PretendedLane(), Noted()
+    indices = iter([[0], [1], [2], [3], [4]])
+    streamed = serving_feeds.Streamed(columned, indices, lane=lane, sending=noted, pinned=False, stages=True)
+    next(streamed)
+    with torch.inference_mode():  # what was made before is none of this mode
+        batch = next(streamed)
+    assert torch.equal(batch[1], Y[1:2])
+    assert all(tensor.is_inference() for tensor in batch)
+    assert lane.abandoned == 2
+    assert torch.equal(next(streamed)[1], Y[2:3])
+    streamed.close()
+    assert lane.abandoned == 2 + 2 * 2
+
+
+def test_training_is_equal_to_the_bit():
+    def trained(begin):
+        torch.manual_seed(0)
+        loader = loader_of("tuples")
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.3), torch.nn.Linear(6, 1))
+        optimizer = torch.optim.Adam(model.parameters())
+        begin = begin(loader)
+        for _ in range(2):
+            for number, (x, _, z, _) in enumerate(begin()):
+                begin(number)
+                optimizer.zero_grad()
+                ((model(x)[:, 0] - z) ** 2).mean().backward()
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    class Plainly:
+        def __init__(self, loader):
+            self.loader = loader
+
+        def __call__(self, number=None):
+            return ORIGINAL(self.loader) if number is None else None
+
+    class Otherwise(Plainly):
+        def __init__(self, loader):
+            super().__init__(loader)
+            self.serving = served(loader)
+
+        def __call__(self, number=None):
+            if number is None:
+                return self.serving.iterate()
+            self.serving.use(GATHER if number % 3 else self.serving.own)
+            return None
+
+    for mine, theirs in zip(trained(Plainly), trained(Otherwise), strict=True):
+        assert torch.equal(mine, theirs)

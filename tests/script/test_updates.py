@@ -1,0 +1,95 @@
+"""Optimizers of a script whose steps are fused from outside."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hotlap.script.updates import Updates
+
+
+def trained(optimizer_of, *, fused_from=None, steps=8, updates=None, model=None):
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = optimizer_of(model.parameters())
+    updates = Updates([optimizer])
+    for number in range(steps):
+        if number == fused_from:
+            updates.use("fused")
+        optimizer.zero_grad()
+        model(torch.randn(16, 4)).square().mean().backward()
+        updates.before_step(optimizer)
+        optimizer.step()
+        updates.after_step(optimizer)
+    return model, optimizer, updates
+
+
+KINDS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused_from", [0, 3])
+def test_fused_steps_do_the_same_and_the_script_finds_its_own_settings(kind, fused_from):
+    plain, own, _ = trained(KINDS[kind])
+    fused, optimizer, _ = trained(KINDS[kind], fused_from=fused_from)
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for group, mine in zip(own.param_groups, optimizer.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in mine.items() if k != "params"}
+    assert repr(own) == repr(optimizer)
+    for one, other in zip(own.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            if value is not None:
+                assert (value.device, value.dtype, value.shape) == (other[name].device, other[name].dtype, value.shape)
+
+
+def test_the_gate_leaves_no_trace():
+    model, optimizer, updates = trained(KINDS["adamw"])
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
+    assert updates.supports("fused") is None
+    assert updates.why_other("fused") is None
+    after = (model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()])
+    for one, other in zip(before[0].values(), after[0].values(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(before[1]["state"].values(), after[1]["state"].values(), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert before[1]["param_groups"] == after[1]["param_groups"]
+    assert all(torch.equal(one, other) for one, other in zip(before[2], after[2], strict=True))
+
+
+def test_a_kernel_that_does_something_else_is_refused(monkeypatch):
+    _, _, updates = trained(KINDS["adamw"])
+    real = torch._fused_adamw_
+
+    def off(*args, lr, **settings):
+        return real(*args, lr=lr * 1.01, **settings)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", off)
+    assert "differs by" in updates.why_other("fused")
+
+
+def test_what_has_no_fused_kernel_says_so():
+    _, _, updates = trained(lambda p: torch.optim.RMSprop(p, lr=0.01))
+    assert updates.supports("fused") == "RMSprop has no fused kernel"
+
+
+def test_of_several_optimizers_those_that_can_are_fused():
+    torch.manual_seed(0)
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = [torch.optim.RMSprop(one.parameters()), torch.optim.AdamW(two.parameters())]
+    updates = Updates(optimizers)
+    assert updates.supports("fused") is None
+    updates.use("fused")
+    for optimizer in optimizers:
+        (one(torch.ones(1, 2)).sum() + two(torch.ones(1, 2)).sum()).backward()
+        updates.before_step(optimizer)
+        assert bool(optimizer.param_groups[0].get("fused")) is (optimizer is optimizers[1])
+        optimizer.step()
+        updates.after_step(optimizer)
+        assert not optimizer.param_groups[0].get("fused")
