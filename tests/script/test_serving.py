@@ -26,7 +26,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
 from hotlap.data.columns import tensors_in
+from hotlap.data.stream import Stage
+from hotlap.script import serving as serving_module
 from hotlap.script import serving_feeds
+from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
 from hotlap.script.serving_checks import why_other_batch
 
@@ -615,6 +618,39 @@ def test_whatever_breaks_in_here_the_script_gets_its_batches(monkeypatch, what, 
     serving.close()
 
 
+def test_a_feed_that_breaks_while_it_is_drained_loses_no_batch(monkeypatch):
+    loader = loader_of("tensors", "as given", batch_size=2)
+    serving, faults = served(loader), []
+    serving.on_fault = faults.append
+    serving.use(ONE)
+    iterator = serving.iterate()
+    seen = [next(iterator) for _ in range(2)]
+    serving.use(GATHER)
+    assert serving.waiting
+    with monkeypatch.context() as patch:
+        patch.setattr(serving_feeds._Begun, "__next__", lambda self: 1 / 0)
+        seen.append(next(iterator))
+    seen += list(iterator)
+    assert torch.equal(torch.cat([y for _, y in seen]), Y)
+    assert len(faults) == 1
+    assert serving.feed == serving.own
+    serving.close()
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_feed_that_cannot_be_left_in_peace_is_left_all_the_same(monkeypatch, own):
+    wanted = script(loader_of("tuples", num_workers=own), ORIGINAL)
+    loader = loader_of("tuples", num_workers=own)
+    serving, faults = served(loader), []
+    serving.on_fault = faults.append
+    monkeypatch.setattr(serving_feeds.Gathered, "close", lambda self: 1 / 0, raising=False)
+    feeds = {1: GATHER, 3: serving.own, 8: GATHER}
+    at = lambda number: serving.use(feeds[number]) if number in feeds else None  # noqa: E731
+    assert_same(script(loader, lambda loader: serving.iterate(), at=at), wanted)
+    assert {type(fault) for fault in faults} == {ZeroDivisionError}
+    serving.close()
+
+
 def test_callbacks_that_fail_are_faults_of_hotlaps_own():
     loader = loader_of("tensors")
     for name in ("on_begin", "on_batch", "on_end"):
@@ -705,7 +741,7 @@ def test_feeds_for_a_gpu_need_one():
         assert served(loader).supports(Feed(kind=kind)) == "the script trains on the CPU"
         serving = served(loader, torch.device("cuda"))
         assert "nothing answers" in serving.supports(Feed(kind=kind))
-    assert "page-locked" in served(loader).supports(Feed(kind="loader", pinned=True))
+    assert served(loader).supports(Feed(kind="loader", workers=2, pinned=True)) is None
 
 
 def test_a_script_whose_default_device_is_another_keeps_its_feed():
@@ -802,6 +838,21 @@ def test_data_that_changes_between_epochs_comes_by_the_own_feed_from_then_on(dat
     assert not processes_of(serving)
 
 
+def test_data_that_changed_before_anything_was_prepared_is_taken_as_it_is():
+    for data, change in (
+        (TensorDataset(X, Y), halved),
+        (Subset(Of(lambda i: (X[i], i)), list(range(9))), lambda dataset: dataset.indices.reverse()),
+    ):
+        loader = loader_of(data, "as given")
+        serving = served(loader)
+        assert serving.supports(GATHER) is None
+        change(data)
+        serving.use(GATHER)
+        for batch, truth in zip(serving.iterate(), ORIGINAL(loader), strict=True):
+            assert why_other_batch(truth, batch) is None
+        assert serving.feed == GATHER
+
+
 def test_data_that_changed_is_seen_before_another_feed_is_used():
     loader = loader_of(Growing())
     serving = served(loader)
@@ -877,7 +928,8 @@ def test_the_gate_sees_numbers_that_were_held_and_are_others(monkeypatch):
 def test_the_gate_sees_tensors_of_another_kind():
     grad = torch.ones(4, 2, requires_grad=True)
     loader = loader_of(TensorDataset(grad))
-    assert "that needs gradients" in served(loader).why_other(GATHER)
+    with torch.no_grad():
+        assert "that needs gradients" in served(loader).why_other(GATHER)
 
 
 # --- on the device -----------------------------------------------------------------------------------
@@ -985,6 +1037,62 @@ def test_streamed_batches_that_nobody_comes_for_are_given_up():
     assert torch.equal(next(streamed)[1], Y[2:3])
     streamed.close()
     assert lane.abandoned == 2 + 2 * 2
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """The host in the place of a GPU: what is sent there is answered with copies, in memory of their own."""
+    lane = PretendedLane()
+    why_not = Serving._why_not
+    monkeypatch.setattr(serving_module, "CudaLane", lambda device: lane)
+    monkeypatch.setattr(serving_feeds, "Stage", lambda pinned: Stage(pinned=False))
+    monkeypatch.setattr(
+        Serving,
+        "_why_not",
+        lambda self, feed: why_not(self, GATHER if feed.kind in ("resident", "stream") else feed),
+    )
+    sending = Sending(CPU)
+    sending.on_fault = pytest.fail
+    yield lane, sending
+    sending.remove()
+
+
+@pytest.mark.parametrize("stop", [None, 5])
+@pytest.mark.parametrize("own", [0, 2])
+@pytest.mark.parametrize("data", ["tensors", "named", "subset"])
+def test_what_a_script_sends_is_what_it_would_send_wherever_the_feed_changes(pretended_gpu, data, own, stop):
+    lane, sending = pretended_gpu
+    settings = {"num_workers": own, "batch_size": 2}
+    wanted = script(loader_of(data, "by a generator", **settings), ORIGINAL, epochs=3, stop=stop)
+    loader = loader_of(data, "by a generator", **settings)
+    serving = Serving(loader, device=CPU, original_iter=ORIGINAL, sending=sending)
+    serving.on_fault = pytest.fail
+    feeds = [serving.own, GATHER, Feed(kind="resident"), Feed(kind="stream")]
+    for feed in feeds:
+        assert serving.why_other(feed) is None
+    at, chance = switched_at_random(serving, feeds, 3), random.Random(4)
+    serving.use(feeds[2])
+
+    class Sends:
+        """Sends parts of its batches, some of them twice, and writes to some before."""
+
+        def __init__(self, iterator):
+            self.iterator = iterator
+
+        def __next__(self):
+            batch = next(self.iterator)
+            for tensor in tensors_in(batch):
+                if chance.random() < 0.2:
+                    tensor.copy_(tensor.clone())
+                for _ in range(chance.randrange(3)):
+                    there = tensor.to("cpu")
+                    assert torch.equal(there, tensor)
+            return batch
+
+    assert_same(script(loader, lambda loader: Sends(serving.iterate()), epochs=3, stop=stop, at=at), wanted)
+    assert sending.answered
+    assert lane.sent
+    serving.close()
 
 
 def test_training_is_equal_to_the_bit():

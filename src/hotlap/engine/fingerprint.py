@@ -67,7 +67,8 @@ def _print_module(module: nn.Module, found: list[Any], seen: set[int]) -> None:
             found += (place_of(parameter), parameter.requires_grad, len(hooks) if hooks else 0)
     found += [place_of(buffer) for buffer in inside["_buffers"].values() if buffer is not None]
     # Hooks are Python, which a replay leaves out: one that comes or goes makes another step.
-    found += (len(inside["_forward_hooks"]), len(inside["_forward_pre_hooks"]), len(inside["_backward_hooks"]))
+    found += (len(inside["_forward_hooks"]), len(inside["_forward_pre_hooks"]))
+    found += (len(inside["_backward_hooks"]), len(inside["_backward_pre_hooks"]))
     for child in inside["_modules"].values():
         if child is not None:
             _print_module(child, found, seen)

@@ -19,15 +19,14 @@ from hotlap.engine.watch import Watch
 from hotlap.script.call_eager import EagerCall, Original
 from hotlap.script.call_graphs import CallGraph, Recording, Replayed
 from hotlap.script.call_passage import generator_of, passed
-from hotlap.script.call_refusals import drops_in_rnn, why_not_captured
-from hotlap.script.call_traces import Untouched
-from hotlap.script.call_trees import looked_at
+from hotlap.script.call_refusals import why_not_captured
+from hotlap.script.call_traces import Untouched, note_recorded, reads_dropout_state
+from hotlap.script.call_trees import looked_at, marks
 
 MOST_LANES = 2
 """Calls that may wait for their backward pass at a time and are replays: a GAN's of real and of made-up samples."""
 MOST_SURPRISES = 3
 """Replays that had to be made again, since the script did with their outputs what it had not done before."""
-
 MOST_UNUSED = 16
 """Calls that are looked at in vain, since none of them is differentiated."""
 
@@ -37,8 +36,6 @@ class Lanes:
 
     def __init__(self, make_recorder: Callable[[], Recording]) -> None:
         self._make_recorder = make_recorder
-        self.drop = False
-        """Whether recurrent layers were seen to drop out; once they did, they may again, though not for now."""
         self._recorders: list[Recording] = []
         self._turns: list[weakref.ref[Replayed] | None] = []
 
@@ -61,11 +58,6 @@ class Lanes:
         """Have a call wait in a lane."""
         self._turns[lane] = weakref.ref(turn)
 
-    @property
-    def any_recorded(self) -> bool:
-        """Whether anything was recorded, ever."""
-        return bool(self._recorders)
-
 
 class Habits:
     """What the script does with the outputs of one kind of call, seen while they are made eagerly."""
@@ -73,13 +65,18 @@ class Habits:
     def __init__(self) -> None:
         self._calls = 0
         self.differentiated = 0
-        """Calls that got gradients."""
+        """Calls whose outputs got gradients."""
         self.used: tuple[int, ...] = ()
         """Which outputs of the last one got them."""
         self.kept = False
         """Whether a backward pass kept its graph."""
         self.refused: str | None = None
         """Why it is not to be recorded."""
+
+    @property
+    def are_known(self) -> bool:
+        """Whether enough calls were seen."""
+        return self.differentiated >= WARM_UPDATES or self._calls > MOST_UNUSED
 
     def watch(self, outputs: Any) -> Any:
         """The outputs of a call, looked at for what becomes of them."""
@@ -150,9 +147,12 @@ class CapturedCall:
         if lane is None:
             return self._eager(original, args, kwargs)
         graph = self._graphs.get((lane, key))
+        if graph is not None and not graph.standing.are_in_place:
+            self.forget()
+            graph = None
         if graph is None:
             habits = self._habits_of(key)
-            if habits.differentiated < WARM_UPDATES and habits.refused is None:
+            if not habits.are_known:
                 self._firsts += 1
                 return self._run_eagerly(original, args, kwargs, habits)
             graph = self._recorded_if_it_may(lane, key, original, args, kwargs, habits)
@@ -162,7 +162,6 @@ class CapturedCall:
         turn = Replayed(
             graph,
             tensors_in((args, kwargs)),
-            draws_on=self._draws_on,
             surprised=functools.partial(self._surprised, lane, key),
         )
         self._lanes.take(lane, turn)
@@ -221,17 +220,12 @@ class CapturedCall:
         if made_for != self._made_for:
             self.forget()
             self._made_for = made_for
-            self._lanes.drop |= drops_in_rnn(self._module)
-        elif self._was_set_back() or not all(graph.standing.are_in_place for graph in self._graphs.values()):
+        elif self._was_set_back():
             self.forget()
-
-    @property
-    def _draws_on(self) -> bool:
-        return self._lanes.drop and self._device.type == "cuda"
 
     def _was_set_back(self) -> bool:
         """Whether the generator was, where recurrent layers drop: their masks then come from other memory."""
-        if not self._draws_on:
+        if self._device.type != "cuda" or not reads_dropout_state(self._module):
             return False
         generator = generator_of(self._device)
         (seed, offset), self._drawn = self._drawn, (generator.initial_seed(), generator.get_offset())
@@ -276,10 +270,10 @@ class CapturedCall:
             self._is_warm = True
         else:
             given = (args, kwargs)
-            before = shape_of(given), [tensor._version for tensor in tensors_in(given)]
+            before = shape_of(given), marks(tensors_in(given))
             with Watch([self._module], self._device) as watch:
                 outputs = self._eager(original, args, kwargs)
-            same = before == (shape_of(given), [tensor._version for tensor in tensors_in(given)])
+            same = before == (shape_of(given), marks(tensors_in(given)))
             reason = watch.reason or (None if same else "it changes its arguments in place")
             if reason is not None and self._given_up is None:
                 self._give_up(reason)
@@ -292,7 +286,8 @@ class CapturedCall:
         if reason is not None:
             raise NotRecordedError(reason)
         recorder = self._lanes.recorder(lane)
-        with Untouched(self._module, self._device, draws_on=self._draws_on):
+        note_recorded(self._module)
+        with Untouched(self._module, self._device):
             graph = CallGraph(
                 functools.partial(self._eager.computed, original),
                 self._module,

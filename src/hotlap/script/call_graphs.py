@@ -19,7 +19,7 @@ from hotlap.engine.recording import NotRecordedError
 from hotlap.engine.scaling import LossScale
 from hotlap.engine.watch import Watch, stranger_in, why_recording_failed
 from hotlap.script.call_passage import Compute, StandIns, Turn, true_gradients
-from hotlap.script.call_trees import changed, leaves, stranger_to_trees
+from hotlap.script.call_trees import changed, leaves, marks, stranger_to_trees
 
 
 class Graph(Protocol):
@@ -43,7 +43,7 @@ class CallGraph:
     """Calls with arguments of one shape, whose outputs get gradients in one pattern.
 
     The memory in which it computes is that of its recorder, which others use too: between a forward pass and its
-    backward pass no other graph of that recorder may be replayed. Made outside of what has to stay `Untouched`.
+    backward pass no other graph of that recorder may be replayed. To be made inside `Untouched`.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class CallGraph:
             self._rooms = [torch.ones_like(self.outputs[number]) for number in self.used]
             self._make_gradients()
         norms = NormCounts([self._module])
-        versions = [tensor._version for tensor in self.static]
+        before = marks(self.static)
         with recorder.aside(), Watch([self._module], self._device) as watch, _sees_set_randomness() as was_set:
             with norms.watched(None):
                 self._make_outputs()
-            reason = self._why_unfit(versions)
+            reason = self._why_unfit(before)
             self._make_gradients()
         reason = reason or watch.reason or ("it sets the device's randomness itself" if was_set else None)
         if all(grad is None for grad in self._grads):
@@ -159,8 +159,8 @@ class CallGraph:
             raise NotRecordedError(reason)
         self._norms = norms.settled(None)
 
-    def _why_unfit(self, versions: Sequence[int]) -> str | None:
-        if versions != [tensor._version for tensor in self.static]:
+    def _why_unfit(self, before: list[tuple[int, int]]) -> str | None:
+        if before != marks(self.static):
             return "it changes its arguments in place"
         kind = stranger_to_trees(self.tree)
         if kind is not None:
@@ -174,9 +174,7 @@ class CallGraph:
 class Replayed(Turn):
     """A call made by replaying."""
 
-    def __init__(
-        self, graph: CallGraph, tensors: Sequence[Tensor], *, draws_on: bool, surprised: Callable[[], None]
-    ) -> None:
+    def __init__(self, graph: CallGraph, tensors: Sequence[Tensor], surprised: Callable[[], None]) -> None:
         """`surprised` is told where it had to be made again."""
         self._graph, self._tensors, self._tell = graph, tensors, surprised
         wanting = [tensor for tensor in tensors if tensor.requires_grad]
@@ -186,7 +184,6 @@ class Replayed(Turn):
             graph._device,
             graph._switches,
             [*wanting, *graph.standing.parameters],
-            draws_on=draws_on,
         )
 
     def forward(self) -> list[Tensor]:

@@ -13,7 +13,7 @@ from hotlap.data.batches import map_tensors
 from hotlap.data.columns import tensors_in
 from hotlap.engine.precision import Switches
 from hotlap.engine.scaling import FLOOR, LossScale
-from hotlap.script.call_traces import Untouched
+from hotlap.script.call_traces import Untouched, draws_on
 from hotlap.script.call_trees import leaves, with_leaves
 
 Compute = Callable[[Any, Any], Any]
@@ -34,8 +34,6 @@ class Turn:
         device: torch.device,
         switches: Switches,
         sources: Sequence[Tensor],
-        *,
-        draws_on: bool = False,
     ) -> None:
         self._compute, self._module, self._device, self._switches = compute, module, device, switches
         self.sources = sources
@@ -43,8 +41,7 @@ class Turn:
         """Whether nothing of it is needed any more."""
         self.surprised = False
         """Whether the call had to be made again."""
-        self._draws_on = draws_on
-        self._drawn_from = None if draws_on else generator_of(device).get_state()
+        self._drawn_from = generator_of(device).get_state()
         kind = device.type
         self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         self.tree: Any = None
@@ -72,6 +69,8 @@ class Turn:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What autograd asks for, once or several times."""
+        if all(grad is None for grad in grads):
+            return [None] * len(self.sources)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if not self.surprised and self.expects(grads, kept=kept):
             made = self.gradients(grads)
@@ -100,8 +99,8 @@ class Turn:
     def made_again(self) -> list[Tensor]:
         """The outputs, made once more as they were made, for autograd to see all of it."""
         enabled, dtype = self._autocast
-        with Untouched(self._module, self._device, draws_on=self._draws_on), self._switches, torch.enable_grad():
-            if self._drawn_from is not None:
+        with Untouched(self._module, self._device), self._switches, torch.enable_grad():
+            if not draws_on(self._device):
                 generator_of(self._device).set_state(self._drawn_from)
             with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
                 return leaves(self._compute(*self.given()))
@@ -141,21 +140,15 @@ class StandIns:
         layers = list(module.modules())
         self._held = [(layer, name, p) for layer in layers for name, p in layer._parameters.items() if p is not None]
         self._made = {id(p): _stand_in(p) for _, _, p in self._held}
+        self.parameters = list({id(p): p for _, _, p in self._held if p.requires_grad}.values())
+        """Those that require gradients, each once."""
+        self.stand_ins = [self._made[id(p)] for p in self.parameters]
+        """The stand-ins of these."""
         self._rnns = [
             (layer, layer.__dict__["_flat_weights"], layer.__dict__["_flat_weight_refs"])
             for layer in layers
             if isinstance(layer, nn.RNNBase)
         ]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those that require gradients, each once."""
-        return list({id(p): p for _, _, p in self._held if p.requires_grad}.values())
-
-    @property
-    def stand_ins(self) -> list[nn.Parameter]:
-        """The stand-ins of `parameters`."""
-        return [self._made[id(p)] for p in self.parameters]
 
     @property
     def are_apart(self) -> bool:
@@ -184,8 +177,6 @@ class StandIns:
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    if type(parameter) is not nn.Parameter:
-        raise TypeError(f"it has a parameter that is a {type(parameter).__name__}")
     made = nn.Parameter(parameter.detach(), parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
@@ -206,7 +197,6 @@ class ScaledTurn(Turn):
         self._standing, self._given, self._scale = StandIns(module), given, scale
         wanting = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
         super().__init__(compute, module, device, switches, [*wanting, *self._standing.parameters])
-        self._made: list[Tensor] = []
 
     def forward(self) -> list[Tensor]:
         inner = map_tensors(self._given, _detached)

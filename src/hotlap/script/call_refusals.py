@@ -40,6 +40,8 @@ def why_not_in_precision(module: nn.Module, precision: str, device: torch.device
             return "bf16 is there, which needs no scale"
         if any(_hooks_of(layer, _BACKWARD_HOOKS) for layer in module.modules()):
             return "the script's own backward hooks would see scaled gradients"
+        if _odd_parameter(module) is not None:
+            return _odd_parameter(module)
     return why_not_precision(precision, device)
 
 
@@ -54,6 +56,8 @@ def why_not_captured(module: nn.Module, device: torch.device) -> str | None:
         return f"{name} does more than a recording sees"
     if any(p.device != device for p in module.parameters()):
         return f"not all of its weights are on {device}"
+    if _odd_parameter(module) is not None:
+        return _odd_parameter(module)
     hooks = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
     for layer in module.modules():
         if _hooks_of(layer, hooks):
@@ -63,9 +67,10 @@ def why_not_captured(module: nn.Module, device: torch.device) -> str | None:
     return None
 
 
-def drops_in_rnn(module: nn.Module) -> bool:
-    """Whether a recurrent layer drops out, in a way of cuDNN's own on a GPU."""
-    return any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in module.modules())
+def _odd_parameter(module: nn.Module) -> str | None:
+    """Why nothing can stand in for one of its parameters."""
+    kinds = (type(p) for p in module.parameters())
+    return next((f"it has a parameter that is a {kind.__name__}" for kind in kinds if kind is not nn.Parameter), None)
 
 
 def _spread_by(module: nn.Module) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +13,45 @@ from hotlap.engine.fingerprint import INSIDE
 from hotlap.engine.snapshot import Randomness
 from hotlap.tuner.moment import Remembered
 
+LARGEST = 64 * 2**20
+"""Bytes of a tensor among a layer's attributes up to which its content is put back; a larger one is data."""
+_dropping: WeakSet[nn.Module] = WeakSet()
+"""Modules that have been recorded with recurrent layers that drop out."""
+
+
+def note_recorded(module: nn.Module) -> None:
+    """Know a module that is about to be recorded."""
+    if any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in module.modules()):
+        _dropping.add(module)
+
+
+def reads_dropout_state(module: nn.Module) -> bool:
+    """Whether what was recorded of a module draws in a way of cuDNN's own."""
+    return module in _dropping
+
+
+def draws_on(device: torch.device) -> bool:
+    """Whether the device's generator must not be set back, on behalf of what was recorded: see `Rig.draws_on`."""
+    return device.type == "cuda" and bool(_dropping)
+
 
 class Untouched:
     """Buffers, gradients, attributes and randomness of a module, as they were when this was made.
 
-    As a context they are put back at its end. With `draws_on` the device's randomness is not, which recurrent layers
-    that drop out and have been captured need: see `Rig.draws_on`.
+    As a context they are put back at its end; the device's randomness only where it does not have to `draws_on`.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, draws_on: bool = False) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._layers = list(module.modules())
         self._buffers = [
-            {name: (buffer, _content(buffer)) for name, buffer in layer._buffers.items()} for layer in self._layers
+            {name: (buffer, _copied(buffer)) for name, buffer in layer._buffers.items()} for layer in self._layers
         ]
         self._attributes = [
             {name: (value, _content(value)) for name, value in _own_attributes(layer).items()} for layer in self._layers
         ]
         self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
         self._remembered = Remembered([module])
-        self._randomness = Randomness(device, host_only=draws_on)
+        self._randomness = Randomness(device, host_only=draws_on(device))
 
     def __enter__(self) -> None: ...
 
@@ -51,6 +72,10 @@ class Untouched:
         self._randomness.restore()
 
 
+def _copied(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
 def _own_attributes(layer: nn.Module) -> dict[str, Any]:
     """What the layer's author keeps in it, and its mode."""
     return {name: value for name, value in layer.__dict__.items() if name not in INSIDE or name == "training"}
@@ -59,12 +84,12 @@ def _own_attributes(layer: nn.Module) -> dict[str, Any]:
 def _content(value: Any) -> Any:
     """A copy of what is inside of something that can be changed in place; None for all else."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().clone() if value.nbytes <= LARGEST else None
     return value.copy() if isinstance(value, (list, dict, set, deque)) else None
 
 
 def _put_back(value: Any, content: Any) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and content is not None:
         # Not seen by autograd: what was computed from it before may still be differentiated.
         value.data.copy_(content)
     elif isinstance(value, (list, deque)):

@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hotlap.engine.fingerprint import place_of
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 
@@ -56,6 +58,11 @@ def looked_at(outputs: Any, came: Callable[[int, Tensor], None]) -> Any:
         if leaf.grad_fn is not None:
             leaf.register_hook(functools.partial(came, number))  # type: ignore[no-untyped-call]
     return with_leaves(outputs, before, after)
+
+
+def marks(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """What tells whether tensors were written to, or moved, since."""
+    return [(tensor._version, place_of(tensor)) for tensor in tensors]
 
 
 def stranger_to_trees(tree: Any) -> str | None:
@@ -114,7 +121,7 @@ def _with_parts(tree: Any, parts: Mapping[Any, Any]) -> Any:
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*parts.values())
     if isinstance(tree, tuple):
-        return type(tree)(parts.values())
+        return type(tree)(list(parts.values()))
     # Copied and then changed, since nobody knows how such a thing is made: a list, a mapping, a dataclass.
     made = copy.copy(tree)
     if isinstance(tree, (list, Mapping)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,6 @@ from hotlap.script.call_capture import CapturedCall, Lanes
 from hotlap.script.call_eager import EagerCall, Forms, Original
 from hotlap.script.call_graphs import Recording
 from hotlap.script.call_refusals import (
-    drops_in_rnn,
     why_not_captured,
     why_not_changed,
     why_not_in_precision,
@@ -36,7 +35,7 @@ from hotlap.script.call_refusals import (
 )
 from hotlap.script.call_switches import leave_broken_passes
 from hotlap.script.call_traces import Untouched
-from hotlap.script.call_trees import leaves, looked_at
+from hotlap.script.call_trees import leaves, looked_at, marks
 
 NOTED = 8
 """Calls under the script's own plan of which it is noted in which form they give back."""
@@ -73,7 +72,7 @@ class Call:
         self._way: EagerCall | CapturedCall | None = None
         self._laid_out = "as given"
         self._inside = False
-        self._autocasts = False
+        self._autocasts = self._writes = False
         self._remembers = False
         self._last_autocast = (False, torch.get_autocast_dtype(device.type))
         self.last_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -85,25 +84,23 @@ class Call:
 
     def supports(self, numerics: Numerics, execution: Execution) -> str | None:
         """Why calls cannot be made so, or None where they can."""
+        return next(filter(None, self._reasons(numerics, execution)), None)
+
+    def _reasons(self, numerics: Numerics, execution: Execution) -> Iterator[str | None]:
         if self._is_own(numerics, execution):
-            return None
-        module, device, captured = self.module, self.device, execution.mode == "captured"
-        if _key(numerics, execution) in self._failed:
-            return self._failed[_key(numerics, execution)]
-        reason = why_not_changed(module)
-        if reason is None and numerics.precision != "fp32":
-            reason = why_not_in_precision(module, numerics.precision, device, autocasts=self._autocasts)
-        if reason is None and numerics.layout == "channels_last":
-            reason = why_not_channels_last([module]) or why_not_laid_out(module)
-            if reason is None and not self._optimizers:
-                reason = "nobody knows which optimizer's state has to be laid out with the weights"
-        if reason is None and captured and execution.replay_steps > 1:
-            reason = "the script makes its steps one by one"
-        if reason is None and captured and not self._records:
-            reason = f"execution.mode='captured' needs a GPU, and this is trained on {device.type}"
-        if reason is None and captured:
-            reason = why_not_captured(module, device)
-        return reason
+            return
+        module, device = self.module, self.device
+        yield self._failed.get(_key(numerics, execution))
+        yield "its forward pass changes its weights" if self._writes else why_not_changed(module)
+        if numerics.precision != "fp32":
+            yield why_not_in_precision(module, numerics.precision, device, autocasts=self._autocasts)
+        if numerics.layout == "channels_last":
+            yield why_not_channels_last([module]) or why_not_laid_out(module)
+            yield None if self._optimizers else "nobody knows which optimizer's state lies as the weights do"
+        if execution.mode == "captured":
+            yield "the script makes its steps one by one" if execution.replay_steps > 1 else None
+            yield None if self._records else f"execution.mode='captured' needs a GPU, not a {device.type}"
+            yield why_not_captured(module, device)
 
     def use(self, numerics: Numerics, execution: Execution) -> None:
         """Make calls so, from the next one on. Raises PlanError where that cannot be."""
@@ -173,38 +170,48 @@ class Call:
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of the script's; `original` makes its own."""
-        if self._inside:
+        if self._inside or self._is_transformed():
             return original(*args, **kwargs)
         if torch.is_autocast_enabled(self.device.type):
             self._autocasts = True
         trains = self.module.training and torch.is_grad_enabled()
-        if self._remembers and trains:
+        if trains and self._remembers:
             return self._remembered(original, args, kwargs)
-        return self._made(original, args, kwargs, trains)
+        if self._way is not None:
+            return self._made(self._way, original, args, kwargs, trains)
+        return self._noted(original, args, kwargs) if trains and self._unnoted else original(*args, **kwargs)
 
-    def _made(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Any:
-        way = self._way
-        if way is None:
-            outputs = original(*args, **kwargs)
-            if self._unnoted and trains and self._laid_out == "as given":
-                self._unnoted -= 1
-                self._forms.note(args, kwargs, outputs)
-            return outputs
+    def _made(
+        self,
+        way: EagerCall | CapturedCall,
+        original: Original,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trains: bool,
+    ) -> Any:
         before = None
-        if self._plan not in self._tried:
-            before = Untouched(self.module, self.device, draws_on=self.draws_on)
         self._inside = True
         try:
-            # Under a transform or a mode of torch's, what is computed is not what it seems.
-            make = way if trains and not _is_transformed() else way.plainly
-            return make(original, args, kwargs)
+            if self._plan not in self._tried:
+                before = Untouched(self.module, self.device)
+                self._tried.add(self._plan)
+            return (way if trains else way.plainly)(original, args, kwargs)
         except Exception as error:
             if before is not None:
                 before.restore()
             return self._fallen_back(error, original, args, kwargs)
         finally:
-            self._tried.add(self._plan)
             self._inside = False
+
+    def _noted(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call under the script's own plan, and see what it is like."""
+        before = marks(self.module.parameters())
+        outputs = original(*args, **kwargs)
+        self._unnoted = max(0, self._unnoted - 1)
+        self._writes |= before != marks(self.module.parameters())
+        with suppress(Exception):  # outputs may be whatever the script likes
+            self._forms.note(args, kwargs, outputs)
+        return outputs
 
     def _fallen_back(self, error: Exception, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the script's own call, which fails again where it is the script that is wrong."""
@@ -217,6 +224,7 @@ class Call:
             raise
         self._failed[self._plan] = first_line(error)
         self._way = None
+        self._ways.pop(self._plan, None)
         return outputs
 
     # --- gates -----------------------------------------------------------------------------------
@@ -230,9 +238,21 @@ class Call:
         self._remembers, self.last_inputs, self.last_output_grads = False, None, []
 
     def _remembered(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = map_tensors((args, kwargs), _copied)
-        outputs = self._made(original, args, kwargs, True)
-        self._remembers, self.last_inputs, self._last_autocast = False, inputs, self._autocast
+        self._remembers, self.last_inputs = False, None
+        with suppress(Exception):  # arguments may be whatever the script likes
+            self.last_inputs = map_tensors((args, kwargs), _copied)
+        way = self._way
+        make = self._noted if way is None else functools.partial(self._made, way, trains=True)
+        outputs = make(original, args, kwargs)
+        try:
+            return self._kept(outputs)
+        except Exception:
+            self.forget_inputs()
+            return outputs
+
+    def _kept(self, outputs: Any) -> Any:
+        """The outputs of a call that is remembered, with the gradients that come to them kept."""
+        self._last_autocast = self._autocast
         wanting = [number for number, output in enumerate(leaves(outputs)) if output.requires_grad]
         grads: list[Tensor | None] = [None] * len(wanting)
         self.last_output_grads = grads
@@ -243,12 +263,6 @@ class Call:
                 grads[place] = grad.detach().clone()
 
         return looked_at(outputs, came)
-
-    @property
-    def draws_on(self) -> bool:
-        """Whether trials cannot all begin with the same randomness of the device: see `Rig.draws_on`."""
-        self._lanes.drop |= drops_in_rnn(self.module)
-        return self._lanes.drop and self._lanes.any_recorded and self.device.type == "cuda"
 
     def trial(
         self,
@@ -261,14 +275,15 @@ class Call:
         """Make forward and backward of a call under a plan, from the present weights, and leave no trace.
 
         `grad_outputs` come to the outputs that require gradients, in their order. Given are these outputs, and the
-        gradients of the parameters by name. Trials at one moment begin with the same randomness, but where it
-        `draws_on`. Raises NotRecordedError, or whatever the module raises.
+        gradients of the parameters by name. Trials at one moment begin with the same randomness, but for the device's
+        once recurrent layers that drop out have been recorded. Raises NotRecordedError, or what the module raises.
         """
         with self._aside():
             way = self._way_of(numerics, execution)
             if way is not None:
-                with Untouched(self.module, self.device, draws_on=self.draws_on):
+                with Untouched(self.module, self.device):
                     self._prepare(way, args, kwargs, grad_outputs, numerics.layout)
+            self._lay_out(numerics.layout)
             args, kwargs = map_tensors((args, kwargs), _copied)
             made = self._directly(*args, **kwargs) if way is None else way(self._directly, args, kwargs)
             wanting = _wanting(made)
@@ -315,13 +330,21 @@ class Call:
     def _aside(self) -> Iterator[None]:
         """Inside, calls are as the one that was remembered, and leave no trace."""
         layout, (enabled, dtype) = self._laid_out, self._last_autocast
-        untouched = Untouched(self.module, self.device, draws_on=self.draws_on)
+        untouched = Untouched(self.module, self.device)
         try:
             with torch.enable_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
                 yield
         finally:
             self._lay_out(layout)
             untouched.restore()
+
+    def _is_transformed(self) -> bool:
+        """Whether what is computed is not what it seems: under a transform or a mode of torch's, or recorded."""
+        return (
+            torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._len_torch_dispatch_stack() > 0
+            or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        )
 
     @property
     def _autocast(self) -> tuple[bool, torch.dtype]:
@@ -341,10 +364,6 @@ def _wanting(outputs: Any) -> list[Tensor]:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _is_transformed() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 class _Together:

@@ -210,6 +210,7 @@ class Serving:
     def use(self, feed: Feed) -> None:
         """Make batches by a feed from the next one on, or once those are given out that workers were asked for.
 
+        They are in page-locked memory where the script's own loader has them there, whatever the feed says.
         Where samples have to be held first, that is done here. Raises PlanError where the feed is not supported, and
         what holding the data raises; the feed in force is then as before.
         """
@@ -237,11 +238,10 @@ class Serving:
         reason = self.supports(feed)
         if reason is not None:
             return reason
-        source = self.source
-        assert source is not None  # it is supported
         try:
-            with randomness_watched(self._like.dataset):
-                return self._why_other(feed, source)
+            # As the script is where it trains, whatever mode it is in now.
+            with randomness_watched(self._like.dataset), torch.inference_mode(False), torch.enable_grad():
+                return self._why_other(feed)
         except Exception as error:
             return f"the feed failed when it was tried: {first_line(error)}"
 
@@ -354,8 +354,6 @@ class Serving:
             if reason is not None:
                 return reason
         if feed.kind == "loader":
-            if feed.pinned != self.own.pinned:
-                return "the script's own loader decides whether its batches are in page-locked memory"
             return why_not_pure(source) or why_collate_not_pure(source)
         if source.own_collate is not None:
             return "the loader has a collate function of its own"
@@ -364,12 +362,17 @@ class Serving:
     def _prepare(self, feed: Feed) -> None:
         """Have ready what a feed needs, and remember what the data was like."""
         if self._glance is None:
-            self._glance = glance(self._new_source())
+            # Since it was first looked at, the script may have given its dataset other tensors or rows.
+            fresh, known = self._new_source(), self._source
+            fresh.probed.update(known.probed if known is not None else {})
+            self._source, self._held, self._glance = fresh, None, glance(fresh)
         if feed.kind != "loader":
             self._holding.hold(feed)
 
-    def _why_other(self, feed: Feed, source: Source) -> str | None:
+    def _why_other(self, feed: Feed) -> str | None:
         self._prepare(feed)
+        source = self.source
+        assert source is not None  # it is supported
         chosen, copies = compared_indices(len(source), self.batch_size), Compared()
         mine: LikeLoader | None = None
         if feed in (self.feed, self.wanted) and feed.kind == "loader":  # whose workers may be busy
@@ -389,7 +392,10 @@ class Serving:
 
     def _changed(self) -> bool:
         """Whether the data is no longer what it was when another feed than the own was prepared."""
-        return self._glance is not None and bool(glance(self._new_source()) != self._glance)
+        try:
+            return self._glance is not None and bool(glance(self._new_source()) != self._glance)
+        except Exception:  # whatever the user's dataset makes of being looked at
+            return True
 
     def _let_go(self, but: Feed | None = None) -> None:
         """Let go of all that was made for other feeds; of workers, not of those of `but`."""

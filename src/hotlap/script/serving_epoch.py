@@ -69,7 +69,7 @@ class Served(_BaseDataLoaderIter):
     def __next__(self) -> Batch:
         began = time.perf_counter()
         try:
-            batch = self._passed_on() if self._indices is None else self._produced(self._indices)
+            batch = next(self._feeding) if self._indices is None else self._produced(self._indices)
         except StopIteration:
             self._end()
             raise
@@ -93,19 +93,16 @@ class Served(_BaseDataLoaderIter):
                 indices.is_shut = True
             else:
                 self._change(indices)
-                self._report()
+                self._report(indices)
 
     def release(self) -> None:
         """Go on with the script's own feed at once; what is under way by another one is asked for again."""
         if self._indices is not None and self._feeding is not self._made and not self.is_over:
             self._indices.put_back()
             self._change(self._indices)
-            self._report()
+            self._report(self._indices)
 
     # --- batches ---------------------------------------------------------------------------------
-
-    def _passed_on(self) -> Batch:
-        return next(self._feeding)
 
     def _produced(self, indices: Indices) -> Batch:
         indices.begin()
@@ -120,7 +117,7 @@ class Served(_BaseDataLoaderIter):
         indices.give()
         if self._feeding is not self._made:
             self._made._num_yielded += 1
-        self._report()
+        self._report(indices)
         return batch
 
     def _next(self, indices: Indices) -> Batch:
@@ -148,12 +145,13 @@ class Served(_BaseDataLoaderIter):
                 raise error
             self._leave()
             indices.put_back()
+            indices.reopen()
             self._feeding = self._directly(indices)
             batch = next(self._feeding)
         except StopIteration:
             raise
         except Exception:
-            self._open(self._opened)
+            self._change(indices)
             if not workers:
                 raise
             where = f"in DataLoader worker process {number % workers}"
@@ -194,17 +192,23 @@ class Served(_BaseDataLoaderIter):
 
     def _leave(self) -> None:
         close = None if self._feeding is self._made else getattr(self._feeding, "close", None)
-        if close is not None:
-            close()
+        try:
+            if close is not None:
+                close()
+        except Exception as error:
+            self._fault = error
 
-    def _report(self) -> None:
-        """Tell of a feed that failed, now that nothing is under way."""
+    def _report(self, indices: Indices) -> None:
+        """Tell of a feed that failed, now that nothing is under way; the script's own follows, or failed itself."""
         fault, self._fault = self._fault, None
         if fault is not None:
             own, failed = self._serving.own, self._opened
-            self._opened = Feed(kind="loader", pinned=own.pinned)
+            self._serving.wanted = own
             if failed != own:
-                self._open(own)
+                self._change(indices)
+                self._fault = None
+            else:
+                self._opened = Feed(kind="loader", pinned=own.pinned)
             self._serving.failed(fault)
 
     def _over_taken(self) -> Indices:
@@ -224,10 +228,9 @@ class Served(_BaseDataLoaderIter):
     def _end(self) -> None:
         if not self.is_over:
             self.is_over = True
-            try:
-                self._leave()
-            except Exception as error:
-                self._serving.failed(error)
+            self._leave()
+            if self._fault is not None:
+                self._serving.failed(self._fault)
             self._serving.ended()
 
 

@@ -32,11 +32,13 @@ class Teller:
     def fault(self, error: Exception) -> None:
         """Something in hotlap went wrong."""
         if isinstance(error, HotlapError):
-            self._refusals.append(str(error))
-            return
-        last = traceback.extract_tb(error.__traceback__)[-1:]
-        where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
-        self._faults.append(f"{type(error).__name__}: {first_line(error)}{where}")
+            told, words = self._refusals, str(error)
+        else:
+            last = traceback.extract_tb(error.__traceback__)[-1:]
+            where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+            told, words = self._faults, f"{type(error).__name__}: {first_line(error)}{where}"
+        if words not in told:
+            told.append(words)
 
     def trained(self, steering: Steering, advice: list[str]) -> None:
         """A training has ended; `advice` is what hotlap cannot do by itself."""

@@ -1,0 +1,112 @@
+"""Somebody's own scripts, as they are and under `hotlap run`: whole runs, from start to exit.
+
+    python -m benchmarks.scripts [--seconds 60] [--only NAME …] [--runs 1] [--json FILE]
+
+Each script in `benchmarks/user_scripts` is run for as many epochs as take it `--seconds` by itself, then under hotlap
+with an empty cache, then by itself again, so that drift of the machine shows. The seconds are those of the whole
+process, imports included. What it prints at last is shown for all of them. Exit code 1 where one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.fast_path import versions
+
+HOME = Path(__file__).parent / "user_scripts"
+GOALS = {"lstm": 2.5, "transformer": 2.5, "mlp": 4.0}
+"""What is asked for on one H200."""
+SHORT = (1, 4)
+"""Epochs of two runs that tell how long one takes beside the start."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of a script."""
+
+    kind: str
+    seconds: float
+    code: int
+    lines: list[str]
+    said: str
+
+
+def ran(name: str, epochs: int, kind: str) -> Ran:
+    """Run a script in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="hotlap-scripts-") as folder:
+        hotlap = ["-m", "hotlap", "run", "--out", f"{folder}/run"] if kind == "hotlap" else []
+        command = [sys.executable, *hotlap, str(HOME / f"{name}.py"), "--epochs", str(epochs)]
+        fresh = os.environ | {"HOTLAP_CACHE": f"{folder}/cache", "COLUMNS": "120"}
+        fresh.pop("HOTLAP_PLAN", None)
+        begun = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=fresh)
+        seconds = time.perf_counter() - begun
+    report(f"{name}: {kind} took {seconds:.1f} s for {epochs} epochs, exit code {done.returncode}")
+    if done.returncode:
+        report(done.stderr[-2000:])
+    return Ran(kind, seconds, done.returncode, done.stdout.splitlines(), done.stderr)
+
+
+def epochs_for(name: str, seconds: float) -> int:
+    """How many epochs take so long, start and imports included."""
+    few, more = (ran(name, epochs, "alone").seconds for epochs in SHORT)
+    each = max(1e-3, (more - few) / (SHORT[1] - SHORT[0]))
+    return max(2, round((seconds - few + SHORT[0] * each) / each))
+
+
+def report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def figures(lines: list[str]) -> list[str]:
+    """The last line that is not about time alone, shortened to its figures."""
+    told = [line for line in lines if re.search(r"\d\.\d{3}", line)]
+    return told[-1:]
+
+
+def main() -> int:
+    """Run all of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=sorted(GOALS), default=sorted(GOALS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    facts: dict[str, object] = {"versions": versions(), "seconds": options.seconds, "scripts": {}}
+    failed = False
+    for name in options.only:
+        epochs = epochs_for(name, options.seconds)
+        kinds = ["alone", *["hotlap", "alone"] * options.runs]
+        found = [ran(name, epochs, kind) for kind in kinds]
+        failed |= any(one.code for one in found)
+        gains = [
+            (math.log(found[at - 1].seconds) + math.log(found[at + 1].seconds)) / 2 - math.log(found[at].seconds)
+            for at in range(1, len(found), 2)
+        ]
+        ratio = math.exp(statistics.mean(gains))
+        print(f"\n{name}: {epochs} epochs, {ratio:.2f}x ({', '.join(f'{math.exp(g):.2f}x' for g in gains)})", end="")
+        print(f"; asked for on one H200: {GOALS[name]}x")
+        for one in found:
+            print(f"  {one.kind:<7} {one.seconds:6.1f} s  {'; '.join(figures(one.lines))}")
+        for one in found:
+            if one.kind == "hotlap":
+                print("\n".join(f"    {line}" for line in one.said.splitlines()))
+        facts["scripts"][name] = {"epochs": epochs, "ratio": ratio, "runs": [asdict(one) for one in found]}  # type: ignore[index]
+        if options.json is not None:
+            options.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
