@@ -176,7 +176,7 @@ class Replayed(Turn):
 
     def __init__(self, graph: CallGraph, tensors: Sequence[Tensor], surprised: Callable[[], None]) -> None:
         """`surprised` is told where it had to be made again."""
-        self._graph, self._tensors, self._tell = graph, tensors, surprised
+        self._graph, self._tensors = graph, tensors
         wanting = [tensor for tensor in tensors if tensor.requires_grad]
         super().__init__(
             graph._compute,
@@ -184,6 +184,7 @@ class Replayed(Turn):
             graph._device,
             graph._switches,
             [*wanting, *graph.standing.parameters],
+            surprised,
         )
 
     def forward(self) -> list[Tensor]:
@@ -208,10 +209,6 @@ class Replayed(Turn):
         tensors = iter([tensor if tensor.requires_grad else static.clone() for tensor, static in self._pairs()])
         arguments: tuple[Any, Any] = map_tensors(self._graph.given, lambda _: next(tensors))
         return arguments
-
-    def made_again(self) -> list[Tensor]:
-        self._tell()
-        return super().made_again()
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self._tensors, self._graph.static, strict=True)

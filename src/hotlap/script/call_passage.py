@@ -34,13 +34,15 @@ class Turn:
         device: torch.device,
         switches: Switches,
         sources: Sequence[Tensor],
+        surprised: Callable[[], None] | None = None,
     ) -> None:
+        """`surprised` is told where the call has to be made again."""
         self._compute, self._module, self._device, self._switches = compute, module, device, switches
         self.sources = sources
         self.done = False
         """Whether nothing of it is needed any more."""
-        self.surprised = False
-        """Whether the call had to be made again."""
+        self._was_surprised = False
+        self._surprised = surprised
         self._drawn_from = generator_of(device).get_state()
         kind = device.type
         self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -72,7 +74,7 @@ class Turn:
         if all(grad is None for grad in grads):
             return [None] * len(self.sources)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if not self.surprised and self.expects(grads, kept=kept):
+        if not self._was_surprised and self.expects(grads, kept=kept):
             made = self.gradients(grads)
         else:
             made = self._differentiated(grads)
@@ -82,9 +84,11 @@ class Turn:
         return made
 
     def _differentiated(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        self.surprised = True
+        if not self._was_surprised and self._surprised is not None:
+            self._surprised()
+        self._was_surprised = True
         # For each pass anew: what autograd lets go of in one must not be missing in the next.
-        made = self.made_again()
+        made = self._made_again()
         pairs = [(out, grad) for out, grad in zip(made, grads, strict=True) if grad is not None]
         with self._switches:
             found = torch.autograd.grad(
@@ -96,7 +100,7 @@ class Turn:
             )
         return list(found)
 
-    def made_again(self) -> list[Tensor]:
+    def _made_again(self) -> list[Tensor]:
         """The outputs, made once more as they were made, for autograd to see all of it."""
         enabled, dtype = self._autocast
         with Untouched(self._module, self._device), self._switches, torch.enable_grad():
