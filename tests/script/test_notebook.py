@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,3 +125,34 @@ def test_the_variable_chooses_the_plan_and_off_leaves_the_notebook_alone(notes):
 def test_nothing_of_it_needs_ipython_before_it_is_used():
     code = "import sys, hotlap.script.notebook; print(hotlap.load_ipython_extension.__name__, 'IPython' in sys.modules)"
     assert python(code).stdout == "load_ipython_extension False\n"
+
+
+def test_a_notebook_that_trains_prints_the_same_with_the_real_session(tmp_path, monkeypatch):
+    notebook = json.loads((Path(__file__).parents[1] / "scripts" / "notebook.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HOTLAP_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": str(SRC),
+    }
+    environment.pop("HOTLAP_PLAN", None)
+
+    def executed(*more):
+        done = subprocess.run(
+            [sys.executable, "-c", NOTEBOOK, *more, *cells, "%hotlap off" if more else "pass"],
+            capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=180,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def printed(outputs):
+        """Words alone: a few steps may have been made in other ways, and times differ."""
+        text = "".join(text for cell in outputs for text in cell if isinstance(text, str))
+        return [re.sub(r"[\d.]+", "#", line) for line in text.splitlines() if not line.startswith("hotlap")]
+
+    alone, watched = executed(), executed("%load_ext hotlap")
+    told = "".join(str(text) for text in watched[-1])
+    assert "baseline" in told
+    assert "had to stop" not in told
+    assert printed(watched[1:-1]) == printed(alone[:-1])

@@ -127,39 +127,41 @@ class Served(_BaseDataLoaderIter):
             except StopIteration:
                 if indices.is_shut:
                     self._change(indices)
-                elif self._feeding is self._made or indices.are_over:
+                    continue
+                if self._feeding is self._made or indices.are_over:
                     raise
-                else:
-                    return self._rescued(indices, TrainingError("a feed ended before its epoch"))
+                failure: Exception = TrainingError("a feed ended before its epoch")
             except Exception as error:
                 if self._feeding is self._made:
                     raise
-                return self._rescued(indices, error)
+                failure = error
+            try:
+                return self._rescued(indices, failure)
+            finally:
+                del failure  # which holds this frame, so that torch's iterator would live on in a circle
 
-    def _rescued(self, indices: Indices, error: Exception) -> Batch:
+    def _rescued(self, indices: Indices, failure: Exception) -> Batch:
         """The batch that a feed failed to make, made by torch in this process; what that raises is the dataset's."""
-        workers, number = self._serving.own.workers, indices.given
-        failure: ExceptionWrapper | None = None
-        try:
-            if _is_direct(self._opened):
-                raise error
+        own, wrapped = self._serving.own, None
+        if _is_direct(self._opened):  # which torch made in this process already
+            wrapped = _as_in_worker(failure, own, indices.given)
+        else:
             self._leave()
             indices.put_back()
             indices.reopen()
             self._feeding = self._directly(indices)
-            batch = next(self._feeding)
-        except StopIteration:
-            raise
-        except Exception:
-            self._change(indices)
-            if not workers:
+            try:
+                batch = next(self._feeding)
+                self._fault = failure
+                return batch
+            except StopIteration:
                 raise
-            where = f"in DataLoader worker process {number % workers}"
-            failure = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
-        if failure is not None:  # out of the handler, so that it comes without a context as from a worker
-            failure.reraise()  # type: ignore[no-untyped-call]
-        self._fault = error
-        return batch
+            except Exception as error:
+                self._change(indices)
+                if not own.workers:
+                    raise
+                wrapped = _as_in_worker(error, own, indices.given)
+        return wrapped.reraise()  # type: ignore[no-untyped-call]
 
     def _mode(self) -> AbstractContextManager[Any]:
         # torch pins what comes from workers in a thread of its own, which knows nothing of the script's inference mode.
@@ -237,6 +239,12 @@ class Served(_BaseDataLoaderIter):
 def batches_ahead(loader: DataLoader[Any]) -> int:
     """How many index batches torch reads before it gives out the first batch, where it has workers."""
     return (loader.prefetch_factor or 0) * loader.num_workers
+
+
+def _as_in_worker(error: Exception, own: Feed, number: int) -> ExceptionWrapper:
+    """An error of the dataset as torch passes it on from the worker that makes the batch of this number."""
+    where = f"in DataLoader worker process {number % own.workers}"
+    return ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
 
 
 def _is_direct(feed: Feed) -> bool:
