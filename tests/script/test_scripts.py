@@ -40,8 +40,8 @@ CLOSE = 0.35
 """How far a printed figure may be off, as a fraction, or in absolute terms below 1, after hundreds of steps of which
 some were made with a fused optimizer or in bf16. Losses of single batches are among them."""
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
-TIMES = re.compile(r"\d+\.\d+ ?s\b|'\w*(?:runtime|per_second)': '?[\d.]+'?")
-NOISE = re.compile(r"'grad_norm': '?[\d.]+'?")
+TIMES = re.compile(r"\d+\.\d+ ?s\b|'\w*(?:runtime|per_second)': '?[\d.e+-]+'?")
+NOISE = re.compile(r"'grad_norm': '?[\d.e+-]+'?")
 """What differs from one batch to the next by more than any band."""
 AGAIN = 3
 """Runs in one of which a move has to be kept: in a short run on a machine that others use, laps may say nothing."""

@@ -27,6 +27,7 @@ from hotlap.script.calls import Call
 from hotlap.script.finding import Finder, Loop
 from hotlap.script.horizon import Horizon
 from hotlap.script.patches import Patches
+from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
 from hotlap.script.steering import Steering
 from hotlap.script.telling import Teller
@@ -71,6 +72,7 @@ class Session:
         self._finder: Finder | None = Finder()
         self._horizon = Horizon()
         self._steering: Steering | None = None
+        self._sending: Sending | None = None
         self._waits: Waits | None = None
         self._looked, self._looked_from = 0, 0.0
         self._advice: list[str] = []
@@ -139,13 +141,21 @@ class Session:
         if loader not in self._servings:
             started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             device = torch.device("cuda", torch.cuda.current_device()) if started else torch.device("cpu")
-            serving = Serving(loader, device=device, original_iter=self._original_iter)
+            serving = Serving(
+                loader, device=device, original_iter=self._original_iter, sending=self._sending_to(device)
+            )
             serving.on_batch = functools.partial(self._served, serving)
             serving.on_begin = functools.partial(self._begun, serving)
             serving.on_end = functools.partial(self._ended, serving)
             serving.on_fault = self._fault
             self._servings[loader] = serving
         return self._servings[loader]
+
+    def _sending_to(self, device: torch.device) -> Sending | None:
+        if device.type == "cuda" and self._sending is None:
+            self._sending = Sending(device)
+            self._sending.on_fault = self._fault
+        return self._sending
 
     def _served(self, serving: Serving, seconds: float) -> None:
         with self._safely():
@@ -215,6 +225,8 @@ class Session:
         """The loop is known: steer it."""
         self._finder, self._strange = None, 0
         training = ScriptTraining(loop, loop.loaders, Ledger())
+        for serving in training.servings:  # it may have been seen before the script chose its device
+            serving.device, serving.sending = training.device, self._sending_to(training.device)
         self._calls = {id(call.module): call for call in training.calls}
         self._steering = Steering(training, plan=self.settings.plan, tune_s=self.settings.tune_s, length=self._length)
 
@@ -231,6 +243,8 @@ class Session:
         if steering is not None:
             try:
                 steering.close()
+                if self._sending is not None:
+                    self._sending.remove()
             finally:
                 self._teller.trained(steering, self._advice)
                 self._waits, self._looked, self._advice = None, 0, []
