@@ -450,6 +450,21 @@ def test_of_two_iterators_at_a_time_the_second_is_torchs_own():
     assert serving.epochs == 1
 
 
+def test_an_iterator_that_has_given_all_is_over_though_somebody_keeps_it_and_never_asks_for_more():
+    loader = loader_of("tensors", "as given")
+    serving = served(loader)
+    serving.use(GATHER)
+    kept = []
+    for epoch in range(3):
+        kept.append(serving.iterate())
+        batches = [next(kept[-1]) for _ in range(len(loader))]
+        assert torch.equal(torch.cat([y for _, y in batches]), Y[: sum(len(y) for _, y in batches)])
+        assert (serving.epochs, serving.feed) == (epoch + 1, GATHER)
+    for one in kept:
+        with pytest.raises(StopIteration):
+            next(one)
+
+
 def test_the_first_batch_of_many_iterators_is_served_each_time():
     loader = loader_of("tensors", "as given")
     serving = served(loader)

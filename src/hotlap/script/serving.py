@@ -122,8 +122,11 @@ class Serving:
         """Stands in for `iter(loader)`. Of two iterators at a time the second is torch's own."""
         loader = self._loader()
         assert loader is not None, "who iterates it holds it"
-        if self._running() is not None:
-            return self._original_iter(loader)
+        running = self._running()
+        if running is not None:
+            if self.length is None or self.served < self.length:
+                return self._original_iter(loader)
+            running.end()  # nobody asked it for more, and somebody keeps it: Lightning, for one
         self.epochs, self.served = self.epochs + 1, 0
         self._tell(self.on_begin)
         self.feed = self.wanted  # of an epoch before nothing is under way

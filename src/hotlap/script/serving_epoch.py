@@ -71,14 +71,14 @@ class Served(_BaseDataLoaderIter):
         try:
             batch = next(self._feeding) if self._indices is None else self._produced(self._indices)
         except StopIteration:
-            self._end()
+            self.end()
             raise
         self._serving.gave(time.perf_counter() - began)
         return batch
 
     def __del__(self) -> None:
         if "is_over" in vars(self):
-            self._end()
+            self.end()
 
     @property
     def is_waiting(self) -> bool:
@@ -227,7 +227,8 @@ class Served(_BaseDataLoaderIter):
             )
         return self._indices
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """There is no more to give, or nobody who wants it."""
         if not self.is_over:
             self.is_over = True
             self._leave()
