@@ -35,7 +35,8 @@ class Budget:
         self.saved_s = 0.0
         self.coming_s = 0.0
         """What the rest of the run will take less than under the user's own plan, at the least."""
-        self._wall_s, self._updates = 0.0, 0
+        self.wall_s, self.updates = 0.0, 0
+        """Of all laps, so far."""
 
     @property
     def all_s(self) -> float:
@@ -52,12 +53,12 @@ class Budget:
 
     def lost_s(self, step_s: float) -> float:
         """What all of it took beyond a pace of so many seconds an update."""
-        return self._wall_s - self._updates * step_s
+        return self.wall_s - self.updates * step_s
 
     def made(self, updates: int, wall_s: float) -> None:
         """Told that so many updates took so long: slower than the user's own pace costs, faster saves."""
-        self._wall_s += wall_s
-        self._updates += updates
+        self.wall_s += wall_s
+        self.updates += updates
         beyond = wall_s - updates * self.base_s
         if beyond > 0:
             self.spent_s += beyond

@@ -35,7 +35,7 @@ GATE_UPDATES = 16
 """What a gate takes, in updates of the user's own, about."""
 RIPE, OFTEN = 200, 10
 """Updates after which a precision is judged again, in runs that have so many times as many left."""
-SHARES = 0.03
+SHARES = 0.02
 """Of the time that is left, what may be lost to finding out what each kept move gives."""
 FEW_LAPS_S = 6 * LAP_S
 """What slow laps cost where a kept move is taken out, about."""
@@ -186,7 +186,7 @@ class Search:
                 continue
             began_s = self._trials.budget.lost_s(self._lap.step_s)
             may_s = SHARES * self._left_s - lost_s
-            tried = yield from self._trials.compare(without, self.plan, settled=self.plan, may_s=may_s)
+            tried = yield from self._trials.compare(without, self.plan, settled=self.plan, may_lose_s=may_s)
             lost_s += self._trials.budget.lost_s(self._lap.step_s) - began_s
             if tried.estimate is None:
                 continue
@@ -204,7 +204,7 @@ class Search:
         tried = Tried(verdict="nothing helped")
         if self.plan != self.baseline:
             may_s = SHARES * self._left_s
-            tried = yield from trials.compare(self.baseline, self.plan, settled=self.plan, may_s=may_s)
+            tried = yield from trials.compare(self.baseline, self.plan, settled=self.plan, may_lose_s=may_s)
             if tried.estimate is not None and tried.estimate.high < 1:
                 for move in self._kept:
                     trials.refuse(move, "rejected", "in the end slower than the user's own plan", tried)
@@ -215,8 +215,7 @@ class Search:
         self._settle_in(tried)
         figures = {**tried.figures, "cost_s": budget.spent_s}
         if self._kept and tried.estimate is not None:
-            # By laps side by side: the pace of the machine is not what it was at the beginning.
-            own_s, found_s = tried.means
+            own_s, found_s = trials.pace_s(self.baseline), trials.pace_s(self.plan)
             figures["saved_s"] = budget.saved_s - budget.spent_s + self._updates_left * (own_s - found_s)
             figures["own_s"] = own_s
         if tried.a is not None:

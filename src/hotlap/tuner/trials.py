@@ -19,6 +19,9 @@ from hotlap.tuner.laps import Lap
 from hotlap.tuner.memory import MemoryWatch
 from hotlap.tuner.stats import Comparison, Estimate
 
+ODD = 5
+"""One lap in so many is left out at each end: others on the machine come and go."""
+
 
 @dataclass(frozen=True)
 class Rest:
@@ -45,8 +48,6 @@ class Tried:
     a: Lap | None = None
     """The middle one of A's laps."""
     b: Lap | None = None
-    means: tuple[float, float] = (0.0, 0.0)
-    """Seconds an update under A and under B, on average: whole runs pay for slow laps too."""
     cost_s: float = 0.0
 
     @property
@@ -92,8 +93,8 @@ class Trials:
         self._rig, self._gate, self.budget, self._baseline = rig, gate, budget, baseline
         self._memory = MemoryWatch(rig.device)
         self._coin = random.Random(0)
-        self._own: list[Lap] = []
-        """Laps of the user's own plan."""
+        self._laps: dict[Plan, list[Lap]] = {}
+        """Of all plans that were timed."""
         self.gate_s = 0.0
         """What the last gate took."""
         self._words: dict[str, tuple[str, Mapping[str, float]]] = {}
@@ -114,14 +115,14 @@ class Trials:
         return passed.why
 
     def compare(
-        self, a: Plan, b: Plan, *, settled: Plan, may_s: float | None = None
+        self, a: Plan, b: Plan, *, settled: Plan, may_lose_s: float | None = None
     ) -> Generator[Plan | Rest, Lap, Tried]:
-        """Laps of both in turn until it is decided, or the budget is spent, or `may_s` seconds where that is given.
+        """Laps of both in turn until it is decided, or too much is spent.
 
-        One of them is the plan settled on.
+        That is the budget, or `may_lose_s` seconds beyond the pace of the plan settled on, which is one of the two.
         """
         comparison, a_laps, b_laps = Comparison(), list[Lap](), list[Lap]()
-        before_s = self.budget.spent_s
+        before_s, began = self.budget.spent_s, (self.budget.wall_s, self.budget.updates)
         self._memory.begin()
         stopped: str | None = None
         try:
@@ -134,15 +135,20 @@ class Trials:
                     self._book(plan, lap)
                     quad[name].append(lap.step_s)
                     (a_laps if plan is a else b_laps).append(lap)
+                    self._laps.setdefault(plan, []).append(lap)
                     if plan is not settled and stopped is None:
                         stopped = self._memory.why_short()
-                if a == self._baseline:
-                    self._own += a_laps[-2:]
-                    self.budget.base_s = mean_s(self._own)
+                if self._baseline in (a, b):
+                    self.budget.base_s = self.pace_s(self._baseline)
                 (a1, a2), (b1, b2) = quad["a"], quad["b"]
                 comparison.add(a1, b1, b2, a2)
-                spent_s = self.budget.spent_s - before_s
-                dear = self.budget.left_s < 0 if may_s is None else spent_s > may_s
+                if may_lose_s is None:
+                    dear = self.budget.left_s < 0
+                else:
+                    pace_s = mean_s(a_laps if settled is a else b_laps)
+                    dear = self.budget.lost_s(pace_s) - (began[0] - began[1] * pace_s) > may_lose_s
+                # One quad alone says nothing of its noise.
+                dear = dear and (may_lose_s is None or len(a_laps) > 2)
                 if stopped is None and comparison.verdict is None and dear:
                     stopped = "no difference seen before all that may be spent was"
         except TrialError as error:
@@ -152,9 +158,14 @@ class Trials:
             estimate=comparison.estimate,
             a=middle(a_laps),
             b=middle(b_laps),
-            means=(mean_s(a_laps), mean_s(b_laps)),
             cost_s=self.budget.spent_s - before_s,
         )
+
+    def pace_s(self, plan: Plan) -> float:
+        """Seconds an update under a plan that was timed: the mean of all its laps but the slowest and fastest fifth."""
+        laps = sorted(self._laps[plan], key=lambda lap: lap.step_s)
+        cut = len(laps) // ODD
+        return mean_s(laps[cut : len(laps) - cut])
 
     def _book(self, plan: Plan, lap: Lap) -> None:
         """What a lap cost. The user's own plan costs what it takes to come to it, whatever the pace of the machine."""
