@@ -37,6 +37,8 @@ RIPE, OFTEN = 200, 10
 """Updates after which a precision is judged again, in runs that have so many times as many left."""
 SHARES = 0.02
 """Of the time that is left, what may be lost to finding out what each kept move gives."""
+TOTAL = 0.04
+"""The same for what all of them give together."""
 FEW_LAPS_S = 6 * LAP_S
 """What slow laps cost where a kept move is taken out, about."""
 
@@ -203,7 +205,7 @@ class Search:
         trials, budget = self._trials, self._trials.budget
         tried = Tried(verdict="nothing helped")
         if self.plan != self.baseline:
-            may_s = SHARES * self._left_s
+            may_s = TOTAL * self._left_s
             tried = yield from trials.compare(self.baseline, self.plan, settled=self.plan, may_lose_s=may_s)
             if tried.estimate is not None and tried.estimate.high < 1:
                 for move in self._kept:
