@@ -93,3 +93,42 @@ def test_of_several_optimizers_those_that_can_are_fused():
         optimizer.step()
         updates.after_step(optimizer)
         assert not optimizer.param_groups[0].get("fused")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_loss_scaled_by_the_script_is_unscaled_whatever_was_tried(monkeypatch, broken):
+    """GradScaler leaves it to optimizers that say they do it, which a fused one says of itself."""
+    _, optimizer, updates = trained(KINDS["adamw"])
+    assert updates.supports("fused") is None
+    if broken:
+        monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **settings: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            updates.why_other("fused")
+    else:
+        assert updates.why_other("fused") is None
+    assert "_step_supports_amp_scaling" not in vars(optimizer)
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def scaled(fused_from=None):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    updates = Updates([optimizer])
+    optimizer.register_step_pre_hook(lambda one, *_: updates.before_step(one))
+    optimizer.register_step_post_hook(lambda one, *_: updates.after_step(one))
+    for number in range(8):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(16, 4)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if number == fused_from:
+            assert updates.why_other("fused") is None
+        elif fused_from is not None and number > fused_from + 1:  # a plain one comes first
+            updates.use("fused" if number % 2 else "plain")
+    return [p.detach() for p in model.parameters()]
+
+
+def test_training_with_a_scaler_stays_the_same_through_gate_and_turns():
+    for one, other in zip(scaled(), scaled(fused_from=2), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

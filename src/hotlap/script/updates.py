@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 
 from hotlap.engine.optimizers import Fusion, is_fused, settle_counts, why_not_fused
 from hotlap.tuner.gradients import Parts, gaps_between, percent
+from hotlap.tuner.rounding import GRAIN, SAME
 
-SAME = 2.5e-4
-"""Updates that differ by less, as a fraction, are the same."""
-GRAIN = 4.0
-"""Units in the last place of a weight by which it may differ in any case."""
+SCALES = "_step_supports_amp_scaling"
+"""By which GradScaler knows, before a step, that the optimizer itself takes the scale out of its gradients."""
 TRIED = 2
 """Steps that are compared: the second one needs what the first has left."""
 
@@ -33,7 +32,7 @@ class Updates:
         self._reasons: dict[int, str | None] = {}
         self._fusions: dict[int, Fusion] = {}
         self._kind = self.own
-        self._before: list[dict[str, Any]] = []
+        self._before: _Look | None = None
         self._hooks: list[Any] = []
 
     def supports(self, kind: str) -> str | None:
@@ -68,18 +67,14 @@ class Updates:
         fusion = self._fusions.get(id(optimizer))
         if self._kind == self.own or fusion is None:
             return
-        self._before = [dict(group) for group in optimizer.param_groups]
+        self._before = _Look(optimizer)
         fusion.set(True)
-        # GradScaler asks for it before the step, and would leave scaling to it.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
     def after_step(self, optimizer: Optimizer) -> None:
         """To be called as it ends."""
-        for group, before in zip(optimizer.param_groups, self._before, strict=False):
-            for name in ("fused", "foreach", "capturable"):
-                if name in before:
-                    group[name] = before[name]
-        self._before = []
+        before, self._before = self._before, None
+        if before is not None:
+            before.restore()
 
     def why_other(self, kind: str) -> str | None:
         """Why a step of that kind does not do what the script's own does, right after one of its steps; else None.
@@ -111,17 +106,32 @@ class Updates:
         self._hooks.clear()
 
 
+class _Look:
+    """How an optimizer looks to the script: settings of its groups, and what GradScaler asks for."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        names = ("fused", "foreach", "capturable")
+        self._settings = [{k: group[k] for k in names if k in group} for group in optimizer.param_groups]
+        self._scales = vars(optimizer).get(SCALES)
+
+    def restore(self) -> None:
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=False):
+            group.update(settings)
+        if self._scales is None:
+            vars(self._optimizer).pop(SCALES, None)
+        else:
+            setattr(self._optimizer, SCALES, self._scales)
+
+
 def _why_other(optimizer: Optimizer) -> str | None:
     moved = {}
     for fused in (False, True):
         with _set_aside(optimizer) as before:
-            groups = [dict(group) for group in optimizer.param_groups]
             Fusion(optimizer).set(fused)
             for _ in range(TRIED):
                 _raw_step(optimizer)
             moved[fused] = {name: now.detach() - before[name] for name, now in _named(optimizer)}
-            for group, was in zip(optimizer.param_groups, groups, strict=True):
-                group.update({name: was[name] for name in ("fused", "foreach", "capturable") if name in was})
     return _why_differ(moved[False], moved[True], dict(_named(optimizer)))
 
 
@@ -135,7 +145,8 @@ def _why_differ(truth: Parts, made: Parts, weights: Parts) -> str | None:
 
 @contextmanager
 def _set_aside(optimizer: Optimizer) -> Iterator[dict[str, Tensor]]:
-    """Inside, steps may be made; afterwards weights and state are what they were, at the same addresses."""
+    """Inside, steps may be made; afterwards weights, state and settings are what they were, at the same addresses."""
+    look = _Look(optimizer)
     weights = {name: tensor.detach().clone() for name, tensor in _named(optimizer)}
     gradients = {name: tensor.grad.detach().clone() for name, tensor in _named(optimizer) if tensor.grad is not None}
     state = {
@@ -145,6 +156,9 @@ def _set_aside(optimizer: Optimizer) -> Iterator[dict[str, Tensor]]:
     try:
         yield weights
     finally:
+        look.restore()
+        for parameter in set(optimizer.state) - set(state):
+            del optimizer.state[parameter]
         with torch.no_grad():
             for name, tensor in _named(optimizer):
                 tensor.copy_(weights[name])
