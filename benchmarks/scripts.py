@@ -1,10 +1,11 @@
 """Somebody's own scripts, as they are and under `hotlap run`: whole runs, from start to exit.
 
-    python -m benchmarks.scripts [--seconds 60] [--only NAME …] [--runs 1] [--json FILE]
+    python -m benchmarks.scripts [--seconds 60] [--only NAME …] [--runs 1] [--once] [--json FILE]
 
 Each script in `benchmarks/user_scripts` is run for as many epochs as take it `--seconds` by itself, then under hotlap
-with an empty cache, then by itself again, so that drift of the machine shows. The seconds are those of the whole
-process, imports included. What it prints at last is shown for all of them. Exit code 1 where one failed.
+with an empty cache, then by itself again, so that drift of the machine shows (`--once`: not again). The seconds are
+those of the whole process, imports included, with torch's bytecode at hand; beside them stand those that the script
+itself tells of its training. What it prints at last is shown for all of them. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from benchmarks.fast_path import versions
 HOME = Path(__file__).parent / "user_scripts"
 GOALS = {"lstm": 2.5, "transformer": 2.5, "mlp": 4.0}
 """What is asked for on one H200."""
+UNSET = ("HOTLAP_PLAN", "PYTHONDONTWRITEBYTECODE")
 SHORT = (1, 4)
 """Epochs of two runs that tell how long one takes beside the start."""
 
@@ -42,13 +45,17 @@ class Ran:
     said: str
 
 
-def ran(name: str, epochs: int, kind: str) -> Ran:
-    """Run a script in a process of its own."""
+def ran(name: str, epochs: int, kind: str, bytecode: Path) -> Ran:
+    """Run a script in a process of its own, with an empty cache of hotlap's."""
     with tempfile.TemporaryDirectory(prefix="hotlap-scripts-") as folder:
         hotlap = ["-m", "hotlap", "run", "--out", f"{folder}/run"] if kind == "hotlap" else []
         command = [sys.executable, *hotlap, str(HOME / f"{name}.py"), "--epochs", str(epochs)]
-        fresh = os.environ | {"HOTLAP_CACHE": f"{folder}/cache", "COLUMNS": "120"}
-        fresh.pop("HOTLAP_PLAN", None)
+        fresh = {key: value for key, value in os.environ.items() if key not in UNSET} | {
+            "HOTLAP_CACHE": f"{folder}/cache",
+            "COLUMNS": "120",
+            "PYTHONPATH": str(HOME.parents[1] / "src"),
+            "PYTHONPYCACHEPREFIX": str(bytecode),
+        }
         begun = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=fresh)
         seconds = time.perf_counter() - begun
@@ -58,11 +65,17 @@ def ran(name: str, epochs: int, kind: str) -> Ran:
     return Ran(kind, seconds, done.returncode, done.stdout.splitlines(), done.stderr)
 
 
-def epochs_for(name: str, seconds: float) -> int:
+def epochs_for(name: str, seconds: float, bytecode: Path) -> int:
     """How many epochs take so long, start and imports included."""
-    few, more = (ran(name, epochs, "alone").seconds for epochs in SHORT)
-    each = max(1e-3, (more - few) / (SHORT[1] - SHORT[0]))
-    return max(2, round((seconds - few + SHORT[0] * each) / each))
+    few, more = (ran(name, epochs, "alone", bytecode) for epochs in SHORT)
+    each = max(1e-3, (own_seconds(more) - own_seconds(few)) / (SHORT[1] - SHORT[0]))
+    return max(2, round((seconds - more.seconds) / each + SHORT[1]))
+
+
+def own_seconds(one: Ran) -> float:
+    """What the script says that its training took."""
+    told = re.findall(r"([0-9.]+) s$", one.lines[-1]) if one.lines else []
+    return float(told[0]) if told else math.nan
 
 
 def report(line: str) -> None:
@@ -75,36 +88,55 @@ def figures(lines: list[str]) -> list[str]:
     return told[-1:]
 
 
+def gains(found: Sequence[Ran], of: Callable[[Ran], float]) -> list[float]:
+    """How many times as fast each run under hotlap was as those by itself before and after it."""
+    pairs = [found[max(0, at - 1) : at + 2 : 2] for at in range(1, len(found), 2)]
+    return [
+        math.exp(statistics.mean(math.log(of(one)) for one in alone) - math.log(of(found[1 + 2 * number])))
+        for number, alone in enumerate(pairs)
+    ]
+
+
+def shown(ratios: Sequence[float]) -> str:
+    """Ratios for people."""
+    return ", ".join(f"{ratio:.2f}x" for ratio in ratios)
+
+
 def main() -> int:
     """Run all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=sorted(GOALS), default=sorted(GOALS))
+    parser.add_argument("--once", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     facts: dict[str, object] = {"versions": versions(), "seconds": options.seconds, "scripts": {}}
     failed = False
-    for name in options.only:
-        epochs = epochs_for(name, options.seconds)
-        kinds = ["alone", *["hotlap", "alone"] * options.runs]
-        found = [ran(name, epochs, kind) for kind in kinds]
-        failed |= any(one.code for one in found)
-        gains = [
-            (math.log(found[at - 1].seconds) + math.log(found[at + 1].seconds)) / 2 - math.log(found[at].seconds)
-            for at in range(1, len(found), 2)
-        ]
-        ratio = math.exp(statistics.mean(gains))
-        print(f"\n{name}: {epochs} epochs, {ratio:.2f}x ({', '.join(f'{math.exp(g):.2f}x' for g in gains)})", end="")
-        print(f"; asked for on one H200: {GOALS[name]}x")
-        for one in found:
-            print(f"  {one.kind:<7} {one.seconds:6.1f} s  {'; '.join(figures(one.lines))}")
-        for one in found:
-            if one.kind == "hotlap":
-                print("\n".join(f"    {line}" for line in one.said.splitlines()))
-        facts["scripts"][name] = {"epochs": epochs, "ratio": ratio, "runs": [asdict(one) for one in found]}  # type: ignore[index]
-        if options.json is not None:
-            options.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False))
+    with tempfile.TemporaryDirectory(prefix="hotlap-bytecode-") as bytecode:
+        for name in options.only:
+            epochs = epochs_for(name, options.seconds, Path(bytecode))
+            kinds = ["alone", "hotlap"] if options.once else ["alone", *["hotlap", "alone"] * options.runs]
+            found = [ran(name, epochs, kind, Path(bytecode)) for kind in kinds]
+            failed |= any(one.code for one in found)
+            whole, training = (gains(found, of) for of in (lambda one: one.seconds, own_seconds))
+            print(f"\n{name}: {epochs} epochs, whole run {shown(whole)}, training {shown(training)}", end="")
+            print(f"; asked for on one H200: {GOALS[name]}x")
+            for one in found:
+                print(
+                    f"  {one.kind:<7} {one.seconds:6.1f} s, {own_seconds(one):6.1f} s  {'; '.join(figures(one.lines))}"
+                )
+            for one in found:
+                if one.kind == "hotlap":
+                    print("\n".join(f"    {line}" for line in one.said.splitlines()), flush=True)
+            facts["scripts"][name] = {  # type: ignore[index]
+                "epochs": epochs,
+                "whole": whole,
+                "training": training,
+                "runs": [{**asdict(one), "own_seconds": own_seconds(one)} for one in found],
+            }
+            if options.json is not None:
+                options.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False))
     return int(failed)
 
 

@@ -53,8 +53,8 @@ def fit(
     default. With "off" the training runs as the job describes it, with "max" under everything that this machine can
     do, unmeasured. A Plan or a plan file is used as it is; a dict, such as {"precision": "bf16"}, changes choices in
     the plan that the job itself describes; the folder of a run replays its plans, each at its step. Tuning takes at
-    most 1.5 % of the run, a quarter of what it has saved and 60 s, or `tune_s` seconds. `out` must be a
-    new or empty folder; without it one is made under `runs/`. `resume` names the folder of a run to go on
+    most 1.5 % of the run (4 % where the GPU waits for its host), a quarter of what it has saved and 60 s, or
+    `tune_s` seconds. `out` must be a new or empty folder; without it one is made under `runs/`. `resume` names the folder of a run to go on
     with: it ends as if it had never been interrupted. One that has no checkpoint yet begins again at step 0, and
     says so; one that has ended is not trained again, unless more is asked for. A training with other code, data
     or settings, or at step 0 with other first weights, is refused there, with the differences, unless

@@ -1,4 +1,8 @@
-"""What tuning may cost: a small share of the run, a quarter of what it has saved already, a tenth of what it will."""
+"""What tuning may cost: a small share of the run, a quarter of what it has saved already, a tenth of what it will.
+
+The share is larger where the training was seen to wait for what moves can spare it: there, a trial that fails costs
+little beside what one that succeeds saves.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import NamedTuple
 
 SHARE = 0.015
 """Of the run, as predicted at the user's own pace."""
+HOPEFUL_SHARE = 0.04
+"""The same where it was measured that there is much to be had."""
 OF_SAVED = 0.25
 """Of what kept moves have saved so far."""
 OF_COMING = 0.1
@@ -31,6 +37,8 @@ class Budget:
         self.base_s = base_s
         """Seconds an update under the user's own plan, as last measured: a machine's pace changes."""
         self._length, self._most_s = length, most_s
+        self.is_hopeful = False
+        """Whether it was measured that there is much to be had."""
         self.spent_s = 0.0
         self.saved_s = 0.0
         self.coming_s = 0.0
@@ -43,7 +51,8 @@ class Budget:
         """What may be spent in all, as things stand."""
         if self._most_s is not None:
             return self._most_s
-        share_s = SHARE * self.base_s * self._length().updates
+        share = HOPEFUL_SHARE if self.is_hopeful else SHARE
+        share_s = share * self.base_s * self._length().updates
         return min(MOST_S, share_s + OF_SAVED * self.saved_s + OF_COMING * self.coming_s)
 
     @property

@@ -35,6 +35,8 @@ class Lap:
     """Seconds an update that the host waited for its batch; None where nobody told."""
     issue_s: float | None = None
     """Seconds an update that the host took to ask the device for it; None where nobody told."""
+    behind_s: float | None = None
+    """Seconds that the device was behind the host when the lap's last step had been asked for."""
 
 
 class LapClock:
@@ -105,6 +107,7 @@ class LapClock:
             return None
         elif now - self._began < (LAP_S if self._windows >= LEAST_WINDOWS else LONG_S):
             return None
+        asked = self._clock()
         self._training.wait()
         now, self._timing = self._clock(), False
         if self._training.firsts != self._firsts and self._again < MOST_AGAIN:
@@ -120,6 +123,7 @@ class LapClock:
             wall_s=now - self._asked - self._paused_s,
             feed_s=self._feed_s / self._updates if self._fed_at is not None else None,
             issue_s=self._issue_s / self._updates if self._fed_at is not None else None,
+            behind_s=now - asked,
         )
 
     def _may_begin(self) -> bool:

@@ -21,6 +21,8 @@ MARGIN = 1.25
 """A kernel may be so much faster than the ones that were calibrated."""
 REPLAY_S = 3e-5
 """What starting one replay takes, at most."""
+IDLE = 0.5
+"""Where a GPU is behind its host by less of a step than this, it waits for the host most of the time."""
 FEED_CHOICES = {field.name for field in dataclasses.fields(Feed)}
 
 
@@ -31,17 +33,27 @@ class Probe:
         self._device = device
         self._diagnosis: Diagnosis | None = None
         self._feeding: float | None = None
+        self._behind = 1.0
 
     def look(self, lap: Lap, *, may_s: float) -> None:
         """Find out what bounds it, within about so many seconds."""
         self._feeding = _share(lap)
+        if self._device.type == "cuda" and lap.behind_s is not None:
+            self._behind = lap.behind_s / lap.step_s
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether the device was seen to wait for what moves can spare the host."""
+        return self._behind < IDLE and self.bound in ("feeding", "launching")
 
     @property
     def bound(self) -> str:
         """What bounds the training, in the words that moves use."""
         if self._diagnosis is not None:
             return self._diagnosis.bound
-        return "feeding" if (self._feeding or 0.0) > 0.5 else "launching"
+        if (self._feeding or 0.0) > 0.5:
+            return "feeding"
+        return "launching" if self._device.type == "cpu" or self._behind < IDLE else "arithmetic"
 
     @property
     def line(self) -> str:

@@ -90,6 +90,7 @@ class Search:
             trials.write("all moves", "not tried", why=f"the run takes {run_s} in all, so that trials may take {may_s}")
             return
         self._probe.look(lap, may_s=budget.left_s)
+        budget.is_hopeful = self._probe.is_hopeful
         trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": lap.step_s})
         self._rig.keep_plans()
         try:

@@ -1,0 +1,44 @@
+"""What is known of a training before anything is tried."""
+
+import pytest
+import torch
+
+from hotlap.tuner.budget import HOPEFUL_SHARE, SHARE, Budget, Length
+from hotlap.tuner.laps import Lap
+from hotlap.tuner.probe import Probe
+
+
+def probed(kind, **lap):
+    probe = Probe(torch.device(kind))
+    probe.look(Lap(step_s=0.010, updates=5, wall_s=0.05, **lap), may_s=1.0)
+    return probe
+
+
+@pytest.mark.parametrize(
+    ("lap", "bound", "is_hopeful"),
+    [
+        ({"behind_s": 0.001, "feed_s": 0.001}, "launching", True),
+        ({"behind_s": 0.001, "feed_s": 0.007}, "feeding", True),
+        ({"behind_s": 0.009, "feed_s": 0.001}, "arithmetic", False),
+        ({"behind_s": 0.080, "feed_s": 0.001}, "arithmetic", False),  # the device is steps behind
+        ({"behind_s": 0.009, "feed_s": 0.007}, "feeding", False),
+        ({}, "arithmetic", False),  # nobody looked
+    ],
+)
+def test_a_gpu_that_waits_for_its_host_gives_hope(lap, bound, is_hopeful):
+    probe = probed("cuda", **lap)
+    assert (probe.bound, probe.is_hopeful) == (bound, is_hopeful)
+
+
+def test_a_cpu_gives_none():
+    assert not probed("cpu", behind_s=0.0, feed_s=0.009).is_hopeful
+
+
+def test_hope_lets_tuning_cost_more_but_not_more_than_the_user_says():
+    budget = Budget(base_s=0.01, length=lambda: Length(10_000))
+    assert budget.all_s == pytest.approx(100 * SHARE)
+    budget.is_hopeful = True
+    assert budget.all_s == pytest.approx(100 * HOPEFUL_SHARE)
+    told = Budget(base_s=0.01, length=lambda: Length(10_000), most_s=0.5)
+    told.is_hopeful = True
+    assert told.all_s == 0.5
