@@ -163,7 +163,10 @@ class Search:
         Those that cost more than may be spent wait until enough has been saved.
         """
         moves = [move for move in (*MOVES, *OTHERS) if move not in self._kept]
-        for move in sorted(moves, key=lambda move: self._probe.bound not in move.helps):
+        # What is recorded is not bound by its host any more, and what helps against that comes last.
+        is_recorded = self.plan.execution.mode == "captured"
+        bounds = {"arithmetic", "memory traffic"} if is_recorded else {self._probe.bound}
+        for move in sorted(moves, key=lambda move: bounds.isdisjoint(move.helps)):
             if move.name not in self._trials.refused:
                 yield from self._try(move)
         while self._postponed:
