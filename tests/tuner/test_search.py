@@ -288,3 +288,17 @@ def test_a_run_of_unknown_length_is_tuned_once_it_has_gone_on_for_long_enough():
     first = next(number for number, one in enumerate(asked) if isinstance(one, Rest))
     assert all(one == search.baseline for one in asked[:first])
     assert search.plan.numerics.optimizer == "fused"
+
+
+def test_a_run_that_ends_before_its_length_is_known_says_so():
+    rig = rig_for()
+    search = Search(rig, length=lambda: Length(rig.steps + 1, known=False), gate=Gatekeeper(), probe=CountingProbe(rig))
+    asks = search.run()
+    wanted = next(asks)
+    while not isinstance(wanted, Rest):
+        rig.steps += 6
+        wanted = asks.send(lap_of(0.001, 0.009, 6))
+    search.cut_short()
+    assert outcomes(rig)["baseline"][0] == "chosen"
+    outcome, why, _ = outcomes(rig)["all moves"]
+    assert (outcome, why) == ("not tried", "the run ended before it was clear that it is long enough for trials")

@@ -74,7 +74,7 @@ class Search:
         self._doubted: list[Move] = []
         """Moves that a gate has held back for what may pass."""
         self.budget: Budget | None = None
-        self._told = False
+        self._looked = self._told = False
 
     def run(self) -> Laps:
         """Give the plans to be timed, until nothing more is worth a trial."""
@@ -84,6 +84,7 @@ class Search:
         trials = self._trials = Trials(self._rig, self.gate, budget, self.baseline)
         while budget.left_s < GATE_UPDATES * lap.step_s and not self._length().known:
             yield Rest(max(RIPE, self._rig.steps))
+        self._looked = True
         if budget.left_s < GATE_UPDATES * lap.step_s:
             run_s, may_s = show_seconds(self._length().updates * lap.step_s), show_seconds(budget.left_s)
             trials.write("baseline", "chosen", figures={"step_s": lap.step_s})
@@ -231,7 +232,11 @@ class Search:
 
     def cut_short(self) -> None:
         """Told that the training ends first: write down what there is to write."""
-        if self.budget is not None and self._kept and not self._told:
+        if self.budget is not None and not self._looked:
+            self._trials.write("baseline", "chosen", figures={"step_s": self.budget.base_s})
+            why = "the run ended before it was clear that it is long enough for trials"
+            self._trials.write("all moves", "not tried", why=why)
+        elif self.budget is not None and self._kept and not self._told:
             figures = {"cost_s": self.budget.spent_s}
             self._trials.write("tuned", "chosen", why="the run ended before all was tried", figures=figures)
 
