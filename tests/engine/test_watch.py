@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.engine.fingerprint import fingerprint
+from hotlap.engine.fingerprint import Glance, fingerprint
 from hotlap.engine.watch import Watch, meant, stranger_in, why_recording_failed
 
 CPU = torch.device("cpu")
@@ -230,6 +230,86 @@ def test_a_fingerprint_changes_with_whatever_voids_a_capture(name):
     CHANGES[name](model)
     assert fingerprint([model]) != before
     del kept
+
+
+SEEN_AT_A_GLANCE = CHANGES | {
+    "configuration that is another, and equal": lambda m: setattr(m, "config", Config()),
+    "attribute of a configuration": lambda m: setattr(m.config, "more", 1),
+    "first attribute of an object": lambda m: setattr(m.bare, "rate", 1),
+    "list that is another, and equal": lambda m: setattr(m, "weights", list(m.weights)),
+    "list that grew": lambda m: m.weights.append(3.0),
+    "table": lambda m: m.table.update(rate=0.2),
+    "tensor that is another, and equal": lambda m: setattr(m, "mask", m.mask.clone()),
+    "place of a tensor": lambda m: setattr(m.mask, "data", m.mask.data.clone()),
+    "new attribute": lambda m: setattr(m[1], "q", 0.5),
+    "attribute that is gone": lambda m: delattr(m[1], "inplace"),
+    "parameter in the same memory": lambda m: setattr(m[0], "bias", nn.Parameter(m[0].bias.detach())),
+    "parameter for none": lambda m: setattr(m[0], "bias", None),
+    "new parameter": lambda m: m[1].register_parameter("scale", nn.Parameter(torch.ones(1))),
+    "table of parameters": lambda m: vars(m[0]).update(_parameters={"weight": m[0].weight}),
+    "buffer": lambda m: setattr(m[3], "running_mean", torch.ones(3)),
+    "place of a buffer": lambda m: setattr(m[3].running_mean, "data", torch.zeros(3)),
+    "new buffer": lambda m: m[1].register_buffer("scale", torch.ones(1)),
+    "new layer": lambda m: m.append(nn.ReLU()),
+    "layer inside of a layer": lambda m: m[2].add_module("more", nn.ReLU()),
+    "layer that is gone": lambda m: m.pop(2),
+    "layer of another kind": lambda m: setattr(m[2], "__class__", nn.Tanh),
+    "inside of a layer": lambda m: setattr(m[2], "__dict__", dict(vars(m[2]))),
+    "table of hooks": lambda m: vars(m[0]).update(_forward_hooks={1: print}),
+    "hook before": lambda m: m[0].register_forward_pre_hook(lambda *_: None),
+    "hook of gradients": lambda m: m[0].register_full_backward_hook(lambda *_: None),
+    "second hook of a parameter": lambda m: m[0].bias.register_hook(lambda g: g),
+    "hook of a parameter that is gone": lambda m: m.handle.remove(),
+}
+
+
+def configured_in_full():
+    model = configured().append(nn.BatchNorm1d(3))
+    model.table, model.bare = {"rate": 0.1}, type("Bare", (), {})()
+    model.handle = model[0].bias.register_hook(lambda g: g)
+    return model
+
+
+@pytest.mark.parametrize("name", SEEN_AT_A_GLANCE)
+def test_a_glance_sees_whatever_voids_a_capture(name):
+    model = configured_in_full()
+    glance = Glance([model])
+    assert glance.still_holds()
+    kept = model[0].weight.data, model.mask, model.mask.data, model[3].running_mean.data
+    SEEN_AT_A_GLANCE[name](model)
+    assert not glance.still_holds()
+    assert Glance([model]).still_holds()
+    del kept
+
+
+def test_a_glance_sees_one_number_in_the_place_of_another():
+    model = nn.Linear(3, 1)
+    model.scale = torch.ones(1)
+    for name, other in (("scale", torch.ones(1)), ("bias", nn.Parameter(model.bias.detach().clone()))):
+        glance = Glance([model])
+        setattr(model, name, other)
+        assert not glance.still_holds()
+
+
+def test_a_glance_does_not_trust_what_is_lazy():
+    model = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    assert not Glance([model]).still_holds()
+    model(torch.ones(2, 4))
+    assert Glance([model]).still_holds()
+
+
+def test_a_glance_sees_nothing_in_updates_and_evaluations():
+    model = configured_in_full()
+    model.nothing, model.sparse, model.shared = None, torch.eye(3).to_sparse(), model[0].weight
+    model[1].weight = model[0].weight  # tied
+    glance = Glance([model, model[0]])
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.eval()
+        model.train()
+        model.load_state_dict(model.state_dict())
+        assert glance.still_holds()
 
 
 def test_what_a_function_of_the_users_own_holds_is_part_of_it():

@@ -15,6 +15,7 @@ from waiting import no_waiting
 from hotlap.core.plan import Execution, Numerics
 from hotlap.script import call_refusals
 from hotlap.script.calls import Call
+from hotlap.tuner.stepping import without_dropout
 
 DEVICE = torch.device("cuda")
 OWN = Numerics(), Execution()
@@ -211,8 +212,8 @@ def test_shapes_that_come_often_are_recorded_and_the_others_are_not():
     assert model.recorded == 2
     assert model.call.firsts == 2 * 4 + 2
     assert_like(mine, theirs)
-    pools = {graph._forward.pool() for graph in model.call._way._graphs.values()}
-    pools |= {graph._backward.pool() for graph in model.call._way._graphs.values()}
+    pools = {graph._forward.pool() for graph in model.call._way._now.graphs.values()}
+    pools |= {graph._backward.pool() for graph in model.call._way._now.graphs.values()}
     assert len(pools) == 1  # all of them in one memory
 
 
@@ -278,11 +279,27 @@ def test_kept_outputs_and_gradients_stay_what_they_were():
     assert len({grad.data_ptr() for *_, grad, _ in kept}) == 4
 
 
-def reserved_mb():
+def tidied():
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+def reserved_mb():
+    tidied()
     return torch.cuda.memory_reserved() / 2**20
+
+
+def allocated_mb():
+    tidied()
+    return torch.cuda.memory_allocated() / 2**20
+
+
+def recorded_mb():
+    """Memory of the pools that graphs compute in, whether a tensor is in it or not."""
+    tidied()
+    segments = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) != (0, 0)]
+    return sum(one["total_size"] for one in segments) / 2**20
 
 
 def test_shapes_share_their_memory_and_give_it_back_when_all_is_forgotten():
@@ -297,7 +314,7 @@ def test_shapes_share_their_memory_and_give_it_back_when_all_is_forgotten():
         module.zero_grad()
 
     steps(65536, 2)  # its hidden layer takes half a gigabyte
-    before = reserved_mb()
+    before, allocated, in_pools = reserved_mb(), allocated_mb(), recorded_mb()
     model.call.use(*CAPTURED)
     steps(65536, 5)
     one = reserved_mb()
@@ -306,10 +323,13 @@ def test_shapes_share_their_memory_and_give_it_back_when_all_is_forgotten():
     assert model.recorded == 2
     assert one - before > 1000
     assert two - one < 0.5 * (one - before)
+    assert recorded_mb() - in_pools > 500
     model.call.use(*OWN)
     model.call.forget()
-    # Workspaces of cuBLAS for the stream that records stay.
-    assert reserved_mb() - before < 256
+    assert recorded_mb() <= in_pools
+    # Workspaces of cuBLAS for the stream that records stay. Each may be cut out of a large block that the allocator
+    # had at hand, and then has to keep: what is reserved tells nothing.
+    assert allocated_mb() - allocated < 256
 
 
 # --- what scripts do with outputs -------------------------------------------------------------------
@@ -474,7 +494,7 @@ def test_a_seed_set_in_the_middle_makes_masks_of_recurrent_layers_anew():
     for number in range(24):
         if number in (8, 16):
             torch.manual_seed(number)
-            assert model.recorded == 1
+            assert model.recorded == 1, model.call.given_up
             firsts = model.call.firsts
         if number == 12:
             model(x[:7]).sum().backward()
@@ -483,6 +503,36 @@ def test_a_seed_set_in_the_middle_makes_masks_of_recurrent_layers_anew():
             assert model.call.firsts == firsts + 1
     assert model.recorded == 1, model.call.given_up
     assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_a_seed_set_before_the_recording_does_not_hinder_it():
+    x = data_of(Lstm, 1, 64)[0][0].to(DEVICE)
+    model = Scripted(Lstm(0.5).to(DEVICE), CAPTURED)
+    for number in range(6):
+        torch.manual_seed(min(number, 2))  # cuDNN then waits for the device
+        model(x).sum().backward()
+    for _ in range(6):
+        model(x).sum().backward()
+    assert model.recorded == 1, model.call.given_up
+
+
+def test_a_trial_of_recurrent_layers_that_drop_is_a_replay_and_what_it_recorded_stays():
+    module = Lstm(0.5).to(DEVICE)
+    model = Scripted(module)
+    x = data_of(Lstm, 1)[0][0].to(DEVICE)
+    for _ in range(2):
+        model.call.remember_next()
+        model(x).sum().backward()
+    trial = functools.partial(model.call.trial, *model.call.last_inputs, model.call.last_output_grads)
+    for _ in range(2):
+        trial(*OWN)
+        outputs, found = trial(*CAPTURED)
+        assert all(made.isfinite().all() for made in (*outputs, *found.values()))
+    model.call.use(*CAPTURED)
+    for _ in range(3):
+        assert model.recorded == 1, model.call.given_up
+        model(x).sum().backward()
+    assert model.call.firsts == 0
 
 
 def test_a_checkpointed_module_is_right():
@@ -689,9 +739,9 @@ def test_a_trial_of_a_capture_agrees_with_one_of_the_own_plan_and_leaves_no_trac
     before = copy.deepcopy(module.state_dict()), gradients(module), torch.cuda.get_rng_state(), torch.get_rng_state()
     args, kwargs = model.call.last_inputs
     trial = functools.partial(model.call.trial, args, kwargs, model.call.last_output_grads)
-    truth = trial(*OWN)
-    torch.testing.assert_close(trial(*CAPTURED), truth, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(trial(*plan_of("bf16")), truth, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(trial(*CAPTURED), trial(*OWN), rtol=1e-3, atol=1e-4)
+    with without_dropout([module]):  # of 16 bits it draws other masks from the same seed
+        torch.testing.assert_close(trial(*plan_of("bf16")), trial(*OWN), rtol=5e-2, atol=5e-2)
     after = module.state_dict(), gradients(module), torch.cuda.get_rng_state(), torch.get_rng_state()
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     model.call.use(*CAPTURED)

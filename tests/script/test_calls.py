@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import random
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,11 +18,14 @@ from torch import nn
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Execution, Numerics
 from hotlap.data.randomness import HostRandomness
+from hotlap.engine.fingerprint import fingerprint
 from hotlap.engine.recording import NotRecordedError
 from hotlap.script import call_refusals, call_switches
 from hotlap.script.call_capture import MOST_LANES
 from hotlap.script.call_switches import leave_broken_passes, switch_in_backward
+from hotlap.script.call_traces import Drawn
 from hotlap.script.calls import Call
+from hotlap.tuner.stepping import without_dropout
 
 CPU = torch.device("cpu")
 OWN = Numerics(), Execution()
@@ -864,6 +869,13 @@ def test_arguments_that_are_always_new_end_the_capture():
         lambda m: setattr(m[4].weight, "data", m[4].weight.data.clone() + 1),
         lambda m: m.load_state_dict({name: tensor + 1 for name, tensor in m.state_dict().items()}),
         lambda m: m[0].register_forward_hook(lambda *a: a[2] * 2),
+        lambda m: m[4].register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,)),
+        lambda m: m[0].weight.register_hook(lambda grad: grad * 2),
+        lambda m: setattr(m[1], "running_mean", torch.ones(16)),
+        lambda m: setattr(m[1].running_mean, "data", torch.ones(16)),
+        lambda m: setattr(m[1], "momentum", 0.5),
+        lambda m: m.append(nn.Tanh()),
+        lambda m: m[4].__dict__.update(_parameters={"weight": m[4].weight, "bias": None}),
     ],
 )
 def test_what_changes_in_the_module_takes_effect(meddle):
@@ -880,6 +892,105 @@ def test_what_changes_in_the_module_takes_effect(meddle):
     torch.testing.assert_close(gradients(mine), gradients(theirs))
     assert_equal_states(mine.state_dict(), theirs.state_dict())
     assert model.replays >= 2
+
+
+def test_a_replay_is_spared_the_fingerprint_of_a_module_that_nobody_touched(monkeypatch):
+    module, asked = net(), []
+    module.sizes = [6, 16]
+    model = warmed(module)
+
+    def noted(modules):
+        asked.append(modules)
+        return fingerprint(modules)
+
+    monkeypatch.setattr("hotlap.script.call_capture.fingerprint", noted)
+    for x, _ in batches(3):
+        model(x).sum().backward()
+        module.eval()
+        model(x)
+        module.train()
+    assert not asked
+    module.sizes = [6, 16]  # another, and equal
+    replays = model.replays
+    for x, _ in batches(2):
+        model(x).sum().backward()
+    assert len(asked) == 1
+    assert model.replays == replays + 2
+
+
+class Seeded:
+    """A generator as a GPU's is: a seed, and how far it has drawn."""
+
+    def __init__(self):
+        self.seed, self.offset = 7, 100
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def manual_seed(self, seed):
+        self.seed, self.offset = seed, 0
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+
+def test_recurrent_layers_that_drop_are_recorded_once_and_anew_where_a_seed_is_set(monkeypatch):
+    generator = Seeded()
+    monkeypatch.setattr("hotlap.script.call_capture.drops_in_recurrence", lambda *_: True)
+    monkeypatch.setattr("hotlap.script.call_capture.generator_of", lambda _: generator)
+    model, firsts = Scripted(net(), CAPTURED), []
+    for number, (x, _) in enumerate(batches(24)):
+        if number == 8:
+            generator.manual_seed(8)
+        if number == 16:
+            generator.manual_seed(8)  # the same again
+        model(x).sum().backward()
+        generator.offset += 4
+        firsts.append(model.call.firsts)
+    assert model.call.given_up is None
+    assert firsts == [1, 2, 3] + [4] * 5 + [5, 6, 7] + [8] * 5 + [9, 10, 11] + [12] * 5
+
+
+def test_a_place_in_the_randomness_of_a_device_is_two_numbers():
+    generator = Seeded()
+    drawn = Drawn(generator)
+    generator.offset += 4
+    assert not Drawn(generator).was_set_since(drawn)
+    generator.manual_seed(3)
+    assert Drawn(generator).was_set_since(drawn)
+    drawn.put_back()
+    assert (generator.seed, generator.offset) == (7, 100)
+
+
+def test_nothing_recorded_outlives_its_plan_though_the_script_keeps_outputs():
+    class Recorded:
+        def replay(self): ...
+
+    class OfNoWork(FakeRecorder):
+        def record(self, work):
+            work()
+            return Recorded()
+
+    module = Nested("tuple")
+    call = Call(module, device=CPU, make_recorder=OfNoWork)
+    call.use(*CAPTURED)
+    own = functools.partial(nn.Module.__call__, module)
+    kept = []
+    for _ in range(6):
+        kept.append(call(own, (torch.randn(4, 6),), {}))
+        kept[-1][0].sum().backward()
+    graphs = [weakref.ref(graph) for graph in call._way._now.graphs.values()]
+    assert [len(graph().outputs) for graph in graphs] == [2]  # also where one of them is given back twice
+    gc.disable()
+    try:
+        call.use(*OWN)
+        call.forget()
+        assert [graph() for graph in graphs] == [None]
+    finally:
+        gc.enable()
 
 
 def test_hooks_on_parameters_run_as_ever():
@@ -1275,6 +1386,29 @@ def test_trials_of_two_plans_can_be_held_against_each_other(plan):
         model.call.use(*plan)
         model(x).sum().backward()
         assert model.replays == replays + 1
+
+
+def test_what_was_recorded_is_there_again_after_trials_without_dropout():
+    """As the gates make them; what was recorded for a module that has been changed for good is not kept."""
+    module = net(0.5)
+    model, (x, y) = Scripted(module), batches(1)[0]
+    model.call.remember_next()
+    nn.functional.cross_entropy(model(x), y).backward()
+    trial = functools.partial(model.call.trial, *model.call.last_inputs, model.call.last_output_grads)
+    model.call.use(*CAPTURED)
+    for number in range(3):
+        trial(*CAPTURED)
+        with without_dropout([module]):
+            torch.testing.assert_close(trial(*CAPTURED), trial(*OWN))
+        replays = model.replays
+        model(x).sum().backward()
+        assert model.replays == replays + 1
+        assert model.call._way._before is None
+        assert sum(len(recorder.graphs) for recorder in model.recorders) == 2 * (2 + number)
+    assert model.call.firsts == 0
+    module[3].p = 0.1
+    model(x).sum().backward()
+    assert model.call._way.recorded == 0
 
 
 def test_inputs_and_gradients_are_kept_once_and_only_when_asked_for():

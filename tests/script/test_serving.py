@@ -28,10 +28,11 @@ from hotlap.core.plan import Feed
 from hotlap.data.columns import tensors_in
 from hotlap.data.stream import Stage
 from hotlap.script import serving as serving_module
-from hotlap.script import serving_feeds
+from hotlap.script import serving_feeds, serving_indices, serving_places
 from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
 from hotlap.script.serving_checks import why_other_batch
+from hotlap.script.serving_indices import Indices
 
 CPU = torch.device("cpu")
 GATHER = Feed(kind="gather")
@@ -296,6 +297,105 @@ def test_whole_epochs_without_the_workers_of_the_script_draw_as_with_them(order,
 
     seen = script(loader, begin, epochs=4)
     assert_same(seen, wanted)
+    serving.close()
+
+
+# --- some index batches at a time --------------------------------------------------------------------
+
+
+IN_BLOCKS = {
+    "as given": lambda data: {},
+    "shuffled": lambda data: {"shuffle": True},
+    "with replacement by itself": lambda data: {"sampler": RandomSampler(data, replacement=True, num_samples=70)},
+    "shuffled without its last": lambda data: {"shuffle": True, "drop_last": True},
+}
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Blocks of three index batches, and how many index batches each of them has."""
+    found, block = [], serving_indices.Block
+
+    def noted(indices):
+        found.append(len(indices))
+        return block(indices)
+
+    monkeypatch.setattr(serving_indices, "BLOCK", 3)
+    monkeypatch.setattr(serving_indices, "Block", noted)
+    return found
+
+
+@pytest.mark.parametrize("stop", [None, 4])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("order", IN_BLOCKS)
+def test_index_batches_that_are_read_together_leave_no_trace(blocks, order, workers, stop):
+    def loader_in(order):
+        data = DATA["tuples"]()
+        return DataLoader(data, **{"batch_size": 2, "num_workers": workers, **IN_BLOCKS[order](data)})
+
+    wanted = script(loader_in(order), ORIGINAL, epochs=3, stop=stop)
+    loader = loader_in(order)
+    serving = served(loader)
+    serving.use(GATHER)
+    at = switched_at_random(serving, [serving.own, GATHER], 5)
+    assert_same(script(loader, lambda loader: serving.iterate(), epochs=3, stop=stop, at=at), wanted)
+    assert max(blocks) == 3
+    serving.close()
+
+
+@pytest.mark.parametrize("order", [name for name in ORDERS if name not in ("as given", "shuffled")])
+def test_samplers_that_may_be_seen_to_draw_are_read_one_by_one(blocks, order):
+    loader = loader_of("tensors", order)
+    serving = served(loader)
+    serving.use(GATHER)
+    assert len(list(serving.iterate()))
+    assert not blocks
+
+
+def test_the_places_of_a_block_go_to_the_device_in_one_copy(blocks, monkeypatch):
+    sent = []
+
+    def noted(positions, device):
+        sent.append(positions)
+        return positions.clone()
+
+    monkeypatch.setattr(serving_places, "sent", noted)
+    loader = loader_of("tensors", "shuffled", batch_size=2)
+    columned, holding = columned_of(loader)
+    noted_copies = Noted()
+    indices = Indices(iter(loader.batch_sampler), may_be_blocks=True)
+    resident = serving_feeds.Resident(
+        columned, indices, there=holding._columns, device=CPU, sending=noted_copies, is_same=lambda: True
+    )
+    batches = list(resident)
+    assert not sent, "nobody has asked for a copy"
+    for batch, pairs in zip(batches, noted_copies.batches, strict=True):
+        for tensor, (same, copy) in zip(tensors_in(batch), pairs, strict=True):
+            assert same is tensor
+            assert torch.equal(copy.landed(), tensor)
+    assert blocks == [3, 3, 3, 3]
+    assert [len(positions) for positions in sent] == [6, 6, 6, 5]
+
+
+@pytest.mark.parametrize("data", ["tensors", "named"])
+def test_what_a_script_sends_of_blocks_is_what_it_would_send(pretended_gpu, blocks, data):
+    _, sending = pretended_gpu
+    wanted = script(loader_of(data, "shuffled", batch_size=2), ORIGINAL, epochs=3)
+    loader = loader_of(data, "shuffled", batch_size=2)
+    serving = Serving(loader, device=CPU, original_iter=ORIGINAL, sending=sending)
+    serving.on_fault = pytest.fail
+    at = switched_at_random(serving, [serving.own, GATHER, Feed(kind="resident"), Feed(kind="stream")], 6)
+
+    def begin(loader):
+        for batch in serving.iterate():
+            assert all(torch.equal(tensor.to("cpu"), tensor) for tensor in tensors_in(batch))
+            yield batch
+
+    seen, truth = script(loader, begin, epochs=3, at=at), [row for row in wanted if row[0] is not None]
+    for (batch, _), (true_batch, _) in zip([row for row in seen if row[0] is not None], truth, strict=True):
+        assert why_other_batch(true_batch, batch) is None
+    assert sending.answered
+    assert blocks
     serving.close()
 
 

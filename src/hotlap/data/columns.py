@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from hotlap.core.data_checks import named_columns
 from hotlap.data.batches import Batch, map_tensors
+from hotlap.data.gathering import HostRows
 from hotlap.data.samples import Place, Room, Source, taken
 
 
@@ -41,6 +42,7 @@ class Columns(Source):
         self._in_order = list(self.tensors.values())
         self._device = self._in_order[0].device
         self.on_host = self._device.type == "cpu"
+        self._rows = [HostRows(tensor) for tensor in self._in_order] if self.on_host else []
 
     def __len__(self) -> int:
         return len(self._in_order[0])
@@ -58,11 +60,12 @@ class Columns(Source):
 
     def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
         """The samples at `indices` as a batch, indexed as a whole."""
-        if not self.on_host:
+        if self.on_host:
+            found = [rows.at(indices, room) for rows in self._rows]
+        else:
             indices = indices.to(self._device)
-        if self._shape == "tuple" and room is None:
-            return tuple(tensor.index_select(0, indices) for tensor in self._in_order)
-        return self._packed({key: taken(tensor, indices, room) for key, tensor in self.tensors.items()})
+            found = [taken(tensor, indices, room) for tensor in self._in_order]
+        return tuple(found) if self._shape == "tuple" else self._packed(dict(zip(self.tensors, found, strict=True)))
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         """The samples of these tickets, one by one, as a DataLoader does; tensors draw no randomness."""

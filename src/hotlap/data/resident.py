@@ -123,8 +123,11 @@ class Packed(Columns):
 
     def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
         """The samples at `indices`, with the shape and numbers they were given in."""
+        found = self._packed_columns.gather(indices)
+        if type(found) is tuple and type(self._packed_columns) is Columns:
+            return tuple(recipe.unpacked(part) for recipe, part in zip(self._recipes, found, strict=True))
         recipes = iter(self._recipes)
-        return map_tensors(self._packed_columns.gather(indices), lambda tensor: next(recipes).unpacked(tensor))
+        return map_tensors(found, lambda tensor: next(recipes).unpacked(tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +22,19 @@ _PLAIN = frozenset((int, float, bool, str, type(None), complex))
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 _FEW = 16
 """Entries of a container that are looked into; of a larger one it is told how many there are."""
+_HOLDERS = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Where torch keeps what a module consists of, and the hooks that run with it."""
+_inside, _parameters_in = attrgetter("__dict__"), itemgetter("_parameters")
+_requires_grad, _hooks_of = attrgetter("requires_grad"), attrgetter("_backward_hooks")
+_Thing = TypeVar("_Thing")
 
 
 def fingerprint(modules: Sequence[nn.Module], functions: Sequence[Callable[..., Any] | None] = ()) -> tuple[Any, ...]:
@@ -109,6 +125,84 @@ def _print(value: Any, found: list[Any], seen: set[int]) -> None:
         inner = getattr(value, "__dict__", None)
         if inner and not isinstance(value, (*_CODE, nn.Module)):
             found += [part if type(part) in _PLAIN else id(part) for part in inner.values()]
+
+
+# --- a quick look ------------------------------------------------------------------------------------
+
+
+class Glance:
+    """All that the fingerprint of some modules is made from, to be looked at again in every step.
+
+    Compared are objects and places, in flat lists that are made once: in a small part of the time that a fingerprint
+    takes.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._layers = list(dict.fromkeys(layer for module in modules for layer in module.modules()))
+        self._kinds = list(map(type, self._layers))
+        own = [(vars(layer), *item) for layer in self._layers for item in vars(layer).items() if item[0] not in INSIDE]
+        self._odd = [(inside, name, value) for inside, name, value in own if not _is_plain(value)]
+        odd = [value for *_, value in self._odd]
+        self._owners = [*self._layers, *_each_once(value for value in odd if _is_looked_into(value))]
+        self._insides = list(map(vars, self._owners))
+        self._attributes = gc.get_referents(*self._insides)
+        self._parameter_dicts = [layer._parameters for layer in self._layers]
+        self._parameters = _each_once(p for held in self._parameter_dicts for p in held.values() if p is not None)
+        self._flags = list(map(_requires_grad, self._parameters))
+        self._hooks = list(map(_hooks_of, self._parameters))
+        dicts = [vars(layer)[name] for layer in self._layers for name in _HOLDERS]
+        dicts += [value for value in odd if type(value) is dict]
+        dicts += [hooks for hooks in self._hooks if hooks is not None]
+        self._empty = [one for one in (*self._insides, *dicts) if not one]
+        self._dicts = [one for one in dicts if one]
+        self._held = [part for one in self._dicts for part in one.values()]
+        self._lists = [value for value in odd if type(value) is list]
+        self._listed = [part for one in self._lists for part in one]
+        self._sized = [*self._insides, *self._dicts, *self._lists]
+        self._sizes = list(map(len, self._sized))
+        buffers = (buffer for layer in self._layers for buffer in layer._buffers.values() if buffer is not None)
+        tensors = [*self._parameters, *buffers, *(value for value in odd if isinstance(value, Tensor))]
+        self._are_settled = not any(map(is_lazy, tensors))  # a lazy one becomes another without a trace
+        self._placed = [tensor for tensor in tensors if tensor.layout is torch.strided and self._are_settled]
+        self._places = list(map(Tensor.data_ptr, self._placed))
+
+    def still_holds(self) -> bool:
+        """Whether nothing was touched since: then the fingerprint is the same too. If not, it still may be."""
+        try:
+            return (
+                self._are_settled
+                and not any(self._empty)
+                and self._sizes == list(map(len, self._sized))
+                and self._kinds == list(map(type, self._layers))
+                and all(map(is_, map(_inside, self._owners), self._insides))
+                # Equal is enough here: what can change inside is looked at below.
+                and self._attributes == gc.get_referents(*self._insides)
+                and all(inside.get(name) is value for inside, name, value in self._odd)
+                and all(map(is_, self._parameter_dicts, map(_parameters_in, self._insides)))
+                and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._held))
+                and all(map(is_, chain.from_iterable(self._lists), self._listed))
+                and all(map(is_, map(_hooks_of, self._parameters), self._hooks))
+                and self._flags == list(map(_requires_grad, self._parameters))
+                and self._places == list(map(Tensor.data_ptr, self._placed))
+            )
+        except Exception:  # of things that do not like to be compared
+            return False
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is as good as another that is equal to it."""
+    if type(value) is tuple:
+        return all(type(part) in _PLAIN for part in value)
+    return type(value) in _PLAIN or isinstance(value, _CODE)
+
+
+def _is_looked_into(value: Any) -> bool:
+    """Whether a fingerprint tells what is in the attributes of a value: of a configuration, for one."""
+    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module))
+
+
+def _each_once(things: Iterable[_Thing]) -> list[_Thing]:
+    return list({id(thing): thing for thing in things}.values())
 
 
 # --- what is remembered ------------------------------------------------------------------------------

@@ -5,30 +5,30 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hotlap.data.columns import tensors_in
-from hotlap.engine.capture import MOST_GRAPHS, PATIENCE, WARM_UPDATES
-from hotlap.engine.fingerprint import fingerprint
+from hotlap.engine.capture import MOST_GRAPHS, PATIENCE
+from hotlap.engine.fingerprint import Glance, fingerprint
 from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.recording import NotRecordedError
 from hotlap.engine.watch import Watch
 from hotlap.script.call_eager import EagerCall, Original
 from hotlap.script.call_graphs import CallGraph, Recording, Replayed
-from hotlap.script.call_passage import generator_of, passed
+from hotlap.script.call_habits import Habits
+from hotlap.script.call_passage import passed
 from hotlap.script.call_refusals import why_not_captured
-from hotlap.script.call_traces import Untouched, note_recorded, reads_dropout_state
-from hotlap.script.call_trees import looked_at, marks
+from hotlap.script.call_traces import Drawn, Untouched, drops_in_recurrence, generator_of, note_recorded
+from hotlap.script.call_trees import marks
 
 MOST_LANES = 2
 """Calls that may wait for their backward pass at a time and are replays: a GAN's of real and of made-up samples."""
 MOST_SURPRISES = 3
 """Replays that had to be made again, since the script did with their outputs what it had not done before."""
-MOST_UNUSED = 16
-"""Calls that are looked at in vain, since none of them is differentiated."""
 
 
 class Lanes:
@@ -59,45 +59,39 @@ class Lanes:
         self._turns[lane] = weakref.ref(turn)
 
 
-class Habits:
-    """What the script does with the outputs of one kind of call, seen while they are made eagerly."""
+@dataclass
+class Recordings:
+    """What was recorded of a module's calls, and seen of them, in one state that the module was in."""
 
-    def __init__(self) -> None:
-        self._calls = 0
-        self.differentiated = 0
-        """Calls whose outputs got gradients."""
-        self.used: tuple[int, ...] = ()
-        """Which outputs of the last one got them."""
-        self.kept = False
-        """Whether a backward pass kept its graph."""
-        self.refused: str | None = None
-        """Why it is not to be recorded."""
+    made_for: tuple[Any, ...] = ()
+    """Its fingerprint then."""
+    glance: Glance | None = None
+    """Tells whether it is in that state still."""
+    graphs: dict[tuple[int, Hashable], CallGraph] = field(default_factory=dict)
+    """By lane and kind of call."""
+    habits: dict[Hashable, Habits] = field(default_factory=dict)
+    """By kind of call."""
+    drawn: Drawn | None = None
+    """How far the generator had drawn, where recurrent layers drop: see `was_set_back`."""
 
-    @property
-    def are_known(self) -> bool:
-        """Whether enough calls were seen."""
-        return self.differentiated >= WARM_UPDATES or self._calls > MOST_UNUSED
+    def still_hold(self) -> bool:
+        """Whether the module is in that state still, as far as a glance tells."""
+        return self.glance is not None and self.glance.still_holds()
 
-    def watch(self, outputs: Any) -> Any:
-        """The outputs of a call, looked at for what becomes of them."""
-        self._calls += 1
-        if self._calls > MOST_UNUSED and not self.differentiated:
-            self.refused = "its outputs are not differentiated"
-        passes: dict[int, set[int]] = {}
+    def was_set_back(self) -> bool:
+        """Whether the generator was since this was asked: masks of recurrent layers then come from other memory."""
+        if self.drawn is None:
+            return False
+        before, self.drawn = self.drawn, self.drawn.now()
+        return self.drawn.was_set_since(before)
 
-        def came(number: int, _: Tensor) -> None:
-            this = torch._C._current_graph_task_id()
-            if not passes:
-                self.differentiated += 1
-            passes.setdefault(this, set()).add(number)
-            self.used = tuple(sorted(passes[this]))
-            self.kept |= torch._C._autograd._get_current_graph_task_keep_graph()
-            if len(passes) > 1:
-                self.refused = "its outputs are differentiated more than once"
-            if torch.is_grad_enabled():
-                self.refused = "its gradients are differentiated themselves"
-
-        return looked_at(outputs, came)
+    def are_of(self, module: nn.Module) -> bool:
+        """Whether they hold for a module that was touched: then they are known to, from now on."""
+        made_for = fingerprint([module])
+        if made_for != self.made_for or not all(graph.standing.are_in_place for graph in self.graphs.values()):
+            return False
+        self.glance = Glance([module])
+        return True
 
 
 class CapturedCall:
@@ -105,15 +99,13 @@ class CapturedCall:
 
     def __init__(self, eager: EagerCall, module: nn.Module, device: torch.device, lanes: Lanes) -> None:
         self._eager, self._module, self._device, self._lanes = eager, module, device, lanes
-        self._graphs: dict[tuple[int, Hashable], CallGraph] = {}
-        self._last_used: dict[tuple[int, Hashable], int] = {}
-        self._habits: dict[Hashable, Habits] = {}
-        self._made_for: tuple[Any, ...] = ()
+        self._kind = device.type
+        self._now = Recordings()
+        self._before: Recordings | None = None
         self._calls = 0
         self._is_warm = False
         self._in_vain = 0
         self._surprises = 0
-        self._drawn = (0, 0)
         self._firsts = 0
         self._given_up: str | None = None
 
@@ -130,7 +122,7 @@ class CapturedCall:
     @property
     def recorded(self) -> int:
         """How many graphs are held."""
-        return len(self._graphs)
+        return len(self._now.graphs)
 
     def __call__(self, original: Original, args: Any, kwargs: Any) -> Any:
         """Make a call that is to be differentiated."""
@@ -138,7 +130,7 @@ class CapturedCall:
             return self._eager(original, args, kwargs)
         self._calls += 1
         try:
-            key = self._key(args, kwargs)
+            key, tensors = self._key(args, kwargs)
         except Unfit as error:
             self._give_up(_words(error))
             return self._eager(original, args, kwargs)
@@ -146,10 +138,7 @@ class CapturedCall:
         lane = self._lanes.free()
         if lane is None:
             return self._eager(original, args, kwargs)
-        graph = self._graphs.get((lane, key))
-        if graph is not None and not graph.standing.are_in_place:
-            self.forget()
-            graph = None
+        graph = self._now.graphs.get((lane, key))
         if graph is None:
             habits = self._habits_of(key)
             if not habits.are_known:
@@ -158,12 +147,8 @@ class CapturedCall:
             graph = self._recorded_if_it_may(lane, key, original, args, kwargs, habits)
             if graph is None:
                 return self._eager(original, args, kwargs)
-        self._last_used[lane, key] = self._calls
-        turn = Replayed(
-            graph,
-            tensors_in((args, kwargs)),
-            surprised=functools.partial(self._surprised, lane, key),
-        )
+        graph.last_used = self._calls
+        turn = Replayed(graph, tensors, functools.partial(self._surprised, lane, key))
         self._lanes.take(lane, turn)
         return passed(turn)
 
@@ -176,15 +161,15 @@ class CapturedCall:
         self._eager.prepare(original, args, kwargs, used)
         if self.given_up is not None:
             raise NotRecordedError(self.given_up)
-        self._check_validity()
+        self._check_validity(for_trial=True)
         try:
-            key = self._key(args, kwargs)
+            key, _ = self._key(args, kwargs)
         except Unfit as error:
             raise NotRecordedError(_words(error)) from None
         lane = self._lanes.free()
         if lane is None:
             raise NotRecordedError("calls of the script's wait for their backward pass")
-        graph = self._graphs.get((lane, key))
+        graph = self._now.graphs.get((lane, key))
         if graph is None or graph.used != tuple(used):
             habits = Habits()
             habits.used = tuple(used)
@@ -192,56 +177,59 @@ class CapturedCall:
 
     def forget(self) -> None:
         """Drop all that was recorded."""
-        self._graphs.clear()
-        self._last_used.clear()
-        self._habits.clear()
+        self._now, self._before = Recordings(self._now.made_for, self._now.glance), None
 
     def _give_up(self, reason: str) -> None:
         self.forget()
         self._given_up = reason
 
-    def _key(self, args: Any, kwargs: Any) -> Hashable:
-        """What tells calls apart. Raises Unfit where one cannot be recorded."""
-        given = (args, kwargs)
-        tensors = tensors_in(given)
+    def _key(self, args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
+        """What tells calls apart, and the tensors in this one. Raises Unfit where it cannot be recorded."""
+        values = [*args, *kwargs.values()] if kwargs else args
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        shape: Hashable = tuple(kwargs)
+        if len(tensors) != len(values):
+            tensors, shape = tensors_in((args, kwargs)), shape_of((args, kwargs))
+        facts = []
         for tensor in tensors:
             if tensor.device != self._device:
                 # It would be read by the host, which nobody sees: lengths, for one.
                 raise Unfit(f"an argument lies on {tensor.device}")
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise Unfit(f"an argument is a {type(tensor).__name__}")
-        kind = self._device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return shape_of(given), tuple(tensor.requires_grad for tensor in tensors), autocast
+            if tensor.layout is not torch.strided:
+                raise Unfit
+            facts.append((tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad))
+        autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+        return (shape, tuple(facts), autocast), tensors
 
-    def _check_validity(self) -> None:
-        """Drop what was recorded for other layers, modes, places in memory or settings."""
-        made_for = fingerprint([self._module])
-        if made_for != self._made_for:
-            self.forget()
-            self._made_for = made_for
-        elif self._was_set_back():
-            self.forget()
+    def _check_validity(self, *, for_trial: bool = False) -> None:
+        """Drop what was recorded for other layers, modes, places in memory or settings.
 
-    def _was_set_back(self) -> bool:
-        """Whether the generator was, where recurrent layers drop: their masks then come from other memory."""
-        if self._device.type != "cuda" or not reads_dropout_state(self._module):
-            return False
-        generator = generator_of(self._device)
-        (seed, offset), self._drawn = self._drawn, (generator.initial_seed(), generator.get_offset())
-        return seed != self._drawn[0] or offset > self._drawn[1]
+        What a module is changed to for a trial is not for long (it may drop nothing meanwhile): what was recorded
+        before is kept until it is changed again.
+        """
+        if not self._now.still_hold():
+            before, self._before = self._before, None
+            if before is not None and before.still_hold():
+                self._now = before
+            elif not self._now.are_of(self._module):
+                self._before = self._now if for_trial else None
+                self._now = Recordings(fingerprint([self._module]), Glance([self._module]))
+        if self._now.was_set_back():
+            self.forget()
 
     def _habits_of(self, key: Hashable) -> Habits:
-        self._in_vain = 0 if key in self._habits else self._in_vain + 1
+        self._in_vain = 0 if key in self._now.habits else self._in_vain + 1
         if self._in_vain > PATIENCE:
             self._give_up("there is always something new: no shape of arguments comes again while all else stays")
-        return self._habits.setdefault(key, Habits())
+        return self._now.habits.setdefault(key, Habits())
 
     def _recorded_if_it_may(
         self, lane: int, key: Hashable, original: Original, args: Any, kwargs: Any, habits: Habits
     ) -> CallGraph | None:
         if habits.refused is not None:
-            if not self._graphs:
+            if not self._now.graphs:
                 self._give_up(habits.refused)
             return None
         if not self._has_place():
@@ -255,17 +243,20 @@ class CapturedCall:
 
     def _has_place(self) -> bool:
         """Whether one more may be recorded, in the place of one that was not used for long if need be."""
-        if len(self._graphs) < MOST_GRAPHS:
+        if len(self._now.graphs) < MOST_GRAPHS:
             return True
-        oldest = min(self._last_used, key=self._last_used.__getitem__)
-        if self._calls - self._last_used[oldest] <= PATIENCE:
+        oldest = min(self._now.graphs, key=lambda key: self._now.graphs[key].last_used)
+        if self._calls - self._now.graphs[oldest].last_used <= PATIENCE:
             return False
-        del self._graphs[oldest], self._last_used[oldest]
+        del self._now.graphs[oldest]
         return True
 
     def _run_eagerly(self, original: Original, args: Any, kwargs: Any, habits: Habits) -> Any:
-        """Looking on, but for the very first time: libraries wait for the device while they set themselves up."""
-        if not self._is_warm:
+        """Looking on, but for the very first time: libraries wait for the device while they set themselves up.
+
+        cuDNN does it whenever the generator was set, if recurrent layers drop: only the rehearsal looks on there.
+        """
+        if not self._is_warm or drops_in_recurrence(self._module, self._device):
             outputs = self._eager(original, args, kwargs)
             self._is_warm = True
         else:
@@ -286,7 +277,6 @@ class CapturedCall:
         if reason is not None:
             raise NotRecordedError(reason)
         recorder = self._lanes.recorder(lane)
-        note_recorded(self._module)
         with Untouched(self._module, self._device):
             graph = CallGraph(
                 functools.partial(self._eager.computed, original),
@@ -299,15 +289,17 @@ class CapturedCall:
                 scale=self._eager.scale,
                 recorder=recorder,
             )
-        self._graphs[lane, key] = graph
-        self._last_used[lane, key] = self._calls
+            if drops_in_recurrence(self._module, self._device):
+                note_recorded(graph)
+                self._now.drawn = Drawn(generator_of(self._device))
+        self._now.graphs[lane, key] = graph
+        graph.last_used = self._calls
         return graph
 
     def _surprised(self, lane: int, key: Hashable) -> None:
         """Told that a call had to be made again; what the script does with such calls is to be seen anew."""
-        self._graphs.pop((lane, key), None)
-        self._last_used.pop((lane, key), None)
-        self._habits.pop(key, None)
+        self._now.graphs.pop((lane, key), None)
+        self._now.habits.pop(key, None)
         self._surprises += 1
         if self._surprises > MOST_SURPRISES:
             self._give_up("the script does this with its outputs now, and then that")

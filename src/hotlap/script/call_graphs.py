@@ -18,8 +18,9 @@ from hotlap.engine.precision import Switches
 from hotlap.engine.recording import NotRecordedError
 from hotlap.engine.scaling import LossScale
 from hotlap.engine.watch import Watch, stranger_in, why_recording_failed
-from hotlap.script.call_passage import Compute, StandIns, Turn, true_gradients
-from hotlap.script.call_trees import changed, leaves, marks, stranger_to_trees
+from hotlap.script.call_passage import Compute, StandIns, Turn, Work, autocast_of, true_gradients, wanting
+from hotlap.script.call_traces import generator_of
+from hotlap.script.call_trees import leaves, marks, stranger_to_trees, with_leaves
 
 
 class Graph(Protocol):
@@ -60,13 +61,17 @@ class CallGraph:
         recorder: Recording,
     ) -> None:
         """`used` are the outputs that get gradients; `kept` where they may get them twice. Raises NotRecordedError."""
-        self._compute, self._module, self._device, self._switches = compute, module, device, switches
+        self.work = Work(compute, module, device, switches, autocast_of(device), generator_of(device))
+        """How such calls are made without it."""
+        self._module, self._device, self._switches = module, device, switches
         self.used, self.kept, self._scale = tuple(used), kept, scale
         self._retains = kept or scale is not None
         self.given = map_tensors(given, _static)
         """The arguments, in memory that is read by every replay."""
         self.static = tensors_in(self.given)
         """The tensors in them."""
+        self.wants = any(tensor.requires_grad for tensor in self.static)
+        """Whether gradients go to one of these."""
         self.standing = StandIns(module)
         self._leaves = [*(t for t in self.static if t.requires_grad), *self.standing.stand_ins]
         self.tree: Any = None
@@ -78,6 +83,9 @@ class CallGraph:
         self._norms: list[tuple[_BatchNorm, int]] = []
         self._rooms: list[Tensor] = []
         self._grads: list[Tensor | None] = []
+        self._found: list[Tensor] = []
+        self.last_used = 0
+        """The number of the call that it was used for; for whoever holds it."""
         try:
             self._rehearse(recorder)
         except NotRecordedError:
@@ -89,33 +97,36 @@ class CallGraph:
         self._forward = recorder.record(self._make_outputs)
         self._backward = recorder.record(self._make_gradients)
         # Without the graph of autograd, which holds memory that others may use from now on.
-        self.tree = changed(self.tree, torch.Tensor.detach)
-        self.outputs = leaves(self.tree)
+        bare = [output.detach() for output in self.outputs]
+        self.tree, self.outputs = with_leaves(self.tree, self.outputs, bare), bare
+        self.pattern = [number in self.used for number in range(len(self.outputs))]
+        """Of each output, whether it gets a gradient."""
 
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         """The outputs for these tensors in the arguments, in memory of their own."""
-        for static, tensor in zip(self.static, tensors, strict=True):
-            static.copy_(tensor, non_blocking=True)
+        _copy(tensors, self.static)
         self._forward.replay()
-        return [output.detach().clone() for output in self.outputs]
+        return [output.clone() for output in self.outputs]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the arguments that require them and of the parameters, in memory of their own."""
         incoming = [grad for grad in grads if grad is not None]
-        for room, grad in zip(self._rooms, incoming, strict=True):
-            room.copy_(grad)
+        _copy(incoming, self._rooms)
         if self._scale is None:
             self._backward.replay()
         else:
             true_gradients(self._scale, self._backward.replay, incoming)
         # Copied by one kernel. Autograd makes them the parameters' own where these have none yet.
-        fresh = iter(torch._foreach_mul([grad for grad in self._grads if grad is not None], 1))
+        made = torch._foreach_mul(self._found, 1)
+        if len(made) == len(self._grads):
+            return list(made)
+        fresh = iter(made)
         return [None if grad is None else next(fresh) for grad in self._grads]
 
     def _make_outputs(self) -> None:
         torch.clear_autocast_cache()  # what is in there was made elsewhere, and what is made here must not stay
         with self.standing, self._switches, torch.enable_grad(), counted_at_once(self._norms):
-            self.tree = self._compute(*self.given)
+            self.tree = self.work.compute(*self.given)
         torch.clear_autocast_cache()
         self.outputs = leaves(self.tree)
 
@@ -133,6 +144,7 @@ class CallGraph:
             self._scale.unscale_([grad for grad in found if grad is not None])
         pairs = zip(self._leaves, found, strict=True)
         self._grads = [None if grad is None else laid_out_as(leaf, grad) for leaf, grad in pairs]
+        self._found = [grad for grad in self._grads if grad is not None]
 
     def _rehearse(self, recorder: Recording) -> None:
         """Do it once to have libraries set themselves up, and once more looking on."""
@@ -174,44 +186,46 @@ class CallGraph:
 class Replayed(Turn):
     """A call made by replaying."""
 
-    def __init__(self, graph: CallGraph, tensors: Sequence[Tensor], surprised: Callable[[], None]) -> None:
+    def __init__(self, graph: CallGraph, tensors: list[Tensor], surprised: Callable[[], None]) -> None:
         """`surprised` is told where it had to be made again."""
         self._graph, self._tensors = graph, tensors
-        wanting = [tensor for tensor in tensors if tensor.requires_grad]
-        super().__init__(
-            graph._compute,
-            graph._module,
-            graph._device,
-            graph._switches,
-            [*wanting, *graph.standing.parameters],
-            surprised,
-        )
+        parameters = graph.standing.parameters
+        super().__init__(graph.work, [*wanting(tensors), *parameters] if graph.wants else parameters, surprised)
 
     def forward(self) -> list[Tensor]:
-        made = self._graph.forward(self._tensors)
+        graph = self._graph
+        made = graph.forward(self._tensors)
         # Of the others a copy is in the graph's own memory.
-        self._tensors = [tensor if tensor.requires_grad else static for tensor, static in self._pairs()]
-        self.tree, self.outputs, self.differentiable = (
-            self._graph.tree,
-            self._graph.outputs,
-            self._graph.differentiable,
-        )
+        self._tensors = [t if t.requires_grad else s for t, s in self._pairs()] if graph.wants else graph.static
+        self.tree, self.outputs, self.differentiable = graph.tree, graph.outputs, graph.differentiable
         return made
 
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         return self._graph.gradients(grads)
 
     def expects(self, grads: Sequence[Tensor | None], *, kept: bool) -> bool:
-        pattern = tuple(number for number, grad in enumerate(grads) if grad is not None)
-        return pattern == self._graph.used and kept <= self._graph.kept and not torch.is_grad_enabled()
+        pattern = [grad is not None for grad in grads]
+        return pattern == self._graph.pattern and kept <= self._graph.kept and not torch.is_grad_enabled()
 
     def given(self) -> tuple[Any, Any]:
         tensors = iter([tensor if tensor.requires_grad else static.clone() for tensor, static in self._pairs()])
         arguments: tuple[Any, Any] = map_tensors(self._graph.given, lambda _: next(tensors))
         return arguments
 
+    def let_go(self) -> None:
+        super().let_go()
+        del self._graph, self._tensors
+
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self._tensors, self._graph.static, strict=True)
+
+
+def _copy(tensors: list[Tensor], places: list[Tensor]) -> None:
+    """Write tensors to their places, several of them at once."""
+    if len(places) == 1:
+        places[0].copy_(tensors[0], non_blocking=True)
+    elif places:
+        torch._foreach_copy_(places, tensors, non_blocking=True)
 
 
 def _static(tensor: Tensor) -> Tensor:

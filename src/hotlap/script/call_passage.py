@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import unwrap_if_dead
 
 from hotlap.data.batches import map_tensors
 from hotlap.data.columns import tensors_in
 from hotlap.engine.precision import Switches
 from hotlap.engine.scaling import FLOOR, LossScale
-from hotlap.script.call_traces import Untouched, draws_on
+from hotlap.script.call_traces import Drawn, Untouched, draws_on, generator_of
 from hotlap.script.call_trees import leaves, with_leaves
 
 Compute = Callable[[Any, Any], Any]
 """Outputs of a call with these arguments and keyword arguments."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """How calls are made operation by operation."""
+
+    compute: Compute
+    module: nn.Module
+    device: torch.device
+    switches: Switches
+    autocast: tuple[bool, torch.dtype]
+    """The script's own: whether it is on, and to what."""
+    generator: torch.Generator
+    """What they draw from."""
+
+    def again(self, given: tuple[Any, Any], drawn: Drawn) -> list[Tensor]:
+        """The outputs of a call that was made before, with the same randomness, for autograd to see all of it."""
+        enabled, dtype = self.autocast
+        with Untouched(self.module, self.device), self.switches, torch.enable_grad():
+            if not draws_on(self.device):
+                drawn.put_back()
+            with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+                return leaves(self.compute(*given))
 
 
 class Turn:
@@ -27,31 +52,20 @@ class Turn:
     gradients. Then the call is made again, operation by operation and with the same randomness.
     """
 
-    def __init__(
-        self,
-        compute: Compute,
-        module: nn.Module,
-        device: torch.device,
-        switches: Switches,
-        sources: Sequence[Tensor],
-        surprised: Callable[[], None] | None = None,
-    ) -> None:
+    done = False
+    """Whether nothing of it is needed any more."""
+    tree: Any = None
+    """The outputs in their containers, once they were made."""
+    outputs: Sequence[Tensor] = ()
+    """The tensors in `tree`."""
+    differentiable: Sequence[bool] = ()
+    """Which of them require gradients."""
+    _was_surprised = False
+
+    def __init__(self, work: Work, sources: Sequence[Tensor], surprised: Callable[[], None] | None = None) -> None:
         """`surprised` is told where the call has to be made again."""
-        self._compute, self._module, self._device, self._switches = compute, module, device, switches
-        self.sources = sources
-        self.done = False
-        """Whether nothing of it is needed any more."""
-        self._was_surprised = False
-        self._surprised = surprised
-        self._drawn_from = generator_of(device).get_state()
-        kind = device.type
-        self._autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        self.tree: Any = None
-        """The outputs in their containers, once they were made."""
-        self.outputs: list[Tensor] = []
-        """The tensors in `tree`."""
-        self.differentiable: list[bool] = []
-        """Which of them require gradients."""
+        self._work, self.sources, self._surprised = work, sources, surprised
+        self._drawn = Drawn(work.generator)
 
     def forward(self) -> list[Tensor]:
         """Make the outputs, in memory that stays the script's."""
@@ -80,17 +94,21 @@ class Turn:
             made = self._differentiated(grads)
         if not kept:
             self.done = True
-            self.tree, self.outputs = None, []
+            self.let_go()
         return made
+
+    def let_go(self) -> None:
+        """Hold on to nothing that is not needed once the call is done: the script may keep its outputs for long."""
+        self.tree, self.outputs, self._surprised = None, (), None
 
     def _differentiated(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if not self._was_surprised and self._surprised is not None:
             self._surprised()
         self._was_surprised = True
         # For each pass anew: what autograd lets go of in one must not be missing in the next.
-        made = self._made_again()
+        made = self._work.again(self.given(), self._drawn)
         pairs = [(out, grad) for out, grad in zip(made, grads, strict=True) if grad is not None]
-        with self._switches:
+        with self._work.switches:
             found = torch.autograd.grad(
                 [out for out, _ in pairs],
                 list(self.sources),
@@ -100,20 +118,16 @@ class Turn:
             )
         return list(found)
 
-    def _made_again(self) -> list[Tensor]:
-        """The outputs, made once more as they were made, for autograd to see all of it."""
-        enabled, dtype = self._autocast
-        with Untouched(self._module, self._device), self._switches, torch.enable_grad():
-            if not draws_on(self._device):
-                generator_of(self._device).set_state(self._drawn_from)
-            with torch.autocast(self._device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
-                return leaves(self._compute(*self.given()))
-
 
 def passed(turn: Turn) -> Any:
-    """The outputs of a turn, as the script gets them."""
-    outputs = _Passage.apply(turn, *turn.sources)  # type: ignore[no-untyped-call]
-    return with_leaves(turn.tree, turn.outputs, outputs)
+    """The outputs of a turn, as the script gets them. No transform of torch's may be at work."""
+    outputs = _apply(turn, *turn.sources)
+    return outputs[0] if isinstance(turn.tree, Tensor) else with_leaves(turn.tree, turn.outputs, outputs)
+
+
+def wanting(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those that gradients go to, as `passed` can take them."""
+    return [unwrap_if_dead(tensor) for tensor in tensors if tensor.requires_grad]
 
 
 class _Passage(torch.autograd.Function):
@@ -122,15 +136,20 @@ class _Passage(torch.autograd.Function):
         outputs = turn.forward()
         ctx.turn = turn
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(out for out, requires in zip(outputs, turn.differentiable, strict=True) if not requires)
-        )
+        if not all(turn.differentiable):
+            ctx.mark_non_differentiable(
+                *(out for out, requires in zip(outputs, turn.differentiable, strict=True) if not requires)
+            )
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises what torch's own nodes do where the graph was let go of
         return None, *ctx.turn.backward(grads)
+
+
+_apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Passage).apply
+"""What `_Passage.apply` comes to without transforms, less its look at every parameter."""
 
 
 class StandIns:
@@ -199,14 +218,14 @@ class ScaledTurn(Turn):
         scale: LossScale,
     ) -> None:
         self._standing, self._given, self._scale = StandIns(module), given, scale
-        wanting = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
-        super().__init__(compute, module, device, switches, [*wanting, *self._standing.parameters])
+        work = Work(compute, module, device, switches, autocast_of(device), generator_of(device))
+        super().__init__(work, [*wanting(tensors_in(given)), *self._standing.parameters])
 
     def forward(self) -> list[Tensor]:
         inner = map_tensors(self._given, _detached)
         self._leaves = [*(t for t in tensors_in(inner) if t.requires_grad), *self._standing.stand_ins]
-        with self._standing, self._switches, torch.enable_grad():
-            self.tree = self._compute(*inner)
+        with self._standing, self._work.switches, torch.enable_grad():
+            self.tree = self._work.compute(*inner)
         self.outputs = leaves(self.tree)
         self.differentiable = [out.requires_grad for out in self.outputs]
         return [out.detach().clone() for out in self.outputs]
@@ -216,7 +235,7 @@ class ScaledTurn(Turn):
         found: list[Tensor | None] = []
 
         def differentiate() -> None:
-            with self._switches:
+            with self._work.switches:
                 found[:] = torch.autograd.grad(
                     [out for out, _ in pairs],
                     self._leaves,
@@ -253,9 +272,6 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-def generator_of(device: torch.device) -> torch.Generator:
-    """What operations on a device draw from."""
-    if device.type != "cuda":
-        return torch.default_generator
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return torch.cuda.default_generators[index]
+def autocast_of(device: torch.device) -> tuple[bool, torch.dtype]:
+    """The script's own autocast on a device: whether it is on, and to what."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

@@ -9,25 +9,30 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from hotlap.data.randomness import HostRandomness
 from hotlap.engine.fingerprint import INSIDE
-from hotlap.engine.snapshot import Randomness
 from hotlap.tuner.moment import Remembered
 
 LARGEST = 64 * 2**20
 """Bytes of a tensor among a layer's attributes up to which its content is put back; a larger one is data."""
-_dropping: WeakSet[nn.Module] = WeakSet()
-"""Modules that have been recorded with recurrent layers that drop out."""
+_dropping: WeakSet[Any] = WeakSet()
+"""What was recorded of recurrent layers that drop out, as long as it is there."""
 
 
-def note_recorded(module: nn.Module) -> None:
-    """Know a module that is about to be recorded."""
-    if any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in module.modules()):
-        _dropping.add(module)
+def drops_in_recurrence(module: nn.Module, device: torch.device) -> bool:
+    """Whether cuDNN draws for it in a way of its own.
+
+    It keeps the state of its dropout in a memory of torch's, which is made anew, waiting for the device, once the
+    generator was set.
+    """
+    if device.type != "cuda":
+        return False
+    return any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in module.modules())
 
 
-def reads_dropout_state(module: nn.Module) -> bool:
-    """Whether what was recorded of a module draws in a way of cuDNN's own."""
-    return module in _dropping
+def note_recorded(graph: Any) -> None:
+    """Know what was recorded of a module that `drops_in_recurrence`."""
+    _dropping.add(graph)
 
 
 def draws_on(device: torch.device) -> bool:
@@ -35,10 +40,50 @@ def draws_on(device: torch.device) -> bool:
     return device.type == "cuda" and bool(_dropping)
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """What operations on a device draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return torch.cuda.default_generators[index]
+
+
+class Drawn:
+    """How far a generator has drawn when this was made."""
+
+    __slots__ = ("_generator", "_place")
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        # Of a device's two numbers say it all, and no tensor has to be made.
+        on_host = generator is torch.default_generator
+        self._place = generator.get_state() if on_host else (generator.initial_seed(), generator.get_offset())
+
+    def now(self) -> Drawn:
+        """How far it has by now."""
+        return Drawn(self._generator)
+
+    def put_back(self) -> None:
+        """Set the generator back to it."""
+        if isinstance(self._place, Tensor):
+            self._generator.set_state(self._place)
+        else:
+            seed, offset = self._place
+            self._generator.manual_seed(seed)
+            self._generator.set_offset(offset)
+
+    def was_set_since(self, earlier: Drawn) -> bool:
+        """Whether the generator has another seed than it had, or has drawn less."""
+        if isinstance(self._place, Tensor) or isinstance(earlier._place, Tensor):
+            return False
+        return self._place[0] != earlier._place[0] or self._place[1] < earlier._place[1]
+
+
 class Untouched:
     """Buffers, gradients, attributes and randomness of a module, as they were when this was made.
 
-    As a context they are put back at its end; the device's randomness only where it does not have to `draws_on`.
+    As a context they are put back at its end; the device's randomness only where it does not have to `draws_on`, by
+    what was recorded until then.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -51,7 +96,9 @@ class Untouched:
         ]
         self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
         self._remembered = Remembered([module])
-        self._randomness = Randomness(device, host_only=draws_on(device))
+        self._host = HostRandomness()
+        self._device = device
+        self._drawn = Drawn(generator_of(device)) if device.type == "cuda" else None
 
     def __enter__(self) -> None: ...
 
@@ -69,7 +116,9 @@ class Untouched:
         for parameter, grad in self._grads:
             parameter.grad = grad
         self._remembered.restore()
-        self._randomness.restore()
+        self._host.restore()
+        if self._drawn is not None and not draws_on(self._device):
+            self._drawn.put_back()
 
 
 def _copied(buffer: Tensor | None) -> Tensor | None:

@@ -49,9 +49,10 @@ class ScriptGate:
 
     def _judged(self, plan: Plan) -> Judgement:
         training = self._training
-        reason = (
-            training.supports(plan) or self._why_not_fed(plan) or training.updates.why_other(plan.numerics.optimizer)
-        )
+        reason = training.supports(plan) or self._why_not_fed(plan)
+        if reason is None:
+            captured = plan.execution.mode == "captured"
+            reason = training.updates.why_other(plan.numerics.optimizer, captured=captured)
         if reason is not None:
             return Judgement(ok=False, why=reason)
         if not training.changes_calls(plan):

@@ -7,7 +7,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -36,14 +35,14 @@ class Receives(Protocol):
         """Told of the tensors of a batch as it is given to the script, and of their copies."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """A tensor that the script was given, as it was then."""
+class _Served(weakref.ref[Tensor]):
+    """A tensor that the script was given, as it was then, and its copy."""
 
-    tensor: weakref.ref[Tensor]
-    version: int
+    __slots__ = ("copy", "key", "pointer", "version")
+    copy: Copy | None
+    key: int
     pointer: int
-    copy: Copy
+    version: int
 
 
 class Sending:
@@ -61,7 +60,7 @@ class Sending:
         self.on_fault: Callable[[Exception], Any] | None = None
         """Told of what went wrong in here; the script gets torch's own answer."""
         self._served: dict[int, _Served] = {}
-        self._batches: deque[list[tuple[int, weakref.ref[Tensor]]]] = deque()
+        self._batches: deque[list[_Served]] = deque()
         self._patches = Patches()
         self._home = os.getpid()
         self.installed = False
@@ -105,20 +104,21 @@ class Sending:
             if not self.installed or tensor.is_inference():
                 copy.abandoned()
                 continue
-            key = id(tensor)
-            known = weakref.ref(tensor, functools.partial(self._gone, key))
-            self._served[key] = _Served(known, tensor._version, tensor.data_ptr(), copy)
-            batch.append((key, known))
+            served = _Served(tensor, self._gone)
+            served.key, served.version, served.pointer = id(tensor), tensor._version, tensor.data_ptr()
+            served.copy = copy
+            self._served[served.key] = served
+            batch.append(served)
         self._batches.append(batch)
-        while len(self._batches) > KEPT:
-            for key, known in self._batches.popleft():
-                self._gone(key, known)
+        if len(self._batches) > KEPT:
+            for served in self._batches.popleft():
+                self._gone(served)
 
     def forget(self) -> None:
         """Let go of all copies."""
         self._batches.clear()
-        for key in list(self._served):
-            self._drop(key)
+        for served in list(self._served.values()):
+            self._gone(served)
 
     def _answer(
         self, tensor: Tensor, parse: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -132,12 +132,13 @@ class Sending:
             if asked is None or not self._is_here(asked):
                 return None
             served = self._served.pop(id(tensor), None)
-            if served is None:
+            if served is None or served.copy is None:
                 return None
-            if served.tensor() is not tensor or tensor.requires_grad or _is_written_to(tensor, served):
-                served.copy.abandoned()
+            known, served.copy = served.copy, None
+            if served() is not tensor or tensor.requires_grad or _is_written_to(tensor, served):
+                known.abandoned()
                 return None
-            copy = served.copy.landed()
+            copy = known.landed()
             if copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 return None
             if copy.is_inference() and not torch.is_inference_mode_enabled():
@@ -156,19 +157,16 @@ class Sending:
         # What is captured reads the memory of its copy in every replay.
         return index == self.device.index and not torch.cuda.is_current_stream_capturing()
 
-    def _gone(self, key: int, known: weakref.ref[Tensor]) -> None:
+    def _gone(self, served: _Served) -> None:
         """The copy of a tensor is no longer wanted; by now there may be another tensor with its key."""
-        served = self._served.get(key)
-        if served is not None and served.tensor is known:
-            self._drop(key)
-
-    def _drop(self, key: int) -> None:
-        served = self._served.pop(key, None)
-        if served is not None and os.getpid() == self._home:  # CUDA does not live through a fork
-            try:
-                served.copy.abandoned()
-            except Exception as error:
-                self._failed(error)
+        if self._served.get(served.key) is served:
+            del self._served[served.key]
+            copy, served.copy = served.copy, None
+            if copy is not None and os.getpid() == self._home:  # CUDA does not live through a fork
+                try:
+                    copy.abandoned()
+                except Exception as error:
+                    self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         if self.on_fault is not None:
@@ -190,6 +188,8 @@ def _asked_by_to(
     memory_format: Any = None,
 ) -> torch.device | None:
     """The device that `tensor.to(…)` asks for, where it asks for nothing else."""
+    if type(device) is torch.device and dtype is other is memory_format is None and not copy:  # as most ask
+        return device
     if isinstance(device, Tensor):
         if dtype is not None:  # the arguments after another tensor are others
             return None

@@ -33,7 +33,7 @@ from hotlap.script.serving_checks import (
 from hotlap.script.serving_epoch import Served, batches_ahead
 from hotlap.script.serving_feeds import Gathered, Iterate, LikeLoader, Resident, Streamed
 from hotlap.script.serving_holding import Holding
-from hotlap.script.serving_indices import Indices, generator_of, why_not_early
+from hotlap.script.serving_indices import Indices, draws_all_at_first, generator_of, why_not_early
 
 CHANGED = "the dataset gives other samples than it did before"
 
@@ -157,7 +157,8 @@ class Serving:
         states = [(one, one.get_state()) for one in (loader.generator, generator) if one is not None]
         try:
             made, sampler = self._made_without_workers(loader)
-            indices = Indices(sampler, ahead=batches_ahead(loader), generator=generator)
+            is_drawn = draws_all_at_first(loader.batch_sampler)
+            indices = Indices(sampler, ahead=batches_ahead(loader), generator=generator, may_be_blocks=is_drawn)
             indices.begin()
             epoch = self._noted(Served(self, made, loader, indices))
         except Exception:

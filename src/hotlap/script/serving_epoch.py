@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
-from hotlap.script.serving_indices import Indices, generator_of
+from hotlap.script.serving_indices import Indices, draws_all_at_first, generator_of
 
 
 class Serves(Protocol):
@@ -53,6 +52,9 @@ class Served(_BaseDataLoaderIter):
         """
         self._serving, self._made, self._indices = serving, made, indices
         self._ahead, self._generator = batches_ahead(loader), generator_of(loader.batch_sampler)
+        self._may_be_blocks = draws_all_at_first(loader.batch_sampler)
+        # torch pins what comes from workers in a thread of its own, which knows nothing of the script's inference mode.
+        self._is_pinned_outside = bool(serving.own.workers and serving.own.pinned)
         self._feeding: Iterator[Batch] = made
         self._opened = serving.own
         self._fault: Exception | None = None
@@ -107,7 +109,10 @@ class Served(_BaseDataLoaderIter):
     def _produced(self, indices: Indices) -> Batch:
         indices.begin()
         try:
-            with self._mode():
+            if self._is_pinned_outside and torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    batch = self._next(indices)
+            else:
                 batch = self._next(indices)
         except StopIteration:
             raise
@@ -117,7 +122,8 @@ class Served(_BaseDataLoaderIter):
         indices.give()
         if self._feeding is not self._made:
             self._made._num_yielded += 1
-        self._report(indices)
+        if self._fault is not None:
+            self._report(indices)
         return batch
 
     def _next(self, indices: Indices) -> Batch:
@@ -162,12 +168,6 @@ class Served(_BaseDataLoaderIter):
                     raise
                 wrapped = _as_in_worker(error, own, indices.given)
         return wrapped.reraise()  # type: ignore[no-untyped-call]
-
-    def _mode(self) -> AbstractContextManager[Any]:
-        # torch pins what comes from workers in a thread of its own, which knows nothing of the script's inference mode.
-        own = self._serving.own
-        is_outside = own.workers and own.pinned and torch.is_inference_mode_enabled()
-        return torch.inference_mode(False) if is_outside else nullcontext()
 
     # --- feeds -----------------------------------------------------------------------------------
 
@@ -224,6 +224,7 @@ class Served(_BaseDataLoaderIter):
                 generator=self._generator,
                 given=given,
                 under_way=getattr(made, "_send_idx", 0) - given,
+                may_be_blocks=self._may_be_blocks,
             )
         return self._indices
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hotlap.core.errors import DataError, kind_of
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.columns import tensors_in
@@ -19,6 +17,9 @@ from hotlap.data.feeds import WorkerStart
 from hotlap.data.samples import Source
 from hotlap.data.stream import AHEAD, STAGES, Flight, Lane, Stage
 from hotlap.script.sending import Receives
+from hotlap.script.serving_indices import Indices
+from hotlap.script.serving_places import Places
+from hotlap.script.streams import current_stream
 
 Iterate = Callable[[DataLoader[Any]], Iterator[Any]]
 """torch's own way to begin an epoch of a loader."""
@@ -101,37 +102,45 @@ class Columned:
         """`source` gathers tensors or tuples of them; `like` is a batch of the loader's, for its containers."""
         self._source, self._like = source, like
         self._room = _pinned_room if pinned else None
+        self._is_list = type(like) is list and all(isinstance(part, Tensor) for part in like)
 
     def batch(self, positions: Tensor) -> Batch:
         """The samples at these places as the loader would give them."""
+        return self.parted(positions)[0]
+
+    def parted(self, positions: Tensor) -> tuple[Batch, Sequence[Tensor]]:
+        """The samples at these places as the loader would give them, and the tensors in it."""
         found = self._source.gather(positions, self._room)
-        parts = iter(found if type(found) is tuple else (found,))
-        return map_tensors(self._like, lambda _: next(parts))
+        tensors: tuple[Tensor, ...] = found if type(found) is tuple else (found,)
+        if self._is_list:
+            return list(tensors), tensors
+        parts = iter(tensors)
+        return map_tensors(self._like, lambda _: next(parts)), tensors
 
 
 def _pinned_room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
-def positions_of(index: Any) -> Tensor:
-    """An index batch as a tensor; raises DataError where it is not one of whole numbers."""
-    found = np.array(index)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise DataError(f"{kind_of(index)} is no list of whole numbers, so no samples can be gathered by it")
-    return torch.from_numpy(found.astype(np.int64, copy=False))
+def _takes(indices: Iterator[Any]) -> Callable[[], Places]:
+    """What gives one index batch after the other as places in the data."""
+    if isinstance(indices, Indices):
+        indices.read_in_blocks()
+        return indices.take
+    return map(Places, indices).__next__
 
 
 class Gathered:
     """Batches indexed out of columns on the host."""
 
     def __init__(self, columned: Columned, indices: Iterator[Any]) -> None:
-        self._columned, self._indices = columned, indices
+        self._columned, self._take = columned, _takes(indices)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        return self._columned.batch(positions_of(next(self._indices)))
+        return self._columned.batch(self._take().host)
 
 
 class Resident:
@@ -148,26 +157,28 @@ class Resident:
         is_same: Callable[[], bool],
     ) -> None:
         """`there` gathers the same samples on the device, as long as `is_same` says so."""
-        self._columned, self._indices, self._there, self._device = columned, indices, there, device
+        self._columned, self._take, self._there, self._device = columned, _takes(indices), there, device
         self._sending, self._is_same = sending, is_same
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        positions = positions_of(next(self._indices))
-        batch = self._columned.batch(positions)  # which also sees to it that no place is out of bounds
+        places = self._take()
+        batch, tensors = self._columned.parted(places.host)  # which also sees to it that no place is out of bounds
         if self._is_same():
-            whole = _Gatherable(self._there, self._device, positions)
-            self._sending.serve((tensor, _Part(whole, number)) for number, tensor in enumerate(tensors_in(batch)))
+            whole = _Gatherable(self._there, self._device, places)
+            self._sending.serve([(tensor, _Part(whole, number)) for number, tensor in enumerate(tensors)])
         return batch
 
 
 class _Gatherable:
     """A batch that is gathered on the device when the first part of it is asked for."""
 
-    def __init__(self, source: Source, device: torch.device, positions: Tensor) -> None:
-        self._source, self._device, self._positions = source, device, positions
+    __slots__ = ("_device", "_places", "_source", "_stream", "_tensors")
+
+    def __init__(self, source: Source, device: torch.device, places: Places) -> None:
+        self._source, self._device, self._places = source, device, places
         self._tensors: list[Tensor | None] = []
         self._stream: torch.cuda.Stream | None = None
 
@@ -178,19 +189,16 @@ class _Gatherable:
         tensor, self._tensors[number] = self._tensors[number], None
         assert tensor is not None
         if self._stream is not None:
-            here = torch.cuda.current_stream(tensor.device)
+            here = current_stream(tensor.device)
             if here != self._stream:
                 here.wait_stream(self._stream)
                 tensor.record_stream(here)
         return tensor
 
     def _gather(self) -> None:
-        positions, device = self._positions, self._device
-        if device.type == "cuda":
-            # From pageable memory the copy would wait for all that was launched before.
-            positions = torch.empty_like(positions, device=device).copy_(positions.pin_memory(), non_blocking=True)
-            self._stream = torch.cuda.current_stream(device)
-        found = self._source.gather(positions)
+        if self._device.type == "cuda":
+            self._stream = current_stream(self._device)
+        found = self._source.gather(self._places.there(self._device))
         self._tensors = list(found) if type(found) is tuple else [found]
 
 
@@ -217,7 +225,7 @@ class Streamed:
         self, columned: Columned, indices: Iterator[Any], *, lane: Lane, sending: Receives, pinned: bool, stages: bool
     ) -> None:
         """Without `stages`, batches lie in page-locked memory themselves; else they are copied there (`pinned`)."""
-        self._columned, self._indices, self._lane, self._sending = columned, indices, lane, sending
+        self._columned, self._take, self._lane, self._sending = columned, _takes(indices), lane, sending
         self._stages = deque(Stage(pinned=pinned) for _ in range(STAGES if stages else 0))
         self._coming: deque[tuple[Tensor, Batch, list[Flight]]] = deque()
 
@@ -227,7 +235,7 @@ class Streamed:
     def __next__(self) -> Batch:
         while len(self._coming) <= AHEAD:
             try:
-                positions = positions_of(next(self._indices))
+                positions = self._take().host
             except StopIteration:
                 break
             self._coming.append((positions, *self._sent(self._columned.batch(positions))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from hotlap.core.plan import Feed
@@ -28,6 +29,7 @@ class Holding:
         self.there: Source | None = None
         """Gathers the same samples on the device."""
         self._columns: Source | None = None
+        self._tensors: list[Tensor] = []
         self._versions: list[int] = []
 
     def why_not(self, feed: Feed) -> str | None:
@@ -60,17 +62,18 @@ class Holding:
                 self.columned = Columned(self._columns, like, pinned=self._pinned)
             if feed.kind == "resident" and self.there is None:
                 assert self._columns is not None
-                self._versions = _versions_of(self._columns)
+                self._tensors = _tensors_of(self._columns)
+                self._versions = [tensor._version for tensor in self._tensors]
                 self.there = packed(held(self._columns, self._device), images_last=False)
 
     def is_same(self) -> bool:
         """Whether what is held on the device is what the host has: a script may write to its own tensors."""
-        return self._columns is not None and _versions_of(self._columns) == self._versions
+        return self.there is not None and [tensor._version for tensor in self._tensors] == self._versions
 
     def tidy(self, feeds: tuple[Feed, ...]) -> None:
         """Let go of what none of these feeds needs."""
         if not any(feed.kind == "resident" for feed in feeds):
-            self.there = None
+            self.there, self._tensors = None, []
         if all(feed.kind == "loader" for feed in feeds):
             self._columns = self.columned = None
 
@@ -81,11 +84,11 @@ class Holding:
         return float(source.probed[name])
 
 
-def _versions_of(source: Source) -> list[int]:
-    """How often the tensors were written to that samples are gathered from."""
+def _tensors_of(source: Source) -> list[Tensor]:
+    """The tensors that samples are gathered from."""
     while isinstance(source, Selection):
         source = source.inner
-    return [tensor._version for tensor in source.tensors.values()] if isinstance(source, Columns) else []
+    return list(source.tensors.values()) if isinstance(source, Columns) else []
 
 
 def _reserve_bytes(device: torch.device) -> int:

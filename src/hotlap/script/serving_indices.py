@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from hotlap.script.serving_places import Block, Places
+
+BLOCK = 32
+"""Index batches that are read together, where that leaves no trace."""
 _KNOWN = (
     SequentialSampler,
     RandomSampler,
@@ -42,6 +47,14 @@ def generator_of(batch_sampler: Any) -> torch.Generator | None:
     return found if isinstance(found, torch.Generator) else None
 
 
+def draws_all_at_first(batch_sampler: Any) -> bool:
+    """Whether reading the first index batch draws all that is ever drawn, from generators that anybody can see."""
+    sampler, kind = _sampler_in(batch_sampler), type(_sampler_in(batch_sampler))
+    # Without a generator of the script's, a seed is drawn from the process's, and all else from one of its own.
+    is_known = kind is SequentialSampler or (kind is RandomSampler and sampler.generator is None)
+    return is_known and type(batch_sampler) is BatchSampler
+
+
 def _sampler_in(batch_sampler: Any) -> Any:
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
 
@@ -62,17 +75,22 @@ class Indices:
         generator: torch.Generator | None = None,
         given: int = 0,
         under_way: int = 0,
+        may_be_blocks: bool = False,
     ) -> None:
-        """`given` batches have been given out already, and `under_way` more have been read."""
+        """`given` batches have been given out already, and `under_way` more have been read.
+
+        `may_be_blocks` where nobody sees that index batches after the first are read early.
+        """
         self._sampler, self._ahead, self._generator = sampler, ahead, generator
+        self._may_be_blocks, self._in_blocks = may_be_blocks, False
         self.given = given
         """Batches that have been given out, or have failed."""
         self.is_shut = False
         """Whether nothing is handed out, so that what is under way comes to its end."""
         self._reads = given + under_way
         self._ended = False
-        self._ready: deque[Any] = deque()
-        self._taken: deque[Any] = deque([None] * under_way)
+        self._ready: deque[Places] = deque()
+        self._taken: deque[Places | None] = deque([None] * under_way)
         self._drawn: deque[tuple[int, Tensor]] = deque()
         self._was: Tensor | None = None
 
@@ -90,12 +108,21 @@ class Indices:
         return self
 
     def __next__(self) -> Any:
+        return self.take().index
+
+    def take(self) -> Places:
+        """The next index batch as places in the data; raises StopIteration where there is none."""
         if not self._ready and not self.is_shut:
             self._read()
         if not self._ready or self.is_shut:
             raise StopIteration
-        self._taken.append(self._ready.popleft())
-        return self._taken[-1]
+        places = self._ready.popleft()
+        self._taken.append(places)
+        return places
+
+    def read_in_blocks(self) -> None:
+        """Read some at a time from here on, where that leaves no trace: their places are then sent in one copy."""
+        self._in_blocks = self._may_be_blocks
 
     def begin(self) -> None:
         """Told that the next batch is asked for. What is raised is the sampler's own."""
@@ -110,7 +137,7 @@ class Indices:
 
     def put_back(self) -> None:
         """Hand out again what was taken and not given."""
-        self._ready.extendleft(reversed(self._taken))
+        self._ready.extendleft(places for places in reversed(self._taken) if places is not None)
         self._taken.clear()
 
     def reopen(self) -> None:
@@ -127,6 +154,9 @@ class Indices:
 
     def _read(self) -> None:
         if self._ended:
+            return
+        if self._in_blocks:
+            self._read_block()
             return
         number, generator = self._reads, self._generator
         if generator is None or number < self.given + max(1, self._ahead):
@@ -146,10 +176,18 @@ class Indices:
 
     def _read_on(self) -> None:
         try:
-            self._ready.append(next(self._sampler))
+            self._ready.append(Places(next(self._sampler)))
         except StopIteration:
             self._ended = True
         self._reads += 1
+
+    def _read_block(self) -> None:
+        found = list(islice(self._sampler, BLOCK))
+        self._ended = len(found) < BLOCK
+        self._reads += len(found) + self._ended
+        if found:
+            block = Block(found)
+            self._ready.extend(Places(index, block, number) for number, index in enumerate(found))
 
     def _advance(self, state: Tensor) -> None:
         """Set the generator to where the sampler has left it, unless somebody else has drawn from it since."""

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -32,6 +33,7 @@ from hotlap.script.serving import Serving
 from hotlap.script.steering import Steering
 from hotlap.script.telling import Teller
 from hotlap.script.training import ScriptTraining
+from hotlap.script.update_clipping import Clipping, stand_ins
 from hotlap.script.waits import Waits
 from hotlap.tuner.budget import Length
 
@@ -80,6 +82,7 @@ class Session:
         self._calls: dict[int, Call] = {}
         self._inside = False
         self._open = False
+        self._guard = _Safely(self)
         self._home = (os.getpid(), threading.get_ident())
 
     # --- from the first line to the last ---------------------------------------------------------
@@ -94,6 +97,8 @@ class Session:
         self._watch_calls()
         self._patches.hooked("before", register_optimizer_step_pre_hook(self._before_step))
         self._patches.hooked("after", register_optimizer_step_post_hook(self._after_step))
+        for name, part in stand_ins(self._clipping):
+            self._patches.put(clip_grad, name, part)
 
     def stop(self, error: BaseException | None = None) -> None:
         """Take everything back, write the run folder, and tell on stderr what was found; once."""
@@ -169,17 +174,27 @@ class Session:
             if self._steering is None or serving in self._steering.training.servings:
                 self._horizon.began_epoch(serving.length, sys._getframe(1))
             if self._steering is not None:
-                self._steering.begun(serving)
+                self._inside = True
+                try:
+                    self._steering.begun(serving)
+                finally:
+                    self._inside = False
 
     def _ended(self, serving: Serving) -> None:
         with self._safely():
             if self._steering is not None:
                 self._steering.ended(serving)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """What hooks before a step give: the arguments of a step that has nothing left to do, or None."""
         with self._safely():
             if self._steering is not None and self._is_ours:
-                self._steering.training.updates.before_step(optimizer)
+                self._inside = True
+                try:
+                    return self._steering.training.updates.before_step(optimizer, args, kwargs)
+                finally:
+                    self._inside = False
+        return None
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._safely():
@@ -191,6 +206,9 @@ class Session:
                     self._stepped(optimizer)
                 finally:
                     self._inside = False
+
+    def _clipping(self) -> Clipping | None:
+        return self._steering.training.updates.clipping if self._steering is not None and self._is_ours else None
 
     # --- what comes of it ------------------------------------------------------------------------
 
@@ -287,7 +305,7 @@ class Session:
     # --- what goes wrong -------------------------------------------------------------------------
 
     def _safely(self) -> _Safely:
-        return _Safely(self)
+        return self._guard
 
     def _fault(self, error: Exception) -> None:
         """Something in hotlap went wrong: write it down, take everything back, and let the script go on."""

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hotlap.core.plan import Plan
 from hotlap.moves.every import everything
+from hotlap.script.evaluating import Evaluating
 from hotlap.script.judging import ScriptGate
 from hotlap.script.serving import Serving
 from hotlap.script.training import ScriptTraining
@@ -30,6 +31,7 @@ class Steering:
     ) -> None:
         """`plan` as `Settings` has it. Raises HotlapError where it cannot be had."""
         self.training = training
+        self.evaluating = Evaluating(training, length)
         self.began = self._last = time.perf_counter()
         self._paused_from: float | None = None
         self._tuner: Tuner | Replay | None = None
@@ -68,8 +70,10 @@ class Steering:
 
     def served(self, serving: Serving, seconds: float) -> None:
         """Told that a loader gave a batch, for which the script waited so long."""
-        asked = time.perf_counter() - seconds
-        if self._paused_from is not None and serving in self.training.servings:
+        asked, is_of_loop = time.perf_counter() - seconds, serving in self.training.servings
+        if not is_of_loop:
+            self.evaluating.served(serving, seconds)
+        elif self._paused_from is not None:
             if isinstance(self._tuner, Tuner):
                 self._tuner.paused(max(0.0, asked - self._paused_from))
             self._paused_from = None
@@ -80,6 +84,7 @@ class Steering:
         """Told that a loader begins an epoch; with one that is no part of the loop, something else begins."""
         if serving not in self.training.servings:
             self._pause()
+            self.evaluating.begun(serving, is_settled=not self.is_searching)
 
     def ended(self, serving: Serving) -> None:
         """Told that a loader has no more batches in this epoch."""
@@ -104,7 +109,10 @@ class Steering:
         """The training is over: leave everything as the script made it."""
         if isinstance(self._tuner, Tuner):
             self._tuner.ended()
-        self.training.close()
+        try:
+            self.evaluating.close()
+        finally:
+            self.training.close()
 
     @property
     def seconds(self) -> float:

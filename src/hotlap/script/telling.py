@@ -45,7 +45,7 @@ class Teller:
         training = steering.training
         step_s = steering.seconds / max(1, training.steps - 1)
         lines = [f"{training.steps:,} updates in {show_seconds(steering.seconds)}, {show_seconds(step_s)} each"]
-        lines += advice
+        lines += [*steering.evaluating.lines, *advice]
         self._trainings.append((training.ledger, lines))
         try:
             lines.append(f"run folder {self._written(steering)}")

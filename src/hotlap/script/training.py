@@ -41,6 +41,7 @@ class ScriptTraining:
         self.place = Place()
         self.steps = 0
         self._waited = 0
+        self._told: set[str] = set()
 
     # --- what the tuner knows of it --------------------------------------------------------------
 
@@ -84,7 +85,7 @@ class ScriptTraining:
     @property
     def firsts(self) -> int:
         """Steps so far that were not at the pace of the plan in force."""
-        return self._waited + sum(call.firsts for call in self.calls)
+        return self._waited + sum(call.firsts for call in self.calls) + self.updates.firsts
 
     @property
     def given_up(self) -> str | None:
@@ -137,7 +138,7 @@ class ScriptTraining:
         if plan.feed != before.feed:
             for serving in self.servings:
                 serving.use(serving.own if plan.feed == self.own.feed else plan.feed)
-        self.updates.use(plan.numerics.optimizer)
+        self.updates.use(plan.numerics.optimizer, captured=plan.execution.mode == "captured")
         for call in self.calls:
             call.use(plan.numerics, plan.execution)
         changes = before.changes(plan)
@@ -152,6 +153,7 @@ class ScriptTraining:
             serving.tidy()
         for call in self.calls:
             call.tidy()
+        self.updates.tidy()
 
     def holding_s(self) -> float:
         """About how many seconds it would take to hold all of the data."""
@@ -183,6 +185,10 @@ class ScriptTraining:
     def stepped(self) -> None:
         """Told that the optimizer whose steps are counted made one."""
         self.steps += 1
+        reason = self.updates.uncaptured
+        if reason is not None and reason not in self._told:
+            self._told.add(reason)
+            self.write_down("capture", "fault", f"the optimizer's step stays outside the capture: {reason}")
         if any(serving.waiting for serving in self.servings):
             self._waited += 1
         if self.servings:

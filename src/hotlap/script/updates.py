@@ -2,38 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from hotlap.engine.optimizers import Fusion, is_fused, settle_counts, why_not_fused
-from hotlap.tuner.gradients import Parts, gaps_between, percent
-from hotlap.tuner.rounding import GRAIN, SAME
+from hotlap.engine.recording import Recorder
+from hotlap.engine.rooms import Rooms
+from hotlap.script.call_graphs import Recording
+from hotlap.script.update_capture import CapturedUpdate, hush
+from hotlap.script.update_clipping import Clipping
+from hotlap.script.update_graphs import Desk, parameters_of
+from hotlap.script.update_trials import Look, raw_step, why_captured_differs, why_fused_differs
 
-SCALES = "_step_supports_amp_scaling"
-"""By which GradScaler knows, before a step, that the optimizer itself takes the scale out of its gradients."""
-TRIED = 2
-"""Steps that are compared: the second one needs what the first has left."""
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keyword arguments of a step, as hooks before one may replace them."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the steps of one optimizer are made, where not as the script has set them."""
+
+    fusion: Fusion
+    fused: bool
+    changes: bool
+    """Whether its kind is not the script's own."""
+    captured: CapturedUpdate | None
+
+    def set(self, optimizer: Optimizer) -> None:
+        """Have the optimizer's next step made so."""
+        self.fusion.set(self.fused, captured=self.update is not None)
+        hush(optimizer)
+
+    @property
+    def update(self) -> CapturedUpdate | None:
+        """What makes its steps by replays, as long as it does."""
+        return self.captured if self.captured is not None and self.captured.given_up is None else None
 
 
 class Updates:
-    """Makes the steps of some optimizers with fused kernels, or as the script has set them.
+    """Makes the steps of some optimizers with fused kernels, or by replays of recorded ones, or as the script has
+    set them.
 
     Settings are changed for the time of a step alone: in between, the script finds them as it made them.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        make_recorder: Callable[[torch.device], Recording] | None = None,
+    ) -> None:
         self.optimizers = list(optimizers)
         self.own = "fused" if all(is_fused(one) for one in self.optimizers) else "plain"
         self._reasons: dict[int, str | None] = {}
         self._fusions: dict[int, Fusion] = {}
-        self._kind = self.own
-        self._before: _Look | None = None
+        self._rooms: dict[int, Rooms] = {}
+        self._plan = (self.own, False)
+        self._ways: dict[int, _Way] = {}
+        self._left_alone: set[int] = set()
+        self._before: Look | None = None
         self._hooks: list[Any] = []
+        self._desk = Desk()
+        self._make_recorder = make_recorder
+        self._recorders: dict[torch.device, Recording] = {}
+        self._captures: dict[tuple[int, bool], CapturedUpdate] = {}
+        self._clipping = Clipping(self._desk, self._recorder_on)
+
+    # --- plans -----------------------------------------------------------------------------------
 
     def supports(self, kind: str) -> str | None:
         """Why no optimizer can make its steps so; None where one can at least."""
@@ -44,140 +84,193 @@ class Updates:
         reasons = [self._why_not(one) for one in self.optimizers]
         return None if None in reasons else reasons[0]
 
-    def use(self, kind: str) -> None:
-        """Make steps so, from the next on."""
-        if kind == self._kind:
+    def use(self, kind: str, *, captured: bool = False) -> None:
+        """Make steps so, from the next on; `captured`: by replays, where that can be."""
+        if (kind, captured) == self._plan:
             return
-        self._kind = kind
+        self._plan = (kind, captured)
+        self._put_back()
         self._unhook()
-        if kind != self.own:
-            for one in self._changed():
-                self._fusions.setdefault(id(one), Fusion(one))
-                self._hooks.append(one.register_state_dict_pre_hook(self._as_the_script_has_it))
-        else:
-            for one in self.optimizers:
-                settle_counts(one)
+        self._ways = {}
+        self._left_alone.clear()
+        for one in self.optimizers:
+            fused, changes = self._fuses(one, kind), self._changes(one, kind)
+            update = self._capture_of(one, fused) if captured else None
+            if update is None and not changes:
+                settle_counts(one, self._rooms_of(one))
+                continue
+            if id(one) not in self._fusions:
+                self._fusions[id(one)] = Fusion(one, self._rooms_of(one))
+            self._ways[id(one)] = _Way(self._fusions[id(one)], fused, changes, update)
+            self._hooks.append(one.register_state_dict_pre_hook(self._as_the_script_has_it))
+
+    @property
+    def clipping(self) -> Clipping | None:
+        """What clips gradients under the plan in force; None where torch itself does."""
+        return self._clipping if self._plan[1] else None
+
+    @property
+    def firsts(self) -> int:
+        """Steps and clippings so far under the plan in force that were not at its pace."""
+        updates = [way.captured for way in self._ways.values() if way.captured is not None]
+        return sum(update.firsts for update in updates) + (self._clipping.firsts if self._plan[1] else 0)
+
+    @property
+    def uncaptured(self) -> str | None:
+        """Why steps, or some of them, are not captured under a plan that captures; None where there is no reason."""
+        found = [way.captured.given_up for way in self._ways.values() if way.captured is not None]
+        return next(filter(None, found), None)
+
+    def tidy(self) -> None:
+        """Let go of all that belongs to other plans than the one in force."""
+        used = [way.captured for way in self._ways.values()]
+        for update in self._captures.values():
+            if update not in used:
+                update.forget()
+        if not self._plan[1]:
+            self._let_go()
 
     def close(self) -> None:
         """Leave the optimizers as the script made them."""
         self.use(self.own)
+        self._put_back()
+        for update in self._captures.values():
+            update.forget()
+        self._let_go()
+        for rooms in self._rooms.values():
+            rooms.forget()
+        self._rooms.clear()
+        self._fusions.clear()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """To be called as a step begins."""
-        fusion = self._fusions.get(id(optimizer))
-        if self._kind == self.own or fusion is None:
-            return
-        self._before = _Look(optimizer)
-        fusion.set(True)
+    def why_other(self, kind: str, *, captured: bool = False) -> str | None:
+        """Why a step of that kind does not do what the script's own does, right after one of its steps; else None.
+
+        Made with the gradients that are there; nothing is left of it. Where only replays of it do something else, or
+        cannot be made, such steps will not be captured.
+        """
+        for one in self.optimizers:
+            if self._changes(one, kind):
+                reason = why_fused_differs(one)
+                if reason is not None:
+                    return reason
+            fused = self._fuses(one, kind)
+            update = self._capture_of(one, fused) if captured else None
+            if update is not None and update.given_up is None:
+                make = functools.partial(self._recorder_of, one)
+                reason = why_captured_differs(one, update, fused=fused, make_recorder=make, desk=self._desk)
+                if reason is not None:
+                    update.give_up(reason)
+        return None
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Any = None) -> Given | None:
+        """To be called as a step begins, with what it was given.
+
+        Where the step was made by a replay, given back is what makes torch's own do nothing.
+        """
+        way = self._ways.get(id(optimizer))
+        if way is None or id(optimizer) in self._left_alone:
+            return None
+        if self._before is not None:
+            self._put_back()  # a step has raised
+        update = way.update
+        is_alone = (len(args) <= 1 and not kwargs) or all(arg is None for arg in (*args[1:], *(kwargs or {}).values()))
+        if update is not None and is_alone and update.replayed():
+            return (update.idle,), {}
+        self._before = Look(optimizer)
+        way.set(optimizer)
+        if update is not None and is_alone and self._replayed_after_all(optimizer, way, update):
+            return (update.idle,), {}
+        if way.update is None and not way.changes:
+            self._put_back()
+            settle_counts(optimizer, self._rooms_of(optimizer))
+            self._left_alone.add(id(optimizer))
+        return None
 
     def after_step(self, optimizer: Optimizer) -> None:
         """To be called as it ends."""
+        if self._before is not None and self._before.optimizer is optimizer:
+            self._put_back()
+
+    def _replayed_after_all(self, optimizer: Optimizer, way: _Way, update: CapturedUpdate) -> bool:
+        """Whether the step could be replayed once counts lie where they are read, or once it was recorded."""
+        look = self._before
+        assert look is not None
+        if update.recorded:
+            look.restore()
+            if update.replayed_at_last():
+                return True
+            way.set(optimizer)
+        graph = update.prepare()
+        if graph is not None:
+            look.restore()
+            if update.taken(graph):
+                return True
+        way.set(optimizer)
+        return False
+
+    def _put_back(self) -> None:
         before, self._before = self._before, None
         if before is not None:
             before.restore()
 
-    def why_other(self, kind: str) -> str | None:
-        """Why a step of that kind does not do what the script's own does, right after one of its steps; else None.
+    # --- what there is ---------------------------------------------------------------------------
 
-        Made with the gradients that are there; nothing is left of it.
-        """
-        for one in self.optimizers if kind != self.own else ():
-            reason = self._why_not(one)
-            if reason is None:
-                reason = _why_other(one)
-                if reason is not None:
-                    return reason
-        return None
+    def _changes(self, optimizer: Optimizer, kind: str) -> bool:
+        return kind != self.own and self._why_not(optimizer) is None
 
-    def _changed(self) -> Iterator[Optimizer]:
-        return (one for one in self.optimizers if self._why_not(one) is None)
+    def _fuses(self, optimizer: Optimizer, kind: str) -> bool:
+        return self._changes(optimizer, kind) or is_fused(optimizer)
 
     def _why_not(self, optimizer: Optimizer) -> str | None:
         if id(optimizer) not in self._reasons:
             self._reasons[id(optimizer)] = why_not_fused(optimizer)
         return self._reasons[id(optimizer)]
 
+    def _capture_of(self, optimizer: Optimizer, fused: bool) -> CapturedUpdate | None:
+        """What makes such steps by replays; None where that cannot be, as is known beforehand."""
+        parameters = parameters_of(optimizer)
+        if not parameters or (self._make_recorder is None and parameters[0].device.type != "cuda"):
+            return None
+        if not fused and any(group.get("fused") for group in optimizer.param_groups):
+            return None  # the script has fused some of its groups
+        key = (id(optimizer), fused)
+        if key not in self._captures:
+            make = functools.partial(self._recorder_of, optimizer)
+            self._captures[key] = CapturedUpdate(optimizer, raw_step, make_recorder=make, desk=self._desk)
+        return self._captures[key]
+
+    def _recorder_of(self, optimizer: Optimizer) -> Recording:
+        recorder = self._recorder_on(parameters_of(optimizer)[0].device)
+        assert recorder is not None
+        return recorder
+
+    def _recorder_on(self, device: torch.device) -> Recording | None:
+        """What records on a device; None where nothing does."""
+        if self._make_recorder is None and device.type != "cuda":
+            return None
+        if device not in self._recorders:
+            self._recorders[device] = (self._make_recorder or Recorder)(device)
+        return self._recorders[device]
+
+    def _let_go(self) -> None:
+        self._clipping.forget()
+        self._recorders.clear()
+        self._desk.clear()
+
+    def _rooms_of(self, optimizer: Optimizer) -> Rooms:
+        if id(optimizer) not in self._rooms:
+            self._rooms[id(optimizer)] = Rooms()
+            # What was recorded finds counts where they were, whatever state they were asked for in between.
+            self._rooms[id(optimizer)].keeps = True
+        return self._rooms[id(optimizer)]
+
     def _as_the_script_has_it(self, optimizer: Optimizer) -> None:
-        settle_counts(optimizer)
+        self._put_back()  # a step has raised
+        settle_counts(optimizer, self._rooms_of(optimizer))
 
     def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-class _Look:
-    """How an optimizer looks to the script: settings of its groups, and what GradScaler asks for."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        names = ("fused", "foreach", "capturable")
-        self._settings = [{k: group[k] for k in names if k in group} for group in optimizer.param_groups]
-        self._scales = vars(optimizer).get(SCALES)
-
-    def restore(self) -> None:
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=False):
-            group.update(settings)
-        if self._scales is None:
-            vars(self._optimizer).pop(SCALES, None)
-        else:
-            setattr(self._optimizer, SCALES, self._scales)
-
-
-def _why_other(optimizer: Optimizer) -> str | None:
-    moved = {}
-    for fused in (False, True):
-        with _set_aside(optimizer) as before:
-            Fusion(optimizer).set(fused)
-            for _ in range(TRIED):
-                _raw_step(optimizer)
-            moved[fused] = {name: now.detach() - before[name] for name, now in _named(optimizer)}
-    return _why_differ(moved[False], moved[True], dict(_named(optimizer)))
-
-
-def _why_differ(truth: Parts, made: Parts, weights: Parts) -> str | None:
-    for name, gap in gaps_between(truth, made).items():
-        grain = GRAIN * float(torch.linalg.vector_norm(weights[name].detach())) * torch.finfo(weights[name].dtype).eps
-        if not gap.error <= max(SAME * gap.size, grain):
-            return f"the update of {name} differs by {percent(gap.relative)}"
-    return None
-
-
-@contextmanager
-def _set_aside(optimizer: Optimizer) -> Iterator[dict[str, Tensor]]:
-    """Inside, steps may be made; afterwards weights, state and settings are what they were, at the same addresses."""
-    look = _Look(optimizer)
-    weights = {name: tensor.detach().clone() for name, tensor in _named(optimizer)}
-    gradients = {name: tensor.grad.detach().clone() for name, tensor in _named(optimizer) if tensor.grad is not None}
-    state = {
-        parameter: {key: (value, value.clone() if isinstance(value, Tensor) else value) for key, value in kept.items()}
-        for parameter, kept in optimizer.state.items()
-    }
-    try:
-        yield weights
-    finally:
-        look.restore()
-        for parameter in set(optimizer.state) - set(state):
-            del optimizer.state[parameter]
-        with torch.no_grad():
-            for name, tensor in _named(optimizer):
-                tensor.copy_(weights[name])
-                if name in gradients and tensor.grad is not None:
-                    tensor.grad.copy_(gradients[name])
-            for parameter, kept in state.items():
-                for key, (value, was) in kept.items():
-                    optimizer.state[parameter][key] = value
-                    if isinstance(value, Tensor):
-                        value.copy_(was)
-
-
-def _raw_step(optimizer: Optimizer) -> None:
-    """A step without anybody's hooks."""
-    step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
-
-
-def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            yield f"parameter {number}.{place}", parameter

@@ -1,0 +1,222 @@
+"""Gradients clipped by their norm with replays, as torch's own `clip_grad_norm_` asks its parts to.
+
+It first asks for the norm, and then has the gradients scaled. A replay does both at once, in memory of its own, with
+the limit of the last time; what the gradients become is copied to them when they are to be scaled with that limit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from hotlap.engine.recording import NotRecordedError
+from hotlap.machine.kernels import first_line
+from hotlap.script.call_graphs import Graph, Recording
+from hotlap.script.update_graphs import Desk
+
+WARM = 2
+"""Clippings that torch makes itself before one is recorded."""
+MOST_KINDS = 16
+"""Sets of gradients for which it is recorded; others are clipped by torch."""
+MOST_LIMITS = 3
+"""Limits that are recorded in turn, before torch makes it itself."""
+CAPTURED_NORMS = (2.0, float("inf"))
+NORM, SCALE = "_get_total_norm", "_clip_grads_with_norm_"
+"""The parts of `clip_grad_norm_`, by the names under which it looks for them in its module."""
+
+
+def stand_ins(clipping: Callable[[], Clipping | None]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What is to be put in the place of torch's parts, by their names; nothing where torch has no such parts.
+
+    Others that use these parts may do anything between them: they get torch's own.
+    """
+    clip = getattr(clip_grad.clip_grad_norm_, "__wrapped__", None)
+    norm, scale = getattr(clip_grad, NORM, None), getattr(clip_grad, SCALE, None)
+    if clip is None or norm is None or scale is None or not {NORM, SCALE} <= set(clip.__code__.co_names):
+        return
+    code = clip.__code__
+
+    def norm_of(*args: Any, **kwargs: Any) -> Any:
+        found = clipping() if sys._getframe(1).f_code is code else None
+        return norm(*args, **kwargs) if found is None else found.norm(norm, *args, **kwargs)
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        found = clipping() if sys._getframe(1).f_code is code else None
+        return scale(*args, **kwargs) if found is None else found.scale(scale, *args, **kwargs)
+
+    yield NORM, norm_of
+    yield SCALE, scaled
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    graph: Graph
+    grads: list[Tensor]
+    """Where a replay reads the gradients, and leaves them clipped."""
+    total: Tensor
+    """Where it leaves their norm."""
+    limit: float
+
+    def replay(self, grads: list[Tensor]) -> Tensor:
+        """The norm of these gradients, in memory that stays the script's; they themselves are not clipped yet."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.grads, grads)
+            self.graph.replay()
+            return self.total.clone()
+
+
+class _Kind:
+    """Clippings of gradients of the same shapes."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        """Clippings that torch made with the limit."""
+        self.limit: float | None = None
+        """The last time's."""
+        self.others = 0
+        """How often it was another than the time before."""
+        self.last: Tensor | None = None
+        """The last norm of torch's own."""
+        self.recorded: _Recorded | None = None
+        self.given_up: str | None = None
+
+    def note(self, total: Tensor, limit: float) -> None:
+        """Told of a clipping that torch made."""
+        if limit != self.limit:
+            self.others += self.limit is not None
+            self.limit, self.seen, self.recorded = limit, 0, None
+        self.seen += 1
+        self.last = total
+        if self.others >= MOST_LIMITS:
+            self.give_up("its limit keeps changing")
+
+    def give_up(self, reason: str) -> None:
+        """Leave it to torch."""
+        self.recorded, self.last, self.given_up = None, None, reason
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A norm that was given, of gradients that are to be scaled by it next."""
+
+    kind: _Kind
+    grads: list[Tensor]
+    total: Tensor
+    made: _Recorded | None
+    """What has scaled them already, in memory of its own."""
+
+
+class Clipping:
+    """Makes the two parts of clipping by a replay; what is new or odd is left to torch."""
+
+    def __init__(self, desk: Desk, recorder_on: Callable[[torch.device], Recording | None]) -> None:
+        self._desk, self._recorder_on = desk, recorder_on
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._asked: _Asked | None = None
+        self._original_norm: Callable[..., Tensor] | None = None
+        self._original_scale: Callable[..., None] | None = None
+        self.firsts = 0
+        """Clippings that were no replay of what had been recorded before, where there may be one yet."""
+
+    def forget(self) -> None:
+        """Let go of all that was recorded."""
+        self._kinds.clear()
+        self._asked = None
+
+    def norm(
+        self,
+        original: Callable[..., Tensor],
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """The norm of some gradients, as `original` gives it."""
+        self._asked, self._original_norm = None, original
+        kind = None
+        if type(tensors) is list and tensors and not error_if_nonfinite:
+            kind = self._kind_of(tensors, norm_type, foreach)
+        if kind is None:
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
+        if kind.recorded is not None:
+            try:
+                total = kind.recorded.replay(tensors)
+                self._asked = _Asked(kind, tensors, total, kind.recorded)
+                return total
+            except Exception as error:  # torch then does what there is to do
+                kind.give_up(first_line(error))
+        total = original(tensors, norm_type, error_if_nonfinite, foreach)
+        if kind.given_up is None:
+            self.firsts += 1
+            self._asked = _Asked(kind, tensors, total, None)
+        return total
+
+    def scale(
+        self,
+        original: Callable[..., None],
+        parameters: Any,
+        max_norm: float,
+        total_norm: Tensor,
+        foreach: bool | None = None,
+    ) -> None:
+        """Scale the gradients of some parameters, as `original` does it."""
+        asked, self._asked, self._original_scale = self._asked, None, original
+        if asked is None or asked.total is not total_norm or type(max_norm) not in (float, int):
+            original(parameters, max_norm, total_norm, foreach)
+            return
+        made = asked.made
+        if made is not None and max_norm == made.limit:
+            with torch.no_grad():
+                torch._foreach_copy_(asked.grads, made.grads)
+            return
+        original(parameters, max_norm, total_norm, foreach)
+        asked.kind.note(total_norm, float(max_norm))
+
+    def _kind_of(self, grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> _Kind | None:
+        """What is known of clipping such gradients; recorded if it is time. None where it is torch's own affair."""
+        if norm_type not in CAPTURED_NORMS:
+            return None
+        try:
+            if not self._desk.is_free(grads[0].device):
+                return None
+            key = (norm_type, foreach, grads[0].device, *[g.shape for g in grads], *[g.dtype for g in grads])
+            kind = self._kinds.get(key)
+            if kind is None:
+                if len(self._kinds) >= MOST_KINDS or self._recorder_on(grads[0].device) is None:
+                    return None
+                kind = self._kinds[key] = _Kind()
+        except Exception:  # a list of whatever the script likes
+            return None
+        if kind.recorded is None and kind.given_up is None and kind.seen >= WARM:
+            self.firsts += 1
+            try:
+                kind.recorded = self._recorded(kind, grads, float(norm_type), foreach)
+            except Exception as error:  # torch makes it then
+                kind.give_up(first_line(error))
+        return kind
+
+    def _recorded(self, kind: _Kind, grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> _Recorded:
+        norm, scale, limit, last = self._original_norm, self._original_scale, kind.limit, kind.last
+        recorder = self._recorder_on(grads[0].device)
+        if norm is None or scale is None or limit is None or last is None or recorder is None:
+            raise NotRecordedError("nobody knows how it is made")
+        if any(type(g) is not Tensor or g.layout is not torch.strided or g.device != last.device for g in grads):
+            raise NotRecordedError("not all gradients are plain ones on one device")
+        if len(set(map(id, grads))) < len(grads):
+            raise NotRecordedError("a gradient is given twice")
+        rooms, total = self._desk.rooms(grads), torch.empty_like(last)
+        holders = [SimpleNamespace(grad=room) for room in rooms]
+
+        def work() -> None:
+            found = norm(rooms, norm_type, False, foreach)
+            scale(holders, limit, found, foreach)
+            total.copy_(found)
+
+        return _Recorded(recorder.record(work), rooms, total, limit)

@@ -1,0 +1,135 @@
+"""Whether steps made in another way do what an optimizer's own do, tried where training stands, without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hotlap.engine.optimizers import Fusion, is_fused
+from hotlap.machine.kernels import first_line
+from hotlap.script.call_graphs import Recording
+from hotlap.script.update_capture import CapturedUpdate, hush, unhush
+from hotlap.script.update_graphs import Desk, UpdateGraph
+from hotlap.tuner.gradients import Parts, gaps_between, percent
+from hotlap.tuner.rounding import GRAIN, SAME
+
+SCALES = "_step_supports_amp_scaling"
+"""By which GradScaler knows, before a step, that the optimizer itself takes the scale out of its gradients."""
+TRIED = 2
+"""Steps that are compared: the second one needs what the first has left."""
+
+
+class Look:
+    """How an optimizer looks to the script: settings of its groups, and what GradScaler asks for."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        names = ("fused", "foreach", "capturable")
+        self._settings = [{k: group[k] for k in names if k in group} for group in optimizer.param_groups]
+        self._scales = vars(optimizer).get(SCALES)
+
+    def restore(self) -> None:
+        """Have it look so again."""
+        for group, settings in zip(self.optimizer.param_groups, self._settings, strict=False):
+            group.update(settings)
+        if self._scales is None:
+            vars(self.optimizer).pop(SCALES, None)
+        else:
+            setattr(self.optimizer, SCALES, self._scales)
+        unhush(self.optimizer)
+
+
+def raw_step(optimizer: Optimizer) -> None:
+    """A step without anybody's hooks."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+def why_fused_differs(optimizer: Optimizer) -> str | None:
+    """Why fused steps differ from the plain loop's by more than rounding; else None."""
+    return _why_differ(optimizer, _moved(optimizer, fused=False), _moved(optimizer, fused=True))
+
+
+def why_captured_differs(
+    optimizer: Optimizer, update: CapturedUpdate, *, fused: bool, make_recorder: Callable[[], Recording], desk: Desk
+) -> str | None:
+    """Why steps of that kind cannot be made by replays, or do not do what the optimizer's own do; else None."""
+    if not any(tensor.grad is not None for _, tensor in _named(optimizer)):
+        return None  # nothing to be compared: a recording tells when there is
+    try:
+        truth = _moved(optimizer, fused=is_fused(optimizer))
+        with _set_aside(optimizer) as before:
+            Fusion(optimizer).set(fused, captured=True)
+            hush(optimizer)
+            raw_step(optimizer)
+            reason = update.why_not()
+            if reason is not None:
+                return reason
+            graph = UpdateGraph(optimizer, raw_step, make_recorder(), desk)
+            graph.settle()
+            for _ in range(TRIED - 1):
+                graph.replay()
+            made = _moves(optimizer, before)
+    except Exception as error:  # whatever stops it is the answer
+        return f"it cannot be recorded: {first_line(error)}"
+    return _why_differ(optimizer, truth, made)
+
+
+def _moved(optimizer: Optimizer, *, fused: bool) -> Parts:
+    with _set_aside(optimizer) as before:
+        Fusion(optimizer).set(fused)
+        hush(optimizer)
+        for _ in range(TRIED):
+            raw_step(optimizer)
+        return _moves(optimizer, before)
+
+
+def _moves(optimizer: Optimizer, before: dict[str, Tensor]) -> Parts:
+    return {name: now.detach() - before[name] for name, now in _named(optimizer)}
+
+
+def _why_differ(optimizer: Optimizer, truth: Parts, made: Parts) -> str | None:
+    weights = dict(_named(optimizer))
+    for name, gap in gaps_between(truth, made).items():
+        grain = GRAIN * float(torch.linalg.vector_norm(weights[name].detach())) * torch.finfo(weights[name].dtype).eps
+        if not gap.error <= max(SAME * gap.size, grain):
+            return f"the update of {name} differs by {percent(gap.relative)}"
+    return None
+
+
+@contextmanager
+def _set_aside(optimizer: Optimizer) -> Iterator[dict[str, Tensor]]:
+    """Inside, steps may be made; afterwards weights, state and settings are what they were, at the same addresses."""
+    look = Look(optimizer)
+    weights = {name: tensor.detach().clone() for name, tensor in _named(optimizer)}
+    gradients = {name: tensor.grad.detach().clone() for name, tensor in _named(optimizer) if tensor.grad is not None}
+    state = {
+        parameter: {key: (value, value.clone() if isinstance(value, Tensor) else value) for key, value in kept.items()}
+        for parameter, kept in optimizer.state.items()
+    }
+    try:
+        yield weights
+    finally:
+        look.restore()
+        for parameter in set(optimizer.state) - set(state):
+            del optimizer.state[parameter]
+        with torch.no_grad():
+            for name, tensor in _named(optimizer):
+                tensor.copy_(weights[name])
+                if name in gradients and tensor.grad is not None:
+                    tensor.grad.copy_(gradients[name])
+            for parameter, kept in state.items():
+                for key, (value, was) in kept.items():
+                    optimizer.state[parameter][key] = value
+                    if isinstance(value, Tensor):
+                        value.copy_(was)
+
+
+def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield f"parameter {number}.{place}", parameter

@@ -1,0 +1,123 @@
+"""Rows gathered on the host: the same whoever gathers them."""
+
+import numpy as np
+import pytest
+import torch
+
+from hotlap.data import gathering
+from hotlap.data.columns import Columns
+from hotlap.data.gathering import HostRows
+
+COUNT = 40
+X = torch.randn(COUNT, 3, 4, generator=torch.Generator().manual_seed(1)) * 50
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16),
+    *(torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.complex64),
+]
+INDICES = torch.tensor([3, 0, 39, 3, 17, 38, 0])
+
+
+@pytest.fixture(autouse=True)
+def few_by_numpy(monkeypatch):
+    """The borders between numpy and torch, where a few samples meet them."""
+    monkeypatch.setattr(gathering, "GRAIN", 8)
+    monkeypatch.setattr(gathering, "MOST_BY_NUMPY", 512)
+
+
+@pytest.fixture
+def takes(monkeypatch):
+    """How often torch gathered."""
+    found, taken = [], gathering.taken
+
+    def noted(*args):
+        found.append(args)
+        return taken(*args)
+
+    monkeypatch.setattr(gathering, "taken", noted)
+    return found
+
+
+def same(rows, tensor, indices):
+    found, truth = rows.at(indices, None), tensor.index_select(0, indices)
+    assert found.dtype == truth.dtype
+    assert found.stride() == truth.stride()
+    assert found.is_inference() == truth.is_inference()
+    assert found.is_inference() or found._version == 0
+    return torch.equal(found, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_every_kind_of_number(dtype):
+    tensor = X.to(dtype)
+    rows = HostRows(tensor)
+    assert all(same(rows, tensor, INDICES[:count]) for count in range(len(INDICES) + 1))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [X[:, 0, 0], X.transpose(1, 2), X[::2], X[:, :0], X[:1].expand(40, 3, 4), X[5:], X.permute(1, 0, 2).contiguous()],
+)
+def test_rows_however_the_tensor_lies(tensor):
+    indices = INDICES % len(tensor)
+    assert all(same(HostRows(tensor), tensor, indices[:count]) for count in range(len(indices) + 1))
+
+
+def test_numpy_gathers_where_torch_would_wake_its_threads_and_there_is_little(takes):
+    def by_numpy(tensor):
+        found = []
+        for count in range(1, 16):
+            takes.clear()
+            assert same(HostRows(tensor), tensor, torch.arange(count))
+            found += [] if takes else [count]
+        return found
+
+    assert by_numpy(X) == list(range(1, 11))
+    assert by_numpy(X[:, 0, 0].clone()) == list(range(9, 16))
+
+
+def test_it_can_be_left_to_torch(takes, monkeypatch):
+    monkeypatch.setattr(gathering, "MOST_BY_NUMPY", 0)
+    assert same(HostRows(X), X, INDICES)
+    assert len(takes) == 1
+
+
+@pytest.mark.parametrize("wrong", [[0, COUNT], [-1, 3], [2**40, 0], [-(2**62), 0]])
+def test_places_that_are_none_are_told_as_torch_tells_it(wrong):
+    with pytest.raises(IndexError):
+        HostRows(X).at(torch.tensor(wrong), None)
+
+
+def test_other_indices_are_torchs(takes):
+    assert same(HostRows(X), X, INDICES.int())
+    assert same(HostRows(X), X, INDICES[::2])
+    assert len(takes) == 1
+
+
+def test_rows_go_into_the_room_that_is_given():
+    room = torch.zeros(len(INDICES), 3, 4)
+    found = HostRows(X).at(INDICES, lambda shape, dtype: room)
+    assert found is room
+    assert torch.equal(room, X[INDICES])
+
+
+def test_inference_mode_makes_its_tensors_in_either_way():
+    with torch.inference_mode():
+        assert all(same(HostRows(X), X, INDICES[:count]) for count in (0, 5, 7))
+        inside = X.clone()
+    assert same(HostRows(inside), inside, INDICES)
+
+
+def test_a_tensor_that_was_given_other_memory_is_read_there():
+    tensor = X.clone()
+    rows = HostRows(tensor)
+    tensor.set_(X.clone() + 1)
+    assert torch.equal(rows.at(INDICES, None), X[INDICES] + 1)
+
+
+def test_what_numpy_may_not_write_to_is_read():
+    array = X.numpy().copy()
+    array.flags.writeable = False
+    columns = Columns((array, np.arange(COUNT)))
+    x, y = columns.gather(INDICES)
+    assert torch.equal(x, X[INDICES])
+    assert torch.equal(y, INDICES)
