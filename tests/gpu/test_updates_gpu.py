@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -382,11 +383,12 @@ def test_a_whole_session(tmp_path, monkeypatch):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
         loader = DataLoader(data, batch_size=16, shuffle=True)
         torch.manual_seed(3)
-        losses = []
+        losses, threads = [], set()
         for _ in range(6):
             for (x,) in loader:
                 optimizer.zero_grad()
                 loss = model(x.to(DEVICE)).square().mean()
+                loss.register_hook(lambda grad: threads.add(threading.get_ident()))
                 loss.backward()
                 clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
@@ -397,10 +399,12 @@ def test_a_whole_session(tmp_path, monkeypatch):
             updates = session._steering.training.updates
             assert updates.uncaptured is None
             assert updates._ways[id(optimizer)].captured._replays > 20
+            assert threading.get_ident() in threads
         return torch.stack(losses).cpu(), model
 
     own = train()
     with Session(Settings(name="test", out=tmp_path / "run", plan=str(tmp_path / "plan.toml"))) as session:
         made = train(session)
+    assert torch._C._is_multithreading_enabled()
     torch.testing.assert_close(own[0], made[0], rtol=1e-2, atol=1e-4)
     assert_same(own[1], made[1])

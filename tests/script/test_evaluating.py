@@ -16,6 +16,7 @@ from hotlap.script.evaluating import WHAT
 from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
 from hotlap.script.session import Session, Settings
+from hotlap.script.steering import Steering
 from hotlap.store.plans import save_plan
 from hotlap.store.run_folder import RunFolder
 
@@ -161,9 +162,9 @@ def test_an_evaluation_comes_by_the_feed_of_the_loop_from_its_second_epoch_on(se
 
 
 @pytest.mark.usefixtures("held_for_nothing")
-def test_under_the_tuner_it_waits_until_that_has_settled(session, told, feeds, monkeypatch):
-    searching = [True]
-    monkeypatch.setattr("hotlap.script.steering.Steering.is_searching", property(lambda self: searching[0]))
+def test_it_waits_until_the_loop_has_a_feed_that_is_kept(session, told, feeds, monkeypatch):
+    searching, plan = [True], Steering.plan
+    monkeypatch.setattr(Steering, "plan", property(lambda self: self.training.own if searching[0] else plan.fget(self)))
     count = []
 
     def evaluate(model, loaders):
@@ -243,7 +244,7 @@ def test_a_feed_that_proves_slower_is_given_back(session, told, feeds, monkeypat
     with session():
         fed = train([loader_of()])
     assert_same(fed, alone)
-    assert feeds()[1] == ["loader", "gather", "loader", "loader", "loader"]
+    assert feeds()[1] == ["loader", "gather", "gather", "loader", "loader"]
     assert [entry.why.split(":")[0] for entry in told()] == ["by feed gather", "by the script's own feed again"]
 
 

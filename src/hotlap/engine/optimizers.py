@@ -127,6 +127,8 @@ def settle_counts(optimizer: Optimizer, rooms: Rooms | None = None) -> None:
     plain loop on the host. One that is there already keeps its address.
     """
     rooms = rooms if rooms is not None else Rooms()
+    if isinstance(optimizer, torch.optim.ASGD):
+        return  # its counts lie on the device in every kind of step
     for group in optimizer.param_groups:
         if "fused" not in group and "capturable" not in group:
             continue

@@ -18,5 +18,5 @@ def _propose(plan: Plan, rig: Driven) -> Plan | str:
 
 
 MOVE = Move(
-    name="whole step captured", kind="A", propose=_propose, setup_s=lambda p, r: 0.5, helps=("launching", "feeding")
+    name="whole step captured", kind="A", propose=_propose, setup_s=lambda p, r: 0.3, helps=("launching", "feeding")
 )

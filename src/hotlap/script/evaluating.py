@@ -42,6 +42,8 @@ class _Epochs:
     """The same of the last one by the script's own feed."""
     own_batch_s: float | None = None
     """What a batch took by the script's own feed; None as long as no other one was given."""
+    others: int = 0
+    """Epochs by another feed; the first of them also holds the samples."""
     is_left_alone: bool = False
 
     @property
@@ -81,12 +83,12 @@ class Evaluating:
                 found.append(f"{WHAT} by feed {feed.kind}: {own} of waiting an epoch before, {now} in the last one")
         return found
 
-    def begun(self, serving: Serving, *, is_settled: bool) -> None:
-        """Told that a loader begins an epoch; whether the training stays under its plan from here on."""
+    def begun(self, serving: Serving, feed: Feed) -> None:
+        """Told that a loader begins an epoch, and the feed that was settled on for the training so far."""
         epochs = self._epochs.setdefault(serving, _Epochs(self._training.steps))
         try:
-            if is_settled and epochs.batches and not epochs.is_left_alone:
-                self._settle(serving, epochs)
+            if epochs.batches and not epochs.is_left_alone:
+                self._settle(serving, epochs, feed)
         except Exception as error:  # whatever the user's dataset makes of being held
             epochs.is_left_alone = True
             serving.close()
@@ -109,14 +111,17 @@ class Evaluating:
 
     # --- one loader ------------------------------------------------------------------------------
 
-    def _settle(self, serving: Serving, epochs: _Epochs) -> None:
+    def _settle(self, serving: Serving, epochs: _Epochs, feed: Feed) -> None:
         if epochs.own_batch_s is None:
-            if self._training.plan.feed != self._training.own.feed:
-                self._consider(serving, epochs)
-        elif self._training.plan.feed == self._training.own.feed or epochs.batch_s > epochs.own_batch_s:
+            if feed != self._training.own.feed:
+                self._consider(serving, epochs, feed)
+            return
+        epochs.others += 1
+        is_slower = epochs.others > 1 and epochs.batch_s > epochs.own_batch_s
+        if feed == self._training.own.feed or is_slower:
             self._give_back(serving, epochs)
 
-    def _consider(self, serving: Serving, epochs: _Epochs) -> None:
+    def _consider(self, serving: Serving, epochs: _Epochs, wanted: Feed) -> None:
         began, coming = time.perf_counter(), epochs.still_to_come(self._training.steps, self._length())
         saved_s = SAVED * epochs.waited_s * coming
         check_s = epochs.batch_s / (serving.batch_size or 1) * PROBED
@@ -125,7 +130,7 @@ class Evaluating:
         first = self._training.servings[0]  # it has a feed, so there is one
         serving.device, serving.sending = first.device, first.sending
         reasons, may_pay_later = [], False
-        for feed in self._feeds():
+        for feed in self._feeds(wanted):
             reason = serving.supports(feed)
             if reason is None and serving.holding_s(feed) + check_s >= saved_s:
                 may_pay_later = True  # a training may be longer than it seems
@@ -142,9 +147,8 @@ class Evaluating:
         if reasons and epochs.is_left_alone:
             self._training.write_down(WHAT, "chosen", f"the script's own feed; {'; '.join(reasons)}")
 
-    def _feeds(self) -> list[Feed]:
+    def _feeds(self, feed: Feed) -> list[Feed]:
         """The feeds to try, best first; workers of its own are not worth an evaluation."""
-        feed = self._training.plan.feed
         if feed.kind == "loader":
             return []
         # What is made in inference mode is not answered for on the device: nobody counts who writes to it.

@@ -22,6 +22,9 @@ from hotlap.tuner.probe import Probe
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.tuner import Tuner
 
+REMEMBERED = 16
+"""One step in so many is remembered while gates may be asked: it costs copies of what modules are called with."""
+
 
 class Steering:
     """Steers one training: by a tuner, by the ledger of another run, or with one plan for all of it."""
@@ -77,14 +80,14 @@ class Steering:
             if isinstance(self._tuner, Tuner):
                 self._tuner.paused(max(0.0, asked - self._paused_from))
             self._paused_from = None
-        if isinstance(self._tuner, Tuner):
+        if is_of_loop and isinstance(self._tuner, Tuner):
             self._tuner.fed(seconds)
 
     def begun(self, serving: Serving) -> None:
         """Told that a loader begins an epoch; with one that is no part of the loop, something else begins."""
         if serving not in self.training.servings:
             self._pause()
-            self.evaluating.begun(serving, is_settled=not self.is_searching)
+            self.evaluating.begun(serving, self.plan.feed)
 
     def ended(self, serving: Serving) -> None:
         """Told that a loader has no more batches in this epoch."""
@@ -103,7 +106,8 @@ class Steering:
         self._tuner.stepped()
         if isinstance(self._tuner, Tuner) and self._tuner.looks_soon:
             for call in training.calls:
-                call.remember_next()
+                if call.last_inputs is None or training.steps % REMEMBERED == 0:
+                    call.remember_next()
 
     def close(self) -> None:
         """The training is over: leave everything as the script made it."""

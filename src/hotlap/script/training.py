@@ -13,6 +13,7 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Execution, Feed, Numerics, Plan
 from hotlap.data.source import Source
 from hotlap.engine.route import Place
+from hotlap.script.backwards import Backwards
 from hotlap.script.calls import Call
 from hotlap.script.finding import Loop
 from hotlap.script.serving import Serving
@@ -29,7 +30,7 @@ class ScriptTraining:
         self._loop, self.servings, self.ledger = loop, servings, ledger
         first = next(p for group in loop.optimizers[0].param_groups for p in group["params"])
         self.device: torch.device = first.device
-        self.updates = Updates(loop.optimizers)
+        self.updates, self._backwards = Updates(loop.optimizers), Backwards()
         self.calls = [Call(one, device=self.device, optimizers=loop.optimizers) for one in loop.modules]
         own = servings[0].own if servings else Feed(kind="loader")
         self.own = self._plan = Plan(
@@ -139,6 +140,7 @@ class ScriptTraining:
             for serving in self.servings:
                 serving.use(serving.own if plan.feed == self.own.feed else plan.feed)
         self.updates.use(plan.numerics.optimizer, captured=plan.execution.mode == "captured")
+        self._backwards.use(here=plan.execution.mode == "captured")
         for call in self.calls:
             call.use(plan.numerics, plan.execution)
         changes = before.changes(plan)
@@ -205,3 +207,4 @@ class ScriptTraining:
             call.use(self.own.numerics, self.own.execution)
             call.forget()
         self.updates.close()
+        self._backwards.use(here=False)

@@ -138,7 +138,11 @@ class Search:
         made: list[Move] = []
         setup_s = 0.0
         possible = everything(self._rig, self.plan, moves).made
-        for move in sorted(possible, key=lambda move: move.setup_s(self._with([move]), self._rig)):
+
+        def order(move: Move) -> tuple[bool, float]:
+            return self._probe.bound not in move.helps, move.setup_s(self._with([move]), self._rig)
+
+        for move in sorted(possible, key=order):
             if self._why_not_worth(move, beside_s=setup_s) is None:  # those that are not are looked at by themselves
                 made.append(move)
                 setup_s += move.setup_s(self._with(made), self._rig)
