@@ -64,7 +64,7 @@ class Steering:
     def looks_at_calls(self) -> bool:
         """Whether the calls of its modules have to be seen, to change them or to compare them."""
         may = isinstance(self._tuner, Tuner) and self._tuner.looks_soon
-        return may or self.training.changes_calls(self.training.plan)
+        return may or self.training.computes_otherwise
 
     @property
     def is_searching(self) -> bool:

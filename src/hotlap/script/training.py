@@ -39,7 +39,8 @@ class ScriptTraining:
             execution=Execution(autotune=self.device.type == "cuda" and torch.backends.cudnn.benchmark),
         )
         """The script's own plan."""
-        self.place = Place()
+        self.computes_otherwise = False
+        """Whether modules compute otherwise under the plan in force than under the script's own."""
         self.steps = 0
         self._waited = 0
         self._told: set[str] = set()
@@ -77,6 +78,18 @@ class ScriptTraining:
     def epoch_windows(self) -> int:
         """Batches in the current epoch of the first loader."""
         return (self.servings[0].length if self.servings else None) or ENDLESS
+
+    @property
+    def place(self) -> Place:
+        """Where in its data the training is."""
+        if not self.servings:
+            return Place(0, self.steps, self.steps)
+        first = self.servings[0]
+        return Place(first.epochs, first.served, self.steps)
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        """Nobody but the script moves it."""
 
     @property
     def most_replay_steps(self) -> int:
@@ -136,6 +149,7 @@ class ScriptTraining:
         if reason is not None:
             raise PlanError(reason)
         before, self._plan = self._plan, plan
+        self.computes_otherwise = self.changes_calls(plan)
         if plan.feed != before.feed:
             for serving in self.servings:
                 serving.use(serving.own if plan.feed == self.own.feed else plan.feed)
@@ -191,13 +205,10 @@ class ScriptTraining:
         if reason is not None and reason not in self._told:
             self._told.add(reason)
             self.write_down("capture", "fault", f"the optimizer's step stays outside the capture: {reason}")
-        if any(serving.waiting for serving in self.servings):
-            self._waited += 1
-        if self.servings:
-            first = self.servings[0]
-            self.place = Place(first.epochs, first.served, self.steps)
-        else:
-            self.place = Place(0, self.steps, self.steps)
+        for serving in self.servings:
+            if serving.waiting:
+                self._waited += 1
+                break
 
     def close(self) -> None:
         """Leave everything as the script made it."""
