@@ -704,3 +704,34 @@ def test_a_script_without_source_is_guessed_by_names():
     text = "epochs = 5\nfor epoch in range(epochs):\n    for batch in loader:\n        optimizer.step()\n"
     exec(compile(text, "/nowhere/train.py", "exec"), {"loader": world.loader, "optimizer": world})
     assert set(world.guesses) == {50}
+
+
+STEPS_ALONE = {
+    "a loop over steps": ("for step in range(40):\n    take()\n", 40),
+    "loops in loops": ("for epoch in range(4):\n    for i in range(10):\n        take()\n", 40),
+    "in a function": ("def train(n):\n    for i in range(n):\n        take()\ntrain(40)\n", 40),
+    "a setting": (
+        "max_iters, i = 40, 0\nwhile True:\n    take()\n    i += 1\n    if i >= max_iters:\n        break\n",
+        40,
+    ),
+    "now and then": ("for i in range(40):\n    if i % 2:\n        take()\n", None),
+    "until it is good": ("i = 0\nwhile i < 40:\n    take()\n    i += 1\n", None),
+}
+
+
+@pytest.mark.parametrize("name", STEPS_ALONE)
+def test_steps_without_a_loader_are_counted_by_the_loops_around_them(tmp_path, name):
+    text, want = STEPS_ALONE[name]
+    horizon, path, taken = Horizon(), tmp_path / "train.py", [0]
+
+    def take():
+        taken[0] += 1
+        if taken[0] == 4:
+            horizon.stepped(4)
+            horizon.began_steps(sys._getframe(1))
+
+    path.write_text(text)
+    exec(compile(text, str(path), "exec"), {"__name__": "__main__", "take": take})
+    assert horizon.known == (want is not None)
+    if want is not None:
+        assert horizon.updates() == want

@@ -94,9 +94,22 @@ class Horizon:
             )
             self._now = self._sites.setdefault(places, _Site())
             self._now.began, self._now.length, self._now.drawn = self._steps, loader_length, []
-            self._look(frames)
+            self._look(frames, _Loops(loader_length))
         except Exception as error:  # a script may hold anything
             log.debug("an epoch's frames are not understood: %r", error)
+
+    def began_steps(self, frame: FrameType | None) -> None:
+        """Told of an optimizer step, in this frame, of a training whose batches come from no loader."""
+        try:
+            frames = list(_outwards(frame))
+            own = [f for f in frames if home_of(f.f_code.co_filename) == SCRIPT]
+            self._now = self._sites.setdefault("steps", _Site())
+            loops = _Loops(None)
+            loops.count_batches = True
+            loops.open = bool(own) and not _is_now_and_then(_around(own[0].f_code.co_filename, own[0].f_lineno))
+            self._look(frames, loops)
+        except Exception as error:  # a script may hold anything
+            log.debug("the frames of a step are not understood: %r", error)
 
     def stepped(self, steps: int, batches: int | None = None) -> None:
         """Told how many optimizer steps were made so far, and how many batches of this epoch were drawn for them."""
@@ -167,10 +180,10 @@ class Horizon:
 
     # --- what the frames show --------------------------------------------------------------------
 
-    def _look(self, frames: Sequence[FrameType]) -> None:
+    def _look(self, frames: Sequence[FrameType], loops: _Loops) -> None:
         site = self._now
         site.trainer, site.epochs, site.steps = None, {}, {}
-        loops, modules = _Loops(site.length), dict[str, dict[str, Any]]()
+        modules = dict[str, dict[str, Any]]()
         for frame in frames:
             home, local = home_of(frame.f_code.co_filename), _locals_of(frame)
             if home == SCRIPT:
@@ -373,6 +386,12 @@ def _around(filename: str, line: int) -> list[ast.AST]:
     # Whatever is around a function is passed when it is made, not when it is called.
     functions = [n for n, statement in enumerate(found[:-1]) if isinstance(statement, ast.FunctionDef | ast.ClassDef)]
     return found[functions[-1] + 1 :] if functions else found
+
+
+def _is_now_and_then(around: Sequence[ast.AST]) -> bool:
+    """Whether a line is not reached in every pass of the innermost loop around it, as where gradients add up."""
+    loops = [number for number, one in enumerate(around) if isinstance(one, ast.For | ast.While)]
+    return any(isinstance(one, ast.If) for one in around[(loops[-1] + 1 if loops else 0) :])
 
 
 def _path_to(line: int, nodes: Iterable[ast.AST]) -> list[ast.AST]:

@@ -243,6 +243,8 @@ class Session:
         """The loop is known: steer it."""
         self._finder, self._strange = None, 0
         training = ScriptTraining(loop, loop.loaders, Ledger())
+        if not training.servings:
+            self._horizon.began_steps(sys._getframe(1))
         for serving in training.servings:  # it may have been seen before the script chose its device
             serving.device, serving.sending = training.device, self._sending_to(training.device)
         self._calls = {id(call.module): call for call in training.calls}
