@@ -363,3 +363,16 @@ def test_a_dataset_that_draws_nothing_is_read_once():
     for _ in range(3):
         source.fetch([0, 1], 0, 0)
     assert Read.reads == 6
+
+
+def test_the_rows_of_a_subset_are_those_that_its_list_has_now():
+    subset = Subset(TensorDataset(X, Y), [3, -1, 5])
+    assert as_source(subset).rows.tolist() == [3, len(X) - 1, 5]
+    assert as_source(subset).rows.tolist() == [3, len(X) - 1, 5]
+    subset.indices[1] = 4
+    assert as_source(subset).rows.tolist() == [3, 4, 5]
+    subset.indices = [7]
+    assert as_source(subset).rows.tolist() == [7]
+    rows = as_source(subset).rows
+    rows[0] = 0
+    assert as_source(subset).rows.tolist() == [7]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from hotlap.core.data_checks import is_columns
@@ -13,6 +16,10 @@ from hotlap.data.columns import Columns as Columns
 from hotlap.data.columns import Selection as Selection
 from hotlap.data.samples import Source as Source
 from hotlap.data.windows import WindowColumns, Windows
+
+_known_rows: WeakKeyDictionary[Subset[Any], tuple[list[int], Tensor]] = WeakKeyDictionary()
+"""The rows of subsets, and the lists they were made of: a long list takes milliseconds to become a tensor, and whoever
+looks again at the beginning of each epoch finds it the same."""
 
 
 def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *, loaded: bool = False) -> Source:
@@ -26,5 +33,15 @@ def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *,
     if type(data) is Windows:
         return WindowColumns(data, collate)
     if type(data) is Subset:
-        return Selection(as_source(data.dataset, collate, loaded=True), data.indices)
+        return Selection(as_source(data.dataset, collate, loaded=True), _rows_of(data))
     return Source(data, collate)
+
+
+def _rows_of(subset: Subset[Any]) -> Sequence[int] | Tensor:
+    indices: Any = subset.indices
+    if type(indices) is not list:
+        return indices  # type: ignore[no-any-return]
+    known = _known_rows.get(subset)
+    if known is None or known[0] != indices:
+        known = _known_rows[subset] = (indices.copy(), torch.as_tensor(indices, dtype=torch.int64))
+    return known[1]
