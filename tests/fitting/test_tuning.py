@@ -149,10 +149,37 @@ def test_a_plan_that_drifts_away_is_left_and_the_run_goes_back_to_a_checkpoint(t
     run = fit(job, plan="auto", out=tmp_path / "run", save_every=100, progress=False)
     assert run.steps == 4000
     assert run.plan == fit(job_for(1), plan="off", out=tmp_path / "off", progress=False).plan
-    assert any("gone back to the checkpoint" in problem for problem in run.problems)
+    assert any("gone back to the checkpoint" in problem for problem in run.problems), (after, run.summary())
     steps = [record["step"] for record in run.history]
     assert steps == sorted(set(steps))
     assert any(row.sign == "!" for row in rows(run.ledger))
+
+
+def test_it_goes_back_to_a_time_that_was_good_however_long_ago(tmp_path, at_leisure, monkeypatch):
+    monkeypatch.setattr(canary, "FIRST_S", 0.0)
+    monkeypatch.setattr(canary, "SHARE", 1e9)
+    real, tuned, good = Gate.check, [], []
+
+    def check(self, plan):
+        if any(entry.what == "tuned" for entry in self._rig.ledger):
+            tuned.append(self._rig.steps)
+            if len(tuned) > 2:
+                return Judgement(ok=False, why="gradients differ")
+            good.append(self._rig.steps)
+        return real(self, plan)
+
+    def stepped(self):
+        if not tuned or len(tuned) < 2 or self._rig.steps > good[-1] + 500:  # checkpoints come and go meanwhile
+            looks(self)
+
+    looks = canary.Canary.stepped
+    monkeypatch.setattr(Gate, "check", check)
+    monkeypatch.setattr(canary.Canary, "stepped", stepped)
+    run = fit(job_for(4000), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
+    assert run.steps == 4000
+    step = good[-1] // 100 * 100
+    told = f"gone back to the checkpoint of step {step:,}"
+    assert any(told in problem for problem in run.problems), (good, run.problems)
 
 
 def test_tuning_alone_leaves_the_model_as_it_was(tmp_path, at_leisure):

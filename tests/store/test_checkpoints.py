@@ -58,6 +58,20 @@ def test_the_last_two_are_kept(store):
     assert names(store) == ["step-000000006", "step-000000009"]
 
 
+def test_one_that_is_trusted_is_kept_beside_them_until_a_newer_one_is(store):
+    write(store, 10, 20)
+    store.trusted = 25
+    write(store, 30, 40, 50)
+    assert names(store) == ["step-000000020", "step-000000040", "step-000000050"]
+    assert store.newest_good(until=25)[0].step == 20
+    store.trusted = 45
+    write(store, 60, 70)
+    assert names(store) == ["step-000000040", "step-000000060", "step-000000070"]
+    store.trusted = None
+    write(store, 80)
+    assert names(store) == ["step-000000070", "step-000000080"]
+
+
 def test_steps_are_compared_as_numbers_beyond_nine_digits(store):
     write(store, 999_999_999, 1_000_000_000, 1_000_000_001)
     assert names(store) == ["step-1000000000", "step-1000000001"]

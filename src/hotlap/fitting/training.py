@@ -108,6 +108,7 @@ class _Loop:
             if saver.due(rig.steps):
                 self._finish_record()
                 began = clock()
+                self._held.checkpoints.trusted = tuner.trusted
                 self._held.save(trail)
                 tuner.paused(clock() - began)
         self._finish_record()

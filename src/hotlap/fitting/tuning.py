@@ -28,6 +28,8 @@ class Nobody:
     """Leaves the plan as it is."""
 
     done = True
+    trusted: int | None = None
+    """No plan is looked after."""
 
     def drifted(self) -> int | None:
         """Nobody looks."""

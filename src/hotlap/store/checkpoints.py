@@ -40,6 +40,8 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._made = folder.with_name(MADE)
+        self.trusted: int | None = None
+        """The newest one up to this step stays beside the last two: somebody may have to go back to it."""
 
     def write(self, step: int, files: Mapping[str, Iterable[disk.Piece]], facts: dict[str, Any]) -> Path:
         """Write a checkpoint, then let go of all but the last two. Raises OSError; the ones before stay untouched."""
@@ -89,9 +91,11 @@ class Checkpoints:
         return not os.path.lexists(self._made) and not self.folder.is_symlink() and not self._found()
 
     def _let_go(self, step: int) -> None:
-        """Remove all but the last two up to `step`, and damaged ones beyond it, which this training passed by."""
+        """Remove all but the last two up to `step` and the trusted one, and damaged ones beyond, which it passed by."""
         found = self._found()
         kept = [path for number, path in found if number <= step][:KEPT]
+        if self.trusted is not None:
+            kept += [path for number, path in found if number <= min(step, self.trusted)][:1]
         replaced = self.folder / f"{_REPLACED}{step:09d}"
         doomed = [path for _, path in found if path not in kept] + [replaced] * os.path.lexists(replaced)
         for old in doomed:

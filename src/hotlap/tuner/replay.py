@@ -37,6 +37,11 @@ class Replay:
         if now >= 0:
             self._rig.use(self._plans[now][1], why="as in the run that is replayed")
 
+    @property
+    def trusted(self) -> int | None:
+        """Nobody looks."""
+        return None
+
     def drifted(self) -> int | None:
         """Nobody looks."""
         return None

@@ -84,6 +84,11 @@ class Tuner:
         """Whether a gate may be asked after one of the next steps."""
         return not self.done or (self._canary is not None and self._canary.looks_soon)
 
+    @property
+    def trusted(self) -> int | None:
+        """The last step at which the tuned plan was seen to train as the user's own; None where nobody looks."""
+        return self._canary.good if self._canary is not None else None
+
     def drifted(self) -> int | None:
         """The last step at which all was well, told once after a canary has found that the plan trains otherwise."""
         if self._canary is None:
