@@ -175,8 +175,8 @@ def test_it_goes_back_to_a_time_that_was_good_however_long_ago(tmp_path, at_leis
     looks = canary.Canary.stepped
     monkeypatch.setattr(Gate, "check", check)
     monkeypatch.setattr(canary.Canary, "stepped", stepped)
-    run = fit(job_for(4000), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
-    assert run.steps == 4000
+    run = fit(job_for(2500), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
+    assert run.steps == 2500
     step = good[-1] // 100 * 100
     told = f"gone back to the checkpoint of step {step:,}"
     assert any(told in problem for problem in run.problems), (good, run.problems)
