@@ -68,6 +68,8 @@ def ran(name: str, epochs: int, kind: str, bytecode: Path) -> Ran:
 def epochs_for(name: str, seconds: float, bytecode: Path) -> int:
     """How many epochs take so long, start and imports included."""
     few, more = (ran(name, epochs, "alone", bytecode) for epochs in SHORT)
+    if few.code or more.code:
+        sys.exit(f"{name}: the script fails by itself, so there is nothing to compare")
     each = max(1e-3, (own_seconds(more) - own_seconds(few)) / (SHORT[1] - SHORT[0]))
     return max(2, round((seconds - more.seconds) / each + SHORT[1]))
 

@@ -7,16 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from optimizing import at_work
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.engine.recording import NotRecordedError
-from hotlap.script.patches import Patches
 from hotlap.script.session import Session, Settings
 from hotlap.script.update_capture import CHECKS, PATIENCE, WARM, CapturedUpdate
-from hotlap.script.update_clipping import MOST_LIMITS, NORM, SCALE, stand_ins
+from hotlap.script.update_clipping import MOST_LIMITS, NORM, SCALE
 from hotlap.script.update_graphs import UpdateGraph
 from hotlap.script.updates import Updates
 from hotlap.store.plans import save_plan
@@ -85,17 +84,8 @@ class Scripted:
     def recordings(self):
         return sum(isinstance(g.of, UpdateGraph) for r in self.recorders for g in r.graphs)
 
-    @contextmanager
     def at_work(self):
-        patches = Patches()
-        patches.hooked("before", register_optimizer_step_pre_hook(self.updates.before_step))
-        patches.hooked("after", register_optimizer_step_post_hook(lambda one, *_: self.updates.after_step(one)))
-        for name, part in stand_ins(lambda: self.updates.clipping):
-            patches.put(clip_grad, name, part)
-        try:
-            yield
-        finally:
-            patches.take_out_all()
+        return at_work(self.updates)
 
 
 def net():

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from hotlap.core.plan import Feed, Plan
 from hotlap.tuner.budget import HOPEFUL_SHARE, SHARE, Budget, Length
 from hotlap.tuner.laps import Lap
-from hotlap.tuner.probe import Probe
+from hotlap.tuner.probe import REPLAY_S, Probe
+from hotlap.tuner.stats import LEAST_GAIN
 
 
 def probed(kind, **lap):
@@ -32,6 +34,16 @@ def test_a_gpu_that_waits_for_its_host_gives_hope(lap, bound, is_hopeful):
 
 def test_a_cpu_gives_none():
     assert not probed("cpu", behind_s=0.0, feed_s=0.009).is_hopeful
+
+
+@pytest.mark.parametrize(("step_s", "may_pay"), [(150e-6, False), (50e-6, True)])
+def test_longer_replays_spare_only_the_replays_between(step_s, may_pay):
+    plan = Plan().with_feed(Feed(kind="resident")).but(mode="captured", replay_steps=8)
+    lap = Lap(step_s=step_s, updates=5, wall_s=0.05)
+    most, why = Probe(torch.device("cuda")).most_gain(plan, plan.but(replay_steps=32), lap)
+    assert (most >= LEAST_GAIN) == may_pay
+    assert most == pytest.approx(1 / (1 - REPLAY_S * (1 / 8 - 1 / 32) / step_s))
+    assert "fewer replays" in why
 
 
 def test_hope_lets_tuning_cost_more_but_not_more_than_the_user_says():

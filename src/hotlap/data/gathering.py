@@ -10,10 +10,11 @@ from hotlap.core.units import MIB
 from hotlap.data.samples import Room, taken
 
 MOST_BY_NUMPY = 4 * MIB
-"""Bytes up to which numpy gathers, in this thread. Sixteen threads took 31 µs for 3 MB on a quiet machine, where one
-takes 250; but on average over a busy one 217, and for 300 KB 129 where one takes 14. 0 leaves all to torch."""
+"""Bytes up to which numpy gathers, in this thread; 0 leaves all to torch. torch's threads are slow to wake where other
+processes have the cores: on an H200's host 16 of them took 18 µs for 300 KB in the middle, but 129 on average, where
+numpy took 13."""
 GRAIN = 32768
-"""Numbers up to which torch gathers in one thread itself (`at::internal::GRAIN_SIZE`), and faster."""
+"""Numbers up to which torch gathers in one thread itself (`at::internal::GRAIN_SIZE`)."""
 _NUMPYS = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.float32, torch.float64,

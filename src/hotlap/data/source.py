@@ -43,5 +43,5 @@ def _rows_of(subset: Subset[Any]) -> Sequence[int] | Tensor:
         return indices  # type: ignore[no-any-return]
     known = _known_rows.get(subset)
     if known is None or known[0] != indices:
-        known = _known_rows[subset] = (indices.copy(), torch.as_tensor(indices, dtype=torch.int64))
+        known = _known_rows[subset] = (indices.copy(), torch.tensor(indices, dtype=torch.int64, device="cpu"))
     return known[1]
