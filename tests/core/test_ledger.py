@@ -116,7 +116,7 @@ def test_an_entry_keeps_its_own_copy_of_the_figures():
 
 def test_an_unknown_outcome_is_refused_with_those_there_are():
     with pytest.raises(
-        ValueError, match="outcome 'keeped' is none of chosen, kept, rejected, not tried, measured, fault"
+        ValueError, match="outcome 'keeped' is none of chosen, kept, rejected, undecided, not tried, measured, fault"
     ):
         entry(outcome="keeped")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hotlap.core.ledger import OUTCOMES, Entry, Ledger
 from hotlap.core.plan import Plan
-from hotlap.core.table import as_json, rows, table
+from hotlap.core.table import SIGNS, as_json, rows, table
 
 WIDTHS = (80, 100, 120)
 
@@ -86,7 +86,7 @@ def test_a_ledger_of_a_run_that_was_not_tuned_gives_no_table():
         assert as_json(ledger)["nothing_helped"] is False
 
 
-@pytest.mark.parametrize("outcome", [name for name in OUTCOMES if name not in ("kept", "rejected", "not tried")])
+@pytest.mark.parametrize("outcome", [name for name in OUTCOMES if name not in SIGNS])
 def test_entries_that_are_no_verdict_on_a_move_are_left_out(outcome):
     more = entry("bf16", outcome, "a lap", **measured(9.0, 8.0, 9.5))
     assert rows(ledger_of(BASELINE, BF16, more, TUNED)) == rows(ledger_of(BASELINE, BF16, TUNED))
@@ -129,6 +129,12 @@ def test_that_nothing_helped_is_not_said_of_a_tuning_that_was_cut_short():
     ledger = ledger_of(BASELINE, LAYOUT)
     assert table(ledger)[-1] == "nothing kept so far: 1 move tried, and the tuning did not come to its end"
     assert as_json(ledger)["nothing_helped"] is False
+
+
+def test_moves_that_the_end_of_the_run_left_undecided_count_as_tried():
+    lines = table(ledger_of(BASELINE, entry("fused optimizer", "undecided", "the run ended")), 120)
+    assert lines[1].split() == ["-", "fused", "optimizer", "–", "undecided", "the", "run", "ended"]
+    assert lines[-1] == "nothing kept so far: 1 move tried, and the tuning did not come to its end"
 
 
 def test_a_run_in_which_nothing_could_be_tried_says_so():

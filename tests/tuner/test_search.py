@@ -302,3 +302,15 @@ def test_a_run_that_ends_before_its_length_is_known_says_so():
     assert outcomes(rig)["baseline"][0] == "chosen"
     outcome, why, _ = outcomes(rig)["all moves"]
     assert (outcome, why) == ("not tried", "the run ended before it was clear that it is long enough for trials")
+
+
+def test_moves_whose_laps_a_run_ended_too_early_for_are_said_to_be_undecided():
+    rig = rig_for()
+    search = searching(rig, 200_000, gate=Gatekeeper())
+    asks = search.run()
+    wanted = next(asks)
+    while wanted == search.baseline:
+        wanted = asks.send(lap_of(0.001, 0.009, 6))
+    search.cut_short()
+    undecided = {what for what, (outcome, *_) in outcomes(rig).items() if outcome == "undecided"}
+    assert "fused optimizer" in undecided

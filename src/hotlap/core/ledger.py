@@ -12,7 +12,7 @@ from typing import Any, Self
 from hotlap.core.errors import HotlapError, PlanError, did_you_mean, shown
 from hotlap.core.plan import Plan
 
-OUTCOMES = ("chosen", "kept", "rejected", "not tried", "measured", "fault")
+OUTCOMES = ("chosen", "kept", "rejected", "undecided", "not tried", "measured", "fault")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Entry:
     what: str
     """The change in a few words, as a table shows it."""
     outcome: str
-    """`chosen` by the user or as the start; `kept`, `rejected` or `not tried` by measurement; `measured` for a lap;
-    `fault` answered."""
+    """`chosen` by the user or as the start; `kept`, `rejected`, `undecided` or `not tried` by measurement; `measured`
+    for a lap; `fault` answered."""
     plan: Plan
     """The plan in force from this step on."""
     why: str = ""

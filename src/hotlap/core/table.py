@@ -13,7 +13,7 @@ from typing import Any
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.units import show_seconds
 
-SIGNS = {"kept": "+", "rejected": "-", "not tried": "-"}
+SIGNS = {"kept": "+", "rejected": "-", "undecided": "-", "not tried": "-"}
 """Outcomes of a move, in the order in which the table has them."""
 ALARMS = ("canary", "trial")
 """How faults begin that the tuning met; others are no matter of this table."""
@@ -281,7 +281,7 @@ def _verdict(found: Sequence[Row]) -> str:
     outcomes = [row.outcome for row in found]
     if "kept" in outcomes:
         return ""
-    tried = outcomes.count("rejected")
+    tried = outcomes.count("rejected") + outcomes.count("undecided")
     if not tried:
         # Under a fixed plan moves may be listed as not tried, but nobody meant to.
         return "nothing was tried" if "chosen" in outcomes else ""

@@ -8,7 +8,7 @@ while batches are slow. What is kept is then taken out move by move, which tells
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from hotlap.core.plan import Plan
@@ -74,6 +74,8 @@ class Search:
         self._doubted: list[Move] = []
         """Moves that a gate has held back for what may pass."""
         self.budget: Budget | None = None
+        self._on_trial: Sequence[Move] = ()
+        """Moves of which laps are under way."""
         self._looked = self._told = False
 
     def run(self) -> Laps:
@@ -153,7 +155,7 @@ class Search:
         if not made:
             return
         plan = self._with(made)
-        tried = yield from self._trials.compare(self.plan, plan, settled=self.plan)
+        tried = yield from self._laps_of(made, plan)
         if tried.accepted:
             self._settle(plan, made, tried)
         elif len(made) == 1:
@@ -240,7 +242,12 @@ class Search:
             self._trials.write("baseline", "chosen", figures={"step_s": self.budget.base_s})
             why = "the run ended before it was clear that it is long enough for trials"
             self._trials.write("all moves", "not tried", why=why)
-        elif self.budget is not None and self._kept and not self._told:
+            return
+        if self.budget is None or self._told:
+            return
+        for move in self._on_trial:
+            self._trials.refuse(move, "undecided", "the run ended before its laps had shown a difference")
+        if self._kept:
             figures = {"cost_s": self.budget.spent_s}
             self._trials.write("tuned", "chosen", why="the run ended before all was tried", figures=figures)
 
@@ -269,11 +276,18 @@ class Search:
             if move.kind == "B" and not last:
                 self._doubted.append(move)  # gradients are at their worst at first weights
         else:
-            tried = yield from self._trials.compare(self.plan, proposed, settled=self.plan)
+            tried = yield from self._laps_of([move], proposed)
             if tried.accepted:
                 self._settle(proposed, [move], tried)
             else:
                 self._trials.refuse(move, "rejected", tried.words, tried)
+
+    def _laps_of(self, moves: Sequence[Move], plan: Plan) -> Generator[Plan | Rest, Lap, Tried]:
+        """Compare the plan that these moves have made with the one settled on."""
+        self._on_trial = moves
+        tried = yield from self._trials.compare(self.plan, plan, settled=self.plan)
+        self._on_trial = ()
+        return tried
 
     def _why_not_worth(self, move: Move, beside_s: float = 0.0) -> Doubt | None:
         """Why a trial cannot pay, or may not be paid for beside others that take so long; None where it can."""
