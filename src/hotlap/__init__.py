@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.core.plan import Memory as Memory
     from hotlap.core.plan import Numerics as Numerics
     from hotlap.core.plan import Plan as Plan
+    from hotlap.data.sequences import Sequences as Sequences
     from hotlap.data.windows import Windows as Windows
     from hotlap.engine.rig import Rig as Rig
     from hotlap.fitting.loop import fit as fit
@@ -49,6 +50,7 @@ _HOME = {
     "PlanError": "hotlap.core.errors",
     "Rig": "hotlap.engine.rig",
     "Run": "hotlap.fitting.run",
+    "Sequences": "hotlap.data.sequences",
     "StoreError": "hotlap.core.errors",
     "TrainingError": "hotlap.core.errors",
     "Tuner": "hotlap.tuner.tuner",

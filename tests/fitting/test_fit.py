@@ -366,7 +366,7 @@ def test_the_very_same_training_is_loaded_and_not_trained_again(tmp_path, monkey
         {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.02)},
         {"valid": class_data(10)},
     ],
-    ids=str,
+    ids=lambda changes: next(iter(changes)),
 )
 def test_a_training_that_differs_in_anything_is_trained(changes, tmp_path, monkeypatch):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))

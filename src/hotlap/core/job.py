@@ -48,6 +48,8 @@ class Job:
 
     Whatever draws, draws from `seed` and the epoch, not from the process's or the loader's generator.
     """
+    reorder: bool = False
+    """Leave to make batches of samples of similar length, out of shuffled windows: `data` are Sequences then."""
     drop_last: bool | None = None
     """Leave out the last, shorter batch of an epoch; a DataLoader brings its own."""
     collate: Callable[[list[Any]], Any] | None = None

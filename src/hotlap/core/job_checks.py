@@ -180,7 +180,9 @@ class Problems:
             isinstance(order, type) or not (hasattr(order, "__iter__") and hasattr(order, "__len__"))
         ):
             self._add(f"order must be 'shuffled', 'as given' or a sampler with a length, not {kind_of(order)}")
-        for name in ("drop_last", "skip_nonfinite"):
+        if job.reorder is True and not (order is None or order == "shuffled"):
+            self._add("reorder=True shuffles by length, and order says otherwise; leave one of the two out")
+        for name in ("drop_last", "skip_nonfinite", "reorder"):
             value = getattr(job, name)
             if not isinstance(value, bool) and not (name == "drop_last" and value is None):
                 self._add(f"{name}={shown(value)} must be True or False")

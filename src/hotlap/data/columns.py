@@ -31,6 +31,8 @@ class Columns(Source):
     """Tensors that share their first dimension: batches are indexed out of them as a whole."""
 
     computes = False
+    packs = True
+    """Whether a batch is made of rows of its tensors as they are."""
     took: Took | None = None
     """What it took to hold them (see `holding.held`); None for columns as the user gave them."""
 
@@ -66,6 +68,13 @@ class Columns(Source):
             indices = indices.to(self._device)
             found = [taken(tensor, indices, room) for tensor in self._in_order]
         return tuple(found) if self._shape == "tuple" else self._packed(dict(zip(self.tensors, found, strict=True)))
+
+    def fitting(self, indices: Tensor) -> Columns:
+        """The columns that gather these samples wherever their indices are: itself, but where samples differ in size.
+
+        The indices are on the host.
+        """
+        return self
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         """The samples of these tickets, one by one, as a DataLoader does; tensors draw no randomness."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
 
+from hotlap.core.errors import DataError
 from hotlap.core.job import Job
 from hotlap.core.plan import Feed
+from hotlap.data.buckets import LengthOrder, Padding, fitted, lengths_in
 from hotlap.data.feeds import LOADER_PASSES_ON
 from hotlap.data.order import BatchedOrder, Order, SampledOrder
 from hotlap.data.source import Source, as_source
@@ -27,13 +30,17 @@ class Course:
     """The user's batch, or the largest in the first window of a batch sampler's."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Settings of a user's DataLoader that no plan changes."""
+    padding: Padding | None = None
+    """What of its batches is padding, where samples are sequences of several lengths."""
+    is_sorted: bool = False
+    """Whether its samples come from the shortest on, in an order that nobody asked for."""
 
 
 def training_course(job: Job, *, workers: int | None = None, on_gpu: bool = False) -> Course:
     """What the job trains on; `workers` is what the environment asks for, where the job says nothing."""
     data = job.data
     if isinstance(data, DataLoader):
-        return _loader_course(data, seed=job.seed, accumulate=job.accumulate, on_gpu=on_gpu)
+        return _loader_course(data, job, on_gpu=on_gpu)
     source = as_source(data, job.collate)
     assert job.batch_size is not None  # the job has checked it
     settings: dict[str, Any] = {
@@ -43,28 +50,55 @@ def training_course(job: Job, *, workers: int | None = None, on_gpu: bool = Fals
         "drop_last": bool(job.drop_last),
     }
     if job.order is None or isinstance(job.order, str):
-        order = Order(len(source), shuffled=job.order != "as given", **settings)
+        order = _drawn_order(source, shuffled=job.order != "as given", by_length=job.reorder, **settings)
     else:
         order = SampledOrder(job.order, len(source), **settings)
+    source, padding = fitted(source, order)
     return Course(
         source=source,
         order=order,
         feed=_plainest(source, workers),
         seed=job.seed,
         batch_size=job.batch_size,
+        padding=padding,
     )
+
+
+def _drawn_order(source: Source, *, shuffled: bool, by_length: bool, **settings: Any) -> Order:
+    """Shuffled, or not; with the user's leave so that batches hold samples of similar length."""
+    if not by_length:
+        return Order(len(source), shuffled=shuffled, **settings)
+    lengths = lengths_in(source)
+    if lengths is None:
+        raise DataError("reorder=True needs samples of known lengths; give them as hotlap.Sequences")
+    return LengthOrder(lengths, **settings)
 
 
 def evaluation_course(data: Any, *, batch_size: int, collate: Any = None, on_gpu: bool = False) -> Course:
     """All of `data` once, in its own order. Of a DataLoader, the samples that its sampler gives."""
     if not isinstance(data, DataLoader):
         source = as_source(data, collate)
-        order = Order(len(source), batch_size=batch_size, shuffled=False)
-        return Course(source=source, order=order, feed=_plainest(source, None), batch_size=batch_size)
+        order: Order = Order(len(source), batch_size=batch_size, shuffled=False)
+        lengths = lengths_in(source)
+        if lengths is not None:
+            # What an evaluation sums up does not depend on it, and little is padded then.
+            order = SampledOrder(np.argsort(lengths, kind="stable").tolist(), len(source), batch_size=batch_size)
+        source, padding = fitted(source, order)
+        return Course(
+            source=source,
+            order=order,
+            feed=_plainest(source, None),
+            batch_size=batch_size,
+            padding=padding,
+            is_sorted=lengths is not None,
+        )
     source = as_source(data.dataset, own_collate(data), loaded=True)
+    order = _evaluation_order(data, len(source), batch_size)
+    source, padding = fitted(source, order)
     return Course(
         source=source,
-        order=_evaluation_order(data, len(source), batch_size),
+        order=order,
+        padding=padding,
         feed=loader_feed(data, on_gpu),
         batch_size=batch_size,
         extras=_extras(data),
@@ -97,7 +131,8 @@ def _plainest(source: Source, workers: int | None) -> Feed:
     return Feed(kind="loader", workers=workers or 0)
 
 
-def _loader_course(loader: DataLoader[Any], *, seed: int, accumulate: int, on_gpu: bool) -> Course:
+def _loader_course(loader: DataLoader[Any], job: Job, *, on_gpu: bool) -> Course:
+    seed, accumulate = job.seed, job.accumulate
     source = as_source(loader.dataset, own_collate(loader), loaded=True)
     sampler, batches = loader.sampler, loader.batch_sampler
     order: Order
@@ -114,9 +149,11 @@ def _loader_course(loader: DataLoader[Any], *, seed: int, accumulate: int, on_gp
             "accumulate": accumulate,
         }
         if _takes_all(sampler, len(source)):
-            order = Order(len(source), shuffled=type(sampler) is RandomSampler, **settings)
+            shuffled = type(sampler) is RandomSampler
+            order = _drawn_order(source, shuffled=shuffled, by_length=job.reorder and shuffled, **settings)
         else:
             order = SampledOrder(sampler, len(source), **settings)
+    source, padding = fitted(source, order)
     return Course(
         source=source,
         order=order,
@@ -124,6 +161,7 @@ def _loader_course(loader: DataLoader[Any], *, seed: int, accumulate: int, on_gp
         seed=seed,
         batch_size=batch_size,
         extras=_extras(loader),
+        padding=padding,
     )
 
 

@@ -38,14 +38,15 @@ class Epoch:
     def __init__(self, indices: Tensor, batch_ends: Sequence[int], accumulate: int, length: int) -> None:
         self.indices = indices
         """All samples of the epoch in their order."""
+        self.ends = batch_ends
+        """Where in it each batch ends."""
         self._length = length
-        self._ends = batch_ends
         self._accumulate = accumulate
         self._cut: dict[bool, Sequence[Tensor]] = {}
 
     def __len__(self) -> int:
         """Windows, that is updates, in the epoch."""
-        return -(-len(self._ends) // self._accumulate)
+        return -(-len(self.ends) // self._accumulate)
 
     def pieces(self, window: int, micro_batch: int | None, *, tickets: bool = False) -> list[Tensor]:
         """The indices of a window, cut into micro-batches; None cuts as the user's batches are.
@@ -57,19 +58,19 @@ class Epoch:
         if self._accumulate == 1 and micro_batch is None:
             # The usual case, in every step: cut once for the epoch, which takes a fraction of as many slices.
             if tickets not in self._cut:
-                sizes = [end - start for start, end in pairwise((0, *self._ends))]
-                self._cut[tickets] = torch.split_with_sizes(source[: self._ends[-1]], sizes)
+                sizes = [end - start for start, end in pairwise((0, *self.ends))]
+                self._cut[tickets] = torch.split_with_sizes(source[: self.ends[-1]], sizes)
             return [self._cut[tickets][window]]
         return [source[a:b] for a, b in pairwise(self.bounds(window, micro_batch))]
 
     def bounds(self, window: int, micro_batch: int | None) -> list[int]:
         """Where in the epoch's order the pieces of a window begin, and where the last one ends."""
         first = window * self._accumulate
-        last = min(first + self._accumulate, len(self._ends))
-        start = self._ends[first - 1] if first else 0
+        last = min(first + self._accumulate, len(self.ends))
+        start = self.ends[first - 1] if first else 0
         if micro_batch is None:
-            return [start, *self._ends[first:last]]
-        return [start + cut for cut in even_cuts(self._ends[last - 1] - start, micro_batch)]
+            return [start, *self.ends[first:last]]
+        return [start + cut for cut in even_cuts(self.ends[last - 1] - start, micro_batch)]
 
     def are_alike(self, window: int, count: int, micro_batch: int | None) -> bool:
         """Whether `count` windows from this one on are there, and cut into pieces of the same sizes."""
@@ -86,6 +87,9 @@ class Epoch:
 
 class Order:
     """The order of an epoch from seed and epoch number."""
+
+    asks_nobody = True
+    """Whether it is drawn without code of the user's."""
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class Order:
         """Draw the order of an epoch beside the training, so that its beginning does not wait for it."""
         # A user's sampler draws from the process's generators, so it stays in the training's own thread; and what takes
         # less than a thread takes to start is drawn in time.
-        if type(self) is Order and self._length > AHEAD_FROM and (self._coming is None or self._coming[0] != epoch):
+        if self.asks_nobody and self._length > AHEAD_FROM and (self._coming is None or self._coming[0] != epoch):
             future: Future[Epoch] = Future()
 
             def draw() -> None:
@@ -153,6 +157,8 @@ class Order:
 class SampledOrder(Order):
     """The order that the user's own sampler gives, seeded anew for every epoch."""
 
+    asks_nobody = False
+
     def __init__(self, sampler: Iterable[int], length: int, **settings: Any) -> None:
         super().__init__(length, shuffled=False, **settings)
         self._sampler = sampler
@@ -163,6 +169,8 @@ class SampledOrder(Order):
 
 class BatchedOrder(Order):
     """The batches that the user's own batch sampler gives, seeded anew for every epoch."""
+
+    asks_nobody = False
 
     def __init__(self, batch_sampler: Iterable[Sequence[int]], length: int, *, seed: int, accumulate: int) -> None:
         super().__init__(length, batch_size=1, shuffled=False, seed=seed, accumulate=accumulate)

@@ -12,7 +12,6 @@ from hotlap.core.errors import TrainingError
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.data.columns import Columns
 from hotlap.data.samples import Room
-from hotlap.data.windows import WindowColumns
 
 
 class EpochOrder:
@@ -83,9 +82,19 @@ class ResidentFeeding:
             self._order.write(indices)
             self._epoch = indices
 
+    @property
+    def varies(self) -> bool:
+        """Whether batches of as many samples may have other shapes."""
+        return type(self.columns).fitting is not Columns.fitting
+
+    def fitting(self, start: int, end: int) -> Columns:
+        """The columns that gather this piece of the epoch that was begun."""
+        assert self._epoch is not None, "begin an epoch first"
+        return self.columns.fitting(self._epoch[start:end])
+
     def rows(self, start: int, count: int) -> Rows:
         """A piece of the epoch that was begun."""
-        return Rows(self.columns, self._order, self._order.number, start, count)
+        return Rows(self.fitting(start, start + count), self._order, self._order.number, start, count)
 
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """The batches at these indices, gathered on the device."""
@@ -93,7 +102,6 @@ class ResidentFeeding:
         if not parts:
             return
         self.begin(torch.cat(parts))
-        self._epoch = None
         start = 0
         for part in parts:
             yield self.rows(start, len(part)).gathered()
@@ -164,7 +172,7 @@ class _Recipe:
 
 def packed(columns: Columns, *, images_last: bool) -> Columns:
     """The columns packed, where they are plain tensors on a GPU and turning images has room."""
-    if isinstance(columns, WindowColumns) or columns.on_host:
+    if not columns.packs or columns.on_host:
         return columns
     images = [tensor for tensor in columns.tensors.values() if tensor.ndim in (4, 5)]
     needed = sum(image.numel() * image.element_size() for image in images)

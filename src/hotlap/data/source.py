@@ -15,6 +15,7 @@ from hotlap.data.batches import Batch
 from hotlap.data.columns import Columns as Columns
 from hotlap.data.columns import Selection as Selection
 from hotlap.data.samples import Source as Source
+from hotlap.data.sequences import SequenceColumns, Sequences
 from hotlap.data.windows import WindowColumns, Windows
 
 _known_rows: WeakKeyDictionary[Subset[Any], tuple[list[int], Tensor]] = WeakKeyDictionary()
@@ -32,6 +33,8 @@ def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *,
         return Columns(data.tensors, collate)
     if type(data) is Windows:
         return WindowColumns(data, collate)
+    if type(data) is Sequences:
+        return SequenceColumns(data, collate)
     if type(data) is Subset:
         return Selection(as_source(data.dataset, collate, loaded=True), _rows_of(data))
     return Source(data, collate)

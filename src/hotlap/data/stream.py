@@ -10,6 +10,7 @@ A copy runs on a stream of its own, two batches ahead. Three memories could be w
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -156,22 +157,23 @@ class Stage:
         self._given = 0
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for the next tensor of the batch; shorter batches use a part of what is there."""
+        """Memory for the next tensor of the batch; smaller batches use a part of what is there."""
         number, self._given = self._given, self._given + 1
+        numbers = math.prod(shape)
         if number == len(self._tensors):
-            self._tensors.append(self._new(shape, dtype))
+            self._tensors.append(self._new(numbers, dtype))
         held = self._tensors[number]
-        if held.dtype != dtype or held.shape[1:] != shape[1:] or len(held) < shape[0]:
-            held = self._tensors[number] = self._new(shape, dtype)
-        return held if len(held) == shape[0] else held[: shape[0]]
+        if held.dtype != dtype or len(held) < numbers:
+            held = self._tensors[number] = self._new(numbers, dtype)
+        return held[:numbers].view(shape)
 
     def sent(self, flight: Flight) -> Flight:
         """Note that the batch has been sent."""
         self._flight = flight
         return flight
 
-    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+    def _new(self, numbers: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numbers, dtype=dtype, pin_memory=self._pinned)
 
 
 class StreamFeeding:

@@ -116,6 +116,8 @@ class WindowColumns(Columns):
     windows, one more that looks up where they begin.
     """
 
+    packs = False
+
     def __init__(self, windows: Windows, collate: Callable[[list[Any]], Batch] | None = None) -> None:
         Source.__init__(self, windows, collate)
         self._windows, self._device = windows, windows.series.device

@@ -141,7 +141,11 @@ class Evaluator:
     def _predictions(self, course: Course, feeding: Feeding, plan: Plan) -> Any:
         outputs = self._outputs(plan, predicting=True)
         parts = [map_tensors(outputs(batch)[0], _on_host) for batch, _ in self._batches(course, feeding)]
-        columns = iter([torch.cat(column) for column in zip(*map(tensors_in, parts), strict=True)])
+        joined = [_joined(column) for column in zip(*map(tensors_in, parts), strict=True)]
+        if course.is_sorted:
+            back = course.order.epoch(0).indices.argsort()
+            joined = [column.index_select(0, back) for column in joined]
+        columns = iter(joined)
         return map_tensors(parts[0], lambda _: next(columns))
 
     def _batches(self, course: Course, feeding: Feeding) -> Iterator[tuple[Any, int]]:
@@ -174,6 +178,18 @@ class Evaluator:
             made = CapturedOutputs(eager, modules, self._objective.functions, self._device)
             kept = self._captured[predicting] = (plan, made)
         return kept[1]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The outputs of several batches as one; those for each entry of a sequence are filled up with 0 to one width."""
+    widths = {part.shape[1] for part in parts if part.ndim > 1}
+    if len(widths) > 1:
+        parts = [torch.cat([part, _nothing(part, max(widths))], dim=1) for part in parts]
+    return torch.cat(list(parts))
+
+
+def _nothing(part: Tensor, width: int) -> Tensor:
+    return part.new_zeros(part.shape[0], width - part.shape[1], *part.shape[2:])
 
 
 def _on_host(tensor: Tensor) -> Tensor:

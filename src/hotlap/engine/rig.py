@@ -45,7 +45,7 @@ from hotlap.engine.step import EagerStep, Window
 EVAL_BATCHES = 4
 """How many training batches make one of evaluation, which keeps no activations."""
 
-FEED_SETTINGS = ("batch_size", "epochs", "steps", "order", "drop_last", "collate", "accumulate", "seed")
+FEED_SETTINGS = ("batch_size", "epochs", "steps", "order", "reorder", "drop_last", "collate", "accumulate", "seed")
 """What of a Job's settings belongs to its data."""
 
 
@@ -375,8 +375,9 @@ class Rig:
     # --- data ------------------------------------------------------------------------------------
 
     def feed(self, data: Any, **settings: Any) -> Iterator[Window]:
-        """Windows of `data` for `step`: batch_size, epochs or steps, and order, drop_last, collate, accumulate, seed.
+        """Windows of `data` for `step`: batch_size, and epochs or steps.
 
+        Also order, reorder, drop_last, collate, accumulate and seed, as a Job has them.
         The same data with the same settings goes on with the next epoch, so that a loop of one epoch each
         sees another order each time.
         """
@@ -423,6 +424,9 @@ class Rig:
         reason = self.supports(self.plan)
         if reason:
             raise PlanError(reason)
+        if course.padding is not None:
+            shares = {"padding": course.padding.share, "padding_at_one_width": course.padding.share_at_one_width}
+            self.write_down("batches by length", "chosen", course.padding.line, figures=shares)
 
     @property
     def source(self) -> Source:

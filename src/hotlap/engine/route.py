@@ -235,10 +235,20 @@ class Route:
                 free = min(
                     together if steps is None else steps - self.place.served, together if room is None else room()
                 )
-                if free < together or not epoch.are_alike(window, together, micro):
+                if free < together or not self._are_alike(feeding, epoch, window, together, micro):
                     updates = 1
             yield self._held_window(feeding, epoch, window, micro, updates)
             window += updates
+
+    @staticmethod
+    def _are_alike(feeding: ResidentFeeding, epoch: Epoch, window: int, count: int, micro: int | None) -> bool:
+        """Whether so many windows from this one on have the same shapes."""
+        if not epoch.are_alike(window, count, micro):
+            return False
+        # Whose samples differ in size may have batches of other widths.
+        bounds = [epoch.bounds(number, micro) for number in range(window, window + count)]
+        mine = {tuple(feeding.fitting(a, b) for a, b in pairwise(one)) for one in bounds} if feeding.varies else ()
+        return len(mine) < 2
 
     def _held_window(
         self, feeding: ResidentFeeding, epoch: Epoch, window: int, micro: int | None, updates: int

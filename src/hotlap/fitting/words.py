@@ -52,6 +52,7 @@ def banner(job: Job, rig: Rig, course: Course, total: int, folder: Path) -> list
         f"hotlap {__version__} on {device}, torch {torch.__version__}",
         f"model  {type(job.model).__name__}, {trained:,} parameters in training",
         f"data   {len(course.source):,} samples, {batch}, {length}",
+        *([f"       {course.padding.line}"] if course.padding is not None else []),
         f"plan   {rig.plan}",
         f"run    {folder}",
     ]

@@ -91,6 +91,8 @@ def settings_of(job: Job, optimizer: Optimizer | None = None) -> dict[str, Any]:
     if isinstance(made, Optimizer):
         settings["optimizer"] = _optimizer(made, scheduled=job.schedule is not None)
     settings["metrics"] = ", ".join(job.metric_names)
+    if not job.reorder:
+        del settings["reorder"]  # as in runs of before there was such a setting
     if isinstance(job.data, DataLoader):
         batches = job.data.batch_sampler
         settings["batch_size"], settings["drop_last"] = job.data.batch_size, job.data.drop_last

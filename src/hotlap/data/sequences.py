@@ -1,0 +1,326 @@
+"""Sequences of several lengths: stored one behind the other, padded only as far as their batch needs it."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hotlap.core.data_checks import dtype_problem
+from hotlap.core.errors import DataError, kind_of, listed, shown
+from hotlap.core.job_checks import is_whole
+from hotlap.data.batches import Batch
+from hotlap.data.columns import Columns, as_tensor, holds
+from hotlap.data.samples import Place, Room, Source, taken
+
+MULTIPLE = 8
+"""Widths are multiples of it: what tensor cores and attention kernels like."""
+Numbers = np.ndarray[Any, Any]
+
+
+class Sequences(Dataset[Any]):
+    """A dataset of sequences: of tokens, or of vectors; each batch is a dict in which they are padded to one width.
+
+        data = Sequences({"input_ids": ids}, columns={"labels": labels})
+
+    `fields` are by name a list with a sequence for each sample; or all of them joined, with `offsets` where each begins
+    and, as its last number, the end. All fields of a sample have one length. `columns` have a row for each sample.
+    A batch holds the fields padded by `pad` (a number, or one for each field), the columns, and a `mask` of 1 for each
+    place that is no padding (under that name; None makes none).
+
+    How wide a batch is follows from its longest sequence: one of `widths`, which are found from the data where they are
+    not given. Whole numbers are kept in 32 bits where they fit, and come as int64. Raises DataError with all mistakes.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        columns: Mapping[str, Any] | None = None,
+        offsets: Any = None,
+        pad: float | Mapping[str, float] = 0,
+        mask: str | None = "attention_mask",
+        widths: Sequence[int] | None = None,
+    ) -> None:
+        _refuse(_outer_problems(fields, columns, pad))
+        columns = {name: _as_column(column) for name, column in (columns or {}).items()}
+        counted = {name: _lengths(name, field, offsets) for name, field in fields.items()}
+        _refuse([said for said in counted.values() if isinstance(said, str)])
+        lengths = {name: said for name, said in counted.items() if not isinstance(said, str)}
+        _refuse(_fit_problems(lengths, columns))
+        self.host_lengths: Numbers = next(iter(lengths.values()))
+        """Of each sequence; on the host, wherever the rest is."""
+        _refuse([problem for name, field in fields.items() if (problem := _kind_problem(name, field))])
+        self.fields = {name: _joined(field) for name, field in fields.items()}
+        """Each with its sequences one behind the other."""
+        self.columns = columns
+        self.pad = {name: pad[name] if isinstance(pad, Mapping) else pad for name in fields}
+        self.mask = mask if mask not in fields else None
+        self.longest = int(self.host_lengths.max())
+        _refuse(_width_problems(widths, self.longest))
+        self.widths = tuple(map(int, widths)) if widths is not None else None
+        device = next(iter(self.fields.values())).device
+        self.lengths = torch.from_numpy(self.host_lengths).to(device)
+        ends = np.cumsum(self.host_lengths)
+        self.starts = torch.from_numpy(ends - self.host_lengths).to(device)
+        """Where each sequence begins in its field."""
+
+    def __len__(self) -> int:
+        return len(self.host_lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        at = operator.index(index)
+        if not -len(self) <= at < len(self):
+            raise IndexError(f"sequence {at} of {len(self)}")
+        at %= len(self)
+        start = int(self.starts[at])
+        end = start + int(self.host_lengths[at])
+        found = {name: _wide(field[start:end]) for name, field in self.fields.items()}
+        return found | {name: column[at] for name, column in self.columns.items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        return [self[index] for index in indices]
+
+    @property
+    def stored_columns(self) -> dict[str, Tensor]:
+        """What goes into the model and the loss, as it is stored."""
+        return {**self.fields, **self.columns}
+
+    def placed(self, place: Place, rows: Tensor | None) -> Sequences:
+        """These sequences, or some of them, with every tensor where `place` puts it; the joined fields stay whole."""
+        other = copy.copy(self)
+        other.fields = {name: place(field, None) for name, field in self.fields.items()}
+        other.columns = {name: place(column, rows) for name, column in self.columns.items()}
+        other.starts, other.lengths = place(self.starts, rows), place(self.lengths, rows)
+        if rows is not None:
+            other.host_lengths = self.host_lengths[rows.cpu().numpy()]
+        return other
+
+
+class SequenceColumns(Columns):
+    """Sequences gathered as a whole: on a GPU by a few kernels, which also pad them and make their mask.
+
+    How wide, a batch's indices say, where they are on the host; else `fitting` has to be asked.
+    """
+
+    packs = False
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        collate: Callable[[list[Any]], Batch] | None = None,
+        *,
+        widths: Sequence[int] | None = None,
+        width: int | None = None,
+    ) -> None:
+        Source.__init__(self, sequences, collate)
+        self.sequences, self._width = sequences, width
+        self._device = sequences.starts.device
+        self.on_host = self._device.type == "cpu"
+        self._shape = "dict"
+        self.widths = tuple(widths or sequences.widths or [rounded(sequences.longest)])
+        """How wide batches are; the last one takes the longest sequence."""
+        self._bounds = np.asarray(self.widths)
+        self._places = torch.arange(self.widths[-1], device=self._device)
+        self._views: dict[int, SequenceColumns] = {}
+
+    @property
+    def tensors(self) -> dict[Any, Tensor]:  # type: ignore[override]
+        """What makes the samples: the joined sequences, where each begins, and how they are padded."""
+        data = self.sequences
+        cut = {"starts": data.starts, "lengths": data.lengths, "widths": torch.tensor(self.widths)}
+        return {**{("field", name): field for name, field in data.fields.items()}, **data.columns, **cut}
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.sequences[index]
+
+    def never_holds(self, value: int) -> bool:
+        """Whether no column or field of whole numbers holds `value`, not as padding either."""
+        data = self.sequences
+        fields = ((field, data.pad[name]) for name, field in data.fields.items() if not field.is_floating_point())
+        return not (
+            self.own_collate
+            or any(holds(column, value) for column in data.columns.values())
+            or any(pad == value or bool((field == value).any()) for field, pad in fields)
+        )
+
+    def with_widths(self, widths: Sequence[int]) -> SequenceColumns:
+        """The same sequences in batches of other widths."""
+        return SequenceColumns(self.sequences, self.own_collate, widths=widths)
+
+    def width_of(self, indices: Tensor) -> int:
+        """How wide a batch of these sequences is; the indices are on the host."""
+        longest = self.sequences.host_lengths[indices.numpy()].max()
+        return self.widths[int(self._bounds.searchsorted(longest))]
+
+    def fitting(self, indices: Tensor) -> Columns:
+        """The columns whose batches have the width that these samples need; always the same ones for a width."""
+        width = self.width_of(indices)
+        if width not in self._views:
+            self._views[width] = SequenceColumns(self.sequences, self.own_collate, widths=self.widths, width=width)
+        return self._views[width]
+
+    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+        """The sequences at `indices` as a batch, padded to one width."""
+        data, width = self.sequences, self._width or self.width_of(indices)
+        if not self.on_host:
+            indices = indices.to(self._device)
+        places, lengths = self._places[:width], data.lengths.index_select(0, indices)
+        is_there = places < lengths.unsqueeze(1)
+        at = (data.starts.index_select(0, indices).unsqueeze(1) + places).where(is_there, 0).view(-1)
+        found: dict[str, Tensor] = {}
+        for name, field in data.fields.items():
+            rest = field.shape[1:]
+            values = _wide(field.index_select(0, at)).view(-1, width, *rest)
+            found[name] = values.where(is_there.view(-1, width, *(1 for _ in rest)), data.pad[name])
+        if data.mask is not None:
+            found[data.mask] = is_there.to(torch.int64)
+        if room is not None:
+            found = {name: room(tuple(part.shape), part.dtype).copy_(part) for name, part in found.items()}
+        return found | {name: taken(column, indices, room) for name, column in data.columns.items()}
+
+    def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
+        """The samples of these tickets; one by one where the user makes the batches."""
+        if self.own_collate:
+            return Source.fetch(self, tickets, seed, epoch)
+        return self.gather(torch.tensor([ticket % len(self) for ticket in tickets]))
+
+    def sent(self, place: Place, rows: Tensor | None = None) -> Columns:
+        """These sequences, or some of them, with every tensor where `place` puts it."""
+        return SequenceColumns(self.sequences.placed(place, rows), widths=self.widths)
+
+
+def rounded(length: int) -> int:
+    """The least multiple that takes a sequence of this length."""
+    return -(-length // MULTIPLE) * MULTIPLE
+
+
+def _wide(field: Tensor) -> Tensor:
+    """Whole numbers as models take them."""
+    return field.to(torch.int64) if field.dtype in _NARROW else field
+
+
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+# --- what was given ----------------------------------------------------------------------------------
+
+
+def _as_column(column: Any) -> Tensor:
+    return as_tensor(column) if isinstance(column, (Tensor, np.ndarray)) else torch.as_tensor(column)
+
+
+def _joined(field: Any) -> Tensor:
+    """The sequences of a field one behind the other, as narrow as whole numbers fit."""
+    if isinstance(field, (Tensor, np.ndarray)):
+        found = as_tensor(field)
+    elif isinstance(field[0], (Tensor, np.ndarray)):
+        found = torch.cat([as_tensor(one) for one in field])
+    else:
+        found = torch.from_numpy(np.asarray(list(chain.from_iterable(field))))
+        found = found.to(torch.float32) if found.dtype == torch.float64 else found
+    if found.dtype == torch.int64 and found.numel():
+        low, high = (int(bound) for bound in found.aminmax())
+        found = found.to(torch.int32) if low >= -(2**31) and high < 2**31 else found
+    return found
+
+
+def _lengths(name: str, field: Any, offsets: Any) -> Numbers | str:
+    """The length of each sequence of a field, or what is wrong with them."""
+    if isinstance(field, (Tensor, np.ndarray)):
+        if offsets is None:
+            return f"field {name!r} is {kind_of(field)}, whose sequences nobody can tell apart; give offsets too"
+        bounds = np.asarray(offsets.cpu() if isinstance(offsets, Tensor) else offsets)
+        right = bounds.ndim == 1 and bounds.dtype.kind in "iu" and len(bounds) > 1
+        if not right or bounds[0] != 0 or bounds[-1] != len(field) or (np.diff(bounds) < 0).any():
+            return f"offsets must rise from 0 to the {len(field):,} entries of field {name!r}"
+        found = np.diff(bounds).astype(np.int64)
+    else:
+        found = np.fromiter((len(one) for one in field), dtype=np.int64, count=len(field))
+    if not len(found):
+        return f"field {name!r} is empty"
+    empty = np.flatnonzero(found == 0)
+    if len(empty):
+        return f"sequence {empty[0]} of field {name!r} is empty ({len(empty)} are); leave such samples out"
+    return found
+
+
+def _outer_problems(fields: Any, columns: Any, pad: Any) -> list[str]:
+    if not isinstance(fields, Mapping) or not fields:
+        return [f"fields must be sequences by name, as {{'input_ids': [[5, 9, 2], …]}}, not {kind_of(fields)}"]
+    found = []
+    for name, field in fields.items():
+        if not isinstance(field, (Tensor, np.ndarray, Sequence)) or isinstance(field, str):
+            found.append(f"field {name!r} is {kind_of(field)}; give a list with a sequence for each sample")
+        elif not isinstance(field, (Tensor, np.ndarray)) and field and not hasattr(field[0], "__len__"):
+            found.append(f"field {name!r} is a list of {kind_of(field[0])}, …; give a list of sequences")
+    if columns is not None and not isinstance(columns, Mapping):
+        found.append(f"columns must be tensors or arrays by name, not {kind_of(columns)}")
+    elif columns:
+        found += [f"{name!r} is a field and a column" for name in columns if name in fields]
+    if isinstance(pad, Mapping):
+        found += [f"pad says nothing of field {name!r}" for name in fields if name not in pad]
+    elif not isinstance(pad, (int, float)) or isinstance(pad, bool):
+        found.append(f"pad={shown(pad)} must be a number, or one for each field")
+    return found
+
+
+def _fit_problems(lengths: Mapping[str, Numbers], columns: Mapping[str, Tensor]) -> list[str]:
+    (first, mine), *others = lengths.items()
+    found = []
+    for name, theirs in others:
+        if len(theirs) != len(mine):
+            found.append(f"field {name!r} has {len(theirs):,} sequences, {first!r} {len(mine):,}")
+        elif (theirs != mine).any():
+            at = int(np.flatnonzero(theirs != mine)[0])
+            found.append(f"sequence {at} has {mine[at]} entries in field {first!r} and {theirs[at]} in {name!r}")
+    for name, column in columns.items():
+        if not column.ndim or len(column) != len(mine):
+            has = f"{len(column):,} rows" if column.ndim else "no rows"
+            found.append(f"column {name!r} has {has}, and there are {len(mine):,} sequences")
+        elif problem := dtype_problem(f"column {name!r}", column):
+            found.append(problem)
+    return found
+
+
+def _kind_problem(name: str, field: Any) -> str | None:
+    """What is wrong with the entries of a field."""
+    if isinstance(field, (Tensor, np.ndarray)):
+        return dtype_problem(f"field {name!r}", field)
+    for at, one in enumerate(field):
+        if isinstance(one, (Tensor, np.ndarray)):
+            problem = dtype_problem(f"sequence {at} of field {name!r}", one)
+        else:
+            wrong = next((entry for entry in one if not isinstance(entry, (int, float, np.number))), None)
+            problem = None if wrong is None else f"sequence {at} of field {name!r} holds {shown(wrong)}; give numbers"
+        if problem:
+            return problem
+    return None
+
+
+def _width_problems(widths: Any, longest: int) -> list[str]:
+    if widths is None:
+        return []
+    listed_widths = list(widths) if isinstance(widths, Sequence) and not isinstance(widths, str) else []
+    if not listed_widths or not all(is_whole(width) and width > 0 for width in listed_widths):
+        return [f"widths={shown(widths)} must be whole numbers above 0"]
+    if any(a >= b for a, b in pairwise(listed_widths)):
+        return [f"widths={shown(widths)} must rise"]
+    if listed_widths[-1] < longest:
+        return [f"the largest width is {listed_widths[-1]}, and the longest sequence has {longest} entries"]
+    return []
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise DataError(listed("the sequences have", "mistake", wrong))
