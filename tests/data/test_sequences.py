@@ -1,7 +1,9 @@
 """Sequences: the batches of a plain loop that pads, however they are gathered; every sample once, in whatever width."""
 
+import gc
 import pickle
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -247,6 +249,31 @@ def test_several_updates_at_once_are_of_one_width():
     assert not all(found)
 
 
+def test_the_widest_batch_holds_the_same_samples_and_is_always_the_same_columns():
+    course = training_course(job(labelled(60), reorder=True))
+    feeding = ResidentFeeding(held(course.source, CPU), CPU)
+    feeding.begin(course.order.epoch(0).indices)
+    for start in (0, 8, 16):
+        rows = feeding.rows(start, 8)
+        mine, wide = rows.gathered(), rows.widest().gathered()
+        assert wide["input_ids"].shape[1] == course.padding.widths[-1]
+        assert torch.equal(wide["row"], mine["row"])
+        width = mine["input_ids"].shape[1]
+        assert torch.equal(wide["input_ids"][:, :width], mine["input_ids"])
+        assert not wide["attention_mask"][:, width:].any()
+        assert rows.widest().columns is feeding.columns.widest
+    gc.disable()
+    try:
+        alive = weakref.ref(feeding.columns)
+        del feeding, rows
+        assert alive() is None  # without the help of a collector
+    finally:
+        gc.enable()
+    plain = ResidentFeeding(held(as_source((torch.ones(4, 2), torch.ones(4))), CPU), CPU)
+    plain.begin(torch.arange(4))
+    assert plain.rows(0, 2).widest() == plain.rows(0, 2)
+
+
 def test_an_evaluation_pads_little_and_predictions_keep_the_order_of_the_data():
     data = labelled(100)
     course = evaluation_course(data, batch_size=16)
@@ -334,8 +361,9 @@ def test_data_that_was_written_to_is_seen_and_data_can_be_sent_to_workers():
     assert mark_of(source) == before
     data.fields["input_ids"][0] += 1
     assert mark_of(source) != before
-    other = pickle.loads(pickle.dumps(data))
-    assert torch.equal(other.fields["input_ids"], data.fields["input_ids"])
+    other = pickle.loads(pickle.dumps(source))
+    rows = torch.tensor([3, 4])
+    assert torch.equal(other.gather(rows)["input_ids"], source.gather(rows)["input_ids"])
 
 
 @pytest.mark.parametrize(("value", "is_free"), [(-100, True), (0, False), (2, False), (7, True)])

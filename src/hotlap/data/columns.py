@@ -76,6 +76,11 @@ class Columns(Source):
         """
         return self
 
+    @property
+    def widest(self) -> Columns:
+        """The columns whose batches are as wide as any: itself, but where samples differ in size."""
+        return self
+
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         """The samples of these tickets, one by one, as a DataLoader does; tensors draw no randomness."""
         if self.own_collate:

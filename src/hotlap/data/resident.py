@@ -56,6 +56,10 @@ class Rows:
         """The samples as a batch, on the device."""
         return self.columns.gather(self.order[self.start : self.start + self.count])
 
+    def widest(self) -> Rows:
+        """The same samples as wide as any batch is."""
+        return self if self.columns is self.columns.widest else replace(self, columns=self.columns.widest)
+
     def shifted(self, by: int) -> Rows:
         """As many samples further on in the order."""
         return replace(self, start=self.start + by)

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -130,6 +131,8 @@ class SequenceColumns(Columns):
         self._bounds = np.asarray(self.widths)
         self._places = torch.arange(self.widths[-1], device=self._device)
         self._views: dict[int, SequenceColumns] = {}
+        self._all: ReferenceType[SequenceColumns] | None = None
+        """The columns that this is a view of, where it is one. (A cycle would keep a GPU's memory until somebody collects it.)"""
 
     @property
     def tensors(self) -> dict[Any, Tensor]:  # type: ignore[override]
@@ -165,9 +168,19 @@ class SequenceColumns(Columns):
 
     def fitting(self, indices: Tensor) -> Columns:
         """The columns whose batches have the width that these samples need; always the same ones for a width."""
-        width = self.width_of(indices)
+        return self._view(self.width_of(indices))
+
+    @property
+    def widest(self) -> Columns:
+        """The columns whose batches are as wide as the widest."""
+        whole = self._all() if self._all is not None else self
+        return whole._view(self.widths[-1]) if whole is not None else self
+
+    def _view(self, width: int) -> SequenceColumns:
         if width not in self._views:
-            self._views[width] = SequenceColumns(self.sequences, self.own_collate, widths=self.widths, width=width)
+            made = SequenceColumns(self.sequences, self.own_collate, widths=self.widths, width=width)
+            made._all = ref(self)
+            self._views[width] = made
         return self._views[width]
 
     def gather(self, indices: Tensor, room: Room | None = None) -> Batch:

@@ -48,6 +48,12 @@ class Window:
         by = number * sum(self.sizes)
         return Window([piece.shifted(by) for piece in self.pieces], self.sizes, self.all_count)
 
+    def widest(self) -> Window:
+        """The same samples as wide as any batch is, where they are held on the device and differ in size."""
+        if not self.is_held:
+            return self
+        return Window([piece.widest() for piece in self.pieces], self.sizes, self.all_count, self.updates)
+
     @property
     def is_held(self) -> bool:
         """Whether its samples are on the device, still to be gathered."""
