@@ -21,6 +21,8 @@ WASTE = 0.02
 """How much more may be computed with fewer widths."""
 WINDOW = 50
 """Batches out of whose samples batches of similar length are made."""
+MIXED = 8
+"""Batches in a row that are of all lengths together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,9 @@ class Padding:
 class LengthOrder(Order):
     """Shuffled, but so that a batch holds samples of similar length; from seed and epoch, as every order.
 
-    Out of `WINDOW` batches of the shuffled order, which are sorted, others are cut; and these are shuffled. The last,
-    shorter batch of an epoch is drawn from all.
+    Out of `WINDOW` batches of the shuffled order, which are sorted, others are cut. These are shuffled, but so that of
+    each `MIXED` in a row one belongs to the shortest, one to the next longer, and so on: whatever is timed over some
+    steps then takes about as long everywhere in an epoch. The last, shorter batch of an epoch is drawn from all.
     """
 
     def __init__(self, lengths: Numbers, *, batch_size: int, **settings: Any) -> None:
@@ -73,8 +76,17 @@ class LengthOrder(Order):
         windows = np.arange(whole) // (WINDOW * size)
         # By window, then by length; samples as long as each other stay as they were drawn.
         batches = order[:whole][np.lexsort((self._lengths[order[:whole]], windows))].reshape(-1, size)
-        shuffle = np.random.default_rng(mix(self._seed, epoch, 1))
-        return torch.from_numpy(np.concatenate([shuffle.permutation(batches, axis=0).reshape(-1), order[whole:]]))
+        mixed = self._mixed(batches, np.random.default_rng(mix(self._seed, epoch, 1)))
+        return torch.from_numpy(np.concatenate([mixed.reshape(-1), order[whole:]]))
+
+    def _mixed(self, batches: Numbers, chance: np.random.Generator) -> Numbers:
+        """The batches in another order, short and long ones in turn."""
+        count = len(batches)
+        by_length = np.lexsort((chance.random(count), self._lengths[batches].max(axis=1, initial=0)))
+        row = np.empty(count, dtype=np.int64)
+        for part in np.array_split(by_length, MIXED):
+            row[part] = chance.permutation(len(part))
+        return batches[np.lexsort((chance.random(count), row))]
 
 
 def lengths_in(source: Source) -> Numbers | None:

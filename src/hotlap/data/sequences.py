@@ -132,7 +132,10 @@ class SequenceColumns(Columns):
         self._places = torch.arange(self.widths[-1], device=self._device)
         self._views: dict[int, SequenceColumns] = {}
         self._all: ReferenceType[SequenceColumns] | None = None
-        """The columns that this is a view of, where it is one. (A cycle would keep a GPU's memory until somebody collects it.)"""
+        """The columns that this is a view of, where it is one.
+
+        Not to be kept alive: a cycle would keep a GPU's memory until somebody collects it.
+        """
 
     @property
     def tensors(self) -> dict[Any, Tensor]:  # type: ignore[override]
