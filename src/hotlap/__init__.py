@@ -23,7 +23,10 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.core.plan import Memory as Memory
     from hotlap.core.plan import Numerics as Numerics
     from hotlap.core.plan import Plan as Plan
+    from hotlap.data.parallel import parallel_map as parallel_map
     from hotlap.data.sequences import Sequences as Sequences
+    from hotlap.data.tokenising import Tokens as Tokens
+    from hotlap.data.tokenising import tokenised as tokenised
     from hotlap.data.windows import Windows as Windows
     from hotlap.engine.rig import Rig as Rig
     from hotlap.fitting.loop import fit as fit
@@ -52,13 +55,16 @@ _HOME = {
     "Run": "hotlap.fitting.run",
     "Sequences": "hotlap.data.sequences",
     "StoreError": "hotlap.core.errors",
+    "Tokens": "hotlap.data.tokenising",
     "TrainingError": "hotlap.core.errors",
     "Tuner": "hotlap.tuner.tuner",
     "Windows": "hotlap.data.windows",
     "fit": "hotlap.fitting.loop",
     "load_plan": "hotlap.store.plans",
     "load_weights": "hotlap.store.loading",
+    "parallel_map": "hotlap.data.parallel",
     "save_plan": "hotlap.store.plans",
+    "tokenised": "hotlap.data.tokenising",
 }
 """Where each public name lives."""
 

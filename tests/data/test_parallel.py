@@ -1,0 +1,208 @@
+"""A function over many items: in order, by processes where they pay, and with errors that name their item."""
+
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from math import isqrt
+
+import pytest
+
+from hotlap.core.errors import DataError, StoreError
+from hotlap.data import parallel
+from hotlap.data.parallel import parallel_map, why_not_apart
+
+
+def with_its_process(number):
+    return number, os.getpid()
+
+
+def divided(by, number):
+    return by // number
+
+
+def strict(number):
+    if number == 7:
+        raise StoreError("row 7 of the table is missing")
+    return number
+
+
+def deadly(number):
+    if multiprocessing.current_process().daemon:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def unsendable(number):
+    return (lambda: number) if multiprocessing.current_process().daemon else number
+
+
+def nested(number):
+    return parallel_map(isqrt, [number, number**2], workers=2)
+
+
+def script(tmp_path, text, **settings):
+    file = tmp_path / "job.py"
+    file.write_text(textwrap.dedent(text))
+    return subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=120, **settings)
+
+
+@pytest.mark.parametrize("workers", [None, 1, 3])
+def test_results_come_in_the_order_of_the_items(workers):
+    assert parallel_map(isqrt, range(100), workers=workers) == [isqrt(k) for k in range(100)]
+
+
+def test_processes_do_the_work_and_are_gone_afterwards():
+    found = parallel_map(with_its_process, range(50), workers=2)
+    assert [number for number, _ in found] == list(range(50))
+    # The first item is done here, to learn how long one takes.
+    others = {process for _, process in found[1:]}
+    assert found[0][1] == os.getpid()
+    assert os.getpid() not in others
+    assert 1 <= len(others) <= 2
+    assert not multiprocessing.active_children()
+
+
+def test_no_item_is_no_result_and_short_work_starts_no_process():
+    assert parallel_map(isqrt, [], workers=2) == []
+    assert {process for _, process in parallel_map(with_its_process, range(1000))} == {os.getpid()}
+
+
+def test_without_a_number_of_workers_processes_start_once_the_first_items_show_that_they_pay(monkeypatch):
+    monkeypatch.setattr(parallel, "TRIED_S", 0.0)
+    monkeypatch.setattr(parallel, "START_S", 0.0)
+    monkeypatch.setattr(parallel, "read_cpu", lambda: type("Cpu", (), {"cores": 3}))
+    found = parallel_map(with_its_process, range(20))
+    assert len({process for _, process in found} - {os.getpid()}) in (1, 2)
+    monkeypatch.setattr(parallel, "read_cpu", lambda: type("Cpu", (), {"cores": 1}))
+    assert {process for _, process in parallel_map(with_its_process, range(20))} == {os.getpid()}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_only_grows_and_ends_with_all(workers):
+    told = []
+    parallel_map(isqrt, range(40), workers=workers, progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert told[-1] == (40, 40)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_names_the_item_and_keeps_its_cause(workers):
+    with pytest.raises(DataError, match=r"item 3, 0: ZeroDivisionError: ") as raised:
+        parallel_map(functools.partial(divided, 6), [1, 2, 3, 0, 5], workers=workers)
+    cause = str(raised.value.__cause__) + "".join(getattr(raised.value, "__notes__", []))
+    assert "division" in cause
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("workers", "kind"), [(1, StoreError), (2, DataError)])
+def test_an_error_of_hotlap_says_by_itself_where_it_arose(workers, kind):
+    with pytest.raises(kind) as raised:
+        parallel_map(strict, range(20), workers=workers)
+    assert str(raised.value) == "row 7 of the table is missing"
+
+
+def test_a_killed_process_and_results_that_cannot_be_sent_are_told_in_one_line():
+    with pytest.raises(DataError, match=r"a worker process ended with exit code -9: it was killed, as for want of mem"):
+        parallel_map(deadly, range(20), workers=2)
+    with pytest.raises(DataError, match=r"what it gives cannot be sent back"):
+        parallel_map(unsendable, range(20), workers=2)
+    with pytest.raises(DataError, match=r"the items cannot be sent to another process"):
+        parallel_map(callable, [1, lambda: 2, lambda: 3], workers=2)
+    with pytest.raises(DataError, match=r"workers=0 must be a whole number of at least 1"):
+        parallel_map(isqrt, [1], workers=0)
+
+
+def test_a_function_that_cannot_be_sent_is_called_here_and_the_log_says_why(caplog):
+    with caplog.at_level(logging.WARNING):
+        found = parallel_map(lambda number: with_its_process(number), range(10), workers=2)
+    assert found == [(number, os.getpid()) for number in range(10)]
+    assert "write it as a function of a file" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_worker_starts_no_workers_of_its_own():
+    assert parallel_map(nested, [4, 9, 16], workers=2) == [[2, 4], [3, 9], [4, 16]]
+
+
+def test_a_script_without_a_guard_is_not_run_by_each_process(tmp_path):
+    ran = script(
+        tmp_path,
+        """
+        import os
+        from hotlap.data.parallel import parallel_map
+        print("begun")
+        def own(k): return os.getpid()
+        print(set(parallel_map(own, range(9), workers=2)) == {os.getpid()})
+        """,
+    )
+    assert ran.stdout.split() == ["begun", "True"], ran.stderr
+    assert "put its work under if __name__ ==" in ran.stderr
+
+
+def test_functions_of_a_guarded_script_are_found_and_those_of_a_shell_are_not(tmp_path):
+    text = """
+        import os
+        from hotlap.data.parallel import parallel_map
+        def own(k): return k, os.getpid()
+        if __name__ == "__main__":
+            found = parallel_map(own, range(9), workers=2)
+            print([k for k, _ in found] == list(range(9)), os.getpid() in {p for _, p in found[1:]})
+        """
+    ran = script(tmp_path, text)
+    assert ran.stdout.split() == ["True", "False"], ran.stderr
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.split() == ["True", "True"], ran.stderr
+    assert "write it in a file" in ran.stderr
+    assert why_not_apart(isqrt) is None
+
+
+def test_ctrl_c_ends_all_processes_without_a_word_from_them(tmp_path):
+    file = tmp_path / "job.py"
+    file.write_text(
+        textwrap.dedent(
+            """
+            import sys, time
+            from hotlap.data.parallel import parallel_map
+            def slow(k):
+                if k: time.sleep(600)
+            if __name__ == "__main__":
+                import multiprocessing, threading
+                def tell():
+                    while len(multiprocessing.active_children()) < 2: time.sleep(0.05)
+                    time.sleep(1)
+                    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+                threading.Thread(target=tell, daemon=True).start()
+                try:
+                    parallel_map(slow, range(9), workers=2)
+                except KeyboardInterrupt:
+                    sys.exit(7)
+            """
+        )
+    )
+    # A session of its own, as a terminal's: Ctrl-C reaches every process of it.
+    run = subprocess.Popen(
+        [sys.executable, file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    children = [int(pid) for pid in run.stdout.readline().split()]
+    os.killpg(run.pid, signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 7
+    assert said == ""
+    assert len(children) == 2
+    assert not any(_is_alive(pid) for pid in children)
+
+
+def _is_alive(pid):
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
