@@ -1,6 +1,7 @@
 """hotlap's fast plans against the trainings people write, and what they do to the numbers.
 
     python -m benchmarks.fast_path [--device cuda|cpu] [--only NAME] [--columns by_hand,hotlap,…] [--json FILE]
+    python -m benchmarks.fast_path --texts FILE
 
 Samples a second of whole steps in the steady state, the same batch in every column of a row. hotlap and its rival by
 hand take turns in laps (A B B A), with one wait for the device a lap, and the ratio is the median over pairs with its
@@ -8,9 +9,17 @@ hand take turns in laps (A B B A), with one wait for the device a lap, and the r
 from call to return, run folder, capture and checkpoints included. Quality: the same training of 200 steps under the
 fast plan and under the plainest one in fp32, and the cosine of the gradient of one batch in both precisions.
 
-On a GPU the columns are guide_before, guide_after, lightning, by_hand, hotlap, fit and quality; on the CPU loader,
-by_hand, gather, resident and quality, for the small works. A column that fails says why, the others go on, and the
-exit code is 1.
+On a GPU the columns are guide_before, guide_after, lightning, by_hand, hotlap, compiled, fit and quality; on the CPU
+loader, by_hand, gather, resident and quality, for the small works. `compiled` is hotlap's plan with the model compiled
+under the capture, for two of the works; it takes turns with `hotlap`, and the seconds of compiling are told apart. A
+column that fails says why, the others go on, and the exit code is 1.
+
+Texts have dynamic and hf_trainer instead of lightning. The guides' loops pad to the longest of all texts, `dynamic` to
+the longest of each batch; hf_trainer is the best of three settings. hotlap may reorder; a lap of it and of its rival
+by hand is a whole epoch, since its batches are of several widths. With --texts, BERT-base is trained on the texts of a
+CSV file (class, title, description; no header), and two columns show what the widths do: `one_width` is hotlap's plan
+with all batches as wide as the longest text, `by_width` with a few widths but in shuffled order. Without a GPU it only
+tells how much is padding, unless columns are named.
 """
 
 from __future__ import annotations
@@ -37,18 +46,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotlap
-from benchmarks import rivals
+from benchmarks import rivals, text_rivals
 from benchmarks.paired import median_interval
 from benchmarks.rivals import Steps, UnavailableError
-from benchmarks.work import WORKS, Data, Normalise, Work, channels_last
+from benchmarks.texts import Paddings, TextWork, file_work, text_works
+from benchmarks.work import WORKS, Normalise, Work, called, channels_last
 from hotlap.core.errors import PlanError
+from hotlap.core.plan import HOME
 
-LOADERS = ("guide_before", "guide_after", "lightning")
+LOADERS = ("guide_before", "guide_after", "dynamic", "lightning", "hf_trainer")
 """These come first for all works: worker processes forked after a capture may die of what they inherit."""
-GPU = (*LOADERS, "by_hand", "hotlap", "fit", "quality")
+GPU = (*LOADERS, "by_hand", "hotlap", "compiled", "fit", "quality")
 CPU = ("loader", "by_hand", "gather", "resident", "quality")
-CONTESTS = {"cuda": [("by_hand", "hotlap")], "cpu": [("loader", "gather"), ("loader", "resident")]}
+TEXTS = ("guide_before", "dynamic", "by_hand", "one_width", "by_width", "hotlap", "quality")
+"""Of the texts of a file."""
+TEXTS_ALONE, OTHERS_ALONE = ("dynamic", "hf_trainer", "one_width", "by_width"), ("lightning", "loader")
+"""Columns that other works do not have, and those that texts do not have."""
+CONTESTS = {
+    "cuda": [("by_hand", "hotlap"), ("hotlap", "compiled")],
+    "cpu": [("loader", "gather"), ("loader", "resident")],
+    "texts": [("by_hand", "hotlap"), ("one_width", "hotlap"), ("by_width", "hotlap")],
+}
 """Which columns take turns: the rival first."""
+DYNAMIC_BATCHES = 16
+"""In a lap of batches that are as wide as their longest text: one alone says little."""
 SHORTEST_LAP_S = 0.05
 LAST = 20
 """Steps at the end of a quality run whose mean loss is told."""
@@ -84,18 +105,28 @@ def make_rig(work: Work, model: nn.Module, plan: hotlap.Plan, device: torch.devi
     return hotlap.Rig(
         model,
         work.optimizer(model),
-        nn.CrossEntropyLoss(),
+        work.loss,
         plan=plan,
         device=str(device),
         **prepare_of(work, plan, device),
     )
 
 
-def engine(work: Work, model: nn.Module, data: Data, device: torch.device, plan: hotlap.Plan) -> Steps:
-    """The work trained by hotlap."""
+def engine(
+    work: Work,
+    model: nn.Module,
+    device: torch.device,
+    plan: hotlap.Plan,
+    *,
+    column: str = "hotlap",
+    made: Callable[[hotlap.Rig], None] = lambda rig: None,
+) -> Steps:
+    """The work trained by hotlap; who wants to ask its rig anything is given it when it is `made`."""
     rig = make_rig(work, model, plan, device)
+    made(rig)
+    given, settings = work.fed(column)
     try:
-        for window in rig.feed((data.x, data.y), batch_size=work.batch, steps=10**9, drop_last=True):
+        for window in rig.feed(given, batch_size=work.batch, steps=10**9, drop_last=True, **settings):
             before = rig.samples
             rig.step(window)
             yield rig.samples - before
@@ -103,21 +134,51 @@ def engine(work: Work, model: nn.Module, data: Data, device: torch.device, plan:
         rig.close()
 
 
-def steps_of(column: str, work: Work, device: torch.device) -> Steps:
+def steps_of(
+    column: str, work: Work, device: torch.device, made: Callable[[hotlap.Rig], None] = lambda rig: None
+) -> Steps:
     """A column's training, from the work's first weights."""
-    made: dict[str, Callable[..., Steps]] = {
-        "guide_before": rivals.guide_before,
-        "guide_after": rivals.guide_after,
-        "loader": rivals.plain_loader,
-        "by_hand": rivals.by_hand,
-    }
-    model, data = work.build(), work.data()
-    if column == "by_hand" and device.type == "cpu":
-        work = replace(work, replay_steps=1)  # with nothing to replay, a batch is best gathered when it is needed
-    if column in made:
-        return made[column](work, model, data, device)
+    model = work.build()
+    if isinstance(work, TextWork):
+        if column in ("guide_before", "guide_after", "dynamic", "by_hand"):
+            steps: Steps = getattr(text_rivals, column)(work, model, work.data(), device)
+            return steps
+    else:
+        theirs: dict[str, Callable[..., Steps]] = {
+            "guide_before": rivals.guide_before,
+            "guide_after": rivals.guide_after,
+            "loader": rivals.plain_loader,
+            "by_hand": rivals.by_hand,
+        }
+        if column == "by_hand" and device.type == "cpu":
+            work = replace(work, replay_steps=1)  # with nothing to replay, a batch is best gathered when it is needed
+        if column in theirs:
+            return theirs[column](work, model, work.data(), device)
     plan = fast_plan(work, device)
-    return engine(work, model, data, device, plan if column == "hotlap" else plan.but(kind=column))
+    if column in ("gather", "resident"):
+        plan = plan.but(kind=column)
+    elif column == "compiled":
+        plan = plan.but(compile=work.compiles)
+    return engine(work, model, device, plan, column=column, made=made)
+
+
+def applies(column: str, work: Work) -> bool:
+    """Whether a work has a column."""
+    if column == "compiled":
+        return work.compiles != "no" and "compile" in HOME
+    return column not in (OTHERS_ALONE if isinstance(work, TextWork) else TEXTS_ALONE)
+
+
+def contests(work: Work, device: torch.device) -> list[tuple[str, str]]:
+    """Which columns of a work take turns: the rival first."""
+    return CONTESTS["texts" if isinstance(work, TextWork) else device.type]
+
+
+def steps_a_round(work: Work, column: str) -> int:
+    """Laps are of whole rounds: of what workers bring in a burst, or of batches of all widths."""
+    if isinstance(work, TextWork) and column not in ("guide_before", "guide_after"):
+        return DYNAMIC_BATCHES if column == "dynamic" else work.epoch_batches
+    return rivals.WORKERS.get(column, 1)
 
 
 # --- laps ----------------------------------------------------------------------------------------------
@@ -218,17 +279,19 @@ def in_turn(rival: Laps, mine: Laps, pairs: int) -> tuple[list[Lap], list[Lap], 
 
 def whole_fit(work: Work, device: torch.device, steps: int) -> dict[str, float]:
     """One call of `fit`: samples a second after its first epoch, which captures, and from call to return."""
-    model, data, plan = work.build(), work.data(), fast_plan(work, device)
+    model, plan = work.build(), fast_plan(work, device)
+    given, settings = work.fed()
     job = hotlap.Job(
         model=model,
-        data=(data.x, data.y),
-        loss=nn.CrossEntropyLoss(),
+        data=given,
+        loss=work.loss,
         optimizer=work.optimizer(model),
         batch_size=work.batch,
         steps=steps,
         drop_last=True,
         device=str(device),
         **prepare_of(work, plan, device),
+        **settings,
     )
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
@@ -258,13 +321,13 @@ def trained(work: Work, plan: hotlap.Plan, device: torch.device, *, steps: int, 
 
     `masks` seeds what dropout leaves out; the order of samples is always the same.
     """
-    model, data = work.build(), work.data()
-    given = (data.x, data.y)
+    model = work.build()
+    given, settings = work.fed()
     torch.manual_seed(masks)
     rig = make_rig(work, model, plan, device)
     for some in (max(0, steps - LAST), min(LAST, steps)):
         rig.totals.reset()
-        for window in rig.feed(given, batch_size=work.batch, steps=some, drop_last=True) if some else ():
+        for window in rig.feed(given, batch_size=work.batch, steps=some, drop_last=True, **settings) if some else ():
             rig.step(window)
     figures = {"steps": rig.steps, "last": rig.totals.mean(), "held_out": held_out(work, rig.model, device)}
     rig.close()
@@ -273,13 +336,14 @@ def trained(work: Work, plan: hotlap.Plan, device: torch.device, *, steps: int, 
 
 def held_out(work: Work, model: nn.Module, device: torch.device) -> float:
     """The loss over the samples kept apart, in evaluation mode and fp32 whatever the plan was."""
-    data = work.data()
-    x = _inputs(work, data.held_x, device)
     model.eval()
+    loss, samples = 0.0, 0
     with torch.no_grad(), rivals.switches(tf32=False, cudnn_tf32=False, benchmark=False):
-        loss = float(F.cross_entropy(model(x), data.held_y.to(device)))
+        for batch, count in work.held_batches(device):
+            loss += count * float(work.judge(model, batch))
+            samples += count
     model.train()
-    return loss
+    return loss / samples
 
 
 def gradient(work: Work, weights: dict[str, Tensor], precision: str, device: torch.device) -> Tensor:
@@ -287,13 +351,12 @@ def gradient(work: Work, weights: dict[str, Tensor], precision: str, device: tor
     model = work.build()
     model.load_state_dict(weights)
     without_dropout(model.to(device)).train()
-    data = work.data()
-    x, y = _inputs(work, data.x[: work.batch], device), data.y[: work.batch].to(device)
+    batch = work.first_batch(device)
     if work.images and precision != "fp32":
-        model, x = channels_last(model), x.to(memory_format=torch.channels_last)
+        model, batch = channels_last(model), (batch[0].to(memory_format=torch.channels_last), batch[1])
     with rivals.switches(tf32=precision == "tf32", cudnn_tf32=precision != "fp32", benchmark=False):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            loss = F.cross_entropy(model(x), y)
+            loss = work.judge(model, batch)
         torch.autograd.backward(loss)
     return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
 
@@ -311,10 +374,6 @@ def without_dropout(model: nn.Module) -> nn.Module:
 def has_dropout(model: nn.Module) -> bool:
     """Whether training draws masks."""
     return any(getattr(layer, "dropout", 0.0) or isinstance(layer, nn.Dropout) for layer in model.modules())
-
-
-def _inputs(work: Work, x: Tensor, device: torch.device) -> Tensor:
-    return Normalise(device).images(x.to(device)) if work.images else x.to(device)
 
 
 def quality(work: Work, device: torch.device, steps: int) -> dict[str, Any]:
@@ -354,6 +413,7 @@ class Row:
     ratios: dict[str, Ratio] = field(default_factory=dict)
     fit: dict[str, float] | None = None
     quality: dict[str, Any] | None = None
+    padding: Paddings | None = None
 
 
 class RivalError(Exception):
@@ -374,15 +434,18 @@ class Bench:
 
     def run(self, works: Sequence[Work], columns: Sequence[str]) -> None:
         """All columns of all works."""
-        self.rows = {work.name: Row() for work in works}
+        self.rows = {
+            work.name: Row(padding=Paddings.of(work) if isinstance(work, TextWork) else None) for work in works
+        }
         for work in works:
-            for column in (c for c in columns if c in LOADERS):
+            for column in (c for c in columns if c in LOADERS and applies(c, work)):
                 self._try(work, column, self._alone)
         for work in works:
-            for pair in CONTESTS[self._device.type]:
-                if set(pair) <= set(columns):
+            theirs = [column for column in columns if applies(column, work)]
+            for pair in contests(work, self._device):
+                if set(pair) <= set(theirs):
                     self._try(work, pair[1], functools.partial(self._contest, rival=pair[0]))
-            for column in columns:
+            for column in theirs:
                 if column in ("fit", "quality"):
                     self._try(work, column, self._fit if column == "fit" else self._quality)
                 elif column not in self._row(work).columns:
@@ -416,36 +479,64 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _laps(self, steps: Steps, column: str, work: Work) -> Laps:
-        rounds = rivals.WORKERS.get(column, 1)  # workers bring batches in bursts, one each
         lap_s = max(self._options.seconds, work.lap_s)
-        return Laps(steps, self._device, lap_s=lap_s, warm_s=self._options.warm_seconds, rounds=rounds)
+        warm_s, rounds = self._options.warm_seconds, steps_a_round(work, column)
+        return Laps(steps, self._device, lap_s=lap_s, warm_s=warm_s, rounds=rounds)
 
     def _alone(self, work: Work, column: str) -> str:
-        options = self._options
         if column == "lightning":
-            found = rivals.lightning(
-                work,
-                work.build(),
-                work.data(),
-                self._device,
-                laps=options.laps,
-                lap_s=options.seconds,
-                warm_s=options.warm_seconds,
-            )
-            done = Column([Lap(*lap) for lap in found])
+            done = self._lightning(work)
+        elif column == "hf_trainer":
+            assert isinstance(work, TextWork)
+            done = self._hf_trainer(work)
         else:
-            steps = steps_of(column, work, self._device)
+            rigs: list[hotlap.Rig] = []
+            steps = steps_of(column, work, self._device, rigs.append)
             try:
                 laps = self._laps(steps, column, work)
-                done = Column([laps.lap() for _ in range(options.laps)])
+                done = Column([laps.lap() for _ in range(self._options.laps)], told_by(rigs))
             finally:
                 steps.close()
         self._row(work).columns[column] = done
-        return f"{done} samples/s"
+        return f"{done} samples/s{f'; {done.note}' if done.note else ''}"
+
+    def _lightning(self, work: Work) -> Column:
+        options = self._options
+        found = rivals.lightning(
+            work,
+            work.build(),
+            work.data(),
+            self._device,
+            laps=options.laps,
+            lap_s=options.seconds,
+            warm_s=options.warm_seconds,
+        )
+        return Column([Lap(*lap) for lap in found])
+
+    def _hf_trainer(self, work: TextWork) -> Column:
+        """The best of its settings; the others are told."""
+        options, found = self._options, {}
+        for way in text_rivals.TRAINER_WAYS:
+            laps = text_rivals.hf_trainer(
+                work,
+                way,
+                self._device,
+                laps=options.laps,
+                lap_s=max(options.seconds, work.lap_s),
+                warm_s=options.warm_seconds,
+            )
+            found[way] = Column([Lap(*lap) for lap in laps])
+            self._clean()
+        best = max(found.values(), key=lambda column: column.rate)
+        best.note = "best of " + ", ".join(f"{column} {way}" for way, column in found.items())
+        return best
 
     def _contest(self, work: Work, mine: str, rival: str) -> str:
         row, options = self._row(work), self._options
-        theirs, ours = steps_of(rival, work, self._device), steps_of(mine, work, self._device)
+        their_rigs: list[hotlap.Rig] = []
+        our_rigs: list[hotlap.Rig] = []
+        theirs = steps_of(rival, work, self._device, their_rigs.append)
+        ours = steps_of(mine, work, self._device, our_rigs.append)
         try:
             # The rival by hand sets torch's switches while it captures, so it comes first.
             try:
@@ -454,13 +545,16 @@ class Bench:
                 raise RivalError(rival) from error
             b = self._laps(ours, mine, work)
             their_laps, our_laps, ratio = in_turn(a, b, options.pairs)
+            notes = told_by(their_rigs), told_by(our_rigs)
         finally:
             theirs.close()
             ours.close()
-        row.columns.setdefault(rival, Column()).laps += their_laps
-        row.columns[mine] = Column(our_laps)
+        for column, laps, note in ((rival, their_laps, notes[0]), (mine, our_laps, notes[1])):
+            done = row.columns.setdefault(column, Column())
+            done.laps, done.note = done.laps + laps, note
         row.ratios[f"{mine}/{rival}"] = ratio
-        return f"{row.columns[mine]} samples/s, {ratio} of {rival}'s {row.columns[rival]}"
+        told = f"{row.columns[mine]} samples/s, {ratio} of {rival}'s {row.columns[rival]}"
+        return "; ".join(filter(None, (told, *notes)))
 
     def _fit(self, work: Work, column: str) -> str:
         row = self._row(work)
@@ -477,13 +571,24 @@ class Bench:
         return "done"
 
 
+def told_by(rigs: Sequence[hotlap.Rig]) -> str:
+    """What a column's rig has to say beside its pace: what compiling took, and what it did not do as planned."""
+    told = []
+    for rig in rigs:
+        compiled_s = [entry.cost_s for entry in rig.ledger if entry.what == "compile"]
+        told += [f"compiling took {sum(compiled_s):.1f} s, which no lap has"] if compiled_s else []
+        told += [f"not as planned: {rig.given_up}"] if rig.given_up else []
+    return "; ".join(told)
+
+
 def _timed(row: Row, name: str) -> bool:
     return name in row.columns and bool(row.columns[name].laps)
 
 
 def table(rows: dict[str, Row], columns: Sequence[str]) -> Iterator[str]:
     """The report, for people."""
-    timed = [name for name in columns if name not in ("fit", "quality")]
+    timed = [name for name in columns if any(name in row.columns for row in rows.values())]
+    timed = [name for name in timed if name not in ("fit", "quality")]
     ratios = list(dict.fromkeys(name for row in rows.values() for name in row.ratios))
     head = ["samples/s", *timed, *ratios, *(["fit, steady", "fit, whole run"] if "fit" in columns else [])]
     lines = [head]
@@ -500,11 +605,24 @@ def table(rows: dict[str, Row], columns: Sequence[str]) -> Iterator[str]:
         for column, done in row.columns.items():
             if done.note:
                 yield f"{name}, {column}: {done.note}"
+    yield from (line for name, row in rows.items() if row.padding for line in row.padding.lines(name))
+    yield from (line for name, row in rows.items() for line in alone_lines(name, row))
     if any(row.quality for row in rows.values()):
         yield ""
     for name, row in rows.items():
         if row.quality:
             yield from quality_lines(name, row.quality)
+
+
+def alone_lines(name: str, row: Row) -> Iterator[str]:
+    """How fast hotlap is as a multiple of those that were timed alone, for texts: by medians, without an interval."""
+    if row.padding is None or not _timed(row, "hotlap"):
+        return
+    mine = row.columns["hotlap"].rate
+    others = [other for other in LOADERS if _timed(row, other)]
+    if others:
+        told = ", ".join(f"{mine / row.columns[other].rate:.2f}x as fast as {other}" for other in others)
+        yield f"{name}: hotlap is {told}"
 
 
 def quality_lines(name: str, found: dict[str, Any]) -> Iterator[str]:
@@ -522,7 +640,7 @@ def quality_lines(name: str, found: dict[str, Any]) -> Iterator[str]:
 def versions() -> dict[str, str]:
     """Of what the figures depend on."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "hotlap": hotlap.__version__}
-    for name in ("torchvision", "lightning", "pytorch-lightning"):
+    for name in ("torchvision", "lightning", "pytorch-lightning", "transformers"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -534,7 +652,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--only", default="", help="part of a work's name")
+    parser.add_argument("--only", default="", help="words, or their beginnings, in a work's name")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="train BERT-base on a CSV file's texts instead")
     parser.add_argument("--columns", default="", help="some columns only, with commas between")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a lap, at least")
     parser.add_argument("--warm-seconds", type=float, default=1.0, help="of work before a column is timed")
@@ -545,9 +664,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="CPU threads; one has far less noise than all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    known = GPU if options.device == "cuda" else CPU
-    options.columns = options.columns.split(",") if options.columns else list(known)
-    unknown = [name for name in options.columns if name not in {*GPU, *CPU}]
+    known = TEXTS if options.texts else GPU if options.device == "cuda" else CPU
+    too_slow = options.texts and options.device == "cpu"
+    options.columns = options.columns.split(",") if options.columns else [] if too_slow else list(known)
+    unknown = [name for name in options.columns if name not in {*GPU, *CPU, *TEXTS}]
     if unknown:
         parser.error(f"no column is called {', '.join(unknown)}; there are {', '.join(known)}")
     if options.seconds < SHORTEST_LAP_S:
@@ -555,16 +675,29 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None, works: Sequence[Work] = WORKS) -> int:
-    """Print the report; 1 where a column failed."""
+def all_works(texts: tuple[int, int] | None = None) -> tuple[Work, ...]:
+    """All that is trained, on so many texts; where the texts' models cannot be made, that is said."""
+    of_texts = text_works(texts) if texts else text_works()
+    if not of_texts:
+        print("texts are left out: transformers is not installed", file=sys.stderr)
+    return *WORKS, *of_texts
+
+
+def main(arguments: Sequence[str] | None = None, works: Sequence[Work] | None = None) -> int:
+    """Print the report; 1 where a column failed, 2 where a file of texts cannot be used."""
     options = parsed(arguments)
+    if works is None:
+        try:
+            works = [file_work(options.texts)] if options.texts else all_works()
+        except (OSError, ValueError, ImportError) as error:
+            print(f"--texts {options.texts}: {error}", file=sys.stderr)
+            return 2
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     if options.threads:
         torch.set_num_threads(options.threads)
     # Large works on a CPU would take minutes, and hotlap does nothing for them there.
-    small = [work for work in works if on_gpu or work.name.startswith(("MLP", "LSTM"))]
-    chosen = [work for work in small if options.only.lower() in work.name.lower()]
+    chosen = called((work for work in works if on_gpu or work.small or options.texts), options.only)
     where = torch.cuda.get_device_name(device) if on_gpu else f"{torch.get_num_threads()} CPU threads"
     begun = time.perf_counter()
     bench = Bench(device, options)
@@ -578,6 +711,7 @@ def main(arguments: Sequence[str] | None = None, works: Sequence[Work] = WORKS) 
         print(f"failed: {failure}")
     if options.json:
         settings = {name: value for name, value in vars(options).items() if name != "json"}
+        settings["texts"] = str(options.texts) if options.texts else None
         raw = {
             name: asdict(row) | {"samples_per_s": {c: row.columns[c].rate for c in row.columns if _timed(row, c)}}
             for name, row in bench.rows.items()

@@ -31,6 +31,8 @@ Steps = Generator[int, None, None]
 
 WORKERS = {"guide_after": 2, "lightning": 8}
 """Loader processes of those that have any."""
+WARM_REPLAYS = 3
+"""Replays' worth of real steps that `by_hand` makes before it captures; its first `next` tells them too."""
 
 
 class UnavailableError(Exception):
@@ -204,11 +206,11 @@ class ByHand:
             yield from whole
 
     def captured(self, order: Iterator[Tensor]) -> Callable[[], None]:
-        """`updates` as a graph, after three replays' worth of real steps on a side stream."""
+        """`updates` as a graph, after some replays' worth of real steps on a side stream."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):
+            for _ in range(WARM_REPLAYS):
                 self.indices.copy_(next(order))
                 self.updates()
         torch.cuda.current_stream().wait_stream(side)
@@ -232,15 +234,16 @@ def by_hand(work: Work, model: nn.Module, data: Data, device: torch.device) -> S
     """
     hand = ByHand(work, model, data, device)
     order = hand.order()
-    replay = hand.updates
+    replay, warm = hand.updates, 0
     if device.type == "cuda":
         # What a graph has recorded stays: the switches matter while it is made.
         with switches(tf32=work.precision == "tf32", cudnn_tf32=True, benchmark=work.images):
-            replay = hand.captured(order)
+            replay, warm = hand.captured(order), WARM_REPLAYS * len(hand.indices)
     for chosen in order:
         hand.indices.copy_(chosen)
         replay()
-        yield len(chosen)
+        yield warm + len(chosen)
+        warm = 0
 
 
 @contextmanager

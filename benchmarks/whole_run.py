@@ -4,8 +4,9 @@
 
 The rival trains for `--seconds`, all it does included: moving the data, capturing, warming up. As many steps are then
 asked of `hotlap.fit(job, plan="auto")`, whose job is what a user brings: a DataLoader without workers over tensors,
-fp32, plain AdamW; images are normalised by the job's `prepare`. Then the rival once more, so that drift of the machine
-shows. Every training has a process of its own, and caches that are empty: nothing is known, nothing is warm.
+fp32, plain AdamW; images are normalised by the job's `prepare`. Texts come as `hotlap.Sequences` with the leave to
+reorder them, and without a loader. Then the rival once more, so that drift of the machine shows. Every training has a
+process of its own, and caches that are empty: nothing is known, nothing is warm.
 
 Imports, random data, the first weights and the CUDA context come before the clock starts, on both sides. The rival
 takes whole batches only. The user's loader does not, unless `--drop-last`: its epochs end in an odd one.
@@ -29,11 +30,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import hotlap
-from benchmarks.fast_path import steps_of, versions
-from benchmarks.work import WORKS, Normalise, Work
+from benchmarks.fast_path import all_works, steps_of, versions
+from benchmarks.texts import LONG_RUN
+from benchmarks.work import Normalise, Work, called
 from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger
 from hotlap.core.table import as_json, table
@@ -42,8 +43,6 @@ from hotlap.store.run_folder import RunFolder
 
 LARGE = "ResNet-18, batch 256"
 """Left out unless it is asked for: it takes as long as any other, and is bound by arithmetic alone."""
-WARM_REPLAYS = 3
-"""Replays' worth of real steps that the rival makes before it captures, and does not count."""
 LOOK_S = 0.25
 """Between two looks at the clock, each of which waits for the device."""
 FEW_STEPS = 30
@@ -68,8 +67,7 @@ def by_hand(work: Work, device: torch.device, *, steps: int | None, seconds: flo
     """The rival from construction to the end of its last step: for so many steps, or as many as the seconds hold."""
     wait = made_ready(device)
     training = steps_of("by_hand", work, device)
-    done = WARM_REPLAYS * work.replay_steps if device.type == "cuda" else 0
-    look_at, first_s = 1, 0.0
+    done, look_at, first_s = 0, 1, 0.0
     begun = time.perf_counter()
     for rounds, samples in enumerate(training, 1):
         done += samples // work.batch
@@ -92,16 +90,15 @@ def by_hand(work: Work, device: torch.device, *, steps: int | None, seconds: flo
 
 def user_job(work: Work, device: torch.device, *, steps: int, drop_last: bool) -> hotlap.Job:
     """The work as somebody brings it who has not thought about speed."""
-    model, data = work.build(), work.data()
-    loader = DataLoader(TensorDataset(data.x, data.y), batch_size=work.batch, shuffle=True, drop_last=drop_last)
+    model = work.build()
     return hotlap.Job(
         model=model,
-        data=loader,
-        loss=nn.CrossEntropyLoss(),
+        loss=work.loss,
         optimizer=work.optimizer(model),
         steps=steps,
         prepare=Normalise(device) if work.images else None,
         device=str(device),
+        **work.brought(drop_last=drop_last),
     )
 
 
@@ -133,9 +130,14 @@ def own_pace(work: Work, device: torch.device, *, seconds: float, drop_last: boo
     return {**found, "step_s": found["train_s"] / found["steps"]}
 
 
+def works() -> tuple[Work, ...]:
+    """All that is trained here."""
+    return all_works((LONG_RUN, LONG_RUN))
+
+
 def train_alone(options: argparse.Namespace) -> None:
     """What a process of its own does; the answer goes to a file, since anybody may print."""
-    (work,) = (work for work in WORKS if work.name == options.work)
+    (work,) = (work for work in works() if work.name == options.work)
     device, folder = torch.device(options.device), Path(options.folder)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -321,7 +323,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=75.0, help="that the rival trains")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of works' names")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="words in works' names")
     parser.add_argument("--large", action="store_true", help=f"{LARGE}, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--plain-seconds", type=float, default=5.0, help="of the user's own plan; 0 leaves it out")
@@ -354,11 +356,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (Path(options.folder) / ERROR).write_text(told)
             raise
         return 0
-    wanted = [work for work in WORKS if options.large or work.name != LARGE]
-    if options.only:
-        wanted = [work for work in wanted if any(part.lower() in work.name.lower() for part in options.only)]
+    there = works()
+    wanted = called((work for work in there if options.large or work.name != LARGE), *options.only)
     if not wanted:
-        _say(f"no work is called {', '.join(options.only)}; there are {'; '.join(work.name for work in WORKS)}")
+        _say(f"no work is called {', '.join(options.only)}; there are {'; '.join(work.name for work in there)}")
         return 2
     bench = Bench(options)
     for number, work in enumerate(wanted):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.overhead import mlp
 
@@ -36,7 +38,8 @@ class Work:
 
     name: str
     model: Callable[[], nn.Module]
-    data: Callable[[], Data]
+    data: Callable[[], Any]
+    """Samples to train on and to judge by; here a `Data`."""
     batch: int
     lr: float = 1e-3
     precision: str
@@ -49,6 +52,10 @@ class Work:
     """Laps are at least so long: launching a replay of many steps takes a millisecond, and a lap shows its first."""
     images: bool = False
     """Whether samples are uint8 images, normalised before the model sees them."""
+    small: bool = False
+    """Whether a CPU trains it in seconds."""
+    compiles: str = "no"
+    """What the column `compiled` has compiled: the `model`, its `blocks`, or `no` where there is no such column."""
 
     @property
     def layout(self) -> str:
@@ -63,6 +70,43 @@ class Work:
     def optimizer(self, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
         """AdamW at this work's learning rate."""
         return torch.optim.AdamW(model.parameters(), lr=self.lr, **settings)
+
+    @property
+    def loss(self) -> Callable[..., Any]:
+        """As a Rig or a Job takes it."""
+        return nn.CrossEntropyLoss()
+
+    def fed(self, column: str = "hotlap") -> tuple[Any, dict[str, Any]]:
+        """The training samples as a column's Rig takes them, and what else its feed is told."""
+        data = self.data()
+        return (data.x, data.y), {}
+
+    def brought(self, *, drop_last: bool) -> dict[str, Any]:
+        """The training samples as somebody brings them to a Job who has not thought about speed."""
+        data = self.data()
+        return {"data": DataLoader(TensorDataset(data.x, data.y), self.batch, shuffle=True, drop_last=drop_last)}
+
+    def first_batch(self, device: torch.device) -> Any:
+        """As the model takes it in fp32."""
+        data = self.data()
+        return self._inputs(data.x[: self.batch], device), data.y[: self.batch].to(device)
+
+    def held_batches(self, device: torch.device) -> Iterator[tuple[Any, int]]:
+        """The samples kept apart, and how many they are."""
+        data = self.data()
+        yield (self._inputs(data.held_x, device), data.held_y.to(device)), len(data.held_y)
+
+    def judge(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of such a batch."""
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def _inputs(self, x: Tensor, device: torch.device) -> Tensor:
+        return Normalise(device).images(x.to(device)) if self.images else x.to(device)
+
+
+def called(works: Iterable[Work], *parts: str) -> list[Work]:
+    """The works in whose name a word, or several, begin with one of these parts; all where there is none."""
+    return [work for work in works if not parts or any(f" {part}".lower() in f" {work.name}".lower() for part in parts)]
 
 
 class Normalise:
@@ -160,7 +204,9 @@ def images(samples: int = 4096, side: int = 224) -> Data:
 
 
 WORKS: tuple[Work, ...] = (
-    Work(name="LSTM 2×128, batch 128", model=Lstm, data=windows, batch=128, precision="bf16", replay_steps=8),
+    Work(
+        name="LSTM 2×128, batch 128", model=Lstm, data=windows, batch=128, precision="bf16", replay_steps=8, small=True
+    ),
     Work(
         name="Transformer d128, batch 128",
         model=Transformer,
@@ -169,8 +215,9 @@ WORKS: tuple[Work, ...] = (
         lr=3e-4,
         precision="bf16",
         replay_steps=4,
+        compiles="model",
     ),
-    Work(name="MLP, batch 256", model=mlp, data=rows, batch=256, precision="tf32", replay_steps=32),
+    Work(name="MLP, batch 256", model=mlp, data=rows, batch=256, precision="tf32", replay_steps=32, small=True),
     Work(
         name="ResNet-18, batch 32",
         model=resnet18,
@@ -191,5 +238,6 @@ WORKS: tuple[Work, ...] = (
         plan_steps=4,
         lap_s=1.0,
         images=True,
+        compiles="model",
     ),
 )

@@ -16,6 +16,7 @@ from torch import nn
 import hotlap
 from benchmarks import fast_path, rivals
 from hotlap.data.randomness import mix
+from hotlap.engine import compiling
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,16 @@ def small_data():
 
 
 # 50 samples make 6 whole batches of 8 an epoch, so that replays of 4 steps do not end with it.
-WORK = Work(name="MLP, small", model=small_model, data=small_data, batch=8, lr=1e-2, precision="tf32", replay_steps=4)
+WORK = Work(
+    name="MLP, small",
+    model=small_model,
+    data=small_data,
+    batch=8,
+    lr=1e-2,
+    precision="tf32",
+    replay_steps=4,
+    small=True,
+)
 
 
 def plain_loop(work, model, data, steps, normalise=None):
@@ -138,7 +148,7 @@ def test_rivals_see_the_batches_that_hotlap_sees():
 
 def test_the_engine_tells_the_samples_of_every_step():
     plan = fast_path.fast_plan(WORK, CPU)
-    steps = fast_path.engine(WORK, WORK.build(), WORK.data(), CPU, plan)
+    steps = fast_path.engine(WORK, WORK.build(), CPU, plan)
     assert sum(next(steps) for _ in range(7)) == 7 * WORK.batch
     steps.close()
 
@@ -259,6 +269,21 @@ def test_lightning_is_timed_in_whole_rounds_of_its_workers(monkeypatch):
     monkeypatch.setattr(rivals, "loader_of", lambda work, data, *_: itertools.repeat([data.x[:8], data.y[:8]]))
     found = rivals.lightning(WORK, WORK.build(), WORK.data(), CPU, laps=3, lap_s=0.0, warm_s=0.0)
     assert [samples for samples, _ in found] == [8 * WORK.batch] * 3
+
+
+def test_what_compiling_took_is_told_apart_from_laps(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    works = [replace(WORK, compiles="model"), replace(WORK, name="another")]
+    assert fast_path.main([*SHORT, "--columns", "compiled"], works) == 0
+    told = capsys.readouterr().out
+    assert "MLP, small, compiled: compiling took " in told
+    assert "another, compiled" not in told
+
+
+def test_what_is_not_compiled_after_all_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "BACKEND", lambda graph, inputs: 1 / 0)
+    assert fast_path.main([*SHORT, "--columns", "compiled"], [replace(WORK, compiles="model")]) == 0
+    assert "not as planned: " in capsys.readouterr().out
 
 
 def test_targets_of_every_work_depend_on_its_inputs():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import (
+    COMPILED,
     FEEDS,
     FORMAT,
     HOME,
@@ -45,9 +46,11 @@ def plans(draw):
         layout=draw(st.sampled_from(LAYOUTS)),
         optimizer=draw(st.sampled_from(OPTIMIZERS)),
         micro_batch=draw(st.none() | st.integers(1, 2**31 - 1)),
+        checkpoint=draw(st.integers(0, 99)),
         mode=mode,
         replay_steps=draw(st.integers(1, MOST_REPLAY_STEPS)) if several else 1,
         autotune=draw(st.booleans()),
+        compile=draw(st.sampled_from(COMPILED)),
     )
 
 
@@ -61,9 +64,11 @@ values = {
     "layout": st.sampled_from(LAYOUTS),
     "optimizer": st.sampled_from(OPTIMIZERS),
     "micro_batch": st.none() | st.integers(1, 3),
+    "checkpoint": st.integers(0, 3),
     "mode": st.sampled_from(MODES),
     "replay_steps": st.integers(1, 3),
     "autotune": st.booleans(),
+    "compile": st.sampled_from(COMPILED),
 }
 """For each choice, values that are right by themselves."""
 
@@ -141,6 +146,12 @@ def test_a_plan_reads_as_one_line():
         "loader with 2 workers, prefetch 3, persistent, pinned · fp32 · plain optimizer · micro-batch 8 · eager"
     )
     assert "with 1 worker ·" in str(Plan().but(kind="loader", workers=1))
+    assert str(Plan().but(checkpoint=3)) == (
+        "gather · fp32 · plain optimizer · batches whole, 3 blocks checkpointed · eager"
+    )
+    assert "micro-batch 4, 1 block checkpointed" in str(Plan().but(micro_batch=4, checkpoint=1))
+    assert str(Plan().but(compile="blocks")).endswith(" · eager, blocks compiled")
+    assert str(Plan().but(compile="model", mode="captured")).endswith(" · captured, model compiled")
     fast = Plan().but(
         kind="resident",
         precision="fp16",
@@ -213,6 +224,28 @@ def test_a_number_that_may_be_left_open_is_a_whole_number_or_none(value):
     (problem,) = problems_of(lambda: Feed(kind="loader", workers=1, prefetch=value))
     assert problem.startswith("feed.prefetch=")
     assert Memory(micro_batch=None).micro_batch is Feed(kind="loader", workers=1, prefetch=None).prefetch is None
+
+
+@pytest.mark.parametrize("value", [True, "8", 1.5, -3, None, 2**31])
+def test_blocks_to_checkpoint_are_a_whole_number(value):
+    (problem,) = problems_of(lambda: Memory(checkpoint=value))
+    assert problem.startswith("memory.checkpoint=")
+
+
+def test_what_is_compiled_is_one_of_the_words_for_it():
+    (problem,) = problems_of(lambda: Execution(compile="models"))
+    assert problem == "execution.compile='models' is not a choice; did you mean 'model'?"
+    (problem,) = problems_of(lambda: Execution(compile=True))
+    assert problem == "execution.compile=True is not a choice; known: blocks, model, no"
+
+
+def test_a_plan_file_from_before_compiling_still_loads():
+    plan = Plan.from_text('hotlap_plan = 1\n[execution]\nmode = "captured"\n')
+    assert plan == Plan().but(mode="captured", compile="no")
+
+
+def test_a_plan_file_from_before_checkpointing_still_loads():
+    assert Plan.from_text("hotlap_plan = 1\n[memory]\nmicro_batch = 4\n") == Plan().but(micro_batch=4, checkpoint=0)
 
 
 @pytest.mark.parametrize("value", [True, "8", 1.5, 0, -3, None, MOST_REPLAY_STEPS + 1, 2**31])

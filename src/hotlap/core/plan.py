@@ -28,6 +28,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 LAYOUTS = ("as given", "channels_last")
 OPTIMIZERS = ("plain", "fused")
 MODES = ("eager", "captured")
+COMPILED = ("no", "model", "blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +97,21 @@ class Numerics:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """In which pieces an effective batch goes through the model."""
+    """In which pieces an effective batch goes through the model, and what is kept of it for the backward pass."""
 
     micro_batch: int | None = None
     """Samples per forward and backward; None: the user's own batch size."""
+    checkpoint: int = 0
+    """Blocks, of those that the model repeats, whose activations are not kept but computed again in the backward
+    pass; 0: none."""
 
     def __post_init__(self) -> None:
-        _refuse(_whole("memory.micro_batch", self.micro_batch, least=1, optional=True))
+        _refuse(
+            [
+                *_whole("memory.micro_batch", self.micro_batch, least=1, optional=True),
+                *_whole("memory.checkpoint", self.checkpoint, least=0),
+            ]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +124,15 @@ class Execution:
     """Updates in one replay. More than 1 needs `captured` and a `resident` feed."""
     autotune: bool = False
     """Let cuDNN time its convolutions for each shape and keep the fastest."""
+    compile: str = "no"
+    """`no`: the model as it is; `model`: all of it by torch.compile; `blocks`: each of the blocks that it repeats."""
 
     def __post_init__(self) -> None:
         wrong = [
             *_one_of("execution.mode", self.mode, MODES),
             *_whole("execution.replay_steps", self.replay_steps, least=1, most=MOST_REPLAY_STEPS),
             *_flag("execution.autotune", self.autotune),
+            *_one_of("execution.compile", self.compile, COMPILED),
         ]
         if not wrong and self.replay_steps > 1 and self.mode != "captured":
             wrong.append(f"execution.replay_steps={self.replay_steps} needs execution.mode='captured'")
@@ -260,6 +272,9 @@ class Plan:
         extras = [name for name in ("persistent", "pinned") if getattr(self.feed, name)]
         feed = ", ".join([feed, *ahead, *extras])
         pieces = f"micro-batch {self.memory.micro_batch}" if self.memory.micro_batch else "batches whole"
+        if self.memory.checkpoint:
+            blocks = "block" if self.memory.checkpoint == 1 else "blocks"
+            pieces += f", {self.memory.checkpoint} {blocks} checkpointed"
         numbers, execution = self.numerics.precision, self.execution.mode
         if self.numerics.layout != "as given":
             numbers += f", {self.numerics.layout}"
@@ -267,6 +282,8 @@ class Plan:
             execution += f", {self.execution.replay_steps} steps a replay"
         if self.execution.autotune:
             execution += ", cuDNN autotuned"
+        if self.execution.compile != "no":
+            execution += f", {self.execution.compile} compiled"
         return " · ".join((feed, numbers, f"{self.numerics.optimizer} optimizer", pieces, execution))
 
 

@@ -17,6 +17,7 @@ from hotlap.data.course import Course, evaluation_course
 from hotlap.data.feeds import Feeding, open_feed
 from hotlap.data.holding import held, mark_of, why_not_held
 from hotlap.data.resident import ResidentFeeding
+from hotlap.engine.encoders import adapt
 from hotlap.engine.layout import Layout
 from hotlap.engine.metrics import make_metrics
 from hotlap.engine.objective import Objective, Totals
@@ -175,7 +176,9 @@ class Evaluator:
         kept = self._captured.get(predicting)
         if kept is None or kept[0] != plan:
             modules = [m for m in (self._objective.model, self._objective.loss) if isinstance(m, torch.nn.Module)]
-            made = CapturedOutputs(eager, modules, self._objective.functions, self._device)
+            adapted = adapt(*modules)
+            recordable = eager if adapted is None else adapted.during(eager)
+            made = CapturedOutputs(recordable, modules, self._objective.functions, self._device)
             kept = self._captured[predicting] = (plan, made)
         return kept[1]
 

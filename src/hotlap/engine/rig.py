@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from hotlap.data.course import Course, training_course
 from hotlap.data.feeds import why_not
 from hotlap.data.samples import Source
 from hotlap.engine.capture import CapturedStep
+from hotlap.engine.checkpointing import Checkpointing, why_not_checkpointed
+from hotlap.engine.compiling import CompiledStep, Compiling
+from hotlap.engine.encoders import adapt
 from hotlap.engine.evaluate import Evaluator
 from hotlap.engine.explain import explained
 from hotlap.engine.graph import Left
@@ -125,6 +129,7 @@ class Rig:
         self._rooms = Rooms()
         self._fusion = Fusion(self.optimizer, self._rooms)
         self._layout = Layout(self.modules, self.optimizer, self._rooms)
+        self._compiling = Compiling(self.model, self.device, steps=lambda: self.steps, write_down=self.write_down)
         self._route: Route | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
         self._evaluator = Evaluator(self.objective, self.device, self._layout)
@@ -133,7 +138,7 @@ class Rig:
         """The plan in force."""
         self.settled = self.plan
         """The last plan that was meant to stay: not the one of a lap that is measured."""
-        self._steps: dict[tuple[Numerics, Execution], EagerStep | CapturedStep] = {}
+        self._steps: dict[tuple[Numerics, Execution, int], EagerStep | CapturedStep] = {}
         self._recorder: Recorder | None = None
         self._drops_in_rnn = False
         self._left: Left | None = None
@@ -162,12 +167,22 @@ class Rig:
             return f"execution.mode='captured' needs a GPU, and this is trained on {self.device.type}"
         if plan.execution.mode == "captured" and self._takes_closure:
             return f"{type(self.optimizer).__name__} calls the model by itself, so its step cannot be captured"
+        if plan.execution.compile != "no":
+            if plan.memory.checkpoint:
+                return f"memory.checkpoint={plan.memory.checkpoint} is for blocks that are not compiled"
+            reason = self._compiling.why_not(plan.execution.compile)
+            if reason:
+                return reason
         if numerics.precision != "fp32":
             reason = why_not_precision(numerics.precision, self.device)
             if reason:
                 return reason
         if numerics.layout == "channels_last":
             reason = why_not_channels_last(self.modules)
+            if reason:
+                return reason
+        if plan.memory.checkpoint:
+            reason = why_not_checkpointed(self.model, plan.memory.checkpoint, self.device)
             if reason:
                 return reason
         return why_not_fused(self.optimizer) if numerics.optimizer == "fused" else None
@@ -199,7 +214,7 @@ class Rig:
         # A part rests on those before it: from the first that differs on, all are built anew.
         if self._route is not None and ("feed" in parts or "layout" in changes):
             self._route.change(before.feed)
-        elif self._route is not None and ("memory" in parts or "replay_steps" in changes):
+        elif self._route is not None and ("micro_batch" in changes or "replay_steps" in changes):
             self._route.recut()
         if "numerics" in parts or "mode" in changes:
             self.conform()
@@ -242,14 +257,18 @@ class Rig:
         finally:
             self.use(plan)
             self.restore(snapshot)
+            compiled = [entry for entry in self.ledger if entry.what == "compile"]
             self.ledger, self.settled = ledger, settled
+            for entry in compiled:  # what was compiled stays, and was paid for
+                self.write_down(entry.what, entry.outcome, entry.why, figures=entry.figures, cost_s=entry.cost_s)
             if not kept:
                 self.tidy()
 
     @property
     def firsts(self) -> int:
-        """Windows so far that were not at the plan's own pace, since what is captured had still to be recorded."""
-        return self._step.firsts if isinstance(self._step, CapturedStep) else 0
+        """Windows so far that were not at the plan's own pace, since they were still to be recorded or compiled."""
+        recorded = self._step.firsts if isinstance(self._step, CapturedStep) else 0
+        return recorded + (self._compiling.firsts if self.plan.execution.compile != "no" else 0)
 
     @property
     def most_replay_steps(self) -> int:
@@ -258,8 +277,9 @@ class Rig:
 
     @property
     def given_up(self) -> str | None:
-        """Why the plan in force is not obeyed as it stands: why nothing is captured; None where it is."""
-        return self._step.given_up if isinstance(self._step, CapturedStep) else None
+        """Why the plan in force is not obeyed as it stands: why nothing is captured, or compiled; None where it is."""
+        captured = self._step.given_up if isinstance(self._step, CapturedStep) else None
+        return captured or self._compiling.given_up.get(self.plan.execution.compile)
 
     def wait(self) -> None:
         """Wait until the device has done all that was asked of it."""
@@ -281,10 +301,10 @@ class Rig:
 
     def _made_step(self) -> EagerStep | CapturedStep:
         """The step of the plan in force. Those of other plans are kept with what they recorded."""
-        numerics, execution = self.plan.numerics, self.plan.execution
+        numerics, execution, blocks = self.plan.numerics, self.plan.execution, self.plan.memory.checkpoint
         captured = execution.mode == "captured"
         # The feed is part of no step, and how many steps a window holds is the window's own.
-        key = (numerics, dataclasses.replace(execution, replay_steps=1))
+        key = (numerics, dataclasses.replace(execution, replay_steps=1), blocks)
         if key in self._steps:
             return self._steps[key]
         why_split = self._why_split() if captured else None
@@ -294,7 +314,10 @@ class Rig:
             rates = Rates(
                 self.optimizer, self.schedule, self.device, updates=MOST_REPLAY_STEPS, counted=scale is not None
             )
-        eager = EagerStep(
+        kind: Callable[..., EagerStep] = EagerStep
+        if execution.compile != "no":
+            kind = functools.partial(CompiledStep, self._compiling)
+        eager = kind(
             self.objective,
             self.optimizer,
             self.schedule,
@@ -308,8 +331,13 @@ class Rig:
             skips_on_device=on_device,
             rates=rates,
         )
+        if blocks:
+            eager.gradients = Checkpointing(self.model, blocks).during(eager.gradients)  # type: ignore[method-assign]
         made: EagerStep | CapturedStep = eager
         if captured:
+            adapted = adapt(*self.modules)
+            if adapted is not None:
+                eager.gradients = adapted.during(eager.gradients)  # type: ignore[method-assign]
             # One memory for the captures of all plans: they are replayed one after the other.
             self._recorder = self._recorder or Recorder(self.device)
             self._left = self._left or Left(self.device)

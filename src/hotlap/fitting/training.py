@@ -16,14 +16,17 @@ from hotlap.fitting.ending import finish
 from hotlap.fitting.forged import unfit_checkpoint
 from hotlap.fitting.held import HeldFolder
 from hotlap.fitting.pace import Pace
+from hotlap.fitting.rescue import Rescue, is_out_of_memory, within
 from hotlap.fitting.run import Run
 from hotlap.fitting.started import resume_words
 from hotlap.fitting.task import Task
 from hotlap.fitting.trail import Trail
-from hotlap.fitting.tuning import tuner_for, tuning_line
+from hotlap.fitting.tuning import Nobody, tuner_for, tuning_line
 from hotlap.fitting.words import told
 from hotlap.guard.signals import StopRequest
 from hotlap.guard.state import import_state
+from hotlap.tuner.replay import Replay
+from hotlap.tuner.tuner import Tuner
 
 SIGNAL_S = 2.0
 """How long a signal may take to arrive after it has ended the workers."""
@@ -58,10 +61,12 @@ class _Loop:
 
     def __init__(self, task: Task, held: HeldFolder, trail: Trail) -> None:
         self._job, self._rig, self._voice, self._save_every = task.job, task.rig, task.voice, task.save_every
+        self._task = within(task, task.rig.plan.memory) if task.tuned else task
         self._held, self._trail = held, trail
         trail.clock.loop_s = time.perf_counter()
         self._pace = Pace(task.total, task.rig.steps, task.rig.samples)
-        self.tuner = tuner_for(task)
+        self.tuner = tuner_for(self._task)
+        self._rescue = Rescue(task.rig)
         self._told = self.tuner.done
         """Whether the outcome of tuning was told, or there is none to tell."""
         self._warned = False
@@ -71,7 +76,7 @@ class _Loop:
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
         job, rig, saver, trail, clock = self._job, self._rig, self._held.saver, self._trail, time.perf_counter
-        tuner = self.tuner
+        tuner, rescue = self.tuner, self._rescue
         every_s = self._voice.view.every_s
         next_s = clock() + every_s
         early = f"early: no better {job.monitor} in {job.patience} evaluations"
@@ -80,12 +85,13 @@ class _Loop:
         # What a forged or foreign state breaks, it breaks in the first step.
         step = rig.advance if trail.from_checkpoint is None else self._step_from_checkpoint
         for window in self._windows(stop):
+            rescue.begins(window)
             try:
                 step(window)
             except Exception as error:
-                if not tuner.failed(error):
-                    raise
+                tuner = self._answered(error, window)
                 continue
+            rescue.ended()
             step = rig.advance
             tuner.stepped(window.updates)
             if tuner.done and not self._told:
@@ -118,6 +124,27 @@ class _Loop:
             self._record()
             self._finish_record()
         return "after all epochs" if job.epochs is not None else "after all steps"
+
+    def _answered(self, error: Exception, window: Window) -> Tuner | Replay | Nobody:
+        """Answer an error in a step by another plan, so that its window comes again; who chooses the plans from here.
+
+        Raises the error where there is no answer.
+        """
+        rig, is_short = self._rig, is_out_of_memory(error)
+        place = self._rescue.undo(error, window) if is_short else rig.place
+        if self.tuner.failed(error):
+            if is_short:
+                rig.place = place
+            return self.tuner
+        if not is_short:
+            raise error
+        self.tuner.ended()
+        less = self._rescue.use_less(error, window)
+        self._voice.warn(f"out of memory at step {rig.steps:,}; from here on: {less}")
+        self._task = within(self._task, rig.plan.memory)
+        self.tuner = tuner_for(self._task)
+        self._told = self.tuner.done
+        return self.tuner
 
     def _windows(self, stop: StopRequest) -> Iterator[Window]:
         """The rig's windows, until they end or a signal ends the workers that bring them."""

@@ -7,7 +7,20 @@ from dataclasses import dataclass
 
 from hotlap.core.plan import Plan
 from hotlap.engine.driven import Driven
-from hotlap.moves import autotune, capture, fused, gather, layout, longer, precision, resident, stream, tf32, workers
+from hotlap.moves import (
+    autotune,
+    capture,
+    compiled,
+    fused,
+    gather,
+    layout,
+    longer,
+    precision,
+    resident,
+    stream,
+    tf32,
+    workers,
+)
 from hotlap.moves.move import Move
 
 MOVES: tuple[Move, ...] = (
@@ -23,8 +36,8 @@ MOVES: tuple[Move, ...] = (
 )
 """In the order in which a plan's parts rest on each other, but for the optimizer, which decides how fp16 skips."""
 
-OTHERS: tuple[Move, ...] = (longer.MOVE, workers.MOVE)
-"""Moves that take the place of one of these, or build upon it."""
+OTHERS: tuple[Move, ...] = (longer.MOVE, workers.MOVE, compiled.MOVE)
+"""Moves that take the place of one of these, or build upon it, or are too dear to be tried beside others."""
 
 
 @dataclass(frozen=True)

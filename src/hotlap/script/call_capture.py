@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hotlap.data.columns import tensors_in
 from hotlap.engine.capture import MOST_GRAPHS, PATIENCE
+from hotlap.engine.encoders import adapt
 from hotlap.engine.fingerprint import Glance, fingerprint
 from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.recording import NotRecordedError
@@ -100,6 +101,7 @@ class CapturedCall:
     def __init__(self, eager: EagerCall, module: nn.Module, device: torch.device, lanes: Lanes) -> None:
         self._eager, self._module, self._device, self._lanes = eager, module, device, lanes
         self._kind = device.type
+        self._adapted = adapt(module)
         self._now = Recordings()
         self._before: Recordings | None = None
         self._calls = 0
@@ -256,6 +258,7 @@ class CapturedCall:
 
         cuDNN does it whenever the generator was set, if recurrent layers drop: only the rehearsal looks on there.
         """
+        original = self._fit_to_record(original)
         if not self._is_warm or drops_in_recurrence(self._module, self._device):
             outputs = self._eager(original, args, kwargs)
             self._is_warm = True
@@ -276,7 +279,7 @@ class CapturedCall:
         reason = why_not_captured(self._module, self._device)
         if reason is not None:
             raise NotRecordedError(reason)
-        recorder = self._lanes.recorder(lane)
+        recorder, original = self._lanes.recorder(lane), self._fit_to_record(original)
         with Untouched(self._module, self._device):
             graph = CallGraph(
                 functools.partial(self._eager.computed, original),
@@ -295,6 +298,9 @@ class CapturedCall:
         self._now.graphs[lane, key] = graph
         graph.last_used = self._calls
         return graph
+
+    def _fit_to_record(self, original: Original) -> Original:
+        return original if self._adapted is None else self._adapted.during(original)
 
     def _surprised(self, lane: int, key: Hashable) -> None:
         """Told that a call had to be made again; what the script does with such calls is to be seen anew."""

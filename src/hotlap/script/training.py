@@ -108,10 +108,14 @@ class ScriptTraining:
 
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
+        if plan.memory.checkpoint != self.own.memory.checkpoint:
+            return "blocks are checkpointed in trainings that hotlap runs itself; in a script that is the script's own"
         if plan.memory != self.own.memory:
             return "the batches are the script's own"
         if plan.execution.replay_steps > 1:
             return "the script makes its steps one by one"
+        if plan.execution.compile != "no":
+            return "the script's own calls are not compiled"
         if plan.feed != self.own.feed:
             reason = self._why_not_fed(plan.feed)
             if reason is not None:

@@ -132,6 +132,7 @@ class _Check:
     def judgement(self) -> Judgement:
         """What comes of it: the first part that does not hold, or how well all of them do."""
         why = self._why_not_fed() or self._why_not_scaled() or self._why_not_same() or self._why_not_precise()
+        why = why or self._why_not_compiled()
         last = [self._why_not_random, self._why_not_captured]
         if why is None and not self._own[False].is_steady:
             last.reverse()  # what is recorded without dropout is of no use to the training: drawing records it anew
@@ -161,8 +162,9 @@ class _Check:
     def _why_not_same(self) -> str | None:
         """The plan's steps in the user's own precision, operation by operation, against the user's own."""
         steps = self._steps.but(precision=self._baseline.numerics.precision)
-        if not self._is_precise:  # which kernels cuDNN would choose for a precision that is not used is dear to know
-            steps = steps.but(autotune=self._baseline.execution.autotune)
+        if not self._is_precise:  # what would be chosen or compiled for a precision that is not used is dear to know
+            own = self._baseline.execution
+            steps = steps.but(autotune=own.autotune, compile=own.compile)
         if steps == eagerly(self._baseline):
             return None
         updates = min(LEAST_UPDATES, self._moment.length)
@@ -185,6 +187,13 @@ class _Check:
             return alike(own.gradients(first), made, own.another_batch(first), own.rounding(first))
 
         return self._compared(exactly, self._own[False], self._eager[False], says_most=True)
+
+    def _why_not_compiled(self) -> str | None:
+        """Steps that were to be compiled, and could not be."""
+        if self._steps.execution.compile == "no":
+            return None
+        self._rig.use(self._eager[False].plan)
+        return self._rig.given_up and f"it runs uncompiled, since {self._rig.given_up}"
 
     def _why_not_captured(self) -> str | None:
         """The plan as it is, against its own steps made operation by operation."""
@@ -272,5 +281,6 @@ class _Check:
 
 
 def eagerly(plan: Plan) -> Plan:
-    """The steps of a plan, made operation by operation."""
-    return dataclasses.replace(plan, execution=Execution(autotune=plan.execution.autotune))
+    """The steps of a plan, made one by one and not recorded."""
+    execution = plan.execution
+    return dataclasses.replace(plan, execution=Execution(autotune=execution.autotune, compile=execution.compile))

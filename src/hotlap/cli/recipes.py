@@ -1,0 +1,75 @@
+"""`hotlap train`, `hotlap predict` and `hotlap recipes`: from a file to predictions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+    app.command()(predict)
+    app.command()(recipes)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def train(
+    context: typer.Context,
+    recipe: str = typer.Argument(help="A recipe: see hotlap recipes."),
+    options: Path | None = typer.Option(None, help="A file of options; every run writes the one that repeats it."),
+    out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
+    retrain: bool = typer.Option(False, "--retrain", help="Train again what was trained before."),
+    quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
+) -> None:
+    """Train a ready system on a file: --data FILE --target COLUMN, and whatever `hotlap recipes NAME` lists."""
+    from hotlap.recipes.every import recipe_named
+    from hotlap.recipes.options import from_words, options_of, recipe_in
+    from hotlap.recipes.training import train as trained
+
+    chosen = recipe_named(recipe)
+    if options is not None and recipe_in(options) not in (None, recipe):
+        raise typer.BadParameter(f"{options} belongs to the recipe {recipe_in(options)}, not to {recipe}")
+    given = options_of(chosen.options, options, from_words(context.args))
+    folder = trained(
+        chosen, given, out=out, retrain=retrain, say=(lambda line: None) if quiet else _say, progress=not quiet
+    )
+    print(folder)
+
+
+def predict(
+    run: Path = typer.Argument(help="The folder of a run."),
+    data: Path = typer.Option(help="The file to predict."),
+    out: Path = typer.Option(help="The file to write."),
+    keep: list[str] = typer.Option([], help="Columns of the data to write beside the answers; as a rule all."),
+    probabilities: bool = typer.Option(False, "--probabilities", help="Write the probability of each class too."),
+    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
+) -> None:
+    """Write what a trained recipe answers for each row of a file."""
+    from hotlap.recipes.training import predict as predicted
+
+    count = predicted(run, data, out, say=_say, device=device, keep=tuple(keep), probabilities=probabilities)
+    print(f"{count:,} rows answered in {out}")
+
+
+def recipes(
+    name: str | None = typer.Argument(None, help="A recipe, to see all that it can be told."),
+) -> None:
+    """List the recipes, or all options of one."""
+    from hotlap.recipes.every import NAMES, recipe_named
+    from hotlap.recipes.options import told
+
+    for one in [name] if name else NAMES:
+        found = recipe_named(one)
+        print(f"{found.name:<10} {found.summary}")
+        print(f"{'':<10} needs {found.expects}")
+        if name:
+            for line in told(found.options):
+                print(f"  {line}")
+        else:
+            print(f"{'':<10} hotlap train {found.name} --data FILE; options: hotlap recipes {found.name}")

@@ -1,0 +1,454 @@
+"""The model, or the blocks that it repeats, by torch's compiler: put in for a step, and taken out again after it.
+
+Between steps the model is as the user gave it: its identity, state, hooks and pickled form know of no compiler, and
+evaluation runs as before. Changing to another plan and back costs nothing, since compiled code is kept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hotlap.core.plan import Execution
+from hotlap.core.units import show_seconds
+from hotlap.data.batches import Batch
+from hotlap.engine.blocks import repeated_blocks
+from hotlap.engine.graph import Unfit, shape_of, signature
+from hotlap.engine.objective import Scored
+from hotlap.engine.snapshot import Randomness
+from hotlap.engine.step import EagerStep, Window
+from hotlap.engine.watch import Watch, meant
+from hotlap.machine.kernels import first_line
+
+BACKEND: Any = "inductor"
+"""What makes code of a graph, as torch names it."""
+MOST_S = 120.0
+"""Seconds that one window may compile before it is given up."""
+MOST_BREAKS = 8
+"""Places in one forward pass at which the compiler may leave it to Python."""
+MOST_RECOMPILES = 8
+"""Windows of shapes that had been compiled, and were compiled again all the same."""
+MOST_SHAPES = 8
+"""Shapes of windows that are compiled; the others run as they are."""
+RARE = 20
+"""A shape that fewer windows than one in so many have is not worth compiling: the last, shorter batch of an epoch."""
+LEAST_CAPABILITY = (7, 0)
+"""Of a GPU, for Triton."""
+
+_CALL = "_compiled_call_impl"
+"""Where a module looks for what it calls instead of its own forward pass."""
+_SETTINGS = {"recompile_limit": 256, "skip_nnmodule_hook_guards": False}
+"""Of torch's compiler, inside steps: how often it compiles again is counted here, and a hook that comes later runs."""
+
+
+def why_not_compiled(model: nn.Module, what: str, device: torch.device) -> str | None:
+    """Why the model, or its blocks, cannot be compiled here; None where they can, as far as one sees beforehand."""
+    if any(vars(layer).get(_CALL) is not None or _is_compiled(layer) for layer in model.modules()):
+        return "it is compiled already"
+    if what == "blocks" and not repeated_blocks(model):
+        return "the model repeats no blocks that could be compiled"
+    if sys.platform == "win32":
+        return "torch.compile is not tried on Windows"
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(compiler) is None:
+            return f"torch.compile needs a C++ compiler on a CPU, and {compiler} is not there; install it, or set CXX"
+        return None
+    if device.type != "cuda":
+        return f"torch.compile is tried on CPUs and CUDA GPUs, and this is trained on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "torch.compile needs Triton on a GPU, and it is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"torch.compile needs a GPU of compute capability 7.0, and this one has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _is_compiled(layer: nn.Module) -> bool:
+    # By name: asking torch for the class would load its compiler, which takes seconds.
+    return any((kind.__module__, kind.__name__) == _WRAPPER for kind in type(layer).__mro__)
+
+
+_WRAPPER = ("torch._dynamo.eval_frame", "OptimizedModule")
+
+
+class Compiling:
+    """What has been compiled for one model, whole or by its blocks, and what came of it."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, steps: Callable[[], int], write_down: Callable[..., None]
+    ) -> None:
+        """`steps` tells how many updates the training has made; `write_down` adds a line to its ledger."""
+        self._model, self._device = model, device
+        self.steps, self._write_down = steps, write_down
+        self._reasons: dict[str, str | None] = {}
+        self._parts: dict[str, list[tuple[nn.Module, Callable[..., Any]]]] = {}
+        self._before: list[tuple[nn.Module, Any]] = []
+        self.firsts = 0
+        """Windows so far in which something was compiled."""
+        self.given_up: dict[str, str] = {}
+        """Why the model, or its blocks, run uncompiled all the same, once that is known."""
+
+    def why_not(self, what: str) -> str | None:
+        """As `why_not_compiled`; found out once."""
+        if what not in self._reasons:
+            self._reasons[what] = why_not_compiled(self._model, what, self._device)
+        return self._reasons[what]
+
+    @contextmanager
+    def put_in(self, what: str) -> Iterator[None]:
+        """Inside, calls of the model or of its blocks are compiled."""
+        for module, compiled in self._compiled(what):
+            self._before.append((module, vars(module).get(_CALL)))
+            vars(module)[_CALL] = compiled
+        try:
+            yield
+        finally:
+            self.take_out()
+
+    def take_out(self) -> None:
+        """Have every module call what it called before."""
+        while self._before:
+            module, before = self._before.pop()
+            if before is None:
+                vars(module).pop(_CALL, None)
+            else:
+                vars(module)[_CALL] = before
+
+    def _compiled(self, what: str) -> list[tuple[nn.Module, Callable[..., Any]]]:
+        if what not in self._parts:
+            modules = [self._model] if what == "model" else repeated_blocks(self._model)
+            # Shapes are few and known, so that each gets code of its own; CUDA graphs are captured by hotlap itself.
+            self._parts[what] = [
+                (module, torch.compile(call, backend=_made, dynamic=False)) for module, call in _calls_of(modules)
+            ]
+        return self._parts[what]
+
+    def made(self, what: str, watch: CompilerWatch, took_s: float) -> None:
+        """Write down that something was compiled, and what that took."""
+        self.firsts += 1
+        why = f"torch.compile of the {what} took {show_seconds(took_s)}"
+        figures = {"graphs": float(watch.graphs), "breaks": float(watch.breaks)}
+        self._write_down("compile", "measured", why, figures=figures, cost_s=took_s)
+
+    def give_up(self, what: str, reason: str, cost_s: float = 0.0) -> None:
+        """Run uncompiled from now on, and write down why."""
+        self.firsts += 1
+        self.given_up[what] = reason
+        self._write_down("compile", "fault", f"runs uncompiled, since {reason}", cost_s=cost_s)
+
+
+def _calls_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Calls of modules as functions of hotlap's own: the compiler takes up no function of torch's by itself.
+
+    All of them have one code, and so share what is compiled for it; other models have another.
+    """
+    code = _call_of(modules[0]).__code__.replace()
+    for module in modules:
+        call = _call_of(module)
+        call.__code__ = code
+        yield module, call
+
+
+def _call_of(module: nn.Module) -> FunctionType:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    assert isinstance(call, FunctionType)
+    return call
+
+
+def _made(graph: Any, inputs: list[Tensor]) -> Any:
+    """Code for a graph and its backward pass.
+
+    The backward pass is not left for later, when an update would be half done and, on a GPU, another thread's.
+    """
+    from torch._dynamo import lookup_backend
+    from torch._functorch import config
+
+    with config.patch(force_non_lazy_backward_lowering=True):
+        return lookup_backend(BACKEND)(graph, inputs)
+
+
+class CompiledStep(EagerStep):
+    """Updates whose forward and backward passes are compiled, where that is worth it.
+
+    Whatever goes wrong with the compiler, the update is made uncompiled, from the same state and with the same draws.
+    """
+
+    def __init__(self, compiling: Compiling, *parts: Any, execution: Execution, **settings: Any) -> None:
+        super().__init__(*parts, execution=execution, **settings)
+        self._compiling, self._what = compiling, execution.compile
+        self._windows: Counter[Hashable] = Counter()
+        self._compiled: set[Hashable] = set()
+        """Windows that have been compiled, and `_batches`, of which they consist."""
+        self._batches: set[Hashable] = set()
+        self._is_new = False
+        self._recompiles = 0
+        self._since = compiling.steps()
+        layers = [layer for module in self.modules for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        counters = [(layer, layer.num_batches_tracked) for layer in layers]
+        self._counters = [(layer, torch.zeros_like(one)) for layer, one in counters if isinstance(one, Tensor)]
+
+    def gradients(self, pieces: list[Batch], sizes: list[int], all_count: bool) -> tuple[Tensor, list[Scored]]:
+        """As its base has it."""
+
+        def plainly() -> tuple[Tensor, list[Scored]]:
+            return EagerStep.gradients(self, pieces, sizes, all_count)
+
+        compiling, what = self._compiling, self._what
+        if what in compiling.given_up:
+            return plainly()
+        if self._is_recording():
+            with compiling.put_in(what), self._counting():
+                return plainly()
+        key = signature(Window(pieces, sizes))
+        is_new = key not in self._compiled
+        # Whoever looks on sees layers by their hooks, which compiled code would have to be made for.
+        if self._is_rare(key) if is_new else self.look is not None:
+            return plainly()
+        before = _Before(self.modules, self._device) if is_new else None
+        watch, reason, began = CompilerWatch(), None, time.perf_counter()
+        self._is_new = is_new
+        try:
+            with _unseen() if is_new else nullcontext(), compiling.put_in(what), watch:
+                made = plainly()
+        except (Exception, TooLongError) as error:
+            if not watch.compiles and not _is_compilers(error):
+                raise
+            reason = _said(error)
+        finally:
+            self._is_new = False
+        took_s = time.perf_counter() - began
+        if reason is not None:
+            if before is not None:
+                before.restore()
+            made = plainly()  # an error of the user's own comes up again, as it would have
+            compiling.give_up(what, reason, took_s)
+            return made
+        self._compiled.add(key)
+        if watch.compiles:
+            compiling.made(what, watch, took_s)
+            self._recompiles += not is_new
+            self._stop_storms(watch)
+        return made
+
+    def _stop_storms(self, watch: CompilerWatch) -> None:
+        if watch.breaks > MOST_BREAKS:
+            why = f"it breaks at {watch.breaks} places in one forward pass, one of them: {watch.break_reason}"
+            self._compiling.give_up(self._what, why)
+        elif self._recompiles > MOST_RECOMPILES:
+            why = f"it was compiled {self._recompiles} times again for shapes that had been compiled"
+            self._compiling.give_up(self._what, why)
+
+    def _here(self, batch: Batch) -> tuple[Batch, bool]:
+        ready, same_target = super()._here(batch)
+        if self._is_recording():
+            # Nothing can be compiled while a step is recorded.
+            if _shape(ready) not in self._batches:
+                self._compiling.take_out()
+        elif self._is_new:
+            self._batches.add(_shape(ready))
+        return ready, same_target
+
+    def _is_rare(self, key: Hashable) -> bool:
+        self._windows[key] += 1
+        if not self._compiled:
+            return False
+        here = self._compiling.steps() - self._since
+        return len(self._compiled) >= MOST_SHAPES or self._windows[key] < 2 or RARE * self._windows[key] < here
+
+    def _is_recording(self) -> bool:
+        return self._moves and torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Inside, batch norms whose counter a recording has taken out have another: compiled code wants one."""
+        gone = [(layer._buffers, one) for layer, one in self._counters if layer._buffers["num_batches_tracked"] is None]
+        for buffers, one in gone:
+            buffers["num_batches_tracked"] = one
+        try:
+            yield
+        finally:
+            for buffers, _ in gone:
+                buffers["num_batches_tracked"] = None
+
+
+def _shape(batch: Batch) -> Hashable:
+    try:
+        return shape_of(batch)
+    except Unfit:
+        return None
+
+
+class _Before:
+    """What a forward pass changes beside gradients: buffers and randomness."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        self._buffers = [(one, one.detach().clone()) for module in modules for one in module.buffers()]
+        self._randomness = Randomness(device)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put it back."""
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        self._randomness.restore()
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Inside, a `Watch` sees nothing: neither its hooks nor what a compiler does belong to the step it looks at."""
+    everywhere = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
+    found = [(hooks, number, hook) for hooks in everywhere for number, hook in hooks.items()]
+    found = [one for one in found if isinstance(getattr(one[2], "__self__", None), Watch)]
+    for hooks, number, _ in found:
+        del hooks[number]
+    try:
+        with meant():
+            yield
+    finally:
+        for hooks, number, hook in found:
+            hooks[number] = hook
+
+
+# --- the compiler ------------------------------------------------------------------------------------
+
+
+class TooLongError(BaseException):
+    """Compiling takes too long. No Exception, lest the compiler catch it."""
+
+
+class CompilerWatch:
+    """Inside, sees what torch's compiler does; what takes longer than MOST_S ends in a TooLongError.
+
+    That needs the main thread, a compiler that is in Python or waits for a process, and nobody else's alarm.
+    """
+
+    def __init__(self) -> None:
+        self.compiles = 0
+        """Pieces of code that it has looked at."""
+        self._spent_s = 0.0
+        self._alarm = _Alarm()
+        self._quiet: warnings.catch_warnings[None] | None = None
+
+    def __enter__(self) -> CompilerWatch:
+        import torch._dynamo
+        from torch._dynamo.callback import callback_handler
+        from torch._dynamo.utils import counters
+
+        self._handler, self._counters, self._config = callback_handler, counters, torch._dynamo.config
+        self._graphs, self._breaks = self._counted()
+        self._settings = {name: getattr(self._config, name) for name in _SETTINGS}
+        self._set(_SETTINGS)
+        self._handler.register_start_callback(self._begins)
+        self._handler.register_end_callback(self._ends)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._be_still()
+        self._handler.remove_start_callback(self._begins)
+        self._handler.remove_end_callback(self._ends)
+        self._set(self._settings)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs that it has made code for."""
+        return self._counted()[0] - self._graphs
+
+    @property
+    def breaks(self) -> int:
+        """Places at which it left the rest to Python, between two graphs."""
+        # It counts a place again for each function that calls the one which it is in.
+        return max(0, min(self._counted()[1] - self._breaks, self.graphs - 1))
+
+    @property
+    def break_reason(self) -> str:
+        """Why it did so most lately, in one line."""
+        told = str(next(reversed(self._counters["graph_break"]), "")).strip().splitlines()
+        return told[0].strip() if told else "nobody knows why"
+
+    def _counted(self) -> tuple[int, int]:
+        return self._counters["stats"]["unique_graphs"], sum(self._counters["graph_break"].values())
+
+    def _set(self, settings: dict[str, Any]) -> None:
+        for name, value in settings.items():
+            setattr(self._config, name, value)
+
+    def _begins(self, _: Any) -> None:
+        self.compiles += 1
+        self._began = time.perf_counter()
+        # Parts of torch warn each other of what no user can change; where warnings are errors, nothing would compile.
+        self._quiet = warnings.catch_warnings()
+        self._quiet.__enter__()
+        warnings.simplefilter("ignore")
+        self._alarm.set(max(1e-3, MOST_S - self._spent_s))
+
+    def _ends(self, _: Any) -> None:
+        self._be_still()
+        self._spent_s += time.perf_counter() - self._began
+
+    def _be_still(self) -> None:
+        self._alarm.clear()
+        if self._quiet is not None:
+            self._quiet.__exit__(None, None, None)
+            self._quiet = None
+
+
+class _Alarm:
+    """Raises a TooLongError after some seconds."""
+
+    AGAIN_S = 5.0
+    """Where the first one was swallowed by whoever was called back just then, another one comes."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self, seconds: float) -> None:
+        """Ring then, unless it is cleared before, or cannot be set here."""
+        if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+            return
+        if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL or signal.getitimer(signal.ITIMER_REAL)[0]:
+            return  # it is the user's own
+        signal.signal(signal.SIGALRM, self._rings)
+        signal.setitimer(signal.ITIMER_REAL, seconds, self.AGAIN_S)
+        self._is_set = True
+
+    def clear(self) -> None:
+        """Do not ring any more."""
+        if self._is_set and sys.platform != "win32":
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            self._is_set = False
+
+    def _rings(self, number: int, frame: FrameType | None) -> None:
+        raise TooLongError
+
+
+def _is_compilers(error: BaseException) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, (TorchDynamoException, TooLongError))
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, TooLongError):
+        return f"compiling took longer than {show_seconds(MOST_S)}"
+    inner = getattr(error, "inner_exception", error)
+    return f"the compiler failed with {type(inner).__name__}: {first_line(inner)}"

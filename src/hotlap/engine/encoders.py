@@ -1,0 +1,255 @@
+"""Encoders of `transformers` made fit to be recorded: no value is read back, nothing is copied from the host.
+
+What is changed are the methods of the loaded model alone, while a step runs; they are copies of the library's own
+in which some names mean something else. The library and every other model of it stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hotlap.engine.rewiring import Rewiring, decorated, names_in, python_of
+from hotlap.engine.watch import meant
+
+PACKAGE = "transformers"
+_LOOKING = tuple(f"{PACKAGE}.{name}" for name in ("masking_utils", "modeling_attn_mask_utils", "modeling_utils"))
+"""Modules whose functions look into masks and inputs, unless they are told that they are traced."""
+_IGNORED = -100
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def adapt(*models: nn.Module) -> Adapted | None:
+    """What makes these models fit to be recorded, not in force yet; None where there is nothing to change."""
+    if PACKAGE not in sys.modules:
+        return None
+    rewiring = _Encoders()
+    layers = dict.fromkeys(layer for model in models for layer in model.modules())
+    methods = [
+        (layer, name, types.MethodType(function, layer))
+        for layer in layers
+        for name, function in rewiring.methods(type(layer)).items()
+    ]
+    return Adapted(methods, tuple(rewiring.what)) if methods else None
+
+
+class Adapted:
+    """A model that can be put into a form fit to be recorded, and back, as often as need be.
+
+    The same numbers come out: bit by bit where masks hide something, else to rounding. A mask that hides nothing is
+    left out by the library and made here, so that fused attention takes another kernel, with dropout of its own.
+    Positions that are kept stay as long as this object: what was recorded reads them where they are.
+    """
+
+    def __init__(self, methods: list[tuple[nn.Module, str, types.MethodType]], what: tuple[str, ...]) -> None:
+        self._methods = methods
+        self.what = what
+        """What is changed, in words."""
+
+    def apply(self) -> None:
+        """Have the model run in the form fit to be recorded."""
+        for layer, name, method in self._methods:
+            vars(layer).setdefault(name, method)  # somebody may have put a method of their own there
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        for layer, name, method in self._methods:
+            if vars(layer).get(name) is method:
+                del vars(layer)[name]
+
+    def __enter__(self) -> Adapted:
+        self.apply()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def during(self, work: Callable[_P, _T]) -> Callable[_P, _T]:
+        """Work that runs with the model in that form."""
+
+        @functools.wraps(work)
+        def adapted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with self:
+                return work(*args, **kwargs)
+
+        return adapted
+
+
+class _Encoders(Rewiring):
+    """The methods of encoders, without what cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(PACKAGE)
+        self._kinds: dict[type, dict[str, Callable[..., Any]]] = {}
+        self._positions = _Positions()
+        self.what: dict[str, None] = {}
+
+    def methods(self, kind: type) -> dict[str, Callable[..., Any]]:
+        """What the forward pass of such a layer calls on itself and is to be another, by name."""
+        if kind not in self._kinds:
+            theirs = any(map(self.owns, kind.__mro__))
+            self._kinds[kind] = dict(self._found(kind)) if theirs else {}
+        return self._kinds[kind]
+
+    def _found(self, kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+        for name in _called(kind):
+            method = inspect.getattr_static(kind, name, None)
+            if isinstance(method, staticmethod) and name == "relative_position_bucket" and _has_bias_by_width(kind):
+                self.what["relative positions are kept"] = None
+                yield name, self._positions.kept_of_layer(method.__func__)
+            elif isinstance(method, types.FunctionType):
+                copy = self.of(method)
+                if name == "forward" and self.owns(method) and _counts_labels(method):
+                    self.what["labels are not counted on the host"] = None
+                    copy = _counting_no_labels(copy)
+                if copy is not method:
+                    yield name, copy
+
+    def instead(self, holder: types.FunctionType, name: str, value: Any) -> Any:
+        if holder.__module__ in _LOOKING:
+            if name == "is_tracing":
+                self.what["masks and padding are not read back"] = None
+                return _is_not_to_be_read
+            if value is torch and "tensor" in names_in(holder):
+                self.what["numbers are not copied from the host"] = None
+                return _TorchFilling()
+        if type(value).__name__ == "AttentionMaskInterface":
+            return self._interface(value)
+        copy = super().instead(holder, name, value)
+        if isinstance(value, torch.jit.ScriptFunction) and copy is not value:
+            self.what["scripted functions run as Python"] = None
+        if name == "build_relative_position" and isinstance(python_of(value), types.FunctionType):
+            self.what["relative positions are kept"] = None
+            return self._positions.kept(copy)
+        return copy
+
+    def _interface(self, functions: Any) -> Any:
+        """The library's table of functions that make masks, one for each kind of attention."""
+        copies = {kind: self.of(function) for kind, function in functions.items()}
+        changes = {kind: copy for kind, copy in copies.items() if copy is not functions[kind]}
+        if not changes:
+            return functions
+        table = type(functions)()
+        for kind, copy in changes.items():
+            table[kind] = copy  # in this table alone, as the library has it
+        return table
+
+
+def _has_bias_by_width(kind: type) -> bool:
+    """Whether a layer's buckets are of the distances between its places, as in MPNet: not of boxes on a page."""
+    return hasattr(kind, "compute_position_bias")
+
+
+def _called(kind: type) -> Iterator[str]:
+    """The names of methods that the forward pass of such a layer may call on itself."""
+    seen, ahead = {"forward"}, ["forward"]
+    while ahead:
+        name = ahead.pop()
+        own = [vars(base)[name] for base in kind.__mro__ if base is not nn.Module and name in vars(base)]
+        if own:
+            yield name
+        functions = [inner for method in own if isinstance(method, types.FunctionType) for inner in decorated(method)]
+        fresh = {name: None for function in functions for name in names_in(function) if name not in seen}
+        seen |= fresh.keys()
+        ahead += fresh
+
+
+# --- what stands in for what -------------------------------------------------------------------------
+
+
+def _is_not_to_be_read(tensor: Any = None) -> bool:
+    """What the library asks before it looks into a tensor: whether that cannot be done, as in a trace."""
+    return tensor is not None
+
+
+class _TorchFilling:
+    """torch, except that a number gets to the device as an argument of a kernel, not by a copy from the host."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, data: Any, *, device: Any = None, **settings: Any) -> Tensor:
+        """As `torch.tensor`."""
+        if type(data) in (int, float, bool) and device is not None:
+            return torch.full((), data, device=device, **settings)
+        return torch.tensor(data, device=device, **settings)
+
+
+class _Positions:
+    """Relative positions, which depend on sizes alone: made once for each, and kept where they are."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Tensor] = {}
+
+    def kept(self, build: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`build` of two layers' outputs, whose last but one size counts, and plain settings."""
+
+        @functools.wraps(build)
+        def kept(*args: Any, **kwargs: Any) -> Tensor:
+            settings = tuple(map(_size_of, args)), tuple((name, _size_of(value)) for name, value in kwargs.items())
+            return self._given((build, settings), lambda: build(*args, **kwargs))
+
+        return kept
+
+    def kept_of_layer(self, build: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`build` of all distances between so many places, kept where the layer has its weights for them."""
+
+        def relative_position_bucket(layer: Any, distances: Tensor, **settings: Any) -> Tensor:
+            device = layer.relative_attention_bias.weight.device
+            key = (build, tuple(distances.shape), device, tuple(settings.items()))
+            return self._given(key, lambda: build(distances, **settings).to(device))
+
+        return relative_position_bucket
+
+    def _given(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        if key in self._kept:
+            return self._kept[key]
+        if torch.compiler.is_compiling() or _is_recording():
+            return make()  # its memory would be the recording's own
+        with meant(), torch.inference_mode(False), torch.no_grad():
+            self._kept[key] = made = make()
+        return made
+
+
+def _is_recording() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _size_of(value: Any) -> Hashable:
+    return (value.size(-2), value.device) if isinstance(value, Tensor) else value
+
+
+def _counts_labels(forward: types.FunctionType) -> bool:
+    """Whether a head picks out the samples that have a label, so that their number decides the shapes."""
+    return any({"nonzero", "problem_type"} <= names_in(function).keys() for function in decorated(forward))
+
+
+def _counting_no_labels(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The head's forward pass with the same loss, the mean over samples whose label is not negative."""
+
+    @functools.wraps(forward)
+    def adapted(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is None:
+            return forward(self, *args, **kwargs)
+        if self.config.problem_type is not None or self.num_labels == 1 or labels.dim() != 1:
+            return forward(self, *args, labels=labels, **kwargs)
+        outputs = forward(self, *args, **kwargs)
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+        has_label = labels >= 0
+        targets = torch.where(has_label, labels, _IGNORED).long()
+        total = F.cross_entropy(logits.float(), targets, ignore_index=_IGNORED, reduction="sum")
+        loss = total / has_label.sum().clamp(min=1)
+        if isinstance(outputs, Mapping):
+            return type(outputs)(**{**outputs, "loss": loss})
+        return (loss, *outputs)
+
+    return adapted

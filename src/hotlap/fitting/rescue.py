@@ -1,0 +1,258 @@
+"""Out of memory: the update is made again under a plan that needs less, and nothing of the try that failed is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import traceback
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from hotlap.core.errors import TrainingError
+from hotlap.core.ledger import Ledger
+from hotlap.core.plan import Memory, Plan
+from hotlap.data.columns import tensors_in
+from hotlap.data.resident import Rows
+from hotlap.engine.blocks import repeated_blocks
+from hotlap.engine.capture import CapturedStep
+from hotlap.engine.rig import Place, Rig
+from hotlap.engine.snapshot import Randomness
+from hotlap.engine.step import EagerStep, Window
+from hotlap.fitting.task import Task
+from hotlap.machine.kernels import first_line
+from hotlap.tuner.moment import Remembered
+
+TRIES = 2
+"""Windows of a shape that have to go through under a plan before it is known to fit: the first update has no state of
+the optimizer beside it yet."""
+_UPDATE = EagerStep.finish.__code__
+_UPDATES = (EagerStep.__call__.__code__, CapturedStep.__call__.__code__, CapturedStep._run_eagerly.__code__)
+"""The code that makes the updates of a window one after the other, each by its `number`."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or the one that it comes from, says that the device's memory was too small."""
+    if error is None:
+        return False
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    says = "CUBLAS_STATUS_ALLOC_FAILED" in text or ("CUDA" in text and "out of memory" in text)
+    return (isinstance(error, RuntimeError) and says) or is_out_of_memory(error.__cause__)
+
+
+class Rescue:
+    """Looks after the memory of one training.
+
+    Before a window that is not known to fit it notes what a step may change, so that the step can be made again.
+    That takes some tenths of a millisecond, so windows of a shape that went through before go without: should one of
+    them run out of memory after all, it is made again too, but draws other masks, and batch norms count it twice; the
+    ledger says so.
+    """
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._plan: Plan | None = None
+        self._went_through: dict[Plan, Counter[Hashable]] = {}
+        self._here: Counter[Hashable] = Counter()
+        self._shape: Hashable = None
+        self._before: _Before | None = None
+        self._left = ""
+        """What of the failed step could not be put back, in words."""
+        self._tried: list[str] = []
+
+    def begins(self, window: Window) -> None:
+        """Told that a window is about to be stepped with."""
+        if self._rig.plan is not self._plan:
+            self._plan = self._rig.plan
+            self._here = self._went_through.setdefault(self._plan, Counter())
+        self._shape = _shape(window)
+        self._before = _Before(self._rig) if self._here[self._shape] < TRIES else None
+
+    def ended(self) -> None:
+        """Told that the step was made."""
+        if self._before is not None:
+            self._here[self._shape] += 1
+            self._before = None
+            self._tried.clear()
+
+    def undo(self, error: Exception, window: Window) -> Place:
+        """Leave nothing of a step that ran out of memory; the place in the data from which to go on.
+
+        Raises TrainingError where it came so far that it can be neither undone nor made again.
+        """
+        rig = self._rig
+        made, updating = _how_far(error)
+        before, self._before = (self._before if not made else None), None
+        _let_go_of_frames(error)
+        optimizer = rig.optimizer
+        if updating and (before is None or not before.can_update_again(optimizer)):
+            raise TrainingError(
+                f"out of memory in the middle of the update of step {rig.steps + made:,}, which can therefore not be "
+                f"made again ({first_line(error)}); go on from the last checkpoint, with the fused optimizer, which "
+                "needs no memory of its own, or with a smaller model"
+            ) from None
+        for parameter in _parameters(rig):
+            parameter.grad = None
+        self._left = "" if before is not None else "; what the step had drawn and moved in buffers stays so"
+        if before is not None:
+            before.restore(optimizer)
+        rig.steps += made
+        rig.samples += made * sum(window.sizes)
+        epoch, number, served = rig.place
+        left = window.updates - made
+        rig.place = Place(epoch, number - left, served - left)
+        gc.collect()
+        _empty_cache(rig.device)
+        return rig.place
+
+    def use_less(self, error: Exception, window: Window) -> str:
+        """Put the training under the next plan that needs less; what it is. Raises TrainingError where there is none.
+
+        First more blocks are checkpointed, which leaves the numbers as they are; then batches are cut.
+        """
+        rig, line = self._rig, first_line(error)
+        self._tried.append(_described(rig.plan.memory))
+        smaller = _smaller(rig, max(window.sizes))
+        if smaller is None:
+            raise TrainingError(
+                f"out of memory at step {rig.steps:,}, whatever was tried ({'; '.join(self._tried)}): {line}; use a "
+                "smaller model, shorter samples or a GPU with more memory"
+            ) from None
+        rig.use(smaller, why=f"out of memory: {line}{self._left}", outcome="fault")
+        rig.tidy()
+        _empty_cache(rig.device)
+        return _described(smaller.memory)
+
+
+class _Before:
+    """What a step may change before its update is made, and how to see whether that has begun."""
+
+    def __init__(self, rig: Rig) -> None:
+        layers = [layer for module in rig.modules for layer in module.modules()]
+        self._buffers = [(layer, _copied(layer._buffers)) for layer in layers if layer._buffers]
+        self._remembered = Remembered(rig.modules)
+        self._randomness = Randomness(rig.device, host_only=rig.draws_on)
+        self._marks = _marks(rig.optimizer)
+
+    def can_update_again(self, optimizer: Optimizer) -> bool:
+        """Whether no weight and no state has changed, though the optimizer was at work.
+
+        Only torch's own optimizers can be seen through: others may write to memory that does not tell.
+        """
+        now = _marks(optimizer)
+        return type(optimizer).__module__.startswith("torch.optim") and all(
+            now.get(key) == mark for key, mark in self._marks.items()
+        )
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Put it all back. State that the optimizer has begun to make goes: half of it may be missing."""
+        for layer, values in self._buffers:
+            for name, (buffer, saved) in values.items():
+                layer._buffers[name] = buffer
+                if buffer is not None and saved is not None:
+                    with torch.no_grad():
+                        buffer.copy_(saved)
+        for parameter in [p for p in optimizer.state if (id(p), None) not in self._marks]:
+            del optimizer.state[parameter]
+        self._remembered.restore()
+        self._randomness.restore()
+
+
+def _copied(buffers: dict[str, Tensor | None]) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    return {name: (one, None if one is None else one.detach().clone()) for name, one in buffers.items()}
+
+
+def _marks(optimizer: Optimizer) -> dict[tuple[int, Any], Any]:
+    """How often each weight and each part of its state was written to; what is no tensor, as it is."""
+    marks: dict[tuple[int, Any], Any] = {}
+    for group in optimizer.param_groups:
+        marks |= {(id(parameter), "weight"): parameter._version for parameter in group["params"]}
+    for parameter, state in optimizer.state.items():
+        marks[id(parameter), None] = len(state)
+        for name, value in state.items():
+            marks[id(parameter), ("state", name)] = value._version if isinstance(value, Tensor) else repr(value)
+    return marks
+
+
+def _shape(window: Window) -> Hashable:
+    """What tells windows apart by the memory that they need."""
+    pieces = window.pieces
+    first = pieces[0]
+    if type(first) is Rows:
+        return window.updates, *((id(piece.columns), piece.count) for piece in pieces)
+    if len(pieces) == 1 and type(first) is tuple and type(first[-1]) is type(first[0]) is Tensor and len(first) == 2:
+        return first[0].shape, first[1].shape  # the usual case, in every step: in a third of the time
+    return tuple(tensor.shape for piece in pieces for tensor in tensors_in(piece))
+
+
+def _how_far(error: BaseException) -> tuple[int, bool]:
+    """How many of a window's updates were made before an error, and whether the next one was under way."""
+    made, updating = 0, False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        updating = updating or frame.f_code is _UPDATE
+        if frame.f_code in _UPDATES:
+            made = max(made, frame.f_locals.get("number", 0))
+    return made, updating
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """The calls that an error has come through hold activations; it is told all the same."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _parameters(rig: Rig) -> list[Tensor]:
+    mine = [p for group in rig.optimizer.param_groups for p in group["params"]]
+    return [*mine, *(p for module in rig.modules for p in module.parameters())]
+
+
+def _smaller(rig: Rig, piece: int) -> Plan | None:
+    """The next plan that needs less memory than the one in force, whose largest piece has so many samples."""
+    plan, blocks = rig.plan, len(repeated_blocks(rig.model))
+    checkpointed = plan.memory.checkpoint
+    if checkpointed < blocks:
+        more = min(max(1, 2 * checkpointed), blocks)
+        proposed = _in(plan, dataclasses.replace(plan.memory, checkpoint=more))
+        if rig.supports(proposed) is None:
+            return proposed
+    norms = any(isinstance(layer, _BatchNorm) and layer.training for layer in rig.model.modules())
+    half = -(-piece // 2)
+    # A batch norm has nothing to compute from one sample.
+    return plan.but(micro_batch=half) if half < piece and half >= 1 + norms else None
+
+
+def _in(plan: Plan, memory: Memory) -> Plan:
+    """The plan in this memory; blocks that are checkpointed are not compiled."""
+    plan = dataclasses.replace(plan, memory=memory)
+    return plan.but(compile="no") if memory.checkpoint else plan
+
+
+def _described(memory: Memory) -> str:
+    pieces = "batches whole" if memory.micro_batch is None else f"micro-batches of {memory.micro_batch}"
+    if not memory.checkpoint:
+        return pieces
+    return f"{memory.checkpoint} block{'s' if memory.checkpoint > 1 else ''} checkpointed, {pieces}"
+
+
+def within(task: Task, memory: Memory) -> Task:
+    """The task with all of its plans in this memory: what is tuned from, and what is replayed."""
+    own = _in(task.own_plan, memory)
+    if task.replayed is None:
+        return dataclasses.replace(task, own_plan=own)
+    replayed = Ledger()
+    for entry in task.replayed:
+        replayed.record(dataclasses.replace(entry, plan=_in(entry.plan, memory)))
+    return dataclasses.replace(task, own_plan=own, replayed=replayed)

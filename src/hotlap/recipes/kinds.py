@@ -1,0 +1,365 @@
+"""What the cells of a column are: numbers, flags, dates, categories or text, read off the way they are written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from hotlap.core.errors import DataError, did_you_mean, shown
+
+Kind = Literal["number", "whole number", "flag", "date", "category", "text", "empty"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Values = np.ndarray[Any, Any]
+
+# fmt: off
+_NOTHING = (
+    "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "-nan", "nat", "null", "(null)", "none", "nil",
+    "", "-", "--", "?", ".", r"\n",
+)
+# fmt: on
+MISSING = frozenset(
+    form for word in _NOTHING for form in (word, word.upper(), word.capitalize(), word.replace("nan", "NaN"))
+) | {"NaT", "<Na>"}
+"""How people write that there is nothing."""
+LONG = 50
+"""Characters of a mean value from which on a column is text, however often its values come back."""
+
+# A word and a line end, as often as they come: all words of a column are matched in one go.
+_WHOLES = re.compile(r"(?:[-+]?(?:0|[1-9][0-9]*+)\n)*+")
+_NUMBERS = re.compile(
+    r"(?>[-+]?(?:(?:(?:0|[1-9][0-9]*+)(?:\.[0-9]*+)?+|\.[0-9]++)(?:[eE][-+]?[0-9]++)?+|(?i:infinity|inf))\n)*+"
+)
+_DECIMAL_COMMAS = re.compile(r"(?:[-+]?(?:0|[1-9][0-9]*+)(?:,[0-9]++)?+\n)*+")
+_PLAIN_DATES = re.compile(
+    r"(?:[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[ T][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,9})?)?)?\n)*+"
+)
+_DATE = re.compile(
+    r"([0-9]{4}([-/.])[0-9]{2}(?:\2[0-9]{2}(?:[ T][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,9})?)?)?)?)"
+    r" ?(Z|UTC|[-+][0-9]{2}:?[0-9]{2}|[-+][0-9]{2})?"
+)
+_FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+_PAIRS = (("false", "true"), ("no", "yes"))
+MOST_FLAGS = 12
+"""Ways to write two words."""
+
+
+class UnfitError(ValueError):
+    """A word that is not of the kind that its column was said to be."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        super().__init__(word)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Column:
+    """A column of a table: its cells as numpy holds them."""
+
+    name: str
+    kind: Kind
+    values: Values
+    """float64 numbers, int64 whole numbers, bool flags, datetime64 dates (s, or ns where there are parts of seconds;
+    in UTC where a zone is named), int32 codes of categories, str objects of text. Where nothing is: nan, 0, False,
+    NaT, -1 and ""."""
+    categories: tuple[str, ...] = ()
+    """The words that codes stand for, in order; of flags, the words for False and True."""
+    missing: Values | None = None
+    """Where nothing is; None where something is everywhere."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def present(self) -> Values:
+        """Where there is something."""
+        return np.ones(len(self), bool) if self.missing is None else ~self.missing
+
+    def rows(self, indices: Any) -> Column:
+        """The column at these rows, with the same categories."""
+        missing = None if self.missing is None else self.missing[indices]
+        return Column(
+            name=self.name,
+            kind=self.kind,
+            values=self.values[indices],
+            categories=self.categories,
+            missing=missing if missing is not None and missing.any() else None,
+        )
+
+    def texts(self) -> list[str]:
+        """The cells as a file has them; nothing where nothing is."""
+        match self.kind:
+            case "category" | "flag":
+                words = np.asarray([*self.categories, ""], dtype=object)[self.values.astype(np.int64)]
+            case "date":
+                words = _told_dates(self.values)
+            case _:
+                words = np.asarray(list(map(str, self.values.tolist())), dtype=object)
+        if self.missing is not None:
+            words[self.missing] = ""
+        found: list[str] = words.tolist()
+        return found
+
+
+def recognised(name: str, texts: Iterable[str], told: Kind | None = None) -> Column:
+    """A column of these cells, of the kind that all of them fit, or of the kind that it is told to be.
+
+    Space around a cell does not count. Numbers with leading zeros, and those that 64 bits do not hold, are names of
+    things and no amounts: categories or text. Whole numbers are dates only where told: seconds since 1970.
+    Raises UnfitError where a cell is not of the kind told.
+    """
+    words = list(map(str.strip, texts))
+    distinct = dict.fromkeys(words)  # in the order of the file: a set's would jump about in memory
+    blank = MISSING.intersection(distinct)
+    missing = _where(words, blank)
+    present = [word for word in distinct if word not in blank] if blank else list(distinct)
+    if not present:
+        return Column(name=name, kind="empty", values=np.full(len(words), np.nan), missing=missing)
+    if told in ("category", "text"):
+        return _in_words(name, words, present, blank, told)
+    kind, values = _told(present, told) if told and told != "empty" else _found(present)
+    if kind is None:
+        return _in_words(name, words, present, blank)
+    nothing, dtype = _STORED[kind]
+    cells = _cells(words, {**dict.fromkeys(blank, nothing), **values}, dtype)
+    if kind == "date":
+        cells = in_seconds(cells.view("datetime64[us]"))
+    flags = _flag_words(words) if kind == "flag" else ()
+    return Column(name=name, kind=kind, values=cells, categories=flags, missing=missing)
+
+
+def in_words(name: str, words: Sequence[str]) -> Column:
+    """A column of words that are never anything else: categories where few come back often, else text."""
+    return _in_words(name, words, [word for word in dict.fromkeys(words) if word], {""})
+
+
+def in_seconds(dates: Values) -> Values:
+    """Dates by the second, or by the nanosecond where there are parts of seconds that it can hold."""
+    whole = dates.astype("datetime64[s]")
+    years = whole[~np.isnat(whole)].astype("datetime64[Y]").astype(np.int64) + 1970
+    in_range = bool(((years >= 1678) & (years < 2262)).all())
+    if not in_range or np.array_equal(whole.astype(dates.dtype), dates, equal_nan=True):
+        return whole
+    return dates.astype("datetime64[ns]")
+
+
+def are_numbers(words: Iterable[str]) -> bool:
+    """Whether all words are written as numbers."""
+    return _match(_NUMBERS, words)
+
+
+def check_kinds(kinds: Mapping[str, str], names: Collection[str], path: object) -> None:
+    """Refuse kinds of columns that are not there, and kinds that there are not."""
+    for name, kind in kinds.items():
+        if name not in names:
+            raise DataError(f"{path} has no column {name!r}{did_you_mean(name, names)}")
+        if kind not in KINDS:
+            raise DataError(f"column {name!r} cannot be of the kind {shown(kind)}{did_you_mean(kind, KINDS)}")
+
+
+# --- which kind it is ----------------------------------------------------------------------------------
+
+Parsed = dict[str, Any]
+"""What each word means."""
+_STORED: dict[str, tuple[Any, Any]] = {
+    "number": (np.nan, np.float64),
+    "whole number": (0, np.int64),
+    "flag": (False, np.bool_),
+    "date": (np.iinfo(np.int64).min, np.int64),
+}
+"""What stands where nothing is, and the type of all; dates are microseconds at first, and the least of them is NaT."""
+
+
+def _found(words: Collection[str]) -> tuple[Kind | None, Parsed]:
+    """The kind that all these words are written as, and what they mean; None where they are words."""
+    readers: list[tuple[Kind, Callable[[Collection[str]], bool], Callable[[Collection[str]], Parsed]]] = [
+        ("whole number", partial(_match, _WHOLES), _wholes),
+        ("number", _are_amounts, _numbers),
+        ("flag", _are_flags, _flags),
+        ("date", lambda words: _DATE.fullmatch(next(iter(words))) is not None, _dates),
+    ]
+    for kind, fits, read in readers:
+        if fits(words):
+            try:
+                return kind, read(words)
+            except UnfitError:
+                return None, {}
+    return None, {}
+
+
+def _told(words: Collection[str], kind: Kind) -> tuple[Kind, Parsed]:
+    """What these words mean as the kind that they are told to be."""
+    if kind == "date" and _match(_WHOLES, words):
+        return kind, {word: value * 1_000_000 for word, value in _wholes(words).items()}
+    readers = {"number": _numbers, "whole number": _told_wholes, "flag": _flags, "date": _dates}
+    return kind, readers[kind](words)
+
+
+def _match(pattern: re.Pattern[str], words: Iterable[str]) -> bool:
+    return pattern.fullmatch("\n".join(words) + "\n") is not None
+
+
+def _are_amounts(words: Collection[str]) -> bool:
+    return _match(_NUMBERS, words) or _have_decimal_commas(words)
+
+
+def _have_decimal_commas(words: Collection[str]) -> bool:
+    """Whether commas part whole from broken; where three digits follow every one they may part thousands."""
+    if not _match(_DECIMAL_COMMAS, words):
+        return False
+    behind = {len(word.partition(",")[2]) for word in words if "," in word}
+    return bool(behind - {3})
+
+
+def _are_flags(words: Collection[str]) -> bool:
+    if len(words) > MOST_FLAGS:
+        return False
+    lower = {word.lower() for word in words}
+    return any(lower.issubset(pair) for pair in _PAIRS)
+
+
+def _wholes(words: Collection[str]) -> Parsed:
+    found = _parsed(words, int)
+    for word in (min(found, key=found.__getitem__), max(found, key=found.__getitem__)):
+        if not -(2**63) <= found[word] < 2**63:
+            raise UnfitError(word)
+    return found
+
+
+def _told_wholes(words: Collection[str]) -> Parsed:
+    """Also such as 3.0, as which they are written where some were missing."""
+    bare = {word: word.removesuffix(".0") for word in words}
+    values = _wholes(list(dict.fromkeys(bare.values())))
+    return {word: values[other] for word, other in bare.items()}
+
+
+def _numbers(words: Collection[str]) -> Parsed:
+    if _have_decimal_commas(words):
+        return {word: float(word.replace(",", ".")) for word in words}
+    return _parsed(words, float)
+
+
+def _flags(words: Collection[str]) -> Parsed:
+    return _parsed(words, lambda word: _FLAGS[word.lower()])
+
+
+def _dates(words: Collection[str]) -> Parsed:
+    """Moments in UTC, to the microsecond.
+
+    The year comes first, as in 2024-01-05, 2024/01/05 10:00 and 2024-01-05T10:00:00+01:00.
+    """
+    if _match(_PLAIN_DATES, words):
+        return _moments(words, list(words))
+    bare, offsets = [], []
+    for word in words:
+        found = _DATE.fullmatch(word)
+        if found is None:
+            raise UnfitError(word)
+        day, _, zone = found.groups()
+        bare.append(day if word[4] == "-" else day.replace(word[4], "-", 2))
+        offsets.append(_offset_s(zone) if zone else 0)
+    return _moments(words, bare, np.array(offsets, dtype="timedelta64[s]"))
+
+
+def _moments(words: Collection[str], bare: list[str], offsets: Any = 0) -> Parsed:
+    """Microseconds since 1970 of each word, which is `bare` without its zone."""
+    try:
+        moments = np.array(bare, dtype="datetime64[us]") - offsets
+    except ValueError:  # a month of 13
+        raise UnfitError(next(filter(None, map(_no_date, words, bare)))) from None
+    return dict(zip(words, moments.astype(np.int64).tolist(), strict=True))
+
+
+def _no_date(word: str, bare: str) -> str | None:
+    try:
+        np.datetime64(bare)
+    except ValueError:
+        return word
+    return None
+
+
+def _offset_s(zone: str) -> int:
+    """Seconds that a zone is ahead of UTC."""
+    if zone in ("Z", "UTC"):
+        return 0
+    seconds = 3600 * int(zone[1:3]) + 60 * int(zone[3:].lstrip(":") or 0)
+    return -seconds if zone[0] == "-" else seconds
+
+
+def _parsed(words: Collection[str], read: Callable[[str], Any]) -> Parsed:
+    try:
+        found = dict(zip(words, map(read, words), strict=True))
+    except (ValueError, LookupError):
+        raise UnfitError(next(word for word in words if not _reads(read, word))) from None
+    if "_" in "".join(words):  # Python reads 1_000; nobody writes that in a file
+        raise UnfitError(next(word for word in words if "_" in word))
+    return found
+
+
+def _reads(read: Callable[[str], Any], word: str) -> bool:
+    try:
+        read(word)
+    except (ValueError, LookupError):
+        return False
+    return True
+
+
+# --- how it is kept ------------------------------------------------------------------------------------
+
+
+def _in_words(
+    name: str, words: Sequence[str], present: Collection[str], blank: Collection[str], told: Kind | None = None
+) -> Column:
+    missing = _where(words, blank)
+    count = len(words) - (0 if missing is None else int(missing.sum()))
+    if (told or _kind_of_words(present, count)) == "text":
+        texts = ["" if word in blank else word for word in words] if blank else words
+        return Column(name=name, kind="text", values=np.array(texts, dtype=object), missing=missing)
+    categories = in_order(present)
+    codes = {**dict.fromkeys(blank, -1), **{word: code for code, word in enumerate(categories)}}
+    values = _cells(words, codes, np.int32)
+    return Column(name=name, kind="category", values=values, categories=categories, missing=missing)
+
+
+def _kind_of_words(distinct: Collection[str], count: int) -> Kind:
+    """Categories are few against the rows, and short."""
+    few = max(count // 5, min(20, count // 2))
+    is_long = sum(map(len, distinct)) > LONG * len(distinct)
+    return "text" if is_long or len(distinct) > few else "category"
+
+
+def in_order(words: Collection[str]) -> tuple[str, ...]:
+    """Words by their value where all are numbers, else by their letters."""
+    if are_numbers(words):
+        return tuple(sorted(words, key=lambda word: (float(word), word)))
+    return tuple(sorted(words))
+
+
+def _where(words: Sequence[str], blank: Collection[str]) -> Values | None:
+    found = np.fromiter(map(blank.__contains__, words), np.bool_, len(words)) if blank else np.zeros(0, bool)
+    return found if found.any() else None
+
+
+def _cells(words: Sequence[str], values: Parsed, dtype: Any) -> Values:
+    """The value of each word."""
+    return np.fromiter(map(values.__getitem__, words), dtype, len(words))
+
+
+def _flag_words(words: Sequence[str]) -> tuple[str, str]:
+    """The words for False and True, as the file has them first."""
+    first: dict[str, str] = {}
+    for word in dict.fromkeys(words):
+        first.setdefault(word.lower(), word)
+    pair = next((pair for pair in (*_PAIRS, ("0", "1")) if any(word in first for word in pair)), _PAIRS[0])
+    return first.get(pair[0], pair[0]), first.get(pair[1], pair[1])
+
+
+def _told_dates(dates: Values) -> Values:
+    """Days as days, others with their time."""
+    days = dates.astype("datetime64[D]")
+    same = np.array_equal(days.astype(dates.dtype), dates, equal_nan=True)
+    return np.datetime_as_string(days if same else dates).astype(object)

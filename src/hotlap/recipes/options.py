@@ -1,0 +1,175 @@
+"""What a recipe can be told: by options of the command, or by a file; every run writes the file that repeats it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from hotlap.core.errors import JobError, StoreError, did_you_mean, shown
+
+
+def option(default: Any, told: str) -> Any:
+    """A field of options with what `hotlap recipes` says of it."""
+    return field(default=default, metadata={"told": told})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every recipe can be told. A recipe's own options build upon it; all are words, numbers or lists of words."""
+
+    data: str = option("", "a CSV or Parquet file, or a folder of them")
+    target: str = option("", "the column to predict")
+    valid: str = option("", "a file to judge by; without it a part of the data is held out")
+    valid_share: float = option(0.2, "the part that is held out")
+    group: str = option("", "a column: rows of one group are all trained on, or all held out")
+    test: str = option("", "a file to predict at the end")
+    epochs: int = option(0, "times through the data; 0 leaves it to the recipe")
+    batch_size: int = option(64, "samples an update")
+    lr: float = option(0.0, "the highest learning rate; 0 leaves it to the recipe")
+    patience: int = option(3, "evaluations without improvement before it stops")
+    seed: int = option(0, "decides first weights, order and what is held out")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    plan: str = option("auto", "as for fit: auto, off, max, a plan file, or a run to replay")
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}={shown(getattr(self, name))} must be at least 1"
+            for name in ("batch_size", "patience")
+            if getattr(self, name) < 1
+        ]
+        wrong += [
+            f"{name}={shown(getattr(self, name))} is below 0" for name in ("epochs", "lr") if getattr(self, name) < 0
+        ]
+        if not 0 < self.valid_share < 1:
+            wrong.append(f"valid_share={self.valid_share} must be between 0 and 1")
+        if wrong:
+            raise JobError(wrong)
+
+
+T = TypeVar("T", bound=Options)
+
+
+def options_of(kind: type[T], file: Path | None, given: Mapping[str, Any]) -> T:
+    """The options of a recipe: those given, else those of the file, else as the recipe has them.
+
+    Words are read as what the option is. Raises JobError with all mistakes at once.
+    """
+    said = {**(_read(file) if file is not None else {}), **given}
+    kinds, wrong = get_type_hints(kind), list[str]()
+    known = [one.name for one in fields(kind)]
+    values: dict[str, Any] = {}
+    for name, value in said.items():
+        plain = name.replace("-", "_")
+        if plain not in known:
+            wrong.append(f"no option is called {shown(name)}{did_you_mean(plain, known)}")
+            continue
+        try:
+            values[plain] = _as(kinds[plain], value)
+        except ValueError:
+            wrong.append(f"{plain}={shown(value)} must be {_word(kinds[plain])}")
+    if wrong:
+        raise JobError(wrong)
+    return kind(**values)
+
+
+def as_file(recipe: str, options: Options) -> str:
+    """The options as the text of a file that repeats the run."""
+    lines = [f"# hotlap train {recipe} --options THIS_FILE", f'recipe = "{recipe}"']
+    for one in fields(options):
+        value = getattr(options, one.name)
+        # JSON's words, numbers and lists of words are TOML's too.
+        lines.append(f"{one.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+    return "\n".join(lines) + "\n"
+
+
+def told(kind: type[Options]) -> list[str]:
+    """The options with their defaults, a line each."""
+    rows = [(f"--{one.name.replace('_', '-')}", one.metadata["told"], one.default) for one in fields(kind)]
+    width = max(len(name) for name, *_ in rows)
+    return [f"{name:<{width}}  {words}{_default(default)}" for name, words, default in rows]
+
+
+def own_options(kind: type[Options]) -> list[str]:
+    """The names of the options that only this recipe has."""
+    shared = {one.name for one in fields(Options)}
+    return [one.name for one in fields(kind) if one.name not in shared]
+
+
+def from_words(words: Sequence[str]) -> dict[str, Any]:
+    """Options as a command line has them: `--name value`, or `--name=value`; a name that comes again is a list."""
+    found: dict[str, Any] = {}
+    at = 0
+    while at < len(words):
+        word = words[at]
+        if not word.startswith("--") or word == "--":
+            raise JobError([f"{shown(word)} is no option; options are --name value"])
+        name, sign, value = word[2:].partition("=")
+        if not sign:
+            at += 1
+            if at == len(words) or words[at].startswith("--"):
+                raise JobError([f"--{name} needs a value"])
+            value = words[at]
+        before = found.get(name)
+        found[name] = value if before is None else [*(before if isinstance(before, list) else [before]), value]
+        at += 1
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        said = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StoreError(f"cannot read {file}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise StoreError(f"{file} is no options file: {error}") from None
+    said.pop("recipe", None)
+    return said
+
+
+def recipe_in(file: Path) -> str | None:
+    """The recipe that an options file belongs to, where it says so."""
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8")).get("recipe")
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _as(kind: Any, value: Any) -> Any:
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[_text(value)]
+    if kind is int and not isinstance(value, (bool, float)):
+        return int(value)
+    if kind is float and not isinstance(value, bool):
+        return float(value)
+    if kind == tuple[str, ...]:
+        listed = value.split(",") if isinstance(value, str) else value
+        if all(isinstance(one, str) for one in listed):
+            return tuple(one.strip() for one in listed)
+    raise ValueError
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or value.lower() not in ("true", "yes", "1", "false", "no", "0"):
+        raise ValueError
+    return value.lower()
+
+
+def _word(kind: Any) -> str:
+    words = {str: "a word", int: "a whole number", float: "a number", bool: "true or false"}
+    return words.get(kind, "words, separated by commas")
+
+
+def _default(value: Any) -> str:
+    if value in ("", (), dataclasses.MISSING):
+        return ""
+    return f" ({', '.join(value) if isinstance(value, tuple) else value})"

@@ -1,0 +1,91 @@
+"""Parquet files, whose columns say what they are. They are read by pyarrow, which is imported when one is read."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotlap.core.errors import DataError
+from hotlap.recipes.kinds import Column, in_seconds, in_words, recognised
+
+SUFFIXES = (".parquet", ".pq")
+
+
+class ParquetFile:
+    """A Parquet file. Raises DataError in one line where it is none, or where pyarrow is missing."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        except ImportError:
+            raise DataError(f"{file} needs pyarrow to be read; install it: pip install pyarrow") from None
+        self.file = file
+        try:
+            table = parquet.ParquetFile(file).read()
+        except (arrow.ArrowException, OSError) as error:
+            raise DataError(f"{file} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        self._columns: dict[str, Column] = {}
+        self._count: int = table.num_rows
+        strange = []
+        for name in table.column_names:
+            column = _from_arrow(name, table.column(name).combine_chunks())
+            if column is None:
+                strange.append(f"column {name!r} of {file.name} holds {table.field(name).type}; it is left out")
+            else:
+                self._columns[name] = column
+        self.names = tuple(self._columns)
+        self.notes = tuple(strange)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def column(self, name: str) -> Column:
+        """A column by its own type."""
+        return self._columns[name]
+
+
+def _from_arrow(name: str, array: Any) -> Column | None:
+    """A column of the kind that Parquet says; None for one that is no list of single values."""
+    types = import_module("pyarrow").types
+    kind, absent = array.type, np.asarray(array.is_null())
+    missing = absent if absent.any() else None
+    if types.is_dictionary(kind):
+        return _from_arrow(name, array.dictionary_decode())
+    if missing is not None and absent.all():
+        return Column(name=name, kind="empty", values=np.full(len(array), np.nan), missing=missing)
+    if types.is_boolean(kind):
+        values = np.asarray(array.fill_null(False))
+        return Column(name=name, kind="flag", values=values, categories=("false", "true"), missing=missing)
+    if types.is_integer(kind) and kind != "uint64":
+        values = np.asarray(array.fill_null(0)).astype(np.int64)
+        return Column(name=name, kind="whole number", values=values, missing=missing)
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        values = np.asarray(array.cast("float64").fill_null(float("nan")))
+        absent = np.isnan(values)
+        return Column(name=name, kind="number", values=values, missing=absent if absent.any() else None)
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return Column(name=name, kind="date", values=in_seconds(np.asarray(array)), missing=missing)
+    if types.is_string(kind) or types.is_large_string(kind):
+        return in_words(name, [word or "" for word in array.to_pylist()])
+    return None
+
+
+def joined(columns: list[Column]) -> Column:
+    """The columns of several files below each other: of their kind, or of what their texts are."""
+    first = columns[0]
+    if len(columns) == 1:
+        return first
+    if {column.kind for column in columns} == {first.kind} and first.kind not in ("category", "text", "date"):
+        missing = ~np.concatenate([column.present for column in columns])
+        values = np.concatenate([column.values for column in columns])
+        return Column(
+            name=first.name,
+            kind=first.kind,
+            values=values,
+            categories=first.categories,
+            missing=missing if missing.any() else None,
+        )
+    return recognised(first.name, [text for column in columns for text in column.texts()])

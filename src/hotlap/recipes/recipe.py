@@ -1,0 +1,95 @@
+"""What a recipe is: it makes jobs of a file, and later predictions of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from hotlap.core.job import Job
+from hotlap.recipes.options import Options
+from hotlap.recipes.tables import Kind, Table
+
+Say = Callable[[str], None]
+"""Shows a line to the user."""
+Numbers = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Rows of a table as a model takes them."""
+
+    data: Any
+    """In any form that `Rig.predict` takes."""
+    rows: Numbers
+    """Which rows of the table they are; some may have too little before them."""
+
+
+class Reader(Protocol):
+    """Knows how a table becomes what a trained model takes, and how its outputs become answers."""
+
+    classes: tuple[str, ...]
+    """The answers, in the order of the model's outputs."""
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """What columns of a table are to be read as, where a few rows would not show it."""
+
+    def state(self) -> dict[str, Any]:
+        """All that it needs to be made again, as JSON."""
+
+    def keep_files(self, folder: Path) -> None:
+        """Write what is no JSON, such as a tokenizer."""
+
+    def model(self, name: str) -> nn.Module:
+        """A model of this name with its first weights."""
+
+    def asked(self, table: Table, say: Say) -> Asked:
+        """The rows of a table that can be answered; one that lacks a column is refused with DataError."""
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        """The model's outputs, a row of scores for each sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A model to be trained; the job is made when its turn comes, so that no two are in memory at once."""
+
+    name: str
+    job: Callable[[], Job]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a recipe has made of its data."""
+
+    reader: Reader
+    candidates: Sequence[Candidate]
+    target_name: str
+    """How the answers are called."""
+    held_out: Any
+    """Data to judge by, in any form that `Rig.predict` takes."""
+    target: Numbers
+    """The true class of each of its samples."""
+    shown: Callable[[int], str]
+    """A sample of it in a few words, for a list of mistakes."""
+    baselines: Mapping[str, Numbers]
+    """What simple rules would answer for its samples, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A ready system."""
+
+    name: str
+    summary: str
+    expects: str
+    """Which columns, in a line."""
+    options: type[Options]
+    prepare: Callable[[Any, Say], Prepared]
+    revive: Callable[[Mapping[str, Any], Path], Reader]
+    """A reader from its state, and the folder with its files."""

@@ -1,0 +1,187 @@
+"""Tables as files have them: CSV and Parquet, read into columns whose kinds are recognised and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotlap.core.errors import DataError, did_you_mean, shown
+from hotlap.recipes import csv_files, parquet_files
+from hotlap.recipes.csv_files import TextFile, listed_names
+from hotlap.recipes.kinds import Column, Kind, UnfitError, check_kinds, recognised
+from hotlap.recipes.parquet_files import ParquetFile
+
+__all__ = ["Column", "Kind", "Table", "columns_told", "read_table"]
+
+SUFFIXES = csv_files.SUFFIXES + parquet_files.SUFFIXES
+FILE = "file"
+"""The column that says from which file of a folder a row is."""
+LONGEST_NAME = 40
+"""Characters of a name that a line shows."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """Columns of equal length, by name."""
+
+    path: Path
+    columns: dict[str, Column]
+    notes: tuple[str, ...] = ()
+    """What was out of the ordinary when it was read, one line each."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self.columns:
+            raise DataError(f"{self.path} has no column {name!r}{did_you_mean(name, self.columns)}")
+        return self.columns[name]
+
+    def rows(self, indices: Any) -> Table:
+        """The table at these rows, in this order."""
+        columns = {name: column.rows(indices) for name, column in self.columns.items()}
+        return Table(path=self.path, columns=columns, notes=self.notes)
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """The kind of each column: give it to `read_table` for a file that is to be read as this one was."""
+        return {name: column.kind for name, column in self.columns.items()}
+
+
+def read_table(
+    path: Path | str,
+    *,
+    header: bool | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    with_file: bool = False,
+) -> Table:
+    """The table in a CSV or Parquet file, or in all such files of a folder, one below the other in order of name.
+
+    `header` says whether the first row holds names; by itself it does unless all of it are numbers. `kinds` says
+    what columns are, where they are not to be recognised. `with_file` adds a column with the name of each row's file.
+    Raises DataError in one line with file, line and value where something is wrong.
+    """
+    path = Path(path)
+    files = _files(path)
+    if _is_parquet(files[0]):
+        typed = [ParquetFile(file) for file in files]
+        _check(path, typed, kinds)
+        columns = {name: _typed_column(name, typed, (kinds or {}).get(name)) for name in typed[0].names}
+        counts, notes = [len(file) for file in typed], [note for file in typed for note in file.notes]
+    else:
+        written = [TextFile(file, header) for file in files]
+        _check(path, written, kinds)
+        columns = {name: _written_column(name, written, (kinds or {}).get(name)) for name in written[0].names}
+        counts, notes = [len(file) for file in written], [note for file in written for note in file.notes]
+    if with_file:
+        if FILE in columns:
+            raise DataError(f"{path} has a column {FILE!r} of its own; read it without with_file")
+        words = [file.name for file, count in zip(files, counts, strict=True) for _ in range(count)]
+        columns[FILE] = recognised(FILE, words, "category")
+    return Table(path=path, columns=columns, notes=tuple(notes))
+
+
+def columns_told(table: Table) -> list[str]:
+    """What was understood of each column, one line each: name, kind, how much is missing, an example; then notes."""
+    cells = [_told(column) for column in table.columns.values()]
+    widths = [max(map(len, part)) for part in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return [*lines, *(f"note: {note}" for note in table.notes)]
+
+
+def _told(column: Column) -> tuple[str, str, str, str]:
+    kind: str = column.kind
+    if column.kind == "category":
+        kind = f"category of {len(column.categories)}"
+    elif column.kind == "number":
+        infinite = int(np.isinf(column.values).sum())
+        kind = f"number, {infinite} infinite" if infinite else "number"
+    absent = 0.0 if column.missing is None else float(column.missing.mean())
+    share = f"{max(100 * absent, 0.1):.1f} % missing" if 0 < absent < 1 else "all missing" if absent else ""
+    found = np.flatnonzero(column.present)[:1]
+    example = column.rows(found).texts()[0] if len(found) else ""
+    if column.kind in ("category", "text"):
+        example = shown(example, 50)
+    return _plain(column.name), kind, share, f"e.g. {example}" if len(found) else ""
+
+
+# --- files ---------------------------------------------------------------------------------------------
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        if not path.exists():
+            beside = [one.name for one in _tables_in(path.parent)] if path.parent.is_dir() else []
+            hint = did_you_mean(path.name, beside) if beside else "; check the name and the folder"
+            raise DataError(f"{path} does not exist{hint if len(hint) < 200 else ''}")
+        return [path]
+    found = _tables_in(path)
+    if not found:
+        raise DataError(f"the folder {path} has no tables; put files of {', '.join(SUFFIXES)} in it")
+    if len({_is_parquet(file) for file in found}) > 1:
+        raise DataError(f"the folder {path} has both CSV and Parquet files, as {found[0].name}; keep one sort of them")
+    return found
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.name.lower().endswith(SUFFIXES) and not file.name.startswith(".") and file.is_file()
+    )
+
+
+def _is_parquet(file: Path) -> bool:
+    return file.name.lower().endswith(parquet_files.SUFFIXES)
+
+
+def _check(path: Path, files: Sequence[TextFile] | Sequence[ParquetFile], kinds: Mapping[str, Kind] | None) -> None:
+    """Refuse files that do not have the same columns (in whichever order), or have no rows, and kinds of no column."""
+    first = files[0]
+    for file in files[1:]:
+        lacks = [name for name in first.names if name not in file.names]
+        more = [name for name in file.names if name not in first.names]
+        if lacks or more:
+            said = [
+                *([f"lacks {listed_names(lacks)}"] if lacks else []),
+                *([f"adds {listed_names(more)}"] if more else []),
+            ]
+            raise DataError(f"{file.file} {' and '.join(said)}, unlike {first.file.name}; give all the same columns")
+    if not any(map(len, files)):
+        raise DataError(f"{path} has a header ({listed_names(first.names)}) and no rows; give it at least one")
+    check_kinds(kinds or {}, first.names, path)
+
+
+def _typed_column(name: str, files: Sequence[ParquetFile], told: Kind | None) -> Column:
+    column = parquet_files.joined([file.column(name) for file in files])
+    if told in (None, "empty", column.kind):
+        return column
+    try:
+        return recognised(name, column.texts(), told)
+    except UnfitError as error:
+        raise DataError(f"{files[0].file}: {shown(error.word)} in column {name!r} is no {told}") from None
+
+
+def _written_column(name: str, files: Sequence[TextFile], told: Kind | None) -> Column:
+    try:
+        return recognised(name, chain.from_iterable(file.cells(name) for file in files), told)
+    except UnfitError as error:
+        for file in files:
+            row = next((row for row, cell in enumerate(file.cells(name)) if cell.strip() == error.word), None)
+            if row is not None:
+                line = f"{file.file} line {file.line_of(row)}"
+                raise DataError(f"{line}: {shown(error.word)} in column {name!r} is no {told}") from None
+        raise
+
+
+def _plain(text: str) -> str:
+    words = "".join(c if c.isprintable() else "?" for c in text)
+    return words if len(words) <= LONGEST_NAME else f"{words[: LONGEST_NAME - 2]} …"

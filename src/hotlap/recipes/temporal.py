@@ -1,0 +1,315 @@
+"""The recipe `temporal`: bars of prices in several time frames → whether they fall, stay or rise."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hotlap.core.errors import DataError, JobError, did_you_mean, shown
+from hotlap.core.job import Job
+from hotlap.core.units import show_seconds
+from hotlap.data.windows import Windows
+from hotlap.recipes import bars as bars_module
+from hotlap.recipes import indicators
+from hotlap.recipes.bars import Bars, bars_from, frame_name
+from hotlap.recipes.indicators import Features, Standard, direction, features, standardised
+from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
+from hotlap.recipes.options import Options, option
+from hotlap.recipes.reading import shown_table
+from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, Say
+from hotlap.recipes.schedules import warm_up_and_cosine
+from hotlap.recipes.scores import class_weights
+from hotlap.recipes.tables import Kind, Table
+from hotlap.store.cache import Cache, key_of
+
+CLASSES = ("down", "flat", "up")
+MODELS = ("lstm", "transformer", "mlp")
+UNITS = {"m": 60, "h": 3600, "d": 86400}
+LEAST = 50
+"""Windows that each side of a split needs, for anything to be said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemporalOptions(Options):
+    """What the recipe can be told."""
+
+    target: str = option("direction", "the name of the answers' column")
+    frames: tuple[str, ...] = option(("h1", "h4"), "longer bars that are made of the file's own and joined to them")
+    length: int = option(20, "bars in a window")
+    ahead: int = option(4, "bars to look ahead")
+    threshold: float = option(1.0, "how far is up or down: a multiple of the volatility, or a share of the price")
+    volatility: int = option(96, "bars over which the volatility is taken; 0: the threshold is a share of the price")
+    models: tuple[str, ...] = option(MODELS, "which to train; the best is kept")
+    epochs: int = option(20, "times through the data")
+    batch_size: int = option(256, "samples an update")
+    lr: float = option(1e-3, "the highest learning rate")
+    patience: int = option(5, "evaluations without improvement before it stops")
+    warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
+    smoothing: float = option(0.05, "of labels")
+    clip: float = option(0.5, "the largest norm of all gradients together")
+    weight_decay: float = option(0.01, "of AdamW")
+    balance: bool = option(True, "weigh classes by how rare they are")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = [
+            f"{name}={getattr(self, name)} must be at least 1"
+            for name in ("length", "ahead")
+            if getattr(self, name) < 1
+        ]
+        wrong += [
+            f"no model is called {shown(name)}{did_you_mean(name, MODELS)}"
+            for name in self.models
+            if name not in MODELS
+        ]
+        wrong += [f"frame {shown(name)} is none; write m30, h1, h4, d1" for name in self.frames if not seconds_of(name)]
+        if not self.models:
+            wrong.append(f"models is empty; name some of {', '.join(MODELS)}")
+        if wrong:
+            raise JobError(wrong)
+
+
+def seconds_of(frame: str) -> int | None:
+    """How long a bar of a frame is, as traders write it; None where it is none."""
+    found = re.fullmatch(r"([mhd])(\d+)|(\d+)([mhd])", frame.strip().lower())
+    if not found:
+        return None
+    unit, number = found[1] or found[4], int(found[2] or found[3])
+    return number * UNITS[unit] or None
+
+
+class BarReader:
+    """Bars as the networks take them: windows of features, standardised as in training."""
+
+    classes: tuple[str, ...] = CLASSES
+
+    def __init__(self, frames: Sequence[int], length: int, standard: Standard, names: Sequence[str]) -> None:
+        self._frames, self._length, self._standard, self._names = tuple(frames), length, standard, tuple(names)
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Bars show what they are."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """All that it needs to be made again."""
+        return {
+            "frames": list(self._frames),
+            "length": self._length,
+            "standard": self._standard.to_dict(),
+            "features": list(self._names),
+        }
+
+    def keep_files(self, folder: Path) -> None:
+        """There are none beside its state."""
+
+    def model(self, name: str) -> nn.Module:
+        """A network with its first weights."""
+        count = len(self._names)
+        if name == "lstm":
+            return AttentiveLstm(count, len(CLASSES))
+        if name == "transformer":
+            return WindowTransformer(count, len(CLASSES), length=self._length)
+        return LastStep(count, len(CLASSES))
+
+    def asked(self, table: Table, say: Say) -> Asked:
+        """The bars that have enough before them; the others are said."""
+        series, rows = [], []
+        for one, found in zip(*known_features(table, self._frames, say), strict=True):
+            if len(one) - found.first < self._length:
+                continue
+            series.append(self._standard(found.values[found.first :]))
+            rows.append(one.rows[found.first + self._length - 1 :])
+        if not series:
+            raise DataError(f"{table.path} has no {self._length} bars in a row with all features; give more bars")
+        answered = np.concatenate(rows)
+        if len(answered) < len(table):
+            say(f"bars      {len(table) - len(answered):,} of {len(table):,} have too little before them for an answer")
+        return Asked(data=Windows(series, self._length), rows=answered)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        """A row of scores for each window."""
+        scores: Tensor = model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        return scores
+
+
+def known_features(table: Table, frames: Sequence[int], say: Say) -> tuple[list[Bars], list[Features]]:
+    """The bars of a table by symbol, and their features: from the cache, where they were made before."""
+    bars = bars_from({name: _values(column) for name, column in table.columns.items()})
+    began = time.perf_counter()
+    arrays = [[one.times, one.open, one.high, one.low, one.close, one.volume, one.seconds] for one in bars]
+    key = key_of("bars", arrays, list(frames), indicators, bars_module)
+    cache, made = Cache(), False
+
+    def make() -> tuple[dict[str, Numbers], Any]:
+        nonlocal made
+        made = True
+        found = [features(one, frames) for one in bars]
+        about = {
+            "names": list(found[0].names),
+            "firsts": [one.first for one in found],
+            "took_s": time.perf_counter() - began,
+        }
+        return {f"values{at}": one.values for at, one in enumerate(found)}, about
+
+    tensors, about = cache.get_or_make("features", key, make)
+    took = show_seconds(time.perf_counter() - began)
+    count = f"{sum(map(len, bars)):,} bars of {frame_name(bars[0].seconds)}, {len(bars)} symbol{'s'[: len(bars) > 1]}"
+    how = f"in {took}" if made else f"from the cache, which saved {show_seconds(float(about['took_s']))}"
+    say(f"features  {len(about['names'])} of {count}, {how}")
+    return bars, [
+        Features(names=tuple(about["names"]), values=np.asarray(tensors[f"values{at}"]), first=int(about["firsts"][at]))
+        for at in range(len(bars))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """One symbol's part of a split: features and labels, row by row, of windows that end in it."""
+
+    values: Numbers
+    labels: Numbers
+    naive: Numbers
+    """For each window what it did over the last bars, as many as are looked ahead."""
+
+
+def prepare(options: TemporalOptions, say: Say) -> Prepared:
+    """Read the bars, make features of them, and hold the last part of each symbol out."""
+    table = shown_table(options.data, say)
+    frames = [seconds for name in options.frames if (seconds := seconds_of(name))]
+    sides = _sides(options, table, frames, say)
+    train, held, names = sides
+    standard = standardised(np.concatenate([side.values for side in train]))
+    reader = BarReader(frames, options.length, standard, names)
+    made, judged = (_windows(part, standard, options.length) for part in (train, held))
+    labels, target = (_labels(part, options.length) for part in (train, held))
+    counts = np.bincount(labels, minlength=len(CLASSES))
+    if (counts > 0).sum() < 2:
+        only = CLASSES[int(counts.argmax())]
+        raise DataError(f"every window goes {only}; choose another threshold than {options.threshold}, or ahead")
+    told = ", ".join(f"{name} {share:.0%}" for name, share in zip(CLASSES, counts / counts.sum(), strict=True))
+    say(f"windows   {len(labels):,} to train on ({told}), {len(target):,} later ones held out")
+    weights = torch.from_numpy(class_weights(labels, len(CLASSES))).float() if options.balance else None
+    return Prepared(
+        reader=reader,
+        candidates=[
+            Candidate(name=name, job=partial(_job, options, reader, name, made, judged, weights))
+            for name in options.models
+        ],
+        target_name=options.target,
+        held_out=judged,
+        target=target,
+        shown=lambda at: f"window {at:,} of those held out",
+        baselines={
+            "most frequent class": np.full(len(target), counts.argmax()),
+            "what it did last": np.concatenate([side.naive for side in held]),
+        },
+    )
+
+
+def _job(
+    options: TemporalOptions,
+    reader: BarReader,
+    name: str,
+    data: Windows,
+    valid: Windows,
+    weights: Tensor | None,
+) -> Job:
+    torch.manual_seed(options.seed)
+    model = reader.model(name)
+    return Job(
+        model=model,
+        data=data,
+        valid=valid,
+        loss=nn.CrossEntropyLoss(weight=weights, label_smoothing=options.smoothing),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=options.lr or 1e-3, weight_decay=options.weight_decay),
+        schedule=warm_up_and_cosine(options.warm_up),
+        clip=options.clip,
+        batch_size=options.batch_size,
+        epochs=options.epochs or 20,
+        metrics=["accuracy", "macro_f1"],
+        monitor="macro_f1",
+        patience=options.patience,
+        seed=options.seed,
+        device=options.device,
+    )
+
+
+def _sides(
+    options: TemporalOptions, table: Table, frames: Sequence[int], say: Say
+) -> tuple[list[_Side], list[_Side], tuple[str, ...]]:
+    """What is trained on and what is held out: of each symbol the last part, or a file of its own."""
+    bars, found = known_features(table, frames, say)
+    known = list(zip(bars, found, strict=True))
+    if options.valid:
+        later = zip(*known_features(shown_table(options.valid, say), frames, say), strict=True)
+        train = [_side(options, one, its, 0, len(one)) for one, its in known]
+        held = [_side(options, one, its, 0, len(one)) for one, its in later]
+    else:
+        cuts = [_cut(options, one, its) for one, its in known]
+        # The labels of the last bars before a cut look beyond it: as many bars are left out.
+        train = [_side(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
+        held = [_side(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
+    for what, part in (("to train on", train), ("to hold out", held)):
+        count = sum(len(side.naive) for side in part if side is not None)
+        if count < LEAST:
+            raise DataError(f"{table.path} has {count} windows {what}, and {LEAST} are needed; give more bars")
+    return [side for side in train if side], [side for side in held if side], found[0].names
+
+
+def _cut(options: TemporalOptions, bars: Bars, known: Features) -> int:
+    """The first bar of a symbol that is held out."""
+    first = known.first + options.length - 1
+    return first + round((len(bars) - options.ahead - first) * (1 - options.valid_share))
+
+
+def _side(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> _Side | None:
+    """The windows of one symbol whose last bar lies between two rows, and has a label."""
+    over = options.volatility or None
+    labels = direction(bars, options.ahead, options.threshold, volatility_over=over)
+    is_known = np.flatnonzero(labels >= 0)
+    if not len(is_known):
+        return None
+    first = max(known.first + options.length - 1, begin, int(is_known[0]))
+    last = min(end, int(is_known[-1]) + 1)
+    if last <= first:
+        return None
+    before = labels[np.maximum(np.arange(first, last) - options.ahead, 0)]
+    rows = slice(first - options.length + 1, last)
+    return _Side(values=known.values[rows], labels=labels[rows], naive=np.where(before >= 0, before, 1))
+
+
+def _windows(sides: Sequence[_Side], standard: Standard, length: int) -> Windows:
+    return Windows([standard(side.values) for side in sides], length, target=[side.labels for side in sides])
+
+
+def _labels(sides: Sequence[_Side], length: int) -> Numbers:
+    return np.concatenate([side.labels[length - 1 :] for side in sides])
+
+
+def _values(column: Any) -> Any:
+    return column.values if column.kind in ("number", "whole number", "date") else np.asarray(column.texts())
+
+
+def revive(state: Mapping[str, Any], folder: Path) -> BarReader:
+    """The reader of a finished run."""
+    return BarReader(state["frames"], state["length"], Standard.from_dict(state["standard"]), state["features"])
+
+
+RECIPE = Recipe(
+    name="temporal",
+    summary="direction of prices from bars in several time frames: LSTM, Transformer and MLP, the best is kept",
+    expects="columns time, open, high, low, close; volume and symbol if there are any",
+    options=TemporalOptions,
+    prepare=prepare,
+    revive=revive,
+)

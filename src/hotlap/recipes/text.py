@@ -1,0 +1,276 @@
+"""The recipe `text`: one or two columns of text → classes, by fine-tuning an encoder or training one from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hotlap.core.errors import DataError
+from hotlap.core.job import Job
+from hotlap.data.sequences import Sequences
+from hotlap.data.tokenising import tokenised
+from hotlap.recipes import checks, splits
+from hotlap.recipes.encoders import Encoder, EncoderOptions, encoder_for, encoder_in
+from hotlap.recipes.options import option
+from hotlap.recipes.reading import refuse, shown_table
+from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, Say
+from hotlap.recipes.schedules import warm_up_and_cosine
+from hotlap.recipes.scores import class_weights
+from hotlap.recipes.tables import Kind, Table
+
+TARGETS = ("label", "target", "class", "category", "sentiment", "y")
+"""Names of a column to predict, as people have them."""
+EXCERPT = 160
+"""Characters of a text that a list of mistakes shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(EncoderOptions):
+    """What the recipe can be told."""
+
+    text: tuple[str, ...] = option((), "one or two columns of text; found by themselves where there are no more")
+    batch_size: int = option(16, "samples an update")
+    patience: int = option(2, "evaluations without improvement before it stops")
+    warm_up: float = option(0.06, "the share of updates in which the learning rate rises")
+    dropout: float = option(0.1, "before the last layer")
+    weight_decay: float = option(0.01, "of AdamW")
+    balance: bool = option(True, "weigh classes by how rare they are")
+
+
+class Classifier(nn.Module):
+    """An encoder, the mean over a text's tokens, and a layer for the classes."""
+
+    def __init__(self, encoder: nn.Module, width: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.encoder, self.dropout, self.head = encoder, nn.Dropout(dropout), nn.Linear(width, classes)
+
+    def embedded(self, attention_mask: Tensor, **tokens: Tensor) -> Tensor:
+        """A vector for each text."""
+        hidden = self.encoder(attention_mask=attention_mask, **tokens).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        mean: Tensor = (hidden * mask).sum(1) / mask.sum(1)
+        return mean
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        """A row of scores for each text."""
+        scores: Tensor = self.head(self.dropout(self.embedded(**batch)))
+        return scores
+
+
+class TextReader:
+    """Texts as the classifier takes them."""
+
+    def __init__(
+        self, encoder: Encoder, columns: Sequence[str], classes: Sequence[str], most: int, dropout: float
+    ) -> None:
+        self.encoder, self.columns, self.classes = encoder, tuple(columns), tuple(classes)
+        self._most, self._dropout = most, dropout
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Texts are texts, were they all numbers."""
+        return dict.fromkeys(self.columns, "text")
+
+    def state(self) -> dict[str, Any]:
+        """All that it needs to be made again."""
+        return {
+            "columns": list(self.columns),
+            "classes": list(self.classes),
+            "most": self._most,
+            "dropout": self._dropout,
+            "config": self.encoder.config,
+        }
+
+    def keep_files(self, folder: Path) -> None:
+        """Write the tokenizer."""
+        self.encoder.save_tokenizer(folder)
+
+    def model(self, name: str) -> nn.Module:
+        """The classifier with first weights; those of the encoder are random."""
+        return Classifier(self.encoder.made(), self.encoder.width, len(self.classes), self._dropout)
+
+    def begun(self) -> nn.Module:
+        """The classifier as its training begins: with the encoder's pretrained weights, where it has any."""
+        return Classifier(self.encoder.begun(), self.encoder.width, len(self.classes), self._dropout)
+
+    def sequences(self, table: Table, say: Say, columns: Mapping[str, Any] | None = None) -> Sequences:
+        """The texts of a table as tokens."""
+        first, *more = (texts_of(table, name) for name in self.columns)
+        tokens = tokenised(first, self.encoder.tokenizer, pairs=more[0] if more else None, most=self._most)
+        say(f"tokens    {tokens.line}")
+        fields = {name: field for name, field in tokens.fields.items() if name in self.encoder.fields}
+        return Sequences(fields, offsets=tokens.offsets, columns=columns, pad=self._pads(fields))
+
+    def asked(self, table: Table, say: Say) -> Asked:
+        """All rows of a table."""
+        return Asked(data=self.sequences(table, say), rows=np.arange(len(table)))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        """A row of scores for each text."""
+        scores: Tensor = model(**{name: part for name, part in batch.items() if name != "labels"})
+        return scores
+
+    def _pads(self, fields: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: self.encoder.pad if name == "input_ids" else 0 for name in fields}
+
+
+def prepare(options: TextOptions, say: Say) -> Prepared:
+    """Read the file, make tokens of its texts, and hold a part out."""
+    table = shown_table(options.data, say)
+    target = _target(table, options)
+    columns = _columns(table, options, target)
+    unread = [name for name in table.columns if name not in columns]
+    refuse([*checks.target_problems(table[target]), *checks.leaks(table, target, but=unread)])
+    for line in (*checks.target_warnings(table[target]), *checks.suspects(table, target, but=unread)):
+        say(f"warning   {line}")
+    classes, labels = checks.classes_of(table[target])
+    train, train_labels, held, held_labels = _parts(options, table, target, classes, labels, say)
+    encoder = encoder_for(options, [text for name in columns for text in texts_of(train, name)], say)
+    reader = TextReader(encoder, columns, classes, options.most, options.dropout)
+    data = reader.sequences(train, say, {"labels": torch.from_numpy(train_labels)})
+    valid = reader.sequences(held, say, {"labels": torch.from_numpy(held_labels)})
+    weights = torch.from_numpy(class_weights(train_labels, len(classes))).float() if options.balance else None
+    shown = texts_of(held, columns[0])
+    return Prepared(
+        reader=reader,
+        candidates=[Candidate(name="encoder", job=partial(_job, options, reader, data, valid, weights))],
+        target_name=target,
+        held_out=valid,
+        target=held_labels,
+        shown=lambda at: shown[at][:EXCERPT],
+        baselines={
+            "most frequent class": np.full(len(held_labels), np.bincount(train_labels).argmax()),
+            **_by_word_counts(train, train_labels, held, columns),
+        },
+    )
+
+
+def _job(options: TextOptions, reader: TextReader, data: Sequences, held: Sequences, weights: Tensor | None) -> Job:
+    torch.manual_seed(options.seed)
+    model = reader.begun()
+    fresh = not reader.encoder.is_pretrained
+    return Job(
+        model=model,
+        data=data,
+        valid=held,
+        loss=nn.CrossEntropyLoss(weight=weights),
+        forward=_Forward(reader),
+        optimizer=torch.optim.AdamW(
+            model.parameters(), lr=options.lr or (5e-4 if fresh else 5e-5), weight_decay=options.weight_decay
+        ),
+        schedule=warm_up_and_cosine(options.warm_up),
+        clip=1.0,
+        batch_size=options.batch_size,
+        epochs=options.epochs or (12 if fresh else 3),
+        reorder=True,
+        metrics=["accuracy", "macro_f1"],
+        monitor="macro_f1",
+        patience=options.patience,
+        seed=options.seed,
+        device=options.device,
+    )
+
+
+class _Forward:
+    """The classifier's outputs and labels, for a Job."""
+
+    def __init__(self, reader: TextReader) -> None:
+        self._reader = reader
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return self._reader.forward(model, batch), batch["labels"]
+
+
+def revive(state: Mapping[str, Any], folder: Path) -> TextReader:
+    """The reader of a finished run."""
+    encoder = encoder_in(folder, state["config"])
+    return TextReader(encoder, state["columns"], state["classes"], state["most"], state["dropout"])
+
+
+# --- the table -------------------------------------------------------------------------------------
+
+
+def _target(table: Table, options: TextOptions) -> str:
+    if options.target:
+        return table[options.target].name
+    found = [name for name in table.columns if name.lower() in TARGETS]
+    if len(found) != 1:
+        raise DataError(f"which column of {table.path} is to be predicted? Say --target; there are {_named(table)}")
+    return found[0]
+
+
+def _columns(table: Table, options: TextOptions, target: str) -> list[str]:
+    if len(options.text) > 2:
+        raise DataError(f"text names {len(options.text)} columns, and one or two are taken")
+    if options.text:
+        return [table[name].name for name in options.text]
+    found = [name for name, column in table.columns.items() if column.kind == "text" and name != target]
+    if not 1 <= len(found) <= 2:
+        raise DataError(f"which column of {table.path} holds the text? Say --text; there are {_named(table)}")
+    return found
+
+
+def _named(table: Table) -> str:
+    return ", ".join(f"{name} ({column.kind})" for name, column in table.columns.items())
+
+
+def _parts(
+    options: TextOptions, table: Table, target: str, classes: Sequence[str], labels: Numbers, say: Say
+) -> tuple[Table, Numbers, Table, Numbers]:
+    """What is trained on and what is held out, with labels: a file of its own, whole groups, a share of each class."""
+    if options.valid:
+        held = shown_table(options.valid, say)
+        refuse(checks.mismatch_problems(table, held, ""))
+        theirs, numbers = checks.classes_of(held[target])
+        unknown = [name for name in theirs if name not in classes]
+        refuse([f"{options.valid} has the class {name!r}, which {options.data} has not" for name in unknown])
+        known = np.asarray([classes.index(name) for name in theirs])[numbers]
+        return table, labels, held, known
+    if options.group:
+        split = splits.by_group(np.asarray(table[options.group].texts()), options.valid_share, options.seed)
+    else:
+        split = splits.stratified(labels, options.valid_share, options.seed)
+    say(f"split     {len(split.train):,} rows to train on, {len(split.valid):,} held out")
+    return table.rows(split.train), labels[split.train], table.rows(split.valid), labels[split.valid]
+
+
+def texts_of(table: Table, name: str) -> list[str]:
+    """The texts of a column; one that is missing is a single space, which a tokenizer makes its own signs of."""
+    return [text or " " for text in table[name].texts()]
+
+
+def _by_word_counts(train: Table, labels: Numbers, held: Table, columns: Sequence[str]) -> dict[str, Numbers]:
+    """What a logistic regression over TF-IDF answers, where scikit-learn is installed."""
+    try:
+        words = import_module("sklearn.feature_extraction.text")
+        linear = import_module("sklearn.linear_model")
+    except ImportError:
+        return {}
+    both = [
+        [" ".join(parts) for parts in zip(*(texts_of(part, c) for c in columns), strict=True)] for part in (train, held)
+    ]
+    counted = words.TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2)
+    try:
+        given = counted.fit_transform(both[0])
+    except ValueError:  # no word comes twice
+        return {}
+    model = linear.LogisticRegression(max_iter=1000, C=10).fit(given, labels)
+    return {"TF-IDF + logistic regression": np.asarray(model.predict(counted.transform(both[1])))}
+
+
+RECIPE = Recipe(
+    name="text",
+    summary="classes of texts: an encoder fine-tuned, or trained from scratch",
+    expects="one or two columns of text, and a column with the class",
+    options=TextOptions,
+    prepare=prepare,
+    revive=revive,
+)

@@ -1,0 +1,450 @@
+"""Out of memory in a step of `fit`: the same window is made again under a plan that needs less, and nothing is doubled.
+
+The device is a pretended one, with real numbers: it counts the bytes that the forward pass keeps for the backward pass,
+and raises torch's own error where they are more than it has.
+"""
+
+import dataclasses
+import functools
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+from plain import parameters_of
+from torch import nn
+
+from hotlap import Job, Plan, Rig, TrainingError, fit
+from hotlap.engine.rig import Place
+from hotlap.fitting.rescue import Rescue, is_out_of_memory
+from hotlap.moves import every
+from hotlap.moves.move import Move
+from hotlap.tuner import budget
+from hotlap.tuner.gates import Gate, Judgement
+
+BLOCKS, SAMPLES, BATCH = 4, 24, 8
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB"
+
+
+class Device:
+    """Memory of so many bytes for what a forward pass keeps; a training's `forward`."""
+
+    def __init__(self, bytes_there=float("inf"), *, from_call=0):
+        self.there, self.most, self.seen, self._calls, self._from = bytes_there, 0, [], 0, from_call
+
+    def __call__(self, model, batch):
+        held = {}
+        self._calls += 1
+
+        def keep(tensor):
+            held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            self.most = max(self.most, sum(held.values()))
+            if sum(held.values()) > self.there and self._calls > self._from:
+                raise torch.OutOfMemoryError(MESSAGE)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = model(batch[0])
+        self.seen += batch[0][:, 0].tolist()
+        return output, batch[1]
+
+
+class Blocks(nn.Module):
+    def __init__(self, *, dropout=0.0, norm=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(16, 16),
+                nn.BatchNorm1d(16) if norm else nn.Identity(),
+                nn.Tanh(),
+                nn.Dropout(dropout),
+                nn.Linear(16, 16),
+                nn.Sigmoid(),
+            )
+            for _ in range(BLOCKS)
+        )
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def job_for(device, *, model=None, optimizer=None, **settings):
+    model = model or Blocks()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 3, generator=generator)
+    x[:, 0] = torch.arange(SAMPLES) / SAMPLES
+    given = {
+        "model": model,
+        "data": (x, torch.randint(4, (SAMPLES,), generator=generator)),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": optimizer or (lambda p: torch.optim.AdamW(p, lr=0.01)),
+        "forward": device,
+        "batch_size": BATCH,
+        "epochs": 2,
+        "device": "cpu",
+    }
+    return Job(**(given | settings))
+
+
+@functools.cache
+def needs(checkpoint=0, micro_batch=None, **model):
+    """Bytes that a plan needs."""
+    device = Device()
+    job = job_for(device, model=Blocks(**model))
+    plan = Plan().but(checkpoint=checkpoint, micro_batch=micro_batch)
+    Rig(job.model, job.optimizer, job.loss, forward=device, plan=plan, device="cpu").step(
+        tuple(column[:BATCH] for column in job.data)
+    )
+    return device.most
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_else_to_collect():
+    """Every answer collects garbage, which takes half a second where all of torch is looked through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def trained(device, model=None, plan="off", **settings):
+    fit_settings = {name: settings.pop(name) for name in ("resume", "save_every", "tune_s") if name in settings}
+    return fit(job_for(device, model=model, **settings), plan=plan, progress=False, **fit_settings)
+
+
+def faults(run):
+    return [entry for entry in run.ledger if entry.outcome == "fault"]
+
+
+def assert_same_weights(mine, theirs):
+    one, other = mine.model.state_dict(), theirs.model.state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- blocks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("enough", "model"),
+    [(1, {}), (2, {"dropout": 0.3}), (4, {"norm": True}), (2, {"dropout": 0.3, "norm": True})],
+)
+def test_as_many_blocks_as_needed_are_checkpointed_and_the_weights_are_those_of_a_larger_device(enough, model):
+    small, large = Device(needs(enough, **model)), Device()
+    mine, theirs = trained(small, Blocks(**model)), trained(large, Blocks(**model))
+    assert mine.plan == theirs.plan.but(checkpoint=enough)
+    assert_same_weights(mine, theirs)
+    assert small.seen == large.seen
+    assert (mine.steps, mine.samples, mine.updates) == (theirs.steps, theirs.samples, theirs.updates)
+    assert [row["train_loss"] for row in mine.history] == [row["train_loss"] for row in theirs.history]
+    assert small.most <= large.most
+
+
+def test_the_ledger_has_every_fault_with_its_reason_and_the_user_is_told():
+    run = trained(Device(needs(2)))
+    assert [(entry.step, entry.what, entry.why) for entry in faults(run)] == [
+        (0, "checkpoint 0 → 1", f"out of memory: {MESSAGE}"),
+        (0, "checkpoint 1 → 2", f"out of memory: {MESSAGE}"),
+    ]
+    assert run.problems == (
+        "out of memory at step 0; from here on: 1 block checkpointed, batches whole",
+        "out of memory at step 0; from here on: 2 blocks checkpointed, batches whole",
+    )
+
+
+def test_a_plan_of_the_users_own_is_answered_too():
+    run = trained(Device(needs(2)), plan={"checkpoint": 1, "optimizer": "fused"})
+    assert (run.plan.memory.checkpoint, run.plan.numerics.optimizer) == (2, "fused")
+    assert [entry.what for entry in faults(run)] == ["checkpoint 1 → 2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"), [("gather", 1), ("loader", 1), ("loader", 3), ("resident", 1), ("gather", 5)]
+)
+def test_memory_that_runs_short_later_is_answered_at_that_step(call, kind):
+    model = {"dropout": 0.3, "norm": True}
+    small, large = Device(needs(1, **model), from_call=call), Device()
+    mine, theirs = (trained(device, Blocks(**model), {"kind": kind}) for device in (small, large))
+    assert [entry.step for entry in faults(mine)] == [call]
+    assert (mine.steps, mine.samples) == (theirs.steps, theirs.samples)
+    assert small.seen == large.seen
+    if call == 1:  # not known to fit yet
+        assert_same_weights(mine, theirs)
+    assert ("what the step had drawn and moved in buffers stays so" in faults(mine)[0].why) is (call > 1)
+
+
+def test_a_longer_batch_is_put_back_though_shorter_ones_went_through():
+    """Each shape is known by itself: dropout draws the same masks again."""
+
+    def lengths(samples):
+        x = torch.stack([one[0] for one in samples])
+        width = 2 if x[0, 0] < 0.5 else 6
+        return x.repeat(width, 1), torch.stack([one[1] for one in samples]).repeat(width)
+
+    def run(device):
+        model = Blocks(dropout=0.3, norm=True)
+        return trained(device, model, collate=lengths, order="as given")
+
+    large = Device()
+    theirs = run(large)
+    small = Device(large.most - 1)
+    mine = run(small)
+    assert mine.plan.memory.checkpoint > 0
+    assert faults(mine)[0].step > 1
+    assert_same_weights(mine, theirs)
+
+
+# --- micro-batches -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro", [4, 2, 1])
+def test_then_batches_are_cut_and_the_effective_batch_stays(micro):
+    small, large = Device(needs(BLOCKS, micro)), Device()
+    mine, theirs = trained(small, clip=1.0), trained(large, clip=1.0)
+    assert (mine.plan.memory.checkpoint, mine.plan.memory.micro_batch) == (BLOCKS, micro)
+    torch.testing.assert_close(parameters_of(mine.model), parameters_of(theirs.model), rtol=1e-4, atol=1e-6)
+    assert small.seen == large.seen
+    assert (mine.steps, mine.samples) == (theirs.steps, theirs.samples)
+
+
+def test_a_model_that_repeats_nothing_is_cut_at_once():
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    large = Device()
+    theirs = trained(large, model())
+    mine = trained(Device(large.most - 1), model())
+    assert (mine.plan.memory.checkpoint, mine.plan.memory.micro_batch) == (0, 4)
+    torch.testing.assert_close(parameters_of(mine.model), parameters_of(theirs.model), rtol=1e-4, atol=1e-6)
+
+
+def test_batch_norms_that_see_micro_batches_are_told_of():
+    run = trained(Device(needs(BLOCKS, 4, norm=True)), Blocks(norm=True))
+    assert run.plan.memory.micro_batch == 4
+    assert "batch norms see micro-batches" in faults(run)[-1].why
+
+
+def test_where_nothing_helps_one_line_says_what_was_tried():
+    with pytest.raises(TrainingError) as caught:
+        trained(Device(64))
+    (line,) = str(caught.value).splitlines()
+    assert line == (
+        "out of memory at step 0, whatever was tried (batches whole; 1 block checkpointed, batches whole; 2 blocks "
+        "checkpointed, batches whole; 4 blocks checkpointed, batches whole; 4 blocks checkpointed, micro-batches of 4; "
+        "4 blocks checkpointed, micro-batches of 2; 4 blocks checkpointed, micro-batches of 1): "
+        f"{MESSAGE}; use a smaller model, shorter samples or a GPU with more memory"
+    )
+
+
+def test_batch_norms_are_never_given_a_piece_of_one_sample():
+    with pytest.raises(TrainingError, match="micro-batches of 2\\): CUDA out of memory"):
+        trained(Device(64), Blocks(norm=True))
+
+
+# --- the optimizer -----------------------------------------------------------------------------------
+
+
+def test_state_that_the_optimizer_could_not_make_is_made_again(monkeypatch):
+    theirs = trained(Device(), Blocks(dropout=0.3))
+    real = torch.optim.AdamW._init_group
+
+    def half_made(self, group, *rest):
+        self.state[group["params"][0]]["step"] = torch.tensor(0.0)
+        monkeypatch.setattr(torch.optim.AdamW, "_init_group", real)
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    monkeypatch.setattr(torch.optim.AdamW, "_init_group", half_made)
+    mine = trained(Device(), Blocks(dropout=0.3))
+    assert [entry.what for entry in faults(mine)] == ["checkpoint 0 → 1"]
+    assert_same_weights(mine, theirs)
+
+
+def test_an_update_that_has_begun_is_not_made_twice(monkeypatch):
+    sgd = sys.modules[torch.optim.SGD.__module__]
+    real, calls = sgd.sgd, []
+
+    def half(params, *rest, **more):
+        calls.append(1)
+        if len(calls) == 2:
+            params[0].add_(1.0)
+            raise torch.OutOfMemoryError(MESSAGE)
+        return real(params, *rest, **more)
+
+    monkeypatch.setattr(sgd, "sgd", half)
+    with pytest.raises(TrainingError, match="in the middle of the update of step 1, which can therefore not be made"):
+        trained(Device(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    assert len(calls) == 2
+
+
+def test_an_optimizer_of_the_users_own_may_have_begun_without_a_trace():
+    class Mine(torch.optim.SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["params"][0].data.add_(1.0)
+            raise torch.OutOfMemoryError(MESSAGE)
+
+    with pytest.raises(TrainingError, match="in the middle of the update of step 0"):
+        trained(Device(), optimizer=lambda p: Mine(p, lr=0.1))
+
+
+def test_of_several_updates_at_once_those_that_were_made_stay_made():
+    calls = []
+
+    def forward(model, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return model(batch[0]), batch[1]
+
+    job = job_for(forward)
+    rig = Rig(job.model, job.optimizer, job.loss, forward=forward, plan=Plan().but(kind="resident"), device="cpu")
+    windows = rig.feed(job.data, batch_size=BATCH, epochs=1)
+    three = dataclasses.replace(next(windows), updates=3)
+    rig.place, rescue = Place(0, 3, 3), Rescue(rig)
+    rescue.begins(three)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        rig.advance(three)
+    assert rescue.undo(caught.value, three) == rig.place == (0, 2, 2)
+    assert (rig.steps, rig.samples) == (2, 2 * BATCH)
+    assert all(parameter.grad is None for parameter in job.model.parameters())
+    assert {int(state["step"]) for state in rig.optimizer.state.values()} == {2}
+
+
+# --- going on, replaying, tuning -----------------------------------------------------------------------
+
+
+def test_a_run_that_was_answered_is_gone_on_with_under_the_smaller_plan():
+    model = {"dropout": 0.3}
+    theirs = trained(Device(), Blocks(**model))
+    first = trained(Device(needs(2, **model)), Blocks(**model), epochs=1, save_every=1)
+    more = trained(Device(needs(2, **model)), Blocks(**model), resume=first.path)
+    assert more.plan == first.plan
+    assert len(faults(more)) == 2  # of before
+    assert_same_weights(more, theirs)
+
+
+def test_a_run_that_was_answered_is_replayed_without_a_fault():
+    first = trained(Device(needs(2)))
+    again = trained(Device(needs(2)), plan=first.path)
+    assert faults(again) == []
+    assert_same_weights(again, first)
+
+
+def test_a_replay_on_a_smaller_device_is_answered_once():
+    first = trained(Device())
+    again = trained(Device(needs(1)), plan=first.path)
+    assert [entry.what for entry in faults(again)] == ["checkpoint 0 → 1"]
+    assert_same_weights(again, first)
+
+
+@pytest.fixture
+def at_leisure(monkeypatch, tmp_path):
+    monkeypatch.setattr(budget, "SHARE", 100.0)
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("hotlap.tuner.laps.LAP_S", 0.005)
+    monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
+
+
+def only(monkeypatch, move):
+    monkeypatch.setattr(every, "MOVES", ())
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (move,))
+    monkeypatch.setattr("hotlap.tuner.search.ARITHMETIC", ())
+    monkeypatch.setattr(Gate, "check", lambda self, plan: Judgement(ok=True, why=""))
+
+
+def test_what_is_tuned_from_and_settled_on_is_the_smaller_plan(at_leisure, monkeypatch):
+    only(monkeypatch, Move(name="fused", kind="A", propose=lambda plan, rig: plan.but(optimizer="fused")))
+    mine = trained(Device(needs(2)), plan="auto", epochs=None, steps=200)
+    assert mine.plan.memory.checkpoint == 2
+    assert {entry.plan.memory.checkpoint for entry in mine.ledger if entry.step > 0} == {2}
+    assert any(entry.plan.numerics.optimizer == "fused" for entry in mine.ledger), mine.summary()
+
+
+def test_a_plan_on_trial_that_runs_out_of_memory_is_rejected_and_leaves_nothing(at_leisure, monkeypatch):
+    device = Device(needs(0, dropout=0.3, norm=True))
+    move = Move(name="a large one", kind="A", propose=lambda plan, rig: plan.but(optimizer="fused"))
+    only(monkeypatch, move)
+    model = Blocks(dropout=0.3, norm=True)
+    real = Device.__call__
+
+    def larger(self, given, batch):
+        fused = rigs[0].plan.numerics.optimizer == "fused"
+        self.there = needed - 1 if fused else needed
+        return real(self, given, batch)
+
+    rigs, needed = [], device.there
+    monkeypatch.setattr(Device, "__call__", larger)
+    monkeypatch.setattr("hotlap.fitting.training.Rescue.__init__", _noting(rigs))
+    mine = trained(device, model, plan="auto", epochs=None, steps=200)
+    monkeypatch.setattr(Device, "__call__", real)
+    theirs = trained(Device(), Blocks(dropout=0.3, norm=True), epochs=None, steps=200)
+    rejected = [entry for entry in mine.ledger if entry.what == "a large one"]
+    assert rejected, mine.summary()
+    assert all(entry.outcome == "rejected" and "out of memory" in entry.why for entry in rejected)
+    assert mine.plan.memory.checkpoint == 0
+    assert_same_weights(mine, theirs)
+
+
+def _noting(rigs):
+    real = Rescue.__init__
+
+    def noting(self, rig):
+        rigs.append(rig)
+        real(self, rig)
+
+    return noting
+
+
+# --- what is memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        (torch.OutOfMemoryError(MESSAGE), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("out of memory, says the user"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_only_the_devices_memory_is_answered(error, is_so):
+    assert is_out_of_memory(error) is is_so
+    with pytest.raises(TrainingError) as wrapped:
+        raise TrainingError("more") from error
+    assert is_out_of_memory(wrapped.value) is is_so
+
+
+def test_an_error_of_the_users_own_is_still_an_error():
+    def forward(model, batch):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        trained(forward)
+
+
+def test_what_the_failed_try_has_kept_is_let_go_of_before_the_cache_is_emptied(monkeypatch):
+    kept, alive = [], []
+
+    class Held(Device):
+        def __call__(self, model, batch):
+            activation = torch.zeros(10)  # a local of a call that the error comes through
+            kept.append(weakref.ref(activation))
+            return super().__call__(model, batch)
+
+    monkeypatch.setattr("hotlap.fitting.rescue._empty_cache", lambda device: alive.append(kept[-1]() is not None))
+    run = trained(Held(needs(1)), epochs=1)
+    assert len(faults(run)) == 1
+    assert alive
+    assert not any(alive)

@@ -1,0 +1,83 @@
+"""Options of a recipe: from words and files, every mistake at once, and the file that repeats a run."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from hotlap.core.errors import JobError, StoreError
+from hotlap.recipes.options import Options, as_file, from_words, option, options_of, own_options, recipe_in, told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Options):
+    text: tuple[str, ...] = option((), "columns")
+    balance: bool = option(True, "whether")
+    batch_size: int = option(16, "samples")
+
+
+def test_words_become_what_the_options_are():
+    given = from_words(["--text", "title", "--text", "body", "--balance=no", "--lr", "1e-3", "--valid-share", "0.1"])
+    found = options_of(Own, None, {**given, "epochs": "4"})
+    assert (found.text, found.balance, found.lr, found.valid_share, found.epochs) == (
+        ("title", "body"), False, 1e-3, 0.1, 4,
+    )  # fmt: skip
+    assert found.batch_size == 16
+    assert options_of(Own, None, {"text": "title, body"}).text == ("title", "body")
+
+
+def test_the_file_of_a_run_repeats_it_and_what_is_given_wins(tmp_path):
+    first = options_of(Own, None, {"data": 'a "quoted" näme.csv', "text": ("x", "y"), "lr": 0.5, "balance": False})
+    file = tmp_path / "options.toml"
+    file.write_text(as_file("own", first), encoding="utf-8")
+    assert options_of(Own, file, {}) == first
+    assert options_of(Own, file, {"lr": 0.25}).lr == 0.25
+    assert recipe_in(file) == "own"
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(JobError) as raised:
+        options_of(Own, None, {"epoch": "3", "lr": "fast", "balance": "perhaps", "batch-size": "2.5"})
+    assert len(raised.value.problems) == 4
+    said = str(raised.value)
+    assert "no option is called 'epoch'; did you mean 'epochs'?" in said
+    assert "lr='fast' must be a number" in said
+    assert "balance='perhaps' must be true or false" in said
+    assert "batch_size='2.5' must be a whole number" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"epochs": -1}, "epochs=-1 is below 0"),
+        ({"valid_share": 1.0}, "valid_share=1.0 must be between 0 and 1"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(given, said):
+    with pytest.raises(JobError, match=re.escape(said)):
+        options_of(Own, None, given)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["label"], "'label' is no option"), (["--lr"], "--lr needs a value"), (["--lr", "--text"], "--lr needs a value")],
+)
+def test_a_command_line_that_is_none_is_refused(words, said):
+    with pytest.raises(JobError, match=re.escape(said)):
+        from_words(words)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    with pytest.raises(StoreError, match="cannot read"):
+        options_of(Own, tmp_path / "none.toml", {})
+    (tmp_path / "bad.toml").write_text("a = ")
+    with pytest.raises(StoreError, match="is no options file"):
+        options_of(Own, tmp_path / "bad.toml", {})
+    assert recipe_in(tmp_path / "bad.toml") is None
+
+
+def test_every_option_is_explained():
+    lines = told(Own)
+    assert all(len(line.split("  ", 1)[1].strip()) > 3 for line in lines)
+    assert own_options(Own) == ["text", "balance"]

