@@ -29,7 +29,9 @@ PUBLIC = {
     "PlanError",
     "Rig",
     "Run",
+    "Sequences",
     "StoreError",
+    "Tokens",
     "TrainingError",
     "Tuner",
     "Windows",
@@ -37,7 +39,9 @@ PUBLIC = {
     "fit",
     "load_plan",
     "load_weights",
+    "parallel_map",
     "save_plan",
+    "tokenised",
 }
 HEAVY = ("torch", "numpy", "rich", "jinja2", "asyncio")
 

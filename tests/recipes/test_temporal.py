@@ -200,3 +200,49 @@ def test_bars_of_all_symbols_are_answered_each_in_its_row(tmp_path):
             answers[out] = {(row["time"], row["symbol"]): row["direction"] for row in csv.DictReader(file)}
     assert answers["a.csv"] == answers["b.csv"]
     assert len(bars_from({n: np.asarray(c.texts()) for n, c in read_table(mixed).columns.items()})) == 2
+
+
+def test_walking_forward_trains_on_what_came_before_and_judges_what_comes_next(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=900, symbols=1), []
+    folder = trained(data, tmp_path / "run", lines, folds="3", epochs="1")
+    report = json.loads((folder / "report.json").read_text())
+    assert list(report["folds"]) == ["fold 1 of 3", "fold 2 of 3", "fold 3 of 3"]
+    assert any(line.startswith("over 3 folds macro-F1 is") for line in lines)
+    found = prepare(options(data, folds="3"), lambda line: None)
+    folds = found.folds("mlp")
+    trained_on = [len(fold.job().data) for fold in folds]
+    assert trained_on == sorted(trained_on)
+    assert trained_on[0] < trained_on[-1]
+    # What is judged lies side by side and is never judged twice.
+    truth = direction(bars_from(_columns_of(data))[0], 4, 1.0, volatility_over=96)
+    judged = np.concatenate([fold.target for fold in folds])
+    known = np.flatnonzero(truth >= 0)
+    assert judged.tolist() == truth[known[-1] + 1 - len(judged) : known[-1] + 1].tolist()
+
+
+def _columns_of(path):
+    return {name: np.asarray(column.texts()) for name, column in read_table(path).columns.items()}
+
+
+def test_an_onnx_file_answers_as_the_model_does_and_says_what_it_takes(tmp_path):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    data, lines = bars_file(tmp_path / "bars.csv", rows=500, symbols=1), []
+    folder = trained(data, tmp_path / "run", lines, onnx="true", epochs="1")
+    assert any(line.startswith("onnx") and "its answers are the model's to" in line for line in lines)
+    session = runtime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    about = session.get_modelmeta().custom_metadata_map
+    assert json.loads(about["classes"]) == ["down", "flat", "up"]
+    bars, known = known_features(read_table(data), [3600], lambda line: None)
+    assert json.loads(about["features"]) == list(known[0].names)
+    length = json.loads(about["length"])
+    first = known[0].first
+    windows = np.stack([known[0].values[at : at + length] for at in range(first, first + 30)])
+    (given,) = session.run(None, {"bars": windows})
+    predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
+    with (tmp_path / "answers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    asked = bars[0].rows[first + length - 1 : first + length + 29]
+    mine = [[float(rows[at][f"direction_{name}"]) for name in ("down", "flat", "up")] for at in asked]
+    np.testing.assert_allclose(given, np.asarray(mine), atol=2e-5)

@@ -314,3 +314,19 @@ def test_moves_whose_laps_a_run_ended_too_early_for_are_said_to_be_undecided():
     search.cut_short()
     undecided = {what for what, (outcome, *_) in outcomes(rig).items() if outcome == "undecided"}
     assert "fused optimizer" in undecided
+
+
+def test_compiling_is_tried_last_and_on_top_of_what_was_found():
+    rig = rig_for()
+    search = searching(rig, 50_000_000, gate=Gatekeeper(), most_s=1e6)
+
+    def step(plan):
+        feed_s, rest_s = cost_of(plan, fused=0.8)
+        return feed_s, rest_s * (0.7 if plan.execution.compile != "no" else 1.0)
+
+    asked = [plan for plan in drive(search, step) if not isinstance(plan, Rest)]
+    assert search.plan.execution.compile == "model"
+    first = next(number for number, plan in enumerate(asked) if plan.execution.compile != "no")
+    assert asked[first].numerics.optimizer == "fused"
+    assert asked[first].feed.kind == "resident"
+    assert any(plan.numerics.precision == "bf16" for plan in asked[:first])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -25,11 +26,13 @@ def train(
     options: Path | None = typer.Option(None, help="A file of options; every run writes the one that repeats it."),
     out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
     retrain: bool = typer.Option(False, "--retrain", help="Train again what was trained before."),
+    as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
 ) -> None:
     """Train a ready system on a file: --data FILE --target COLUMN, and whatever `hotlap recipes NAME` lists."""
     from hotlap.recipes.every import recipe_named
     from hotlap.recipes.options import from_words, options_of, recipe_in
+    from hotlap.recipes.training import REPORT
     from hotlap.recipes.training import train as trained
 
     chosen = recipe_named(recipe)
@@ -39,7 +42,7 @@ def train(
     folder = trained(
         chosen, given, out=out, retrain=retrain, say=(lambda line: None) if quiet else _say, progress=not quiet
     )
-    print(folder)
+    print((folder / REPORT).read_text(encoding="utf-8") if as_json else folder)
 
 
 def predict(
@@ -49,21 +52,28 @@ def predict(
     keep: list[str] = typer.Option([], help="Columns of the data to write beside the answers; as a rule all."),
     probabilities: bool = typer.Option(False, "--probabilities", help="Write the probability of each class too."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
+    as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
     """Write what a trained recipe answers for each row of a file."""
     from hotlap.recipes.training import predict as predicted
 
     count = predicted(run, data, out, say=_say, device=device, keep=tuple(keep), probabilities=probabilities)
-    print(f"{count:,} rows answered in {out}")
+    print(json.dumps({"rows": count, "file": str(out)}) if as_json else f"{count:,} rows answered in {out}")
 
 
 def recipes(
     name: str | None = typer.Argument(None, help="A recipe, to see all that it can be told."),
+    as_json: bool = typer.Option(False, "--json", help="Print them as JSON."),
 ) -> None:
     """List the recipes, or all options of one."""
     from hotlap.recipes.every import NAMES, recipe_named
+    from hotlap.recipes.options import as_json as as_json_options
     from hotlap.recipes.options import told
 
+    if as_json:
+        listed = [recipe_named(one) for one in ([name] if name else NAMES)]
+        print(json.dumps([{**one.told(), "options": as_json_options(one.options)} for one in listed]))
+        return
     for one in [name] if name else NAMES:
         found = recipe_named(one)
         print(f"{found.name:<10} {found.summary}")

@@ -94,6 +94,11 @@ def told(kind: type[Options]) -> list[str]:
     return [f"{name:<{width}}  {words}{_default(default)}" for name, words, default in rows]
 
 
+def as_json(kind: type[Options]) -> dict[str, dict[str, Any]]:
+    """The same for machines: default and words of each."""
+    return {one.name: {"default": one.default, "told": one.metadata["told"]} for one in fields(kind)}
+
+
 def own_options(kind: type[Options]) -> list[str]:
     """The names of the options that only this recipe has."""
     shared = {one.name for one in fields(Options)}

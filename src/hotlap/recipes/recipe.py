@@ -64,6 +64,16 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fold:
+    """One more split of the same data, on which the best model is trained and judged once more."""
+
+    name: str
+    job: Callable[[], Job]
+    held_out: Any
+    target: Numbers
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """What a recipe has made of its data."""
 
@@ -79,6 +89,10 @@ class Prepared:
     """A sample of it in a few words, for a list of mistakes."""
     baselines: Mapping[str, Numbers]
     """What simple rules would answer for its samples, by name."""
+    folds: Callable[[str], Sequence[Fold]] = lambda name: ()
+    """Other splits for a model of this name."""
+    finish: Callable[[str, nn.Module, Path, Say], None] | None = None
+    """What is done with the name and the trained weights of the best model, and the folder of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +107,7 @@ class Recipe:
     prepare: Callable[[Any, Say], Prepared]
     revive: Callable[[Mapping[str, Any], Path], Reader]
     """A reader from its state, and the folder with its files."""
+
+    def told(self) -> dict[str, str]:
+        """What it is, as JSON."""
+        return {"name": self.name, "summary": self.summary, "expects": self.expects}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,10 @@ from hotlap.recipes import indicators
 from hotlap.recipes.bars import Bars, bars_from, frame_name
 from hotlap.recipes.indicators import Features, Standard, direction, features, standardised
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
+from hotlap.recipes.onnx_files import Served, write_onnx
 from hotlap.recipes.options import Options, option
 from hotlap.recipes.reading import shown_table
-from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, Say
+from hotlap.recipes.recipe import Asked, Candidate, Fold, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
 from hotlap.recipes.tables import Kind, Table
@@ -34,6 +36,8 @@ from hotlap.store.cache import Cache, key_of
 CLASSES = ("down", "flat", "up")
 MODELS = ("lstm", "transformer", "mlp")
 UNITS = {"m": 60, "h": 3600, "d": 86400}
+EXAMPLES = 64
+"""Windows that a written ONNX file is tried on."""
 LEAST = 50
 """Windows that each side of a split needs, for anything to be said."""
 
@@ -58,6 +62,8 @@ class TemporalOptions(Options):
     clip: float = option(0.5, "the largest norm of all gradients together")
     weight_decay: float = option(0.01, "of AdamW")
     balance: bool = option(True, "weigh classes by how rare they are")
+    folds: int = option(0, "walk forward: as many times train on what came before, judge on what comes next")
+    onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +126,14 @@ class BarReader:
         if name == "transformer":
             return WindowTransformer(count, len(CLASSES), length=self._length)
         return LastStep(count, len(CLASSES))
+
+    def served(self, model: nn.Module, windows: Tensor) -> tuple[nn.Module, Tensor]:
+        """The network with all that comes before and after it, and these windows as it takes them."""
+        mean, spread = (
+            torch.from_numpy(np.asarray(numbers, dtype=np.float32))
+            for numbers in (self._standard.mean, self._standard.spread)
+        )
+        return Served(model, mean, spread), windows * spread + mean
 
     def asked(self, table: Table, say: Say) -> Asked:
         """The bars that have enough before them; the others are said."""
@@ -186,8 +200,9 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
     """Read the bars, make features of them, and hold the last part of each symbol out."""
     table = shown_table(options.data, say)
     frames = [seconds for name in options.frames if (seconds := seconds_of(name))]
-    sides = _sides(options, table, frames, say)
-    train, held, names = sides
+    bars, found = known_features(table, frames, say)
+    names = found[0].names
+    train, held = _sides(options, table, list(zip(bars, found, strict=True)), frames, say)
     standard = standardised(np.concatenate([side.values for side in train]))
     reader = BarReader(frames, options.length, standard, names)
     made, judged = (_windows(part, standard, options.length) for part in (train, held))
@@ -213,7 +228,46 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
             "most frequent class": np.full(len(target), counts.argmax()),
             "what it did last": np.concatenate([side.naive for side in held]),
         },
+        folds=partial(_folds, options, reader, list(zip(bars, found, strict=True))),
+        finish=partial(_written_as_onnx, reader, judged) if options.onnx else None,
     )
+
+
+def _folds(
+    options: TemporalOptions, reader: BarReader, known: Sequence[tuple[Bars, Features]], name: str
+) -> list[Fold]:
+    """Each symbol cut into stretches of equal length; each but the first is judged after training on all before it."""
+    made = []
+    for number in range(1, options.folds + 1):
+        train, held = [], []
+        for bars, its in known:
+            first = its.first + options.length - 1
+            places = [
+                first + (len(bars) - options.ahead - first) * part // (options.folds + 1)
+                for part in (number, number + 1)
+            ]
+            train.append(_side(options, bars, its, 0, places[0] - options.ahead))
+            held.append(_side(options, bars, its, places[0], places[1]))
+        seen, later = [side for side in train if side], [side for side in held if side]
+        if not seen or not later:
+            raise DataError(f"there are too few bars for {options.folds} folds; ask for fewer")
+        standard = standardised(np.concatenate([side.values for side in seen]))
+        data, judged = (_windows(part, standard, options.length) for part in (seen, later))
+        labels = _labels(seen, options.length)
+        weights = torch.from_numpy(class_weights(labels, len(CLASSES))).float() if options.balance else None
+        job = partial(_job, options, reader, name, data, judged, weights)
+        target = _labels(later, options.length)
+        made.append(Fold(name=f"fold {number} of {options.folds}", job=job, held_out=judged, target=target))
+    return made
+
+
+def _written_as_onnx(reader: BarReader, held: Windows, name: str, model: nn.Module, folder: Path, say: Say) -> None:
+    path = folder / "model.onnx"
+    windows = torch.stack([held[at][0] for at in range(min(len(held), EXAMPLES))])
+    state = {key: json.dumps(value) for key, value in reader.state().items()}
+    about = {"model": name, "classes": json.dumps(CLASSES), "input": "windows of features, not standardised", **state}
+    gap = write_onnx(*reader.served(model, windows), path, about)
+    say(f"onnx      {path}: its answers are the model's to {gap:.1g}")
 
 
 def _job(
@@ -245,11 +299,9 @@ def _job(
 
 
 def _sides(
-    options: TemporalOptions, table: Table, frames: Sequence[int], say: Say
-) -> tuple[list[_Side], list[_Side], tuple[str, ...]]:
+    options: TemporalOptions, table: Table, known: Sequence[tuple[Bars, Features]], frames: Sequence[int], say: Say
+) -> tuple[list[_Side], list[_Side]]:
     """What is trained on and what is held out: of each symbol the last part, or a file of its own."""
-    bars, found = known_features(table, frames, say)
-    known = list(zip(bars, found, strict=True))
     if options.valid:
         later = zip(*known_features(shown_table(options.valid, say), frames, say), strict=True)
         train = [_side(options, one, its, 0, len(one)) for one, its in known]
@@ -263,7 +315,7 @@ def _sides(
         count = sum(len(side.naive) for side in part if side is not None)
         if count < LEAST:
             raise DataError(f"{table.path} has {count} windows {what}, and {LEAST} are needed; give more bars")
-    return [side for side in train if side], [side for side in held if side], found[0].names
+    return [side for side in train if side], [side for side in held if side]
 
 
 def _cut(options: TemporalOptions, bars: Bars, known: Features) -> int:

@@ -71,7 +71,10 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
     best = max(found, key=lambda one: one.score)
     for line in _compared(found, prepared):
         say(line)
-    _write(recipe, options, prepared, found, best, folder)
+    folds = _walked(prepared, best.name, options, folder, retrain=retrain, say=say, progress=progress)
+    _write(recipe, options, prepared, found, best, folds, folder)
+    if prepared.finish is not None:
+        prepared.finish(best.name, revived(folder)[2], folder, say)
     for line in scores.told(best.report):
         say(line)
     if options.test:
@@ -117,6 +120,29 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
     model = reader.model(state["model"])
     load_into(model, folder / MODEL)
     return state, reader, model.eval()
+
+
+def _walked(
+    prepared: Prepared, name: str, options: Options, folder: Path, *, retrain: bool, say: Say, progress: bool
+) -> dict[str, dict[str, Any]]:
+    """How the best model does on other splits, by their names."""
+    found = {}
+    for fold in prepared.folds(name):
+        run = fit(fold.job(), plan=options.plan, out=folder / "folds" / fold.name, reuse=not retrain, progress=progress)
+        answers = scores_of(
+            prepared.reader, run.model, fold.held_out, batch_size=4 * options.batch_size, device=options.device
+        )
+        said = scores.report(fold.target, chosen(answers, None), answers, prepared.reader.classes)
+        figures = f"accuracy {said['accuracy']:.3f}, macro-F1 {said['macro_f1']:.3f}"
+        say(f"{fold.name}: {figures} ({len(fold.target):,} samples)")
+        found[fold.name] = said
+        del run
+        _bytes_left()
+    if found:
+        of_all = [said["macro_f1"] for said in found.values()]
+        spread = f"from {min(of_all):.3f} to {max(of_all):.3f}"
+        say(f"over {len(of_all)} folds macro-F1 is {np.mean(of_all):.3f} on average, {spread}")
+    return found
 
 
 def _judged(
@@ -190,7 +216,13 @@ def _when(one: Judged) -> str:
 
 
 def _write(
-    recipe: Recipe, options: Options, prepared: Prepared, found: list[Judged], best: Judged, folder: Path
+    recipe: Recipe,
+    options: Options,
+    prepared: Prepared,
+    found: list[Judged],
+    best: Judged,
+    folds: dict[str, dict[str, Any]],
+    folder: Path,
 ) -> None:
     model = prepared.reader.model(best.name)
     model.load_state_dict(best.weights)
@@ -214,6 +246,7 @@ def _write(
             name: scores.report(prepared.target, answers, None, prepared.reader.classes)
             for name, answers in prepared.baselines.items()
         },
+        "folds": folds,
         "worst": _worst(best, prepared),
     }
     write_text(folder / REPORT, json.dumps(finite(told), indent=1, ensure_ascii=False) + "\n")

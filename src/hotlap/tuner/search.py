@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_seconds
 from hotlap.engine.driven import Driven
-from hotlap.moves import layout, precision
+from hotlap.moves import compiled, layout, precision
 from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.budget import Budget, Length
@@ -173,7 +173,8 @@ class Search:
         # What is recorded is not bound by its host any more, and what helps against that comes last.
         is_recorded = self.plan.execution.mode == "captured"
         bounds = {"arithmetic", "memory traffic"} if is_recorded else {self._probe.bound}
-        for move in sorted(moves, key=lambda move: bounds.isdisjoint(move.helps)):
+        # Compiling comes last of all: it is made for the plan that is in force by then.
+        for move in sorted(moves, key=lambda move: (move is compiled.MOVE, bounds.isdisjoint(move.helps))):
             if move.name not in self._trials.refused:
                 yield from self._try(move)
         while self._postponed:
