@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hotlap.core.errors import DataError
 from hotlap.recipes.splits import by_group, by_time, stratified, walk_forward
 
+QUIET = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 shares = st.floats(0.05, 0.95)
 seeds = st.integers(0, 99)
 
@@ -26,7 +27,7 @@ def each_symbol(split, symbols):
     return [(split.train[symbols[split.train] == s], split.valid[symbols[split.valid] == s]) for s in set(symbols)]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 12), st.sampled_from("abc")), min_size=8, max_size=40),
     share=shares,
@@ -78,7 +79,7 @@ def test_windows_that_end_in_validation_reach_no_training_row_over_a_gap_of_thei
     assert not reached & set(train.tolist())
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 30), st.sampled_from("ab")), min_size=4, max_size=40),
     folds=st.integers(1, 4),
@@ -117,7 +118,7 @@ def test_walking_forward_cuts_into_stretches_of_equal_length():
     ]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
 @given(groups=st.lists(st.integers(0, 8), min_size=2, max_size=60), share=shares, seed=seeds)
 def test_no_group_is_on_both_sides(groups, share, seed):
     assume(len(set(groups)) > 1)
@@ -140,7 +141,7 @@ def test_groups_of_words_are_split_and_another_seed_holds_out_others():
     assert not np.array_equal(one.valid, other.valid)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
 @given(target=st.lists(st.sampled_from("aaaabbc"), min_size=4, max_size=80), share=shares, seed=seeds)
 def test_classes_keep_their_shares_to_within_a_row(target, share, seed):
     target = np.array(target)
