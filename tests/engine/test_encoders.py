@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hotlap import Plan, Rig
 from hotlap.core.plan import Execution, Numerics
-from hotlap.engine import rig as rig_module
+from hotlap.engine import steps as steps_module
 from hotlap.engine.encoders import adapt
 from hotlap.engine.fingerprint import Glance, fingerprint
 from hotlap.engine.watch import Watch
@@ -379,11 +379,11 @@ def test_calls_of_a_script_run_in_that_form_where_they_are_recorded_and_in_no_ot
 
 def test_a_rig_runs_steps_in_that_form_under_a_captured_plan_alone(monkeypatch):
     # Without a GPU what would be recorded is run eagerly.
-    monkeypatch.setattr(rig_module, "CapturedStep", type("Eagerly", (), {"__new__": lambda kind, eager, **_: eager}))
-    monkeypatch.setattr(rig_module, "Recorder", lambda device: None)
-    monkeypatch.setattr(rig_module, "Left", lambda device: None)
+    monkeypatch.setattr(steps_module, "CapturedStep", type("Eagerly", (), {"__new__": lambda kind, eager, **_: eager}))
+    monkeypatch.setattr(steps_module, "Recorder", lambda device: None)
+    monkeypatch.setattr(steps_module, "Left", lambda device: None)
     monkeypatch.setattr(Rig, "supports", lambda rig, plan: None)
-    monkeypatch.setattr(Rig, "_why_split", lambda rig: "this is a test")
+    monkeypatch.setattr(steps_module.Steps, "_why_split", lambda steps: "this is a test")
     model, given = tiny("bert"), batch()
     model.bert.pooler.activation = Spy(model.bert)
     attributes = [list(vars(layer)) for layer in model.modules()]

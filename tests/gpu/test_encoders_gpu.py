@@ -10,7 +10,7 @@ from torch import nn
 
 from hotlap import Plan, Rig
 from hotlap.core.plan import Execution, Numerics
-from hotlap.engine import rig as rig_module
+from hotlap.engine import steps as steps_module
 from hotlap.engine.capture import CapturedStep
 from hotlap.script.calls import Call
 
@@ -81,7 +81,7 @@ def test_dropout_in_an_encoder_draws_what_it_would_have_drawn_eagerly(name, atte
 
 @pytest.mark.parametrize(("name", "attention"), [("bert", "sdpa"), ("deberta", "eager"), ("deberta-v3", "eager")])
 def test_an_encoder_as_the_library_has_it_cannot_be_recorded(name, attention, monkeypatch):
-    monkeypatch.setattr(rig_module, "adapt", lambda *models: None)
+    monkeypatch.setattr(steps_module, "adapt", lambda *models: None)
     _, rig = trained(tiny(name, attention), CAPTURED)
     assert rig.given_up is not None
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hotlap import Rig
-from hotlap.engine import rig as engine
+from hotlap.engine import steps as engine
 from hotlap.tuner.gates import Gate
 
 
@@ -48,7 +48,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(engine, "Recorder", lambda device: None)
     monkeypatch.setattr(engine, "Left", lambda device: None)
     monkeypatch.setattr(Rig, "supports", lambda self, plan: None)
-    monkeypatch.setattr(Rig, "_why_split", lambda self: "it is pretended")
+    monkeypatch.setattr(engine.Steps, "_why_split", lambda self: "it is pretended")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,31 +19,27 @@ from hotlap.core.errors import JobError, PlanError, TrainingError, did_you_mean,
 from hotlap.core.job import Job
 from hotlap.core.job_checks import is_whole, metric_problems
 from hotlap.core.ledger import Entry, Ledger
-from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Execution, Numerics, Plan
+from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Plan
 from hotlap.data.batches import Batch, count_samples, cut
 from hotlap.data.course import Course, training_course
 from hotlap.data.feeds import why_not
 from hotlap.data.samples import Source
-from hotlap.engine.capture import CapturedStep
-from hotlap.engine.checkpointing import Checkpointing, why_not_checkpointed
-from hotlap.engine.compiling import CompiledStep, Compiling
-from hotlap.engine.encoders import adapt
+from hotlap.engine.checkpointing import why_not_checkpointed
+from hotlap.engine.compiling import Compiling
 from hotlap.engine.evaluate import Evaluator
 from hotlap.engine.explain import explained
-from hotlap.engine.graph import Left
 from hotlap.engine.guards import Guards
 from hotlap.engine.layout import Layout, why_not_channels_last
 from hotlap.engine.objective import Objective, Totals
-from hotlap.engine.optimizers import Fusion, has_step_hooks, is_fused, why_not_captured, why_not_fused
+from hotlap.engine.optimizers import Fusion, is_fused, why_not_fused
 from hotlap.engine.precision import why_not_precision
-from hotlap.engine.rates import Rates, moves_rates_only
-from hotlap.engine.recording import Recorder
 from hotlap.engine.rooms import Rooms
 from hotlap.engine.route import Place as Place
 from hotlap.engine.route import Route
 from hotlap.engine.schedules import make_schedule
 from hotlap.engine.snapshot import Snapshot
-from hotlap.engine.step import EagerStep, Window
+from hotlap.engine.step import Window
+from hotlap.engine.steps import Steps
 
 EVAL_BATCHES = 4
 """How many training batches make one of evaluation, which keeps no activations."""
@@ -124,7 +119,6 @@ class Rig:
         """Windows gone through, updated or skipped."""
         self.samples = 0
         """Samples seen."""
-        self._clip = clip
         self.guards = Guards(self.optimizer, self.schedule, self.device, skip_nonfinite=skip_nonfinite)
         self._rooms = Rooms()
         self._fusion = Fusion(self.optimizer, self._rooms)
@@ -138,11 +132,21 @@ class Rig:
         """The plan in force."""
         self.settled = self.plan
         """The last plan that was meant to stay: not the one of a lap that is measured."""
-        self._steps: dict[tuple[Numerics, Execution, int], EagerStep | CapturedStep] = {}
-        self._recorder: Recorder | None = None
         self._drops_in_rnn = False
-        self._left: Left | None = None
-        self._step = self._made_step()
+        self._steps = Steps(
+            self.objective,
+            self.optimizer,
+            self.schedule,
+            self.totals,
+            modules=self.modules,
+            device=self.device,
+            layout=self._layout,
+            guards=self.guards,
+            compiling=self._compiling,
+            clip=clip,
+            note=self._note,
+        )
+        self._step = self._steps.of(self.plan)
         self.ledger.record(Entry(step=0, what="start", outcome="chosen", plan=self.plan))
         if plan is not None:
             self.use(plan, why="given")
@@ -223,7 +227,7 @@ class Rig:
         what = ", ".join(f"{name} {before} → {after}" for name, (before, after) in changes.items())
         why = "; ".join(filter(None, (why, *self.cautions(plan))))
         self.write_down(what, outcome, why)
-        self._step = self._made_step()
+        self._step = self._steps.of(plan)
 
     def keep_plans(self) -> None:
         """From now on what belongs to a plan stays when another takes its place: captures, workers, data, memory.
@@ -237,8 +241,7 @@ class Rig:
     def tidy(self) -> None:
         """Let go of all that belongs to other plans than the one in force."""
         self._rooms.forget()
-        for key in [key for key, step in self._steps.items() if step is not self._step]:
-            del self._steps[key]
+        self._steps.keep(self._step)
         if self._route is not None:
             self._route.tidy()
 
@@ -267,8 +270,7 @@ class Rig:
     @property
     def firsts(self) -> int:
         """Windows so far that were not at the plan's own pace, since they were still to be recorded or compiled."""
-        recorded = self._step.firsts if isinstance(self._step, CapturedStep) else 0
-        return recorded + (self._compiling.firsts if self.plan.execution.compile != "no" else 0)
+        return self._step.firsts + (self._compiling.firsts if self.plan.execution.compile != "no" else 0)
 
     @property
     def most_replay_steps(self) -> int:
@@ -278,8 +280,7 @@ class Rig:
     @property
     def given_up(self) -> str | None:
         """Why the plan in force is not obeyed as it stands: why nothing is captured, or compiled; None where it is."""
-        captured = self._step.given_up if isinstance(self._step, CapturedStep) else None
-        return captured or self._compiling.given_up.get(self.plan.execution.compile)
+        return self._step.given_up or self._compiling.given_up.get(self.plan.execution.compile)
 
     def wait(self) -> None:
         """Wait until the device has done all that was asked of it."""
@@ -298,69 +299,6 @@ class Rig:
             name = getattr(self.loss, "__name__", type(self.loss).__name__)
             found.append(f"the loss {name} is taken as a mean over samples; return (sum, count) where it is not")
         return found
-
-    def _made_step(self) -> EagerStep | CapturedStep:
-        """The step of the plan in force. Those of other plans are kept with what they recorded."""
-        numerics, execution, blocks = self.plan.numerics, self.plan.execution, self.plan.memory.checkpoint
-        captured = execution.mode == "captured"
-        # The feed is part of no step, and how many steps a window holds is the window's own.
-        key = (numerics, dataclasses.replace(execution, replay_steps=1), blocks)
-        if key in self._steps:
-            return self._steps[key]
-        why_split = self._why_split() if captured else None
-        scale, on_device = self.guards.of(numerics.precision)
-        rates = None
-        if (captured and why_split is None) or (on_device and self.schedule.moves_per_update):
-            rates = Rates(
-                self.optimizer, self.schedule, self.device, updates=MOST_REPLAY_STEPS, counted=scale is not None
-            )
-        kind: Callable[..., EagerStep] = EagerStep
-        if execution.compile != "no":
-            kind = functools.partial(CompiledStep, self._compiling)
-        eager = kind(
-            self.objective,
-            self.optimizer,
-            self.schedule,
-            self.totals,
-            device=self.device,
-            numerics=numerics,
-            execution=execution,
-            layout=self._layout,
-            clip=self._clip,
-            scale=scale,
-            skips_on_device=on_device,
-            rates=rates,
-        )
-        if blocks:
-            eager.gradients = Checkpointing(self.model, blocks).during(eager.gradients)  # type: ignore[method-assign]
-        made: EagerStep | CapturedStep = eager
-        if captured:
-            adapted = adapt(*self.modules)
-            if adapted is not None:
-                eager.gradients = adapted.during(eager.gradients)  # type: ignore[method-assign]
-            # One memory for the captures of all plans: they are replayed one after the other.
-            self._recorder = self._recorder or Recorder(self.device)
-            self._left = self._left or Left(self.device)
-            made = CapturedStep(
-                eager,
-                device=self.device,
-                recorder=self._recorder,
-                left=self._left,
-                why_split=why_split,
-                note=self._note,
-            )
-        self._steps[key] = made
-        return made
-
-    def _why_split(self) -> str | None:
-        """Why the optimizer's step stays outside a capture, or None where it can be recorded."""
-        if any(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups):
-            return "its learning rate is a tensor of the user's own"
-        if has_step_hooks(self.optimizer):
-            return "hooks of the user's own run with it"
-        if not moves_rates_only(self.schedule, self.optimizer):
-            return f"{type(self.schedule.scheduler).__name__} moves more than the learning rate"
-        return why_not_captured(self.optimizer)
 
     def _note(self, why: str) -> None:
         """Write down that the plan in force is obeyed in part only, and why."""
@@ -395,10 +333,7 @@ class Rig:
 
     def settle(self) -> None:
         """Let the host know what only the device knew: how far a schedule is where updates may be left out."""
-        for step in self._steps.values():
-            rates = step.rates
-            if rates is not None:
-                rates.settle()
+        self._steps.settle()
 
     # --- data ------------------------------------------------------------------------------------
 
@@ -442,7 +377,7 @@ class Rig:
         """Train on a course from its beginning; without a plan of its own the rig feeds it as the user would."""
         if self._route is not None:
             self._route.leave()
-            self._forget()
+            self._steps.forget()
         self._route, self._feed_given = (
             Route(course, lambda: self.plan, device=self.device, ignored=self.objective.ignored),
             None,
@@ -513,12 +448,7 @@ class Rig:
         if self._route is not None:
             self._route.let_go()
         self._evaluator.close()
-        self._forget()
-
-    def _forget(self) -> None:
-        for step in self._steps.values():
-            if isinstance(step, CapturedStep):
-                step.forget()
+        self._steps.forget()
 
     @property
     def _on_gpu(self) -> bool:
@@ -532,8 +462,7 @@ class Rig:
         A window from `feed` holds as many updates as the plan replays at once; the loss is the last one's.
         """
         step = self._step
-        loss = self.advance(batch)
-        return step.kept(loss) if isinstance(step, CapturedStep) else loss
+        return step.kept(self.advance(batch))
 
     def advance(self, batch: Window | Batch) -> Tensor:
         """As `step`; the loss may be overwritten by the next one."""
@@ -627,7 +556,7 @@ class Rig:
         if not self._drops_in_rnn:  # once it did, it may again, though its rate be 0 for now
             layers = [layer for module in self.modules for layer in module.modules()]
             self._drops_in_rnn = any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in layers)
-        return self._drops_in_rnn and self._on_gpu and (self._rooms.keeps or self._recorder is not None)
+        return self._drops_in_rnn and self._on_gpu and (self._rooms.keeps or self._steps.has_recorded)
 
     def restore(self, snapshot: RigSnapshot) -> None:
         """Go back to a snapshot without a trace; the plan stays the one in force.

@@ -63,6 +63,11 @@ class Window:
 class EagerStep:
     """Runs updates operation by operation. `gradients` and `finish` are what a capture records."""
 
+    firsts: int = 0
+    """Windows that were not at its own pace: none."""
+    given_up: str | None = None
+    """Why it is not what it was to be: it is."""
+
     def __init__(
         self,
         objective: Objective,
@@ -131,6 +136,13 @@ class EagerStep:
                     updated = self.finish(scores)
         self.ended(updated)
         return loss
+
+    def kept(self, loss: Tensor) -> Tensor:
+        """A loss that the next call does not overwrite: any."""
+        return loss
+
+    def forget(self) -> None:
+        """Drop what was recorded: nothing was."""
 
     def ended(self, updated: bool) -> None:
         """Move the schedule after an update; after one that was left out it stays."""

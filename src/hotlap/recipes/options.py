@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from hotlap.core.errors import JobError, StoreError, did_you_mean, shown
+from hotlap.core.job_checks import is_device
+
+MOST = 1e30
+"""Any number that is one."""
 
 
 def option(default: Any, told: str) -> Any:
@@ -42,13 +46,26 @@ class Options:
             for name in ("batch_size", "patience")
             if getattr(self, name) < 1
         ]
-        wrong += [
-            f"{name}={shown(getattr(self, name))} is below 0" for name in ("epochs", "lr") if getattr(self, name) < 0
-        ]
+        if self.epochs < 0:
+            wrong.append(f"epochs={self.epochs} is below 0")
+        wrong += outside(self, seed=(0, 2**63 - 1), lr=(0, MOST))
+        if not is_device(self.device):
+            wrong.append(f"device={shown(self.device)} is none of auto, cpu, cuda, cuda:N")
         if not 0 < self.valid_share < 1:
             wrong.append(f"valid_share={self.valid_share} must be between 0 and 1")
         if wrong:
             raise JobError(wrong)
+
+
+def outside(options: Options, **ranges: tuple[float, float]) -> list[str]:
+    """A line for each option that is not within its range, both ends allowed."""
+    return [
+        f"{name}={shown(getattr(options, name))} must be from {least} to {most}"
+        if most < MOST
+        else f"{name}={shown(getattr(options, name))} must be a number of at least {least}"
+        for name, (least, most) in ranges.items()
+        if not least <= getattr(options, name) <= most
+    ]
 
 
 T = TypeVar("T", bound=Options)
@@ -68,8 +85,14 @@ def options_of(kind: type[T], file: Path | None, given: Mapping[str, Any]) -> T:
         if plain not in known:
             wrong.append(f"no option is called {shown(name)}{did_you_mean(plain, known)}")
             continue
+        if value is None and kinds[plain] is not bool:
+            wrong.append(f"--{name} needs a value: {_word(kinds[plain])}")
+            continue
+        if isinstance(value, list) and kinds[plain] != tuple[str, ...]:
+            wrong.append(f"--{name} is given {len(value)} times ({', '.join(map(str, value))}); give it once")
+            continue
         try:
-            values[plain] = _as(kinds[plain], value)
+            values[plain] = True if value is None else _as(kinds[plain], value)
         except ValueError:
             wrong.append(f"{plain}={shown(value)} must be {_word(kinds[plain])}")
     if wrong:
@@ -106,22 +129,27 @@ def own_options(kind: type[Options]) -> list[str]:
 
 
 def from_words(words: Sequence[str]) -> dict[str, Any]:
-    """Options as a command line has them: `--name value`, or `--name=value`; a name that comes again is a list."""
+    """Options as a command line has them: `--name value`, or `--name=value`; a name that comes again is a list.
+
+    A name without a value, as those that are true or false may be given, has None.
+    """
     found: dict[str, Any] = {}
     at = 0
     while at < len(words):
         word = words[at]
         if not word.startswith("--") or word == "--":
-            raise JobError([f"{shown(word)} is no option; options are --name value"])
+            hint = f"; did you mean --data {word}?" if Path(word).exists() else "; options are --name value"
+            raise JobError([f"{shown(word)} is no option{hint}"])
         name, sign, value = word[2:].partition("=")
+        at += 1
+        if not sign and (at == len(words) or words[at].startswith("--")):
+            found[name] = None
+            continue
         if not sign:
-            at += 1
-            if at == len(words) or words[at].startswith("--"):
-                raise JobError([f"--{name} needs a value"])
             value = words[at]
+            at += 1
         before = found.get(name)
         found[name] = value if before is None else [*(before if isinstance(before, list) else [before]), value]
-        at += 1
     return found
 
 
@@ -158,8 +186,8 @@ def _as(kind: Any, value: Any) -> Any:
         return float(value)
     if kind == tuple[str, ...]:
         listed = value.split(",") if isinstance(value, str) else value
-        if all(isinstance(one, str) for one in listed):
-            return tuple(one.strip() for one in listed)
+        if isinstance(listed, (list, tuple)) and all(isinstance(one, str) for one in listed):
+            return tuple(one.strip() for one in listed if one.strip())
     raise ValueError
 
 

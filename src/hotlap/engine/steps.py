@@ -1,0 +1,148 @@
+"""The steps of a training: one for each way in which plans compute them, kept with what it has recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Numerics, Plan
+from hotlap.engine.capture import CapturedStep
+from hotlap.engine.checkpointing import Checkpointing
+from hotlap.engine.compiling import CompiledStep, Compiling
+from hotlap.engine.encoders import adapt
+from hotlap.engine.graph import Left
+from hotlap.engine.guards import Guards
+from hotlap.engine.layout import Layout
+from hotlap.engine.objective import Objective, Totals
+from hotlap.engine.optimizers import has_step_hooks, why_not_captured
+from hotlap.engine.rates import Rates, moves_rates_only
+from hotlap.engine.recording import Recorder
+from hotlap.engine.schedules import Schedule
+from hotlap.engine.step import EagerStep
+
+Step = EagerStep | CapturedStep
+
+
+class Steps:
+    """Makes the step of a plan when it is first asked for. `note` is told why a plan is obeyed in part only."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        totals: Totals,
+        *,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        layout: Layout,
+        guards: Guards,
+        compiling: Compiling,
+        clip: float | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self._objective, self._optimizer, self._schedule, self._totals = objective, optimizer, schedule, totals
+        self._modules, self._device, self._layout, self._guards = modules, device, layout, guards
+        self._compiling, self._clip, self._note = compiling, clip, note
+        self._made: dict[tuple[Numerics, Execution, int], Step] = {}
+        self._recorder: Recorder | None = None
+        self._left: Left | None = None
+
+    def values(self) -> Iterator[Step]:
+        """All that are kept."""
+        return iter(self._made.values())
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether any of them was to record."""
+        return self._recorder is not None
+
+    def of(self, plan: Plan) -> Step:
+        """The step of a plan; those of other plans are kept with what they recorded."""
+        numerics, execution, blocks = plan.numerics, plan.execution, plan.memory.checkpoint
+        # The feed is part of no step, and how many steps a window holds is the window's own.
+        key = (numerics, dataclasses.replace(execution, replay_steps=1), blocks)
+        if key not in self._made:
+            self._made[key] = self._new(numerics, execution, blocks)
+        return self._made[key]
+
+    def keep(self, step: Step) -> None:
+        """Let go of all but this one."""
+        self._made = {key: one for key, one in self._made.items() if one is step}
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+        self._made.clear()
+
+    def forget(self) -> None:
+        """Let go of what was recorded."""
+        for step in self._made.values():
+            step.forget()
+
+    def settle(self) -> None:
+        """Let the host know how far schedules are that moved on the device."""
+        for step in self._made.values():
+            if step.rates is not None:
+                step.rates.settle()
+
+    def _new(self, numerics: Numerics, execution: Execution, blocks: int) -> Step:
+        captured = execution.mode == "captured"
+        why_split = self._why_split() if captured else None
+        scale, on_device = self._guards.of(numerics.precision)
+        rates = None
+        if (captured and why_split is None) or (on_device and self._schedule.moves_per_update):
+            rates = Rates(
+                self._optimizer, self._schedule, self._device, updates=MOST_REPLAY_STEPS, counted=scale is not None
+            )
+        kind: Callable[..., EagerStep] = EagerStep
+        if execution.compile != "no":
+            kind = functools.partial(CompiledStep, self._compiling)
+        eager = kind(
+            self._objective,
+            self._optimizer,
+            self._schedule,
+            self._totals,
+            device=self._device,
+            numerics=numerics,
+            execution=execution,
+            layout=self._layout,
+            clip=self._clip,
+            scale=scale,
+            skips_on_device=on_device,
+            rates=rates,
+        )
+        if blocks:
+            checkpointing = Checkpointing(self._objective.model, blocks)
+            eager.gradients = checkpointing.during(eager.gradients)  # type: ignore[method-assign]
+        return self._recording(eager, why_split) if captured else eager
+
+    def _recording(self, eager: EagerStep, why_split: str | None) -> CapturedStep:
+        adapted = adapt(*self._modules)
+        if adapted is not None:
+            eager.gradients = adapted.during(eager.gradients)  # type: ignore[method-assign]
+        # One memory for the captures of all plans: they are replayed one after the other.
+        self._recorder = self._recorder or Recorder(self._device)
+        self._left = self._left or Left(self._device)
+        return CapturedStep(
+            eager,
+            device=self._device,
+            recorder=self._recorder,
+            left=self._left,
+            why_split=why_split,
+            note=self._note,
+        )
+
+    def _why_split(self) -> str | None:
+        """Why the optimizer's step stays outside a capture, or None where it can be recorded."""
+        if any(isinstance(group["lr"], Tensor) for group in self._optimizer.param_groups):
+            return "its learning rate is a tensor of the user's own"
+        if has_step_hooks(self._optimizer):
+            return "hooks of the user's own run with it"
+        if not moves_rates_only(self._schedule, self._optimizer):
+            return f"{type(self._schedule.scheduler).__name__} moves more than the learning rate"
+        return why_not_captured(self._optimizer)
