@@ -394,6 +394,7 @@ def test_whether_a_class_is_never_held_counts_padding_too(value, is_free):
         (lambda: Sequences({"x": torch.arange(5)}, offsets=[0, 3]), "offsets must rise from 0 to the 5 entries"),
         (lambda: Sequences({"x": [[1]]}, pad="0"), "pad='0' must be a number"),
         (lambda: Sequences({"x": [[1]]}, pad={"y": 0}), "pad says nothing of field 'x'"),
+        (lambda: Sequences({"x": [[1]]}, pad=0.5), "pad=0.5 is no whole number, as field 'x' has"),
         (lambda: Sequences({"x": [[1] * 9]}, widths=[4, 8]), "the largest width is 8, and the longest sequence has 9"),
         (lambda: Sequences({"x": [[1]]}, widths=[8, 4]), "widths=[8, 4] must rise"),
         (lambda: Sequences({"x": [[1]]}, widths=[0.5]), "must be whole numbers above 0"),

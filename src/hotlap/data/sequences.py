@@ -63,6 +63,10 @@ class Sequences(Dataset[Any]):
         """Each with its sequences one behind the other."""
         self.columns = columns
         self.pad = {name: pad[name] if isinstance(pad, Mapping) else pad for name in fields}
+        whole = [name for name, field in self.fields.items() if not field.is_floating_point()]
+        _refuse(
+            [f"pad={self.pad[name]} is no whole number, as field {name!r} has" for name in whole if self.pad[name] % 1]
+        )
         self.mask = mask if mask not in fields else None
         self.longest = int(self.host_lengths.max())
         _refuse(_width_problems(widths, self.longest))
@@ -192,15 +196,15 @@ class SequenceColumns(Columns):
         if not self.on_host:
             indices = indices.to(self._device)
         places, lengths = self._places[:width], data.lengths.index_select(0, indices)
-        is_there = places < lengths.unsqueeze(1)
-        at = (data.starts.index_select(0, indices).unsqueeze(1) + places).where(is_there, 0).view(-1)
+        is_padding = places >= lengths.unsqueeze(1)
+        at = (data.starts.index_select(0, indices).unsqueeze(1) + places).masked_fill(is_padding, 0).view(-1)
         found: dict[str, Tensor] = {}
         for name, field in data.fields.items():
             rest = field.shape[1:]
             values = _wide(field.index_select(0, at)).view(-1, width, *rest)
-            found[name] = values.where(is_there.view(-1, width, *(1 for _ in rest)), data.pad[name])
+            found[name] = values.masked_fill(is_padding.view(-1, width, *(1 for _ in rest)), data.pad[name])
         if data.mask is not None:
-            found[data.mask] = is_there.to(torch.int64)
+            found[data.mask] = is_padding.logical_not().to(torch.int64)
         if room is not None:
             found = {name: room(tuple(part.shape), part.dtype).copy_(part) for name, part in found.items()}
         return found | {name: taken(column, indices, room) for name, column in data.columns.items()}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import DataError, StoreError
 from hotlap.engine.rig import Rig
 from hotlap.recipes.recipe import Numbers, Reader
 from hotlap.recipes.tables import Table, read_table
@@ -51,6 +51,14 @@ def chosen(scores: Numbers, threshold: Threshold | None) -> Numbers:
     return likeliest
 
 
+def refuse_written(path: Path) -> None:
+    """Refuse a file of answers that is there already, or whose folder is not: before anything is answered."""
+    if path.exists():
+        raise StoreError(f"{path} is there already; name another file with --out")
+    if not path.parent.is_dir():
+        raise StoreError(f"there is no folder {path.parent} to write {path.name} into; make it, or name another")
+
+
 def write_answers(
     path: Path,
     data: Path,
@@ -65,11 +73,13 @@ def write_answers(
     `table` is what was read from it. Rows that were not answered have nothing there. A file that is there already is
     refused.
     """
-    if path.exists():
-        raise StoreError(f"{path} is there already; name another file with --out")
+    refuse_written(path)
+    twice = [name for name in keep if name in answers]
+    if twice:
+        raise DataError(f"keep names {twice[0]!r}, which is what the answers are called; leave it out, or rename it")
     names = list(keep) or [name for name in table.columns if name not in answers]
     # Read once more, as text: numbers and dates are to be as they were written.
-    plain = read_table(data, kinds={name: "text" for name in names if table[name]})
+    plain = read_table(data, header=table.has_header, kinds={name: "text" for name in names if table[name]})
     texts = [plain[name].texts() for name in names]
     blank = [""] * len(table)
     columns = []

@@ -26,6 +26,8 @@ _NO_TEXT = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
+_LONGEST_NAME = 60
+"""Characters of a name that a message shows."""
 _LISTED = 4
 """Names that a message shows before it counts the rest."""
 
@@ -40,12 +42,12 @@ class TextFile:
         rows = self._records(text)
         if not rows:
             raise DataError(f"{file} is empty; give it a header and rows")
-        self._has_names = header if header is not None else not are_numbers(map(str.strip, rows[0]))
+        self.has_names = header if header is not None else _are_names(rows)
         first = [cell.strip() for cell in rows[0]]
         self.notes, self.names = self._named(first, told=header is not None)
         if set(map(len, rows)) != {len(first)}:
             raise self._broken(rows, text)
-        self._rows = rows[1:] if self._has_names else rows
+        self._rows = rows[1:] if self.has_names else rows
         columns = list(zip(*self._rows, strict=True)) or [()] * len(first)
         self._cells = dict(zip(self.names, columns, strict=True))
 
@@ -58,7 +60,7 @@ class TextFile:
 
     def line_of(self, row: int) -> int:
         """The line of the file on which a row begins; the file is read again."""
-        record = row + self._has_names
+        record = row + self.has_names
         lines = (line for line, cells in self._lines(_decoded(self.file, _content(self.file))) if cells != [])
         return next(islice(lines, record, None))
 
@@ -97,11 +99,11 @@ class TextFile:
     def _named(self, first: list[str], *, told: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Notes and names of columns, from the first row."""
         numbered = tuple(f"column_{place}" for place in range(len(first)))
-        if not self._has_names:
+        if not self.has_names:
             why = (
                 ""
                 if told
-                else f" (its first row is numbers: {listed_names(first)}; say header=True if these are names)"
+                else f" (its first row is data: {listed_names(first)}; say --header yes, or header=True, if these are names)"
             )
             last = f" … {numbered[-1]}" if len(first) > 1 else ""
             return (f"{self.file.name} has no header{why}; its columns are called {numbered[0]}{last}",), numbered
@@ -125,13 +127,22 @@ class TextFile:
         row = rows[broken[0]]
         line = next(islice((line for line, cells in self._lines(text) if cells), broken[0], None))
         more = f", the first of {len(broken):,} such rows" if len(broken) > 1 else ""
-        whose = "the header" if self._has_names else "the first row"
+        whose = "the header" if self.has_names else "the first row"
         delimiter = {"\t": "a tab"}.get(self._delimiter, repr(self._delimiter))
         cure = f"quote fields that hold {delimiter}" if len(row) > wanted else "complete it"
         return DataError(
             f"{self.file} line {line} has {len(row)} field{'s' * (len(row) != 1)} and {whose} {wanted}{more}: "
             f"{shown(self._delimiter.join(row))}; {cure}"
         )
+
+
+def _are_names(rows: list[list[str]]) -> bool:
+    """Whether the first row holds names: it is not all numbers, and no number in it is one of those below it."""
+    first = [cell.strip() for cell in rows[0]]
+    if are_numbers(first):
+        return False
+    numbers = [place for place, cell in enumerate(first) if cell and are_numbers([cell])]
+    return not any(place < len(row) and row[place].strip() == first[place] for place in numbers for row in rows[1:])
 
 
 def _content(file: Path) -> bytes:
@@ -181,4 +192,4 @@ def _delimiter(text: str) -> str:
 def listed_names(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(repr(name) for name in names[:_LISTED]) + more
+    return ", ".join(shown(name, _LONGEST_NAME) for name in names[:_LISTED]) + more

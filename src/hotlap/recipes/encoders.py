@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from hotlap.core.errors import MachineError, StoreError
-from hotlap.recipes.options import Options, option
+from hotlap.core.errors import JobError, MachineError, StoreError, shown
+from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.recipe import Say
 from hotlap.store.cache import Cache, key_of
 from hotlap.store.files import read_text, write_text
@@ -33,6 +33,8 @@ SCRATCH = {
     "attention_probs_dropout_prob": 0.1,
 }
 """What is trained from scratch where nothing else is said: small enough for some thousand texts."""
+LONGEST = 200
+"""Characters of an error of a library that a line shows."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -44,6 +46,12 @@ class EncoderOptions(Options):
     config: str = option("", "the config.json of an encoder to train from scratch")
     most: int = option(192, "tokens of a text at most")
     vocabulary: int = option(8000, "words and pieces of the tokenizer that is made from the texts, from scratch")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = outside(self, most=(1, MOST), vocabulary=(1, MOST))
+        if wrong:
+            raise JobError(wrong)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +89,13 @@ class Encoder:
         """The encoder with random weights."""
         auto = _transformers()
         kind = dict(self.config)
-        config = auto.AutoConfig.for_model(kind.pop("model_type"), **kind)
-        model: nn.Module = auto.AutoModel.from_config(config, **_without_pooler(config))
+        try:
+            config = auto.AutoConfig.for_model(kind.pop("model_type"), **kind)
+            model: nn.Module = auto.AutoModel.from_config(config, **_without_pooler(config))
+        except Exception as error:  # of a library that checks each kind of encoder in its own way
+            raise StoreError(
+                f"no encoder can be made of this config ({shown(self.config)}): {_first_words(error)}"
+            ) from error
         return model
 
     def begun(self) -> nn.Module:
@@ -108,6 +121,7 @@ class Encoder:
 
 def encoder_for(wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encoder:
     """The encoder that the options name; from scratch, with a tokenizer made from the texts."""
+    _transformers()  # what is missing is said before minutes are spent on tokens
     if wanted.config and wanted.weights not in ("", "scratch"):
         raise StoreError(f"config={wanted.config} is for training from scratch, and weights={wanted.weights} are named")
     if wanted.config:
@@ -131,7 +145,11 @@ def encoder_in(folder: Path, config: dict[str, Any], *, weights: bool = False) -
         raise StoreError(f"{folder} has no {TOKENIZER}; save the tokenizer there (a fast one of transformers does)")
     if weights and not any(folder.glob("*.safetensors")):
         raise StoreError(f"{folder} has no .safetensors file; save the encoder with save_pretrained there")
-    tokenizer = _tokenizers().Tokenizer.from_str(read_text(path))
+    library = _tokenizers()
+    try:
+        tokenizer = library.Tokenizer.from_str(read_text(path))
+    except Exception as error:  # the library raises no other
+        raise StoreError(f"{path} is no tokenizer: {_first_words(error)}; save it again") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return Encoder(config=config, tokenizer=tokenizer, folder=folder if weights else None)
@@ -184,6 +202,12 @@ def _config_in(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or "model_type" not in found:
         raise StoreError(f"{path} names no model_type; give the config.json of an encoder of transformers")
     return found
+
+
+def _first_words(error: Exception) -> str:
+    """What a library says, in a line that can be read."""
+    words = " ".join(str(error).split())
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 2]} …"
 
 
 def _without_pooler(config: Any) -> dict[str, bool]:

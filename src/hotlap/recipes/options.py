@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from hotlap.core.errors import JobError, StoreError, did_you_mean, shown
-from hotlap.core.job_checks import is_device
 
 MOST = 1e30
 """Any number that is one."""
@@ -49,7 +49,7 @@ class Options:
         if self.epochs < 0:
             wrong.append(f"epochs={self.epochs} is below 0")
         wrong += outside(self, seed=(0, 2**63 - 1), lr=(0, MOST))
-        if not is_device(self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             wrong.append(f"device={shown(self.device)} is none of auto, cpu, cuda, cuda:N")
         if not 0 < self.valid_share < 1:
             wrong.append(f"valid_share={self.valid_share} must be between 0 and 1")

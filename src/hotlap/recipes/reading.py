@@ -9,9 +9,9 @@ from hotlap.recipes.recipe import Say
 from hotlap.recipes.tables import Table, columns_told, read_table
 
 
-def shown_table(path: str, say: Say) -> Table:
+def shown_table(path: str, say: Say, *, header: bool | None = None) -> Table:
     """The table in a file or folder, with what was understood of its columns shown."""
-    table = read_table(Path(path))
+    table = read_table(Path(path), header=header)
     say(f"data      {path}: {len(table):,} rows")
     for line in columns_told(table):
         say(f"          {line}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class Table:
     columns: dict[str, Column]
     notes: tuple[str, ...] = ()
     """What was out of the ordinary when it was read, one line each."""
+    has_header: bool = True
+    """Whether its file names the columns."""
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -48,7 +50,7 @@ class Table:
     def rows(self, indices: Any) -> Table:
         """The table at these rows, in this order."""
         columns = {name: column.rows(indices) for name, column in self.columns.items()}
-        return Table(path=self.path, columns=columns, notes=self.notes)
+        return replace(self, columns=columns)
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -65,12 +67,14 @@ def read_table(
 ) -> Table:
     """The table in a CSV or Parquet file, or in all such files of a folder, one below the other in order of name.
 
-    `header` says whether the first row holds names; by itself it does unless all of it are numbers. `kinds` says
+    `header` says whether the first row holds names; by itself it does unless all of it are numbers, or one of them is
+    a number that comes again below it. `kinds` says
     what columns are, where they are not to be recognised. `with_file` adds a column with the name of each row's file.
     Raises DataError in one line with file, line and value where something is wrong.
     """
     path = Path(path)
     files = _files(path)
+    has_header = True
     if _is_parquet(files[0]):
         typed = [ParquetFile(file) for file in files]
         _check(path, typed, kinds)
@@ -81,12 +85,13 @@ def read_table(
         _check(path, written, kinds)
         columns = {name: _written_column(name, written, (kinds or {}).get(name)) for name in written[0].names}
         counts, notes = [len(file) for file in written], [note for file in written for note in file.notes]
+        has_header = written[0].has_names
     if with_file:
         if FILE in columns:
             raise DataError(f"{path} has a column {FILE!r} of its own; read it without with_file")
         words = [file.name for file, count in zip(files, counts, strict=True) for _ in range(count)]
         columns[FILE] = recognised(FILE, words, "category")
-    return Table(path=path, columns=columns, notes=tuple(notes))
+    return Table(path=path, columns=columns, notes=tuple(notes), has_header=has_header)
 
 
 def columns_told(table: Table) -> list[str]:

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError
+from hotlap.core.errors import DataError, JobError, shown
 from hotlap.core.job import Job
 from hotlap.data.sequences import Sequences
 from hotlap.data.tokenising import tokenised
 from hotlap.recipes import checks, splits
 from hotlap.recipes.encoders import Encoder, EncoderOptions, encoder_for, encoder_in
-from hotlap.recipes.options import option
+from hotlap.recipes.options import MOST, option, outside
 from hotlap.recipes.reading import refuse, shown_table
 from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
@@ -28,6 +28,7 @@ from hotlap.recipes.tables import Kind, Table
 
 TARGETS = ("label", "target", "class", "category", "sentiment", "y")
 """Names of a column to predict, as people have them."""
+HEADERS = {"auto": None, "yes": True, "no": False}
 EXCERPT = 160
 """Characters of a text that a list of mistakes shows."""
 
@@ -37,12 +38,31 @@ class TextOptions(EncoderOptions):
     """What the recipe can be told."""
 
     text: tuple[str, ...] = option((), "one or two columns of text; found by themselves where there are no more")
+    header: str = option("auto", "whether the first row holds names: yes, no, or auto to find out")
     batch_size: int = option(16, "samples an update")
     patience: int = option(2, "evaluations without improvement before it stops")
     warm_up: float = option(0.06, "the share of updates in which the learning rate rises")
     dropout: float = option(0.1, "before the last layer")
     weight_decay: float = option(0.01, "of AdamW")
     balance: bool = option(True, "weigh classes by how rare they are")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = outside(self, warm_up=(0, 1), dropout=(0, 1), weight_decay=(0, MOST))
+        if self.header not in HEADERS:
+            wrong.append(f"header={shown(self.header)} must be one of {', '.join(HEADERS)}")
+        if len(self.text) > 2:
+            wrong.append(f"text names {len(self.text)} columns, and one or two are taken")
+        if len(set(self.text)) < len(self.text):
+            wrong.append(f"text names {self.text[0]} twice; name it once")
+        wrong += [
+            f"{name} names {column}, which is the target; name another column"
+            for name, columns in (("text", self.text), ("group", (self.group,)))
+            for column in columns
+            if column and column == self.target
+        ]
+        if wrong:
+            raise JobError(wrong)
 
 
 class Classifier(nn.Module):
@@ -69,10 +89,16 @@ class TextReader:
     """Texts as the classifier takes them."""
 
     def __init__(
-        self, encoder: Encoder, columns: Sequence[str], classes: Sequence[str], most: int, dropout: float
+        self,
+        encoder: Encoder,
+        columns: Sequence[str],
+        classes: Sequence[str],
+        most: int,
+        dropout: float,
+        has_header: bool = True,
     ) -> None:
         self.encoder, self.columns, self.classes = encoder, tuple(columns), tuple(classes)
-        self._most, self._dropout = most, dropout
+        self._most, self._dropout, self.has_header = most, dropout, has_header
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -86,6 +112,7 @@ class TextReader:
             "classes": list(self.classes),
             "most": self._most,
             "dropout": self._dropout,
+            "has_header": self.has_header,
             "config": self.encoder.config,
         }
 
@@ -124,17 +151,18 @@ class TextReader:
 
 def prepare(options: TextOptions, say: Say) -> Prepared:
     """Read the file, make tokens of its texts, and hold a part out."""
-    table = shown_table(options.data, say)
+    table = shown_table(options.data, say, header=HEADERS[options.header])
     target = _target(table, options)
     columns = _columns(table, options, target)
     unread = [name for name in table.columns if name not in columns]
-    refuse([*checks.target_problems(table[target]), *checks.leaks(table, target, but=unread)])
+    refuse([*_target_problems(table, target), *checks.leaks(table, target, but=unread)])
     for line in (*checks.target_warnings(table[target]), *checks.suspects(table, target, but=unread)):
         say(f"warning   {line}")
     classes, labels = checks.classes_of(table[target])
+    say(f"task      {target} ({len(classes)} classes) from {' and '.join(columns)}")
     train, train_labels, held, held_labels = _parts(options, table, target, classes, labels, say)
     encoder = encoder_for(options, [text for name in columns for text in texts_of(train, name)], say)
-    reader = TextReader(encoder, columns, classes, options.most, options.dropout)
+    reader = TextReader(encoder, columns, classes, options.most, options.dropout, table.has_header)
     data = reader.sequences(train, say, {"labels": torch.from_numpy(train_labels)})
     valid = reader.sequences(held, say, {"labels": torch.from_numpy(held_labels)})
     weights = torch.from_numpy(class_weights(train_labels, len(classes))).float() if options.balance else None
@@ -192,7 +220,9 @@ class _Forward:
 def revive(state: Mapping[str, Any], folder: Path) -> TextReader:
     """The reader of a finished run."""
     encoder = encoder_in(folder, state["config"])
-    return TextReader(encoder, state["columns"], state["classes"], state["most"], state["dropout"])
+    return TextReader(
+        encoder, state["columns"], state["classes"], state["most"], state["dropout"], state.get("has_header", True)
+    )
 
 
 # --- the table -------------------------------------------------------------------------------------
@@ -208,13 +238,24 @@ def _target(table: Table, options: TextOptions) -> str:
 
 
 def _columns(table: Table, options: TextOptions, target: str) -> list[str]:
-    if len(options.text) > 2:
-        raise DataError(f"text names {len(options.text)} columns, and one or two are taken")
     if options.text:
         return [table[name].name for name in options.text]
-    found = [name for name, column in table.columns.items() if column.kind == "text" and name != target]
+    used = (target, options.group)
+    found = [name for name, column in table.columns.items() if column.kind == "text" and name not in used]
     if not 1 <= len(found) <= 2:
         raise DataError(f"which column of {table.path} holds the text? Say --text; there are {_named(table)}")
+    return found
+
+
+def _target_problems(table: Table, target: str) -> list[str]:
+    column = table[target]
+    found = checks.target_problems(column)
+    different = len(set(column.texts()))
+    if not found and 2 * different > len(table):
+        found.append(
+            f"the target {target!r} has {different:,} different values in {len(table):,} rows, "
+            f"as {shown(column.texts()[0])}; name a column of classes, each with several rows"
+        )
     return found
 
 
@@ -227,15 +268,25 @@ def _parts(
 ) -> tuple[Table, Numbers, Table, Numbers]:
     """What is trained on and what is held out, with labels: a file of its own, whole groups, a share of each class."""
     if options.valid:
-        held = shown_table(options.valid, say)
+        held = shown_table(options.valid, say, header=HEADERS[options.header])
         refuse(checks.mismatch_problems(table, held, ""))
         theirs, numbers = checks.classes_of(held[target])
         unknown = [name for name in theirs if name not in classes]
-        refuse([f"{options.valid} has the class {name!r}, which {options.data} has not" for name in unknown])
+        refuse(
+            [
+                f"{options.valid} has the class {shown(name)}, which {options.data} has not; leave its rows out"
+                for name in unknown
+            ]
+        )
         known = np.asarray([classes.index(name) for name in theirs])[numbers]
         return table, labels, held, known
     if options.group:
-        split = splits.by_group(np.asarray(table[options.group].texts()), options.valid_share, options.seed)
+        group = table[options.group]
+        if group.missing is not None:
+            raise DataError(f"group={group.name} is missing in {int(group.missing.sum()):,} rows; fill it in")
+        split = splits.by_group(np.asarray(group.texts()), options.valid_share, options.seed)
+        for number in np.setdiff1d(labels[split.valid], labels[split.train]):
+            say(f"warning   all rows of {shown(classes[number])} are held out by their groups: it is never trained on")
     else:
         split = splits.stratified(labels, options.valid_share, options.seed)
     say(f"split     {len(split.train):,} rows to train on, {len(split.valid):,} held out")

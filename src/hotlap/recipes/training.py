@@ -62,8 +62,23 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
     """Train a recipe's models on its data, keep the best, and give the folder with all that was found."""
     if not options.data:
         raise StoreError(f"no data is named; give --data FILE ({recipe.expects})")
+    _check_names(recipe, options, out)
     prepared = recipe.prepare(options, say)
-    folder = RunFolder.create(out, recipe.name).path
+    if options.test:
+        # A mistake in it is to be known now, not after the training.
+        _asked(prepared.reader, Path(options.test), lambda line: None)
+    folder = _folder(recipe, options, out, say)
+    try:
+        return _trained(recipe, options, prepared, folder, retrain=retrain, say=say, progress=progress)
+    except (KeyboardInterrupt, SystemExit):
+        words = ["hotlap", "train", recipe.name, "--options", str(folder / OPTIONS), "--out", str(folder)]
+        say(f"stopped   go on with: {shlex.join(words)}")
+        raise
+
+
+def _trained(
+    recipe: Recipe, options: Options, prepared: Prepared, folder: Path, *, retrain: bool, say: Say, progress: bool
+) -> Path:
     found = [
         _judged(one, prepared, options, folder / "models" / one.name, retrain=retrain, progress=progress)
         for one in prepared.candidates
@@ -89,9 +104,9 @@ def predict(
     probabilities: bool = False,
 ) -> int:  # fmt: skip
     """Write what the model of a run answers for each row of a file; how many rows were answered."""
+    refuse_written(out)
     state, reader, model = revived(folder)
-    table = read_table(data, kinds=reader.kinds)
-    asked = reader.asked(table, say)
+    table, asked = _asked(reader, data, say)
     answers = scores_of(reader, model, asked.data, batch_size=state["batch_size"], device=device)
     threshold = Threshold(*state["threshold"]) if state["threshold"] is not None else None
     words = np.asarray(reader.classes, dtype=object)[chosen(answers, threshold)]
@@ -100,6 +115,52 @@ def predict(
         columns |= {f"{state['target']}_{name}": answers[:, n].tolist() for n, name in enumerate(reader.classes)}
     write_answers(out, data, table, asked.rows, columns, keep=keep)
     return len(asked.rows)
+
+
+def _asked(reader: Reader, data: Path, say: Say) -> tuple[Table, Asked]:
+    """A file as the one that was trained on, and its rows as the model takes them."""
+    table = read_table(data, header=reader.has_header, kinds=reader.kinds)
+    return table, reader.asked(table, say)
+
+
+def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
+    """Refuse what is not there, or is there already, before anything is read."""
+    plan = Path(options.plan)
+    if options.plan not in (TUNED, EVERYTHING, OFF) and not plan.exists():
+        raise PlanError(f"plan={options.plan} is none of auto, off, max, and no file or folder of a run")
+    if (plan / OPTIONS).is_file():
+        models = ", ".join(sorted(str(one) for one in plan.glob("models/*")))
+        raise PlanError(f"plan={options.plan} is a recipe's run; name one of its models: {models}")
+    for name in ("valid", "test"):
+        path = getattr(options, name)
+        if path and not Path(path).exists():
+            raise DataError(f"{name}={path} does not exist; check the name and the folder")
+    if out is not None and out.is_dir() and any(out.iterdir()) and not _was_begun(recipe, options, out):
+        raise StoreError(f"{out} holds files already; name a new folder with --out")
+
+
+def _was_begun(recipe: Recipe, options: Options, folder: Path) -> bool:
+    """Whether this training was begun in a folder and has not ended."""
+    said = folder / OPTIONS
+    return said.is_file() and not (folder / STATE).exists() and read_text(said) == as_file(recipe.name, options)
+
+
+def _folder(recipe: Recipe, options: Options, out: Path | None, say: Say) -> Path:
+    """A new folder, or that in which this training was begun."""
+    if out is not None and _was_begun(recipe, options, out):
+        say(f"run       {out} was begun before: it goes on")
+        return out
+    folder = RunFolder.create(out, recipe.name).path
+    write_text(folder / OPTIONS, as_file(recipe.name, options))
+    return folder
+
+
+def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, progress: bool) -> Run:
+    """Train a job in its folder, or go on where it was interrupted there."""
+    was_begun = (out / PLAN).is_file()
+    return fit(
+        job, plan=options.plan, out=out, resume=out if was_begun else None, reuse=not retrain, progress=progress
+    )
 
 
 def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
@@ -116,8 +177,11 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
         raise StoreError(f"{path} is damaged; train again") from None
     if version != FORMAT:
         raise StoreError(f"{path} has format {version}, and this hotlap reads {FORMAT}; update hotlap or train again")
-    reader = recipe_named(state["recipe"]).revive(state["reader"], folder)
-    model = reader.model(state["model"])
+    try:
+        reader = recipe_named(state["recipe"]).revive(state["reader"], folder)
+        model = reader.model(state["model"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"{path} is damaged: {shown(error)}; train again") from None
     load_into(model, folder / MODEL)
     return state, reader, model.eval()
 
@@ -128,7 +192,7 @@ def _walked(
     """How the best model does on other splits, by their names."""
     found = {}
     for fold in prepared.folds(name):
-        run = fit(fold.job(), plan=options.plan, out=folder / "folds" / fold.name, reuse=not retrain, progress=progress)
+        run = _fitted(fold.job(), options, folder / "folds" / fold.name, retrain=retrain, progress=progress)
         answers = scores_of(
             prepared.reader, run.model, fold.held_out, batch_size=4 * options.batch_size, device=options.device
         )
@@ -148,7 +212,7 @@ def _walked(
 def _judged(
     one: Candidate, prepared: Prepared, options: Options, out: Path, *, retrain: bool, progress: bool
 ) -> Judged:
-    run = fit(one.job(), plan=options.plan, out=out, reuse=not retrain, progress=progress)
+    run = _fitted(one.job(), options, out, retrain=retrain, progress=progress)
     batch = 4 * options.batch_size
     answers = scores_of(prepared.reader, run.model, prepared.held_out, batch_size=batch, device=options.device)
     threshold = _threshold(answers, prepared.target)
@@ -238,7 +302,6 @@ def _write(
     }
     write_text(folder / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
     prepared.reader.keep_files(folder)
-    write_text(folder / OPTIONS, as_file(recipe.name, options))
     told = {
         "best": best.name,
         "models": {one.name: {**one.report, "train_s": one.train_s, "from_cache": one.was_kept} for one in found},
