@@ -40,8 +40,10 @@ PUBLIC = {
     "load_plan",
     "load_weights",
     "parallel_map",
+    "predict",
     "save_plan",
     "tokenised",
+    "train",
 }
 HEAVY = ("torch", "numpy", "rich", "jinja2", "asyncio")
 

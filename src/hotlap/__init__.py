@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.engine.rig import Rig as Rig
     from hotlap.fitting.loop import fit as fit
     from hotlap.fitting.run import Run as Run
+    from hotlap.recipes.calls import predict as predict
+    from hotlap.recipes.calls import train as train
     from hotlap.store.loading import load_weights as load_weights
     from hotlap.store.plans import load_plan as load_plan
     from hotlap.store.plans import save_plan as save_plan
@@ -63,8 +65,10 @@ _HOME = {
     "load_plan": "hotlap.store.plans",
     "load_weights": "hotlap.store.loading",
     "parallel_map": "hotlap.data.parallel",
+    "predict": "hotlap.recipes.calls",
     "save_plan": "hotlap.store.plans",
     "tokenised": "hotlap.data.tokenising",
+    "train": "hotlap.recipes.calls",
 }
 """Where each public name lives."""
 

@@ -65,7 +65,7 @@ def test_values_that_make_no_sense_are_refused(given, said):
 )
 def test_a_command_line_that_is_none_is_refused(words, said):
     with pytest.raises(JobError, match=re.escape(said)):
-        from_words(words)
+        options_of(Own, None, from_words(words))
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):

@@ -58,7 +58,11 @@ def predict(
     from hotlap.recipes.training import predict as predicted
 
     count = predicted(run, data, out, say=_say, device=device, keep=tuple(keep), probabilities=probabilities)
-    print(json.dumps({"rows": count, "file": str(out)}) if as_json else f"{count:,} rows answered in {out}")
+    print(
+        json.dumps({"rows": count, "file": str(out)})
+        if as_json
+        else f"{count:,} row{'s'[: count != 1]} answered in {out}"
+    )
 
 
 def recipes(

@@ -36,6 +36,10 @@ class Reader(Protocol):
     """The answers, in the order of the model's outputs."""
 
     @property
+    def has_header(self) -> bool | None:
+        """Whether files name their columns, as that which was trained on does or does not; None: see each."""
+
+    @property
     def kinds(self) -> dict[str, Kind]:
         """What columns of a table are to be read as, where a few rows would not show it."""
 
@@ -88,7 +92,7 @@ class Prepared:
     shown: Callable[[int], str]
     """A sample of it in a few words, for a list of mistakes."""
     baselines: Mapping[str, Numbers]
-    """What simple rules would answer for its samples, by name."""
+    """What simple rules would answer for its samples, by name; the simplest, the most frequent class, first."""
     folds: Callable[[str], Sequence[Fold]] = lambda name: ()
     """Other splits for a model of this name."""
     finish: Callable[[str, nn.Module, Path, Say], None] | None = None

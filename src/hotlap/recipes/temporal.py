@@ -25,7 +25,7 @@ from hotlap.recipes.bars import Bars, bars_from, frame_name
 from hotlap.recipes.indicators import Features, Standard, direction, features, standardised
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
 from hotlap.recipes.onnx_files import Served, write_onnx
-from hotlap.recipes.options import Options, option
+from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.reading import shown_table
 from hotlap.recipes.recipe import Asked, Candidate, Fold, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
@@ -72,6 +72,16 @@ class TemporalOptions(Options):
             for name in ("length", "ahead")
             if getattr(self, name) < 1
         ]
+        wrong += outside(self, folds=(0, MOST), warm_up=(0, 1), smoothing=(0, 1), weight_decay=(0, MOST))
+        wrong += [
+            f"{name}={getattr(self, name)} must be above 0"
+            for name in ("threshold", "clip")
+            if not 0 < getattr(self, name) <= MOST
+        ]
+        if self.volatility != 0 and self.volatility < 2:
+            wrong.append(f"volatility={self.volatility} must be 0, or at least 2")
+        if self.group:
+            wrong.append(f"group={self.group} is not for bars, of which the last part is held out; leave it out")
         wrong += [
             f"no model is called {shown(name)}{did_you_mean(name, MODELS)}"
             for name in self.models
@@ -97,6 +107,7 @@ class BarReader:
     """Bars as the networks take them: windows of features, standardised as in training."""
 
     classes: tuple[str, ...] = CLASSES
+    has_header: bool | None = None
 
     def __init__(self, frames: Sequence[int], length: int, standard: Standard, names: Sequence[str]) -> None:
         self._frames, self._length, self._standard, self._names = tuple(frames), length, standard, tuple(names)
@@ -158,7 +169,15 @@ class BarReader:
 
 def known_features(table: Table, frames: Sequence[int], say: Say) -> tuple[list[Bars], list[Features]]:
     """The bars of a table by symbol, and their features: from the cache, where they were made before."""
+    if len(table) < 2:
+        raise DataError(f"{table.path} has a single bar; give more of them, at least {LEAST} windows are needed")
     bars = bars_from({name: _values(column) for name, column in table.columns.items()})
+    for seconds in frames:
+        if seconds < bars[0].seconds or seconds % bars[0].seconds:
+            raise DataError(
+                f"frame {frame_name(seconds)} cannot be made of bars of {frame_name(bars[0].seconds)}, as in "
+                f"{table.path}; name multiples of it, such as --frames d1,d7, or none: --frames="
+            )
     began = time.perf_counter()
     arrays = [[one.times, one.open, one.high, one.low, one.close, one.volume, one.seconds] for one in bars]
     key = key_of("bars", arrays, list(frames), indicators, bars_module)
@@ -311,10 +330,13 @@ def _sides(
         # The labels of the last bars before a cut look beyond it: as many bars are left out.
         train = [_side(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
         held = [_side(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
-    for what, part in (("to train on", train), ("to hold out", held)):
+    for path, what, part in (
+        (options.data, "to train on", train),
+        (options.valid or options.data, "to hold out", held),
+    ):
         count = sum(len(side.naive) for side in part if side is not None)
         if count < LEAST:
-            raise DataError(f"{table.path} has {count} windows {what}, and {LEAST} are needed; give more bars")
+            raise DataError(f"{path} has {count} windows {what}, and {LEAST} are needed; give more bars")
     return [side for side in train if side], [side for side in held if side]
 
 

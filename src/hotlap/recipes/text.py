@@ -55,12 +55,6 @@ class TextOptions(EncoderOptions):
             wrong.append(f"text names {len(self.text)} columns, and one or two are taken")
         if len(set(self.text)) < len(self.text):
             wrong.append(f"text names {self.text[0]} twice; name it once")
-        wrong += [
-            f"{name} names {column}, which is the target; name another column"
-            for name, columns in (("text", self.text), ("group", (self.group,)))
-            for column in columns
-            if column and column == self.target
-        ]
         if wrong:
             raise JobError(wrong)
 
@@ -154,6 +148,9 @@ def prepare(options: TextOptions, say: Say) -> Prepared:
     table = shown_table(options.data, say, header=HEADERS[options.header])
     target = _target(table, options)
     columns = _columns(table, options, target)
+    for name, named in (("text", columns), ("group", [options.group])):
+        if target in named:
+            raise DataError(f"{name} names {target}, which is the target; name another column")
     unread = [name for name in table.columns if name not in columns]
     refuse([*_target_problems(table, target), *checks.leaks(table, target, but=unread)])
     for line in (*checks.target_warnings(table[target]), *checks.suspects(table, target, but=unread)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,24 +14,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import DataError, PlanError, StoreError, shown
+from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.fitting.loop import fit
+from hotlap.fitting.run import Run
+from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.recipes import pictures, scores
-from hotlap.recipes.answers import Threshold, chosen, scores_of, write_answers
+from hotlap.recipes.answers import Threshold, chosen, refuse_written, scores_of, write_answers
 from hotlap.recipes.options import Options, as_file
-from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
-from hotlap.recipes.tables import read_table
+from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Reader, Recipe, Say
+from hotlap.recipes.tables import Table, read_table
 from hotlap.store.files import read_text, write_text
 from hotlap.store.loading import load_into
 from hotlap.store.run_folder import RunFolder, finite
 from hotlap.store.weights import save_weights
 
 STATE, OPTIONS, REPORT, MODEL = "recipe.json", "options.toml", "report.json", "model.safetensors"
+PLAN = "plan.toml"
+"""In the folder of a training that was begun."""
 FORMAT = 1
 """Of the state file; one of a newer hotlap is refused."""
 RARE = 0.25
 """A class of two that has less than this share of the samples gets a threshold of its own."""
+SURE = 2.0
+"""So many standard errors are more than chance."""
 MISTAKES = 10
 """Of the worst ones, shown."""
 
@@ -158,9 +166,7 @@ def _folder(recipe: Recipe, options: Options, out: Path | None, say: Say) -> Pat
 def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, progress: bool) -> Run:
     """Train a job in its folder, or go on where it was interrupted there."""
     was_begun = (out / PLAN).is_file()
-    return fit(
-        job, plan=options.plan, out=out, resume=out if was_begun else None, reuse=not retrain, progress=progress
-    )
+    return fit(job, plan=options.plan, out=out, resume=out if was_begun else None, reuse=not retrain, progress=progress)
 
 
 def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
@@ -263,15 +269,18 @@ def _compared(found: list[Judged], prepared: Prepared) -> list[str]:
     best = max(one.score for one in found)
     rules = {name: said["macro_f1"] for name, said, _ in rows if name in prepared.baselines}
     beaten_by = [name for name, score in rules.items() if score >= best]
-    return [
+    lines = [
         f"{'':<{width}}  accuracy  macro-F1",
         *(f"{name:<{width}}  {said['accuracy']:8.3f}  {said['macro_f1']:8.3f}  {words}" for name, said, words in rows),
-        *(
-            [f"no model is better than {' or '.join(beaten_by)}: there may be nothing to learn here"]
-            if beaten_by
-            else []
-        ),
     ]
+    if beaten_by and best < 1:
+        right = [said["accuracy"] for name, said, _ in rows if name in prepared.baselines]
+        # Rules that are no better than the most frequent class, but for chance, have found nothing either.
+        chance = SURE * (right[0] * (1 - right[0]) / len(prepared.target)) ** 0.5
+        is_learnable = max(right) > right[0] + chance
+        why = "train longer, or on more rows" if is_learnable else "there may be nothing to learn here"
+        lines.append(f"no model is better than {' or '.join(beaten_by)}: {why}")
+    return lines
 
 
 def _when(one: Judged) -> str:

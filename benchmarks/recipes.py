@@ -1,0 +1,536 @@
+"""Two recipes from command to predictions, against the loop of the guides for the same models and data.
+
+    python -m benchmarks.recipes [--only temporal|text] [--epochs N] [--rival-steps 1000] [--band] [--json FILE]
+
+temporal: LSTM, Transformer and MLP on 76,792 windows of 20 bars, batch 256, 50 epochs. The bars are simulated: 24,344
+of each of 4 symbols, of which the last fifth is held out. A bar has the 38 features that the recipe makes, not 29 as in
+the training whose size this is. text: an encoder of the shape of RoBERTa-base from scratch, on 24,048 texts of 8 words
+in the median, 17 % of them positive, at most 192 tokens, batch 16, 3 epochs. The tokenizer is made from the texts and
+has some 34 thousand tokens, where RoBERTa has 50 thousand. Without `transformers` this part fails, and says so.
+
+For each, in a process of its own:
+- the guides' loop (`benchmarks/recipe_rivals.py`) for `--rival-steps` of each model, in fp32 and in fp16. The faster
+  one counts. What it would take for as many steps as hotlap made is extrapolated from that, and its steps are all that
+  is counted: no start, reading, evaluation or prediction. 0 leaves it out;
+- `hotlap train … --test …` with an empty cache: the time of the whole process, from the command to the predictions.
+  Its patience is as long as the training, so that no model stops early; steps are those that were made;
+- the same command again, with the cache that it left;
+- with `--band`, the recipe under `--plan off` (eager, fp32) with seeds 0, 1 and 2, and under a tuned plan, all for
+  `--band-epochs`: whether the tuned one scores between the lowest and the highest of them. By chance alone one of four
+  is the highest or the lowest half of the time: it is how far outside that counts.
+
+Results are written after every process, as far as they are there. One that fails says why and the others go on; the
+exit code is then 1. A ratio that is not reached is said, and is no failure. On one H200, for calls of 10 minutes:
+
+    python -m benchmarks.recipes --only temporal --json temporal.json
+    python -m benchmarks.recipes --only temporal --rival-steps 0 --epochs 12 --band --json temporal-band.json
+    python -m benchmarks.recipes --only text --json text.json
+    python -m benchmarks.recipes --only text --rival-steps 0 --epochs 1 --band --json text-band.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.fast_path import versions
+from hotlap.core.table import as_json, table
+from hotlap.core.units import show_seconds
+from hotlap.recipes.simulated import simulated_bars
+from hotlap.store.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[1]
+UNSET = ("HOTLAP_PLAN", "PYTHONDONTWRITEBYTECODE")
+CACHES = ("HOTLAP_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1"}
+SEEDS = (0, 1, 2)
+BARS, SYMBOLS, SIGNAL = 24_344, 4, 0.3
+"""Bars of each symbol: of so many, 76,792 windows are trained on."""
+TEXTS, HELD_OUT = 24_048, 6_012
+MEDIAN, SPREAD, LONGEST = 8, 0.6, 150
+"""Words of a text: log-normal."""
+WORDS, TELLING = 60_000, range(2_000, 2_040)
+"""Of the language, by rank; those that a positive text has more of."""
+POSITIVE, TOLD = 0.17, 0.3
+"""The share of positive texts, and of telling words in them."""
+SYLLABLES = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
+ROBERTA_BASE = {
+    "model_type": "roberta",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+}
+VOCABULARY = 50_265
+
+
+class FailedError(Exception):
+    """A process that did not do what it should; the message says why, in a line."""
+
+
+# --- data ----------------------------------------------------------------------------------------------
+
+
+def bars_file(path: Path, rows: int, seed: int) -> Path:
+    """Bars of each symbol, one below the other."""
+    names = ("open", "high", "low", "close", "volume")
+    lines = (
+        [time, bars.symbol, *values]
+        for bars in simulated_bars(rows, SYMBOLS, seed, SIGNAL)
+        for time, *values in zip(
+            bars.times.astype("datetime64[s]").astype(str), *(getattr(bars, name) for name in names), strict=True
+        )
+    )
+    return _written(path, ("time", "symbol", *names), lines)
+
+
+def texts_file(path: Path, rows: int, seed: int, *, labels: bool = True) -> Path:
+    """Texts whose words are as frequent as words are; some words tell the positive ones."""
+    chance = np.random.default_rng(seed)
+    positive = chance.random(rows) < POSITIVE
+    lengths = np.clip(np.rint(MEDIAN * np.exp(SPREAD * chance.standard_normal(rows))), 1, LONGEST).astype(int)
+    count = int(lengths.sum())
+    ranks = (WORDS ** chance.random(count)).astype(int)  # the k-th about as often as 1 / k
+    told = np.repeat(positive, lengths) & (chance.random(count) < TOLD)
+    ranks = np.where(told, chance.integers(TELLING.start, TELLING.stop, count), ranks)
+    texts = (" ".join(map(word, own)) for own in np.split(ranks, np.cumsum(lengths)[:-1]))
+    if not labels:
+        return _written(path, ("text",), ([text] for text in texts))
+    return _written(path, ("text", "label"), zip(texts, positive.astype(int).tolist(), strict=True))
+
+
+def word(rank: int) -> str:
+    """A word for each rank, longer ones for rarer words."""
+    number, parts = int(rank) + len(SYLLABLES), []
+    while number:
+        number, part = divmod(number, len(SYLLABLES))
+        parts.append(SYLLABLES[part])
+    return "".join(parts)
+
+
+def _written(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)
+    return path
+
+
+# --- the recipes ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A recipe, and what is asked of it on one H200."""
+
+    name: str
+    epochs: int
+    wanted: float
+    """How many times as fast as the guides' loop."""
+    words: Callable[[argparse.Namespace, Path], list[str]]
+    """Writes the files into a folder, and gives the words of the command but for epochs, plan and seed."""
+
+
+def temporal_words(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Bars to train on, a fifth as many to predict."""
+    train = bars_file(folder / "bars.csv", options.bars, seed=0)
+    test = bars_file(folder / "test.csv", max(options.bars // 5, 500), seed=1)
+    return ["--data", str(train), "--test", str(test), "--models", options.models, "--batch-size", "256"]
+
+
+def text_words(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Texts to train on, to judge by and to predict. Held out by a file: all seeds are judged by the same."""
+    if importlib.util.find_spec("transformers") is None:
+        raise FailedError("transformers is not installed: pip install hotlap[text]")
+    config = options.config
+    if config is None:
+        config = folder / "config.json"
+        config.write_text(json.dumps(ROBERTA_BASE))
+    held = max(options.texts * HELD_OUT // TEXTS, 50)
+    files = {
+        "--data": texts_file(folder / "texts.csv", options.texts, seed=0),
+        "--valid": texts_file(folder / "valid.csv", held, seed=1),
+        "--test": texts_file(folder / "test.csv", held, seed=2, labels=False),
+        "--config": config,
+    }
+    words = [str(word) for pair in files.items() for word in pair]
+    words += ["--text", "text", "--target", "label", "--batch-size", "16", "--most", "192"]
+    return [*words, "--lr", str(options.lr), "--vocabulary", str(VOCABULARY)]
+
+
+PARTS = (
+    Part(name="temporal", epochs=50, wanted=8.0, words=temporal_words),
+    Part(name="text", epochs=3, wanted=6.0, words=text_words),
+)
+
+
+# --- a process -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A whole `hotlap train`."""
+
+    seconds: float
+    machine: str
+    models: dict[str, dict[str, Any]]
+    """By name: samples and steps that were made, seconds of training, scores, plan, and the tuner's table."""
+    said: list[str]
+
+    @property
+    def from_cache(self) -> list[str]:
+        """The lines that tell what was read from the cache, and what that saved."""
+        return [" ".join(line.split()) for line in self.said if "which saved" in line]
+
+
+def started(command: Sequence[str], variables: Mapping[str, str], folder: Path, limit: float) -> list[str]:
+    """Run a command in a folder; what it said on stderr. FailedError with its last words where it failed."""
+    given = {name: value for name, value in os.environ.items() if name not in UNSET}
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [given.get("PYTHONPATH")])]
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**given, **variables, "PYTHONPATH": os.pathsep.join(paths)},
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired:
+        raise FailedError(f"stopped after {show_seconds(limit)} (--limit)") from None
+    said = done.stderr.splitlines()
+    if done.returncode:
+        last = next((line for line in reversed(said) if line.strip()), "it said nothing")
+        raise FailedError(f"exit code {done.returncode}: {last}")
+    return said
+
+
+def trained(command: Sequence[str], out: Path, variables: Mapping[str, str], limit: float) -> Ran:
+    """Run `hotlap train` from start to exit, and read what it left."""
+    begun = time.perf_counter()
+    said = started(["-m", "hotlap", "train", *command, "--out", str(out)], variables, out.parent, limit)
+    seconds = time.perf_counter() - begun
+    if not (out / "predictions.csv").is_file():
+        raise FailedError(f"there are no predictions in {out}")
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    models = {name: _model(out / "models" / name, scores) for name, scores in report["models"].items()}
+    machine = next((found[1] for line in said if (found := re.match(r"hotlap \S+ on (.*), torch", line))), "")
+    return Ran(seconds=seconds, machine=machine, models=models, said=said)
+
+
+def _model(folder: Path, scores: Mapping[str, Any]) -> dict[str, Any]:
+    record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    run = RunFolder.open(folder)
+    ledger = run.read_ledger()
+    return {
+        "training_samples": record["facts"]["identity"]["data"]["samples"],
+        **{name: record["ended"][name] for name in ("steps", "stopped", "train_s")},
+        **{name: scores[name] for name in (*METRICS, "from_cache")},
+        "plan": str(run.read_plan()),
+        "tuning": as_json(ledger),
+        "table": table(ledger, 112),
+    }
+
+
+# --- all of it -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """All that is known of a recipe."""
+
+    epochs: int
+    wanted: float
+    rows: dict[str, int] = field(default_factory=dict)
+    """Of each file."""
+    rival: dict[str, dict[str, Any]] | None = None
+    """By model and precision."""
+    cold: Ran | None = None
+    again: Ran | None = None
+    band: dict[str, Any] | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def rival_s(self) -> dict[str, float]:
+        """What the guides' loop would take for as many steps as hotlap made, by model: extrapolated."""
+        if self.rival is None or self.cold is None:
+            return {}
+        return {
+            name: min(one["step_s"] for one in self.rival[name].values()) * model["steps"]
+            for name, model in self.cold.models.items()
+        }
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as the guides' loop the whole command was; None where it is not known."""
+        return sum(self.rival_s.values()) / self.cold.seconds if self.rival_s and self.cold else None
+
+    @property
+    def saved_s(self) -> float | None:
+        """What the cache saved the second time."""
+        return self.cold.seconds - self.again.seconds if self.cold and self.again else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the file."""
+        return {
+            **asdict(self),
+            "rival_s_extrapolated": self.rival_s,
+            "ratio_extrapolated": self.ratio,
+            "saved_s": self.saved_s,
+        }
+
+
+class Bench:
+    """Starts one process after the other, and goes on where one fails."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._begun = time.perf_counter()
+        self.results: dict[str, Result] = {}
+
+    @property
+    def machine(self) -> str:
+        """What was trained on, as hotlap says."""
+        return next((one.cold.machine for one in self.results.values() if one.cold), self._options.device)
+
+    def run(self, part: Part, folder: Path) -> Result:
+        """The guides' loop, the command, the command again, and the band."""
+        options = self._options
+        result = self.results[part.name] = Result(epochs=options.epochs or part.epochs, wanted=part.wanted)
+        words: list[str] = []
+
+        def make() -> None:
+            words.extend([part.name, *part.words(options, folder), "--device", options.device])
+            result.rows = {file.name: _rows(file) for file in sorted(folder.glob("*.csv"))}
+
+        if not self._done(part, result, "data", make):
+            return result
+        command = [*words, *_lasting(result.epochs), "--plan", options.plan]
+
+        def rival() -> None:
+            answer = folder / "rival.json"
+            asked = ["-m", "benchmarks.recipe_rivals", "--steps", str(options.rival_steps), "--answer", str(answer)]
+            # A cache of its own: hotlap is to find nothing made.
+            variables = {**self._variables(folder, "rival"), "TOKENIZERS_PARALLELISM": "false"}
+            started([*asked, *command], variables, folder, options.limit)
+            result.rival = json.loads(answer.read_text())
+
+        def cold() -> None:
+            result.cold = self._trained(command, folder, "cold")
+
+        def again() -> None:
+            result.again = self._trained(command, folder, "again")
+            if anew := [name for name, model in result.again.models.items() if not model["from_cache"]]:
+                raise FailedError(f"{', '.join(anew)} trained once more, not read from the cache")
+
+        if options.rival_steps:
+            self._done(part, result, "the guides' loop", rival)
+        if self._done(part, result, "hotlap train", cold):
+            self._done(part, result, "hotlap train again", again)
+        if options.band:
+            self._done(part, result, "band", lambda: self._band(words, result, folder))
+        return result
+
+    def write(self) -> None:
+        """The file, as far as results are there."""
+        if self._options.json is None:
+            return
+        report = {
+            "machine": self.machine,
+            "versions": versions(),
+            "settings": {name: _plain(value) for name, value in vars(self._options).items()},
+            "seconds": time.perf_counter() - self._begun,
+            "recipes": {name: result.to_dict() for name, result in self.results.items()},
+        }
+        self._options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _done(self, part: Part, result: Result, what: str, do: Callable[[], None]) -> bool:
+        """Whether it could be done; where not, the result says why."""
+        _say(f"{part.name}: {what} …")
+        begun = time.perf_counter()
+        try:
+            do()
+        except FailedError as error:
+            result.failures.append(f"{what}: {error}")
+        except Exception as error:  # whatever it was, the other recipe is still wanted
+            result.failures.append(f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        else:
+            _say(f"{part.name}: {what} took {show_seconds(time.perf_counter() - begun)}")
+            self.write()
+            return True
+        _say(f"{part.name}: {result.failures[-1]}")
+        self.write()
+        return False
+
+    def _band(self, words: Sequence[str], result: Result, folder: Path) -> None:
+        epochs = self._options.band_epochs or result.epochs
+        asked = [*words, *_lasting(epochs), "--retrain"]
+        tuned = result.cold
+        if tuned is None or epochs != result.epochs:
+            tuned = self._trained([*asked, "--plan", self._options.plan], folder, "tuned")
+        eager = [self._trained([*asked, "--plan", "off", "--seed", str(seed)], folder, f"seed{seed}") for seed in SEEDS]
+        result.band = {
+            "epochs": epochs,
+            "seeds": list(SEEDS),
+            "models": {
+                name: {metric: banded([one.models[name][metric] for one in eager], model[metric]) for metric in METRICS}
+                for name, model in tuned.models.items()
+            },
+            "eager_s": [one.seconds for one in eager],
+        }
+
+    def _trained(self, command: Sequence[str], folder: Path, name: str) -> Ran:
+        return trained(command, folder / name, self._variables(folder, "hotlap"), self._options.limit)
+
+    def _variables(self, folder: Path, whose: str) -> dict[str, str]:
+        # The rival goes first, so that torch's bytecode is at hand for hotlap, as it is on a machine in use.
+        caches = {name: str(folder / f"{whose}-{name.lower()}") for name in CACHES}
+        return {**caches, "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}
+
+
+def banded(eager: Sequence[float], tuned: float) -> dict[str, Any]:
+    """A score beside those of the seeds, and how far outside of them it lies."""
+    low, high = min(eager), max(eager)
+    return {
+        "eager": list(eager),
+        "low": low,
+        "high": high,
+        "tuned": tuned,
+        "outside": max(low - tuned, tuned - high, 0.0),
+    }
+
+
+def _lasting(epochs: int) -> list[str]:
+    """So many epochs, none of them left out."""
+    return ["--epochs", str(epochs), "--patience", str(epochs)]
+
+
+def _rows(file: Path) -> int:
+    with file.open(encoding="utf-8") as lines:
+        return sum(1 for _ in lines) - 1
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# --- for people ----------------------------------------------------------------------------------------
+
+
+def lines(name: str, result: Result) -> list[str]:
+    """A recipe, for people."""
+    files = ", ".join(f"{file} {rows:,} rows" for file, rows in result.rows.items())
+    told = [f"{name}: {_epochs(result.epochs)} asked for" + (f"; {files}" if files else "")]
+    if cold := result.cold:
+        samples = next(iter(cold.models.values()))["training_samples"]
+        training_s = sum(model["train_s"] for model in cold.models.values())
+        told.append(
+            f"  hotlap        {cold.seconds:.1f} s from command to predictions, {training_s:.1f} s of it training "
+            f"on {samples:,} samples"
+        )
+        for model, said in cold.models.items():
+            scores = ", ".join(f"{words} {said[metric]:.3f}" for metric, words in METRICS.items())
+            pace = f"{show_seconds(said['train_s'] / said['steps'])} a step"
+            told.append(f"    {model:<12}{said['steps']:>8,} steps {said['train_s']:8.1f} s, {pace}; {scores}")
+            told.append(f"    {'':<12}{said['stopped']}; {said['plan']}")
+    if result.rival:
+        told.append("  guides' loop  its steps alone, extrapolated from those that were timed")
+        for model, by_precision in result.rival.items():
+            paces = ", ".join(f"{precision} {show_seconds(one['step_s'])}" for precision, one in by_precision.items())
+            timed = next(iter(by_precision.values()))["steps"]
+            whole = f"; as many steps as hotlap's {result.rival_s[model]:.1f} s" if model in result.rival_s else ""
+            told.append(f"    {model:<12}{timed:>8,} steps timed: {paces} a step{whole}")
+    if result.ratio is not None:
+        reached = "reached" if result.ratio >= result.wanted else "not reached"
+        told.append(
+            f"  ratio         {result.ratio:.2f}x, extrapolated; on one H200 {result.wanted:g}x wanted: {reached}"
+        )
+    if result.again and result.saved_s is not None:
+        saved = f"{abs(result.saved_s):.1f} s {'less' if result.saved_s >= 0 else 'more'}"
+        told.append(f"  again         {result.again.seconds:.1f} s, {saved}")
+        told += [f"    {line}" for line in result.again.from_cache]
+    if band := result.band:
+        seeds = ", ".join(map(str, band["seeds"]))
+        told.append(f"  band          eager fp32, seeds {seeds}, {_epochs(band['epochs'])}; beside it the tuned run")
+        for model, scores in band["models"].items():
+            for metric, words in METRICS.items():
+                one = scores[metric]
+                where = f"outside by {one['outside']:.4f}" if one["outside"] else "within"
+                figures = f"[{one['low']:.4f}, {one['high']:.4f}], tuned {one['tuned']:.4f}: {where}"
+                told.append(f"    {model:<12}{words:<9} {figures}")
+    told += [f"  failed        {failure}" for failure in result.failures]
+    for model, said in result.cold.models.items() if result.cold else ():
+        told += [f"  {model}", *(f"    {line}" for line in said["table"])] if said["table"] else []
+    return told
+
+
+def _epochs(count: int) -> str:
+    return f"{count} epoch{'s'[: count > 1]}"
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="RECIPE")
+    parser.add_argument("--epochs", type=int, help="of both; else 50 and 3")
+    parser.add_argument("--rival-steps", type=int, default=1000, help="of the guides' loop; 0 leaves it out")
+    parser.add_argument("--band", action="store_true", help="three seeds without tuning, too")
+    parser.add_argument("--band-epochs", type=int, help="of the band; else as many as of the rest")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--plan", default="auto", help="of hotlap: auto, off or max")
+    parser.add_argument("--bars", type=int, default=BARS, help=f"of each of {SYMBOLS} symbols")
+    parser.add_argument("--models", default="lstm,transformer,mlp", help="of temporal")
+    parser.add_argument("--texts", type=int, default=TEXTS, help="to train on")
+    parser.add_argument("--config", type=Path, help="the config.json of another encoder than RoBERTa-base")
+    parser.add_argument("--lr", type=float, default=5e-5, help="of text")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds after which a process is stopped")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if options.config is not None:
+        options.config = options.config.resolve()
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; 1 where a part failed."""
+    options = parsed(arguments)
+    bench = Bench(options)
+    wanted = [part for part in PARTS if not options.only or part.name in options.only]
+    with tempfile.TemporaryDirectory(prefix="hotlap-recipes-", ignore_cleanup_errors=True) as folder:
+        for number, part in enumerate(wanted):
+            own = Path(folder) / part.name
+            own.mkdir()
+            result = bench.run(part, own)
+            if not number:
+                known = ", ".join(f"{name} {version}" for name, version in versions().items())
+                print(f'recipes on {bench.machine}, {known}; plan="{options.plan}"')
+            print("\n".join(lines(part.name, result)), flush=True)
+    bench.write()
+    return int(any(result.failures for result in bench.results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Recipes by a call: what `hotlap train` and `hotlap predict` do, from Python."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from hotlap.fitting.views import LineView, Silence
+from hotlap.recipes import training
+from hotlap.recipes.every import recipe_named
+from hotlap.recipes.options import options_of
+from hotlap.recipes.recipe import Say
+
+
+def train(
+    recipe: str,
+    data: str | PathLike[str],
+    *,
+    out: str | PathLike[str] | None = None,
+    retrain: bool = False,
+    progress: bool = True,
+    **options: Any,
+) -> Path:
+    """Train a recipe ("text" or "temporal") on a file, and give the folder of its run.
+
+    The options are those that `hotlap recipes NAME` lists, as `target="label"`. With `retrain` it is trained again,
+    were it in the cache; without `progress` nothing is shown. Raises HotlapError where options or data will not do.
+    """
+    chosen = recipe_named(recipe)
+    words = {name: str(value) if isinstance(value, PathLike) else value for name, value in options.items()}
+    given = options_of(chosen.options, None, {"data": str(data), **words})
+    folder = None if out is None else Path(out)
+    return training.train(chosen, given, out=folder, retrain=retrain, say=_say(progress), progress=progress)
+
+
+def predict(
+    run: str | PathLike[str],
+    data: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    keep: Sequence[str] = (),
+    probabilities: bool = False,
+    device: str = "auto",
+    progress: bool = True,
+) -> int:
+    """Write what the model of a run answers for each row of a file, and give the number of rows answered.
+
+    `out` is a new CSV file: the columns of `data`, or those to `keep`, and the answers behind them.
+    """
+    return training.predict(
+        Path(run),
+        Path(data),
+        Path(out),
+        say=_say(progress),
+        device=device,
+        keep=tuple(keep),
+        probabilities=probabilities,
+    )
+
+
+def _say(progress: bool) -> Say:
+    return LineView(sys.stderr).say if progress else Silence().say

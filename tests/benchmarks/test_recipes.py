@@ -1,0 +1,330 @@
+"""The benchmark of recipes has data of the stated shape, a rival that trains the same, and survives what fails."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import statistics
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.recipes import FailedError, Ran, Result
+from recipe_data import tiny_config
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks import recipe_rivals, recipes
+from hotlap import cli
+from hotlap.data.windows import Windows
+from hotlap.recipes.every import recipe_named
+from hotlap.recipes.options import from_words, options_of
+
+CPU = torch.device("cpu")
+QUICK = ["--device", "cpu", "--plan", "off", "--epochs", "1", "--rival-steps", "5"]
+SMALL = [*QUICK, "--bars", "500", "--models", "mlp", "--texts", "200", "--lr", "5e-3"]
+
+
+def in_this_process(command, variables, folder, limit):
+    """As `started`, without the seconds that a process takes to begin."""
+    said = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        if command[1] == "hotlap":
+            patch.setattr(sys, "argv", ["hotlap", *command[2:]])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            code = ended.value.code
+        else:
+            code = recipe_rivals.main(command[2:])
+    lines = said.getvalue().splitlines()
+    if code:
+        raise FailedError(f"exit code {code}: {lines[-1]}")
+    return lines
+
+
+@pytest.fixture
+def _here(monkeypatch):
+    monkeypatch.setattr(recipes, "started", in_this_process)
+
+
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+# --- data ----------------------------------------------------------------------------------------------
+
+
+def test_by_default_as_many_windows_are_trained_on_as_the_docstring_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    words = recipes.temporal_words(recipes.parsed([]), tmp_path)
+    recipe = recipe_named("temporal")
+    prepared = recipe.prepare(options_of(recipe.options, None, from_words(words)), lambda line: None)
+    data = prepared.candidates[0].job().data
+    assert [one.name for one in prepared.candidates] == ["lstm", "transformer", "mlp"]
+    assert len(data) == 76_792
+    assert data[0][0].shape == (20, 38)
+
+
+def test_texts_have_the_stated_lengths_and_shares_and_tell_their_class(tmp_path):
+    rows = rows_of(recipes.texts_file(tmp_path / "texts.csv", recipes.TEXTS, seed=0))
+    assert len(rows) == 24_048
+    lengths = [len(row["text"].split()) for row in rows]
+    assert statistics.median(lengths) == 8
+    assert 100 < max(lengths) <= 150
+    positive = np.asarray([row["label"] == "1" for row in rows])
+    assert positive.mean() == pytest.approx(0.17, abs=0.01)
+    telling = {recipes.word(rank) for rank in recipes.TELLING}
+    told = np.asarray([bool(telling & set(row["text"].split())) for row in rows])
+    assert told[positive].mean() > 0.85
+    assert told[~positive].mean() < 0.05
+
+
+def test_every_rank_has_a_word_of_its_own():
+    assert len({recipes.word(rank) for rank in range(recipes.WORDS + 1)}) == recipes.WORDS + 1
+
+
+def test_texts_are_drawn_again_alike_and_a_file_to_predict_has_no_labels(tmp_path):
+    first, again, other = (
+        rows_of(recipes.texts_file(tmp_path / f"{at}.csv", 50, seed=seed, labels=at < 2))
+        for at, seed in enumerate((3, 3, 4))
+    )
+    assert first == again
+    assert [row["text"] for row in first] != [row["text"] for row in other]
+    assert list(other[0]) == ["text"]
+
+
+# --- the rival -----------------------------------------------------------------------------------------
+
+
+def test_the_rival_trains_on_all_windows_written_out():
+    series = torch.arange(40.0).view(20, 2)
+    windows = Windows([series[:12], series[12:]], 4, target=[torch.arange(12), torch.arange(12, 20)])
+    x, y = recipe_rivals.all_windows(windows).tensors
+    assert x.shape == (14, 4, 2)
+    assert torch.equal(x[9], series[12:16])
+    assert y.tolist() == [*range(3, 12), *range(15, 20)]
+
+
+@pytest.mark.parametrize(("fp16", "tolerance"), [(False, 1e-5), (True, 2e-3)])
+def test_the_guides_loop_makes_plain_clipped_steps_of_adamw(fp16, tolerance):
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 6), torch.randint(3, (32,))
+    model, mine = nn.Linear(6, 3), nn.Linear(6, 3)
+    mine.load_state_dict(model.state_dict())
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.2)
+    job = SimpleNamespace(model=model, loss=loss, optimizer=optimizer, batch_size=32, clip=0.05)
+    training = recipe_rivals.guide_loop(job, TensorDataset(x, y), lambda own, batch: own(batch[0]), CPU, fp16=fp16)
+    found = [next(training) for _ in range(4)]
+    training.close()
+    own = torch.optim.AdamW(mine.parameters(), lr=0.1, weight_decay=0.2)
+    for theirs in found:
+        own.zero_grad()
+        value = loss(mine(x), y)
+        assert theirs == pytest.approx(value.item(), abs=tolerance)  # all data a step, in another order
+        value.backward()
+        nn.utils.clip_grad_norm_(mine.parameters(), 0.05)
+        own.step()
+    assert found[-1] < found[0]
+    torch.testing.assert_close(model.weight, mine.weight, rtol=0, atol=10 * tolerance)
+
+
+def test_steps_that_warm_up_are_not_counted():
+    made = []
+
+    def training():
+        while True:
+            made.append(1)
+            yield 0.5
+
+    found = recipe_rivals.timed(training(), 30, CPU)
+    assert (len(made), found["steps"], found["loss"]) == (30 + recipe_rivals.WARM_STEPS, 30, 0.5)
+    assert found["step_s"] == found["seconds"] / 30
+
+
+def test_the_rivals_texts_are_tokenised_one_by_one_and_padded_to_the_width(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    words = recipes.text_words(recipes.parsed(["--texts", "60"]), tmp_path)
+    recipe = recipe_named("text")
+    options = options_of(recipe.options, None, from_words(words))
+    prepared = recipe.prepare(options, lambda line: None)
+    data = recipe_rivals.text_rows(options, prepared)
+    file = rows_of(tmp_path / "texts.csv")
+    assert len(data) == 60
+    for at in (0, 7, 59):
+        ids = prepared.reader.encoder.tokenizer.encode(file[at]["text"]).ids
+        assert data[at]["input_ids"].tolist() == ids + [0] * (192 - len(ids))
+        assert data[at]["attention_mask"].tolist() == [1] * len(ids) + [0] * (192 - len(ids))
+        assert int(data[at]["labels"]) == int(file[at]["label"])
+
+
+# --- all of it -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_here")
+def test_both_recipes_are_reported_to_people_and_to_a_file(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    file, config = tmp_path / "found.json", tiny_config(tmp_path / "tiny.json")
+    assert recipes.main([*SMALL, "--config", str(config), "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert set(report["recipes"]) == {"temporal", "text"}
+    for name, model, samples, steps in (("temporal", "mlp", 488, 2), ("text", "encoder", 200, 13)):
+        found = report["recipes"][name]
+        made = found["cold"]["models"][model]
+        assert (made["training_samples"], made["steps"]) == (samples, steps)
+        timed = found["rival"][model]["fp32"]
+        assert timed["steps"] == 5
+        rival_s = timed["step_s"] * steps
+        assert found["rival_s_extrapolated"] == {model: pytest.approx(rival_s)}
+        assert found["ratio_extrapolated"] == pytest.approx(rival_s / found["cold"]["seconds"])
+        assert not made["from_cache"]
+        assert found["again"]["models"][model]["from_cache"]
+        assert found["again"]["models"][model]["macro_f1"] == made["macro_f1"]
+        assert found["saved_s"] == pytest.approx(found["cold"]["seconds"] - found["again"]["seconds"])
+        assert not found["failures"]
+        assert f"x, extrapolated; on one H200 {found['wanted']:g}x wanted: not reached" in printed
+    assert "temporal: 1 epoch asked for; bars.csv 2,000 rows, test.csv 2,000 rows" in printed
+    assert "5 steps timed: fp32" in printed
+    assert "features 38 of 2,000 bars of m15, 4 symbols, from the cache, which saved" in printed
+    assert "tokens 200 texts" in printed
+    assert printed.count("trained before, which saved") == 2
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_recipe_that_fails_says_why_and_the_other_goes_on(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    file = tmp_path / "found.json"
+    config = tmp_path / "broken.json"
+    config.write_text("{}")
+    assert recipes.main([*SMALL, "--config", str(config), "--rival-steps", "0", "--json", str(file)]) == 1
+    printed = capsys.readouterr().out
+    assert "failed        hotlap train: exit code 1: hotlap: " in printed
+    assert "names no model_type" in printed
+    found = json.loads(file.read_text())["recipes"]
+    assert found["text"]["cold"] is None
+    assert found["text"]["ratio_extrapolated"] is None
+    assert len(found["text"]["failures"]) == 1
+    assert found["temporal"]["cold"]["models"]["mlp"]["steps"] == 2
+    assert found["temporal"]["failures"] == []
+
+
+def test_without_transformers_text_says_so_in_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(recipes.importlib.util, "find_spec", lambda name: None)
+    assert recipes.main(["--only", "text"]) == 1
+    assert "failed        data: transformers is not installed: pip install hotlap[text]" in capsys.readouterr().out
+
+
+def test_a_second_run_that_trains_again_is_a_failure(monkeypatch, capsys):
+    def retrained(command, variables, folder, limit):
+        return in_this_process([*command, "--retrain"], variables, folder, limit)
+
+    monkeypatch.setattr(recipes, "started", retrained)
+    assert recipes.main([*SMALL, "--only", "temporal", "--rival-steps", "0"]) == 1
+    assert "hotlap train again: mlp trained once more, not read from the cache" in capsys.readouterr().out
+
+
+def test_the_band_is_of_three_seeds_beside_a_run_of_as_many_epochs(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def noted(command, variables, folder, limit):
+        asked.append(command)
+        return in_this_process(command, variables, folder, limit)
+
+    monkeypatch.setattr(recipes, "started", noted)
+    file = tmp_path / "found.json"
+    words = ["--only", "temporal", "--rival-steps", "0", "--band", "--band-epochs", "2", "--json", str(file)]
+    assert recipes.main([*SMALL, *words]) == 0
+    assert [command[command.index("--epochs") + 1] for command in asked] == ["1", "1", "2", "2", "2", "2"]
+    assert [command[command.index("--patience") + 1] for command in asked] == ["1", "1", "2", "2", "2", "2"]
+    assert [command[-3] for command in asked[3:]] == ["0", "1", "2"]
+    found = json.loads(file.read_text())["recipes"]["temporal"]
+    assert found["cold"]["models"]["mlp"]["steps"] == 2
+    band = found["band"]["models"]["mlp"]["macro_f1"]
+    # Here all plans are the same, and so is what the first seed gives.
+    assert band["eager"][0] == band["tuned"] != found["cold"]["models"]["mlp"]["macro_f1"]
+    assert len(set(band["eager"])) == 3
+    assert band["outside"] == 0
+    assert "eager fp32, seeds 0, 1, 2, 2 epochs; beside it the tuned run" in capsys.readouterr().out
+
+
+# --- figures -------------------------------------------------------------------------------------------
+
+
+def ran(seconds, **steps):
+    model = {"training_samples": 10, "stopped": "after all epochs", "train_s": 1.0, "plan": "a plan", "table": []}
+    models = {name: {**model, "steps": count, "accuracy": 0.5, "macro_f1": 0.4} for name, count in steps.items()}
+    return Ran(seconds=seconds, machine="a machine", models=models, said=[])
+
+
+def test_the_faster_precision_counts_for_as_many_steps_as_hotlap_made():
+    rival = {
+        "lstm": {"fp32": {"steps": 100, "step_s": 0.02}, "fp16": {"steps": 100, "step_s": 0.03}},
+        "mlp": {"fp32": {"steps": 100, "step_s": 0.004}, "fp16": {"steps": 100, "step_s": 0.002}},
+    }
+    result = Result(epochs=50, wanted=8.0, rival=rival, cold=ran(5.0, lstm=1000, mlp=2000), again=ran(2.0))
+    assert result.rival_s == {"lstm": 20.0, "mlp": 4.0}
+    assert result.ratio == pytest.approx(4.8)
+    assert result.saved_s == 3.0
+    said = "\n".join(recipes.lines("temporal", result))
+    assert "ratio         4.80x, extrapolated; on one H200 8x wanted: not reached" in said
+    assert "100 steps timed: fp32 20 ms, fp16 30 ms a step; as many steps as hotlap's 20.0 s" in said
+    assert "again         2.0 s, 3.0 s less" in said
+    result.cold = ran(2.0, lstm=1000, mlp=2000)
+    assert "12.00x, extrapolated; on one H200 8x wanted: reached" in "\n".join(recipes.lines("temporal", result))
+
+
+def test_a_score_outside_the_band_is_said_with_how_far():
+    assert recipes.banded([0.5, 0.7, 0.6], 0.65)["outside"] == 0
+    assert recipes.banded([0.5, 0.7, 0.6], 0.4)["outside"] == pytest.approx(0.1)
+    score = recipes.banded([0.5, 0.7, 0.6], 0.75)
+    band = {"epochs": 3, "seeds": [0, 1, 2], "models": {"mlp": {"accuracy": score, "macro_f1": score}}}
+    said = recipes.lines("temporal", Result(epochs=3, wanted=8.0, band=band))
+    assert "    mlp         macro-F1  [0.5000, 0.7000], tuned 0.7500: outside by 0.0500" in said
+
+
+# --- processes -----------------------------------------------------------------------------------------
+
+
+def test_a_process_that_fails_is_told_by_its_last_words(tmp_path):
+    with pytest.raises(FailedError, match="exit code 1: there is no such thing"):
+        recipes.started(["-c", "import sys; sys.exit('there is no such thing')"], {}, tmp_path, 60)
+
+
+def test_a_process_that_takes_too_long_is_stopped(tmp_path):
+    with pytest.raises(FailedError, match=r"stopped after 200 ms \(--limit\)"):
+        recipes.started(["-c", "import time; time.sleep(60)"], {}, tmp_path, 0.2)
+
+
+def test_a_process_finds_hotlap_and_the_rivals_and_no_plan_of_somebody_elses(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_PLAN", "max")
+    program = (
+        "import importlib.util, os, sys; "
+        "there = [importlib.util.find_spec(name) for name in ('hotlap', 'benchmarks.recipe_rivals')]; "
+        "print(all(there), os.environ.get('HOTLAP_PLAN'), os.environ['HOTLAP_CACHE'], file=sys.stderr)"
+    )
+    assert recipes.started(["-c", program], {"HOTLAP_CACHE": "mine"}, tmp_path, 60) == ["True None mine"]
+
+
+def test_a_whole_command_in_a_process_of_its_own_is_read_back(tmp_path):
+    options = recipes.parsed(SMALL)
+    words = ["temporal", *recipes.temporal_words(options, tmp_path), "--device", "cpu", "--plan", "off"]
+    cache = {"HOTLAP_CACHE": str(tmp_path / "cache")}
+    found = recipes.trained([*words, "--epochs", "2", "--patience", "2"], tmp_path / "run", cache, 120)
+    assert found.models["mlp"]["steps"] == 4
+    assert found.models["mlp"]["stopped"] == "after all epochs"
+    assert found.seconds > found.models["mlp"]["train_s"]
+    assert "CPU" in found.machine
+    assert (tmp_path / "run" / "predictions.csv").is_file()

@@ -1,0 +1,92 @@
+"""The examples run as they are, from a file to predictions."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+NOTEBOOK = """
+import os, sys
+import nbformat
+from nbclient import NotebookClient
+
+book = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(book, timeout=120, kernel_name="python3").execute(env=dict(os.environ))
+for cell in book.cells:
+    for output in cell.get("outputs", []):
+        print(output.get("text", ""))
+        print("picture" if "image/svg+xml" in output.get("data", {}) else "")
+"""
+
+
+def run(folder, *words):
+    own = {"HOTLAP_CACHE": str(folder / "cache"), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src")}
+    environ = {**os.environ, **own, "CUDA_VISIBLE_DEVICES": "", "HOTLAP_PROGRESS": "lines"}
+    done = subprocess.run(
+        [sys.executable, *words], env=environ, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def answers_in(folder):
+    (path,) = folder.glob("hotlap-*/answers.csv")
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def check_texts(folder, said):
+    right, count = map(int, re.search(r"(\d+) of (\d+) right", said).groups())
+    assert count == 50
+    assert right > 35
+    rows = answers_in(folder)
+    assert list(rows[0]) == ["id", "text", "label", "label_money", "label_science", "label_sport"]
+    assert all(
+        abs(sum(float(row[f"label_{name}"]) for name in ("money", "science", "sport")) - 1) < 1e-4 for row in rows
+    )
+
+
+def check_bars(folder, said):
+    scores = {name: float(score) for name, score in re.findall(r"^(\w[\w ]*?) +macro-F1 (\S+)$", said, re.MULTILINE)}
+    assert set(scores) == {"mlp", "most frequent class", "what it did last"}
+    assert scores["mlp"] > scores["most frequent class"]
+    rows = answers_in(folder)
+    assert list(rows[0]) == ["time", "symbol", "close", "direction"]
+    assert rows[0]["direction"] == ""
+    assert rows[-1]["direction"] in ("down", "flat", "up")
+
+
+def test_from_a_file_of_texts_to_predictions(tmp_path):
+    pytest.importorskip("transformers")
+    check_texts(tmp_path, run(tmp_path, str(EXAMPLES / "text.py")))
+
+
+def test_from_a_file_of_bars_to_predictions(tmp_path):
+    check_bars(tmp_path, run(tmp_path, str(EXAMPLES / "temporal.py")))
+
+
+@pytest.mark.parametrize(("name", "check"), [("text", check_texts), ("temporal", check_bars)])
+def test_the_notebook_does_the_same_and_shows_pictures(tmp_path, name, check):
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("nbclient")
+    if name == "text":
+        pytest.importorskip("transformers")
+    said = run(tmp_path, "-c", NOTEBOOK, str(EXAMPLES / f"{name}.ipynb"))
+    check(tmp_path, said)
+    assert said.count("picture") == 2 + said.count("scores and pictures in")
+
+
+@pytest.mark.parametrize("name", ["text", "temporal"])
+def test_the_notebook_has_the_code_of_the_script(name):
+    nbformat = pytest.importorskip("nbformat")
+    book = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+    script = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    code = [cell.source for cell in book.cells if cell.cell_type == "code"]
+    assert all(cell in script for cell in code[:-1])
+    assert not any(cell.get("outputs") for cell in book.cells)

@@ -1,0 +1,317 @@
+"""What somebody new to the recipes may do wrong: one clear line, before time is spent, and nothing lost."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from recipe_data import TINY, bars_file, texts_file, tiny_config, write_rows
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import hotlap
+from hotlap.cli import app
+from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, PlanError, StoreError
+from hotlap.recipes import encoders, scores, training
+from hotlap.recipes.options import from_words, options_of
+from hotlap.recipes.tables import read_table
+from hotlap.recipes.temporal import TemporalOptions
+from hotlap.recipes.text import TextOptions
+from hotlap.recipes.training import Judged
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+
+@pytest.fixture(autouse=True)
+def _own_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(encoders, "MINILM", "a_package_that_nobody_has")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run, and its data."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOTLAP_CACHE", str(folder / "cache"))
+        data = texts_file(folder / "train.csv", rows=120)
+        return train(folder, data, "run"), data
+
+
+def quick(folder):
+    config = str(tiny_config(folder / "tiny.json"))
+    return {"config": config, "epochs": 1, "vocabulary": 300, "most": 48, "lr": 5e-3, "plan": "off", "device": "cpu"}
+
+
+def train(folder, data, out, **more):
+    return hotlap.train("text", data, out=folder / out, progress=False, **{**quick(folder), **more})
+
+
+def rows_of(path):
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# --- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        (TextOptions, ["--seed", "-1"], "seed=-1 must be from 0 to"),
+        (TextOptions, ["--lr", "nan"], "lr=nan must be a number of at least 0"),
+        (TextOptions, ["--device", "gpu"], "device='gpu' is none of auto, cpu, cuda, cuda:N"),
+        (TextOptions, ["--dropout", "2"], "dropout=2.0 must be from 0 to 1"),
+        (TextOptions, ["--weight-decay", "-1"], "weight_decay=-1.0 must be a number of at least 0"),
+        (TextOptions, ["--most", "0"], "most=0 must be a number of at least 1"),
+        (TextOptions, ["--header", "perhaps"], "header='perhaps' must be one of auto, yes, no"),
+        (TextOptions, ["--text", "a,b,c"], "text names 3 columns"),
+        (TextOptions, ["--text", "a,a"], "text names a twice"),
+        (TextOptions, ["--plan", "off", "--plan", "max"], "--plan is given 2 times (off, max); give it once"),
+        (TextOptions, ["--epochs"], "--epochs needs a value: a whole number"),
+        (TemporalOptions, ["--smoothing", "2"], "smoothing=2.0 must be from 0 to 1"),
+        (TemporalOptions, ["--clip", "0"], "clip=0.0 must be above 0"),
+        (TemporalOptions, ["--folds", "-1"], "folds=-1 must be a number of at least 0"),
+        (TemporalOptions, ["--volatility", "1"], "volatility=1 must be 0, or at least 2"),
+        (TemporalOptions, ["--group", "symbol"], "group=symbol is not for bars"),
+        (TemporalOptions, ["--models="], "models is empty"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_before_anything_is_read(kind, words, said):
+    with pytest.raises(JobError, match=re.escape(said)):
+        options_of(kind, None, from_words(words))
+
+
+def test_a_flag_needs_no_value_and_a_list_may_be_empty():
+    found = options_of(TemporalOptions, None, from_words(["--onnx", "--frames=", "--ahead", "2"]))
+    assert (found.onnx, found.frames, found.ahead) == (True, (), 2)
+
+
+def test_a_file_without_data_before_it_is_asked_for(tmp_path):
+    (tmp_path / "train.csv").touch()
+    with pytest.raises(JobError, match=re.escape("'train.csv' is no option; did you mean --data train.csv?")):
+        from_words(["train.csv"])
+
+
+# --- before the training ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "said"),
+    [
+        ({"plan": "fast"}, PlanError, "plan=fast is none of auto, off, max"),
+        ({"test": "none.csv"}, DataError, "test=none.csv does not exist"),
+        ({"valid": "none.csv"}, DataError, "valid=none.csv does not exist"),
+        ({"test": "bars.csv"}, DataError, "bars.csv has no column 'text'"),
+        ({"text": "label"}, DataError, "text names label, which is the target"),
+        ({"group": "label"}, DataError, "group names label, which is the target"),
+        ({"target": "id"}, DataError, "the target 'id' has 120 different values in 120 rows"),
+    ],
+)
+def test_a_mistake_is_told_before_the_training_and_leaves_no_folder(tmp_path, more, error, said):
+    bars_file(tmp_path / "bars.csv", rows=10, symbols=1)
+    data = texts_file(tmp_path / "train.csv", rows=120)
+    with pytest.raises(error, match=re.escape(said)):
+        train(tmp_path, data, "run", **more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_files_is_refused_at_once_and_left_as_it_is(tmp_path, finished):
+    run, data = finished
+    before = (run / "report.json").read_bytes()
+    with pytest.raises(StoreError, match="holds files already"):
+        hotlap.train("text", "none.csv", out=run, progress=False)
+    assert (run / "report.json").read_bytes() == before
+    with pytest.raises(PlanError, match=r"name one of its models: .*encoder"):
+        train(tmp_path, data, "other", plan=str(run))
+
+
+def test_what_is_not_installed_is_said_before_texts_are_tokenised(tmp_path, monkeypatch):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MachineError, match=re.escape("needs transformers: pip install hotlap[text]")):
+        train(tmp_path, data, "run")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"model_type": "bertt"}, "Unrecognized model identifier"), ({"hidden_size": 30}, "no encoder can be made")],
+)
+def test_a_config_of_no_encoder_is_refused_in_a_line(tmp_path, change, said):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    config = tmp_path / "bad.json"
+    config.write_text(json.dumps({**TINY, "num_attention_heads": 4, **change}))
+    with pytest.raises(StoreError, match=said) as raised:
+        train(tmp_path, data, "run", config=str(config))
+    assert len(str(raised.value)) < 400
+
+
+def test_what_is_predicted_from_what_is_said(tmp_path, capsys):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    hotlap.train("text", data, out=tmp_path / "run", **quick(tmp_path))
+    assert "task      label (3 classes) from text\n" in capsys.readouterr().err
+
+
+def test_rows_without_a_group_are_refused(tmp_path):
+    rows = [[f"some words {at}", "ab"[at % 2], "" if at % 3 else f"g{at}"] for at in range(30)]
+    data = write_rows(tmp_path / "train.csv", ["text", "label", "author"], rows)
+    with pytest.raises(DataError, match="group=author is missing in 20 rows"):
+        train(tmp_path, data, "run", group="author", text="text")
+
+
+def test_frames_that_the_bars_are_too_long_for_are_named_as_the_user_writes_them(tmp_path):
+    rows = [[f"2020-01-{at + 1:02}", 10, 11, 9, 10] for at in range(28)]
+    data = write_rows(tmp_path / "daily.csv", ["time", "open", "high", "low", "close"], rows)
+    with pytest.raises(DataError, match=r"frame h1 cannot be made of bars of d1.*--frames="):
+        hotlap.train("temporal", data, progress=False, device="cpu")
+
+
+def test_a_single_bar_and_a_short_file_to_judge_by_are_said(tmp_path):
+    one, many = bars_file(tmp_path / "one.csv", rows=1, symbols=1), bars_file(tmp_path / "many.csv", rows=600)
+    with pytest.raises(DataError, match=r"one\.csv has a single bar"):
+        hotlap.train("temporal", one, progress=False, device="cpu")
+    few = bars_file(tmp_path / "few.csv", rows=40, symbols=1)
+    with pytest.raises(DataError, match=r"few\.csv has 0 windows to hold out"):
+        hotlap.train("temporal", many, valid=few, progress=False, device="cpu")
+
+
+# --- files without a header ------------------------------------------------------------------------
+
+
+def test_a_file_without_header_is_known_by_a_number_that_comes_again(tmp_path):
+    data = tmp_path / "news.csv"
+    data.write_text("3,Stocks fall,Banks lose\n4,Comet seen,It is far\n3,Debt grows,Taxes rise\n")
+    table = read_table(data)
+    assert (len(table), list(table.columns), table.has_header) == (3, ["column_0", "column_1", "column_2"], False)
+    assert "--header yes" in table.notes[0]
+    years = tmp_path / "years.csv"
+    years.write_text("land,2019,2020\nA,1,2\nB,3,4\n")
+    assert list(read_table(years).columns) == ["land", "2019", "2020"]
+
+
+def test_a_run_of_a_file_without_header_predicts_one(tmp_path):
+    named = rows_of(texts_file(tmp_path / "named.csv", rows=120))
+    bare = tmp_path / "bare.csv"
+    with bare.open("w", newline="") as file:
+        csv.writer(file).writerows([["sport", "money", "science"].index(row["label"]), row["text"]] for row in named)
+    run = train(tmp_path, bare, "run", target="column_0")
+    few = tmp_path / "few.csv"  # by itself it would seem to have a header
+    few.write_text("".join(bare.read_text().splitlines(keepends=True)[:1]))
+    assert hotlap.predict(run, few, tmp_path / "answers.csv", progress=False, device="cpu") == 1
+    (row,) = rows_of(tmp_path / "answers.csv")
+    assert row["column_1"] == named[0]["text"]
+    assert row["column_0"] in "012"
+
+
+# --- predictions -----------------------------------------------------------------------------------
+
+
+def test_a_damaged_run_is_said_to_be_one(tmp_path, finished):
+    run, data = finished
+
+    def damaged(name, text):
+        folder = tmp_path / f"damaged-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(run, folder)
+        (folder / name).write_text(text)
+        with pytest.raises(HotlapError) as raised:
+            hotlap.predict(folder, data, tmp_path / "answers.csv", progress=False)
+        assert not (tmp_path / "answers.csv").exists()
+        return str(raised.value)
+
+    state = (run / "recipe.json").read_text()
+    assert "recipe.json is damaged" in damaged("recipe.json", '{"format": 1}')
+    assert "recipe.json is damaged" in damaged("recipe.json", state.replace('"columns"', '"colums"'))
+    assert "recipe.json is damaged" in damaged("recipe.json", state.replace('"recipe": "text"', '"recipe": "temporal"'))
+    assert "tokenizer.json is no tokenizer" in damaged("tokenizer.json", "{}")
+    assert "model.safetensors" in damaged("model.safetensors", "")
+
+
+def test_where_answers_cannot_be_written_is_said_before_any_is_given(tmp_path, finished):
+    run, data = finished
+    with pytest.raises(StoreError, match="there is no folder"):
+        hotlap.predict(run, "none.csv", tmp_path / "nowhere" / "answers.csv")
+    kept = data.read_bytes()
+    with pytest.raises(StoreError, match="is there already"):
+        hotlap.predict(run, "none.csv", data)
+    assert data.read_bytes() == kept
+    with pytest.raises(DataError, match="keep names 'label', which is what the answers are called"):
+        hotlap.predict(run, data, tmp_path / "answers.csv", keep=["id", "label"], progress=False)
+
+
+def test_the_command_counts_rows(tmp_path, finished):
+    run, data = finished
+    one = tmp_path / "one.csv"
+    one.write_text("".join(data.read_text().splitlines(keepends=True)[:2]))
+    done = CliRunner().invoke(app, ["predict", str(run), "--data", str(one), "--out", "answers.csv"])
+    assert "1 row answered in answers.csv" in done.output
+
+
+# --- scores ----------------------------------------------------------------------------------------
+
+
+def told_of(target, answers, words):
+    """What is shown of a model that gives these answers, beside rules, one of which goes by words."""
+    classes = ("a", "b", "c")
+    model = Judged(
+        name="model", weights={}, answers=np.zeros((len(target), 3)), threshold=None, history=[], train_s=1.0,
+        report=scores.report(target, answers, None, classes), was_kept=False, bytes_left=0,
+    )  # fmt: skip
+    rules = {"most frequent class": np.full(len(target), 2), "words": words}
+    prepared = SimpleNamespace(target=target, baselines=rules, reader=SimpleNamespace(classes=classes))
+    return "\n".join(training._compared([model], prepared))
+
+
+@pytest.mark.parametrize(
+    ("share_right", "said"),
+    [(0.9, "or words: train longer, or on more rows"), (0.36, "or words: there may be nothing to learn here")],
+)
+def test_a_model_that_a_rule_beats_is_told_why(share_right, said):
+    numbers = np.random.default_rng(0)
+    target = np.arange(300) % 3
+    words = np.where(numbers.random(300) < share_right, target, (target + 1) % 3)
+    assert said in told_of(target, np.full(300, 1), words)
+
+
+def test_a_perfect_model_is_not_scolded_for_a_rule_that_is_perfect_too():
+    target = np.arange(30) % 3
+    assert "no model" not in told_of(target, target, target)
+
+
+# --- interrupted -----------------------------------------------------------------------------------
+
+
+def test_a_training_that_was_interrupted_goes_on_with_the_same_options_and_folder(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    given = {**quick(tmp_path), "epochs": 50, "patience": 50}
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-c", "from hotlap.cli import main; main()"]
+    words = [*command, "train", "text", "--data", str(data), "--out", "run", *words]
+    environ = {**os.environ, "HOTLAP_PROGRESS": "lines"}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environ) as started:
+        assert any(line.startswith("epoch 1 ") for line in started.stderr)
+        started.send_signal(signal.SIGINT)
+        told = started.stderr.read()
+    assert started.returncode == 130
+    assert "stopped   go on with: hotlap train text --options run/options.toml --out run\n" in told
+    assert not (tmp_path / "run" / "recipe.json").exists()
+
+    with pytest.raises(StoreError, match="holds files already"):
+        train(tmp_path, data, "run", **{**given, "epochs": 60})
+    begun = json.loads((tmp_path / "run" / "models" / "encoder" / "started.json").read_text())
+    run = train(tmp_path, data, "run", **given)
+    assert json.loads((run / "models" / "encoder" / "started.json").read_text()) == begun
+    undisturbed = train(tmp_path, data, "undisturbed", retrain=True, **given)
+    mine, theirs = (load_file(one / "model.safetensors") for one in (run, undisturbed))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
