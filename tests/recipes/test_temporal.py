@@ -246,3 +246,10 @@ def test_an_onnx_file_answers_as_the_model_does_and_says_what_it_takes(tmp_path)
     asked = bars[0].rows[first + length - 1 : first + length + 29]
     mine = [[float(rows[at][f"direction_{name}"]) for name in ("down", "flat", "up")] for at in asked]
     np.testing.assert_allclose(given, np.asarray(mine), atol=2e-5)
+
+
+def test_bars_have_no_embeddings(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    folder = trained(data, tmp_path / "run", [], epochs="1")
+    with pytest.raises(DataError, match="the recipe temporal has no embeddings"):
+        predict(folder, data, tmp_path / "a.csv", say=lambda line: None, embeddings=tmp_path / "v.npy")

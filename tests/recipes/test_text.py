@@ -174,3 +174,20 @@ def test_a_folder_without_tokenizer_or_safetensors_is_said(tmp_path):
     prepare(options(tmp_path, data), lambda line: None).reader.keep_files(tmp_path)
     with pytest.raises(StoreError, match=r"has no \.safetensors file"):
         encoder_in(tmp_path, {}, weights=True)
+
+
+def test_embeddings_are_a_vector_for_each_text_in_its_order(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=90)
+    folder = trained(tmp_path, data, "run", [], epochs="1")
+    files = [tmp_path / "answers.csv", tmp_path / "vectors.npy"]
+    predict(folder, data, files[0], say=lambda line: None, embeddings=files[1], device="cpu")
+    vectors = np.load(files[1], allow_pickle=False)
+    assert vectors.shape == (90, 32)
+    one = tmp_path / "one.csv"
+    lines = data.read_text().splitlines()
+    one.write_text("\n".join([lines[0], lines[41]]) + "\n")
+    predict(folder, one, tmp_path / "a.csv", say=lambda line: None, embeddings=tmp_path / "v.npy", device="cpu")
+    np.testing.assert_allclose(np.load(tmp_path / "v.npy")[0], vectors[40], rtol=1e-4, atol=1e-5)
+    with pytest.raises(HotlapError, match="is there already"):
+        predict(folder, data, tmp_path / "b.csv", say=lambda line: None, embeddings=files[1])
+    assert not (tmp_path / "b.csv").exists()

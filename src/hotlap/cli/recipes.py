@@ -51,13 +51,23 @@ def predict(
     out: Path = typer.Option(help="The file to write."),
     keep: list[str] = typer.Option([], help="Columns of the data to write beside the answers; as a rule all."),
     probabilities: bool = typer.Option(False, "--probabilities", help="Write the probability of each class too."),
+    embeddings: Path | None = typer.Option(None, help="A new .npy file for a vector of each text."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
     """Write what a trained recipe answers for each row of a file."""
     from hotlap.recipes.training import predict as predicted
 
-    count = predicted(run, data, out, say=_say, device=device, keep=tuple(keep), probabilities=probabilities)
+    count = predicted(
+        run,
+        data,
+        out,
+        say=_say,
+        device=device,
+        keep=tuple(keep),
+        probabilities=probabilities,
+        embeddings=embeddings,
+    )
     print(
         json.dumps({"rows": count, "file": str(out)})
         if as_json

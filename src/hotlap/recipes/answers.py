@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hotlap.core.errors import DataError, StoreError
 from hotlap.engine.rig import Rig
 from hotlap.recipes.recipe import Numbers, Reader
 from hotlap.recipes.tables import Table, read_table
-from hotlap.store.files import write_text
+from hotlap.store.files import write_atomically, write_text
 
 
 def scores_of(reader: Reader, model: nn.Module, data: Any, *, batch_size: int, device: str) -> Numbers:
     """The probability of each class for each sample of `data`, in its order."""
+    found = outputs_of(reader.forward, model, data, batch_size=batch_size, device=device)
+    scores: Numbers = found.double().softmax(1).numpy()
+    return scores
+
+
+def outputs_of(
+    forward: Callable[[nn.Module, Any], Tensor], model: nn.Module, data: Any, *, batch_size: int, device: str
+) -> Tensor:
+    """What a function of the model and a batch gives for each sample of `data`, in its order; on the host."""
     rig = Rig(
         model,
         # Nothing is trained: a Rig asks for an optimizer all the same.
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         nn.CrossEntropyLoss(),
-        forward=lambda own, batch: (reader.forward(own, batch), None),
+        forward=lambda own, batch: (forward(own, batch), None),
         device=device,
     )
     try:
-        found = rig.predict(data, batch_size=batch_size)
+        found: Tensor = rig.predict(data, batch_size=batch_size)
     finally:
         rig.close()
-    scores: Numbers = found.double().softmax(1).numpy()
-    return scores
+    return found
 
 
 class Threshold(NamedTuple):
@@ -93,6 +102,17 @@ def write_answers(
     writer.writerow([*names, *answers])
     writer.writerows(zip(*texts, *columns, strict=True))
     write_text(path, "".join(lines))
+
+
+def write_vectors(path: Path, vectors: Tensor) -> None:
+    """Write a row of numbers for each sample as a file of numpy's."""
+    made = io.BytesIO()
+    np.save(made, vectors.float().numpy(), allow_pickle=False)
+    write_atomically(path, lambda temporary: _write(temporary, made.getvalue()))
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
 
 
 class _Lines(list[str]):

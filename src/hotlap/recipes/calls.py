@@ -43,12 +43,14 @@ def predict(
     *,
     keep: Sequence[str] = (),
     probabilities: bool = False,
+    embeddings: str | PathLike[str] | None = None,
     device: str = "auto",
     progress: bool = True,
 ) -> int:
     """Write what the model of a run answers for each row of a file, and give the number of rows answered.
 
-    `out` is a new CSV file: the columns of `data`, or those to `keep`, and the answers behind them.
+    `out` is a new CSV file: the columns of `data`, or those to `keep`, and the answers behind them. `embeddings` is a
+    new .npy file for a vector of each text.
     """
     return training.predict(
         Path(run),
@@ -58,6 +60,7 @@ def predict(
         device=device,
         keep=tuple(keep),
         probabilities=probabilities,
+        embeddings=None if embeddings is None else Path(embeddings),
     )
 
 

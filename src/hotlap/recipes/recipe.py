@@ -58,6 +58,10 @@ class Reader(Protocol):
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """The model's outputs, a row of scores for each sample."""
 
+    @property
+    def embedded(self) -> Callable[[nn.Module, Any], Tensor] | None:
+        """Gives a vector for each sample, where the model has one of use."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:

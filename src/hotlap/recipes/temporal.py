@@ -166,6 +166,11 @@ class BarReader:
         scores: Tensor = model(batch[0] if isinstance(batch, (tuple, list)) else batch)
         return scores
 
+    @property
+    def embedded(self) -> None:
+        """There is none of use."""
+        return None
+
 
 def known_features(table: Table, frames: Sequence[int], say: Say) -> tuple[list[Bars], list[Features]]:
     """The bars of a table by symbol, and their features: from the cache, where they were made before."""

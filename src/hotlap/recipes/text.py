@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -136,8 +136,13 @@ class TextReader:
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """A row of scores for each text."""
-        scores: Tensor = model(**{name: part for name, part in batch.items() if name != "labels"})
+        scores: Tensor = model(**_inputs(batch))
         return scores
+
+    @property
+    def embedded(self) -> Callable[[nn.Module, Any], Tensor] | None:
+        """The mean over a text's tokens, as the last layer sees it."""
+        return lambda model, batch: model.embedded(**_inputs(batch))  # type: ignore[operator]
 
     def _pads(self, fields: Mapping[str, Tensor]) -> dict[str, float]:
         return {name: self.encoder.pad if name == "input_ids" else 0 for name in fields}
@@ -202,6 +207,10 @@ def _job(options: TextOptions, reader: TextReader, data: Sequences, held: Sequen
         seed=options.seed,
         device=options.device,
     )
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: part for name, part in batch.items() if name != "labels"}
 
 
 class _Forward:

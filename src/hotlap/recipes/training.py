@@ -21,7 +21,15 @@ from hotlap.fitting.loop import fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.recipes import pictures, scores
-from hotlap.recipes.answers import Threshold, chosen, refuse_written, scores_of, write_answers
+from hotlap.recipes.answers import (
+    Threshold,
+    chosen,
+    outputs_of,
+    refuse_written,
+    scores_of,
+    write_answers,
+    write_vectors,
+)
 from hotlap.recipes.options import Options, as_file
 from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Reader, Recipe, Say
 from hotlap.recipes.tables import Table, read_table
@@ -109,11 +117,17 @@ def _trained(
 
 def predict(
     folder: Path, data: Path, out: Path, *, say: Say, device: str = "auto", keep: tuple[str, ...] = (),
-    probabilities: bool = False,
+    probabilities: bool = False, embeddings: Path | None = None,
 ) -> int:  # fmt: skip
-    """Write what the model of a run answers for each row of a file; how many rows were answered."""
-    refuse_written(out)
+    """Write what the model of a run answers for each row of a file; how many rows were answered.
+
+    Also, where a file for them is named, the `embeddings` of these rows.
+    """
+    for path in filter(None, (out, embeddings)):
+        refuse_written(path)
     state, reader, model = revived(folder)
+    if embeddings is not None and reader.embedded is None:
+        raise DataError(f"the recipe {state['recipe']} has no embeddings; the recipe text has")
     table, asked = _asked(reader, data, say)
     answers = scores_of(reader, model, asked.data, batch_size=state["batch_size"], device=device)
     threshold = Threshold(*state["threshold"]) if state["threshold"] is not None else None
@@ -122,6 +136,9 @@ def predict(
     if probabilities:
         columns |= {f"{state['target']}_{name}": answers[:, n].tolist() for n, name in enumerate(reader.classes)}
     write_answers(out, data, table, asked.rows, columns, keep=keep)
+    if embeddings is not None and reader.embedded is not None:
+        vectors = outputs_of(reader.embedded, model, asked.data, batch_size=state["batch_size"], device=device)
+        write_vectors(embeddings, vectors)
     return len(asked.rows)
 
 
