@@ -305,6 +305,7 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_options_and_folde
         told = started.stderr.read()
     assert started.returncode == 130
     assert "stopped   go on with: hotlap train text --options run/options.toml --out run\n" in told
+    assert "hotlap resume" not in told
     assert not (tmp_path / "run" / "recipe.json").exists()
 
     with pytest.raises(StoreError, match="holds files already"):

@@ -64,6 +64,8 @@ def _own_job(folder: RunFolder, words: list[str]) -> Job:
     """The job of a training that a command of hotlap's started; of any other, how to name it."""
     from hotlap.demo import digits_job
 
+    if words[:2] == ["hotlap", "train"]:
+        raise HotlapError(f"{folder.path} belongs to a recipe's run; go on with: {shlex.join(words)}")
     if words[:2] != ["hotlap", "demo"]:
         # What a folder says about commands is shown, never run: it may be a stranger's.
         raise HotlapError(

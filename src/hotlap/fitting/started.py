@@ -112,5 +112,7 @@ def checked_words(folder: RunFolder) -> list[str]:
 def resume_words(folder: RunFolder) -> str:
     """The command that goes on with a run."""
     words = checked_words(folder)
+    if words[:2] == ["hotlap", "train"]:  # a recipe's run goes on as it was begun
+        return shlex.join(words)
     training = [] if words[:1] == ["hotlap"] else words
     return shlex.join(["hotlap", "resume", str(folder.path), *training])

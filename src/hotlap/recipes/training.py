@@ -30,7 +30,7 @@ from hotlap.recipes.answers import (
     write_answers,
     write_vectors,
 )
-from hotlap.recipes.options import Options, as_file
+from hotlap.recipes.options import Options, as_file, recipe_in
 from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Reader, Recipe, Say
 from hotlap.recipes.tables import Table, read_table
 from hotlap.store.files import read_text, write_text
@@ -87,8 +87,7 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
     try:
         return _trained(recipe, options, prepared, folder, retrain=retrain, say=say, progress=progress)
     except (KeyboardInterrupt, SystemExit):
-        words = ["hotlap", "train", recipe.name, "--options", str(folder / OPTIONS), "--out", str(folder)]
-        say(f"stopped   go on with: {shlex.join(words)}")
+        say(f"stopped   go on with: {shlex.join(_words(folder))}")
         raise
 
 
@@ -183,7 +182,21 @@ def _folder(recipe: Recipe, options: Options, out: Path | None, say: Say) -> Pat
 def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, progress: bool) -> Run:
     """Train a job in its folder, or go on where it was interrupted there."""
     was_begun = (out / PLAN).is_file()
-    return fit(job, plan=options.plan, out=out, resume=out if was_begun else None, reuse=not retrain, progress=progress)
+    return fit(
+        job,
+        plan=options.plan,
+        out=out,
+        resume=out if was_begun else None,
+        reuse=not retrain,
+        progress=progress,
+        started_by=_words(out.parents[1]),
+    )
+
+
+def _words(folder: Path) -> list[str]:
+    """The command that begins a recipe's run again, or goes on with it."""
+    options = folder / OPTIONS
+    return ["hotlap", "train", recipe_in(options) or "", "--options", str(options), "--out", str(folder)]
 
 
 def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
