@@ -306,6 +306,11 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_options_and_folde
     assert started.returncode == 130
     assert "stopped   go on with: hotlap train text --options run/options.toml --out run\n" in told
     assert "hotlap resume" not in told
+    done = subprocess.run([*command, "resume", "run/models/encoder"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "belongs to a recipe's run; go on with: hotlap train text --options run/options.toml --out run\n"
+    )
     assert not (tmp_path / "run" / "recipe.json").exists()
 
     with pytest.raises(StoreError, match="holds files already"):
