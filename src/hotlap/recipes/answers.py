@@ -16,7 +16,7 @@ from hotlap.core.errors import DataError, StoreError
 from hotlap.engine.rig import Rig
 from hotlap.recipes.recipe import Numbers, Reader
 from hotlap.recipes.tables import Table, read_table
-from hotlap.store.files import write_atomically, write_text
+from hotlap.store.files import write_bytes, write_text
 
 
 def scores_of(reader: Reader, model: nn.Module, data: Any, *, batch_size: int, device: str) -> Numbers:
@@ -108,11 +108,7 @@ def write_vectors(path: Path, vectors: Tensor) -> None:
     """Write a row of numbers for each sample as a file of numpy's."""
     made = io.BytesIO()
     np.save(made, vectors.float().numpy(), allow_pickle=False)
-    write_atomically(path, lambda temporary: _write(temporary, made.getvalue()))
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+    write_bytes(path, made.getvalue())
 
 
 class _Lines(list[str]):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hotlap.core.errors import MachineError, TrainingError
-from hotlap.store.files import write_atomically
+from hotlap.store.files import write_bytes
 
 CLOSE = 1e-4
 """How far a probability of the file may be from the network's."""
@@ -70,12 +70,8 @@ def write_onnx(model: nn.Module, example: Tensor, path: Path, about: Mapping[str
     gap = float(np.abs(mine - theirs).max())
     if not gap <= CLOSE:
         raise TrainingError(f"the ONNX file answers otherwise than the model, by up to {gap:.2g}; it is not written")
-    write_atomically(path, lambda temporary: _write(temporary, content))
+    write_bytes(path, content)
     return gap
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,15 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: _write_plain(temporary, text))
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace the file at `path` by `content`."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+
+    write_atomically(path, write)
+
+
 def read_text(path: Path) -> str:
     """The text of a file, without the mark that some editors put before it; a clear error where it is no text."""
     try:
