@@ -124,7 +124,7 @@ def test_compiled_steps_are_captured_and_give_the_numbers_of_plain_ones(name, wh
     assert isinstance(step, CapturedStep)
     assert step.recorded >= 1
     theirs = trained(name, Plan().but(kind="resident", optimizer="fused", precision=precision))
-    assert_same(mine, theirs, loose=1e-3 if precision == "fp32" else 3e-2)
+    assert_same(mine, theirs, loose=1e-3 if precision == "fp32" else 6e-2)
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -137,6 +137,7 @@ def test_recurrent_layers_with_dropout_pass_the_gate_captured_and_stay_so():
 @pytest.mark.parametrize(("model", "shape"), [(mlp, (16,)), (Recurrent, (12, 8)), (cnn, (3, 8, 8))])
 def test_fit_finds_a_fast_plan_and_trains_as_before(model, shape, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "SHARE", 100.0)
+    monkeypatch.setattr(budget, "HOPEFUL_SHARE", 100.0)
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
 
     def job():

@@ -1,5 +1,6 @@
 """The search, driven by laps that a test makes up: what it asks for, keeps, refuses and writes down."""
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
-from hotlap.moves import every
+from hotlap.moves import every, fused, resident
 from hotlap.tuner.budget import Length
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.probe import CountingProbe
@@ -53,7 +54,7 @@ def cost_of(plan, *, feed=None, fused=1.0, base=0.01):
     return feed_s, base * (fused if plan.numerics.optimizer == "fused" else 1.0)
 
 
-def drive(search, step, *, seed=0, spread=0.005, fails=lambda plan: False, setup_s=0.0):
+def drive(search, step, *, seed=0, spread=0.005, fails=lambda plan: False, setup_s=0.0, slower_rests=1.0):
     """Answer a search with laps; the plans it asked for, in order."""
     rig, rng, asked, asks = search._rig, random.Random(seed), [], search.run()
     wanted = next(asks)
@@ -64,7 +65,7 @@ def drive(search, step, *, seed=0, spread=0.005, fails=lambda plan: False, setup
                 rig.use(search.plan)
                 rig.steps += wanted.updates
                 feed_s, rest_s = step(search.plan)
-                took = (feed_s + rest_s) * wanted.updates
+                took = slower_rests * (feed_s + rest_s) * wanted.updates
                 search.budget.made(wanted.updates, took)
                 wanted = asks.send(lap_of(feed_s, rest_s, wanted.updates))
                 continue
@@ -200,12 +201,20 @@ def test_costs_stay_within_the_budget_where_trials_are_dear():
     assert search.budget.spent_s < 0.015 * 20_000 * 0.016 + 0.25 * search.budget.saved_s + 2.5
 
 
-def test_what_cannot_be_paid_for_yet_waits_until_enough_is_saved():
+@pytest.mark.parametrize("slower", [1.0, 1.2])
+def test_what_cannot_be_paid_for_yet_waits_until_enough_is_saved(slower, monkeypatch):
+    """Also where less is saved in the meantime than was thought."""
+    dear = dataclasses.replace(fused.MOVE, setup_s=lambda plan, rig: 40.0)
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (dear, resident.MOVE))
+    monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
     rig = rig_for()
-    search = searching(rig, 40_000, gate=Gatekeeper(), most_s=60)
-    asked = drive(search, lambda plan: cost_of(plan, fused=0.5, feed={"workers": 0.012}), setup_s=0.0)
+    search = searching(rig, 40_000, gate=Gatekeeper())
+    asked = drive(search, lambda plan: cost_of(plan, fused=0.5), slower_rests=slower)
     assert rig.plan.numerics.optimizer == "fused"
-    assert any(isinstance(plan, (Plan, Rest)) for plan in asked)
+    rests = [number for number, plan in enumerate(asked) if isinstance(plan, Rest)]
+    assert len(rests) > 1 if slower > 1 else rests
+    firsts = [n for n, plan in enumerate(asked) if isinstance(plan, Plan) and plan.numerics.optimizer == "fused"]
+    assert rests[-1] < firsts[0]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -19,6 +19,7 @@ from hotlap.data.columns import Columns, Selection, Stacked, Took, tensors_in
 from hotlap.data.order import HostRandomness
 from hotlap.data.purity import randomness_watched, spread, why_not_pure
 from hotlap.data.samples import Source
+from hotlap.machine.cuda import free_for_torch
 from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import read_memory
 from hotlap.store.keys import key_of
@@ -272,13 +273,7 @@ def _free_bytes(device: torch.device) -> int:
     """What may be filled: of a GPU all that is free, of the host's memory half."""
     if device.type == "cpu":
         return read_memory().free_bytes // 2
-    free, total = torch.cuda.mem_get_info(device)
-    used = torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - used
-    # Under a cap (a pretended GPU) torch takes no more than that share, however much is free.
-    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    cap = int(total * ask(device)) if ask is not None else total
-    return max(0, min(free + unused, cap - used))
+    return free_for_torch(device)
 
 
 def _numbered(device: torch.device) -> torch.device:

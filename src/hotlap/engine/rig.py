@@ -40,6 +40,7 @@ from hotlap.engine.schedules import make_schedule
 from hotlap.engine.snapshot import Snapshot
 from hotlap.engine.step import Window
 from hotlap.engine.steps import Steps
+from hotlap.machine.cuda import usable_bytes
 
 EVAL_BATCHES = 4
 """How many training batches make one of evaluation, which keeps no activations."""
@@ -198,7 +199,7 @@ class Rig:
     def _reserve(self) -> int:
         """Bytes to leave free beside resident data: gradients and the optimizer's state, and a tenth for all else."""
         weights = sum(p.numel() * p.element_size() for module in self.modules for p in module.parameters())
-        return 4 * weights + (torch.cuda.mem_get_info(self.device)[1] // 10 if self._on_gpu else 0)
+        return 4 * weights + (usable_bytes(self.device) // 10 if self._on_gpu else 0)
 
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
         """Obey `plan` from the next step on, with the same weights, optimizer state and place in the data."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hotlap.machine.kernels import first_line
 from hotlap.machine.nvml import bus_address
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,24 @@ def free_bytes(index: int) -> int | None:
         return int(torch.cuda.mem_get_info(index)[0])
     except Exception:
         return None
+
+
+def usable_bytes(device: torch.device) -> int:
+    """What this process may take of a GPU's memory in all: less than there is under a cap, as on a pretended GPU."""
+    import torch
+
+    total = torch.cuda.mem_get_info(device)[1]
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return int(total * ask(device)) if ask is not None else int(total)
+
+
+def free_for_torch(device: torch.device) -> int:
+    """What tensors may still take of a GPU's memory: what is free, and what torch holds for them, under the cap."""
+    import torch
+
+    used = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - used
+    return int(max(0, min(torch.cuda.mem_get_info(device)[0] + unused, usable_bytes(device) - used)))
 
 
 def _gpu(index: int) -> CudaGpu:

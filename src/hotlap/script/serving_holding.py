@@ -13,6 +13,7 @@ from hotlap.data.holding import held, time_to_hold, why_not_held
 from hotlap.data.purity import randomness_watched
 from hotlap.data.resident import packed
 from hotlap.data.samples import Source
+from hotlap.machine.cuda import usable_bytes
 from hotlap.script.serving_feeds import Columned
 
 HOST = torch.device("cpu")
@@ -94,4 +95,4 @@ def _tensors_of(source: Source) -> list[Tensor]:
 def _reserve_bytes(device: torch.device) -> int:
     """Bytes to leave free beside resident data: what steps took at most so far, and a tenth of the GPU for all else."""
     taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    return taken + torch.cuda.mem_get_info(device)[1] // 10 + 64 * MIB
+    return taken + usable_bytes(device) // 10 + 64 * MIB

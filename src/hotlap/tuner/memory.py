@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hotlap.core.units import show_bytes
+from hotlap.machine.cuda import free_for_torch, usable_bytes
 
 RESERVE = 0.05
 """Of the GPU's memory, what has to stay free."""
@@ -28,10 +29,9 @@ class MemoryWatch:
         retries = self._count() - self._retries
         if retries > 0:
             return f"memory is short: the allocator had to start over {retries} times"
-        free, total = torch.cuda.mem_get_info(self._device)
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        if free + unused < RESERVE * total:
-            return f"memory is short: {show_bytes(free + unused)} of {show_bytes(total)} would be left"
+        free, usable = free_for_torch(self._device), usable_bytes(self._device)
+        if free < RESERVE * usable:
+            return f"memory is short: {show_bytes(free)} of {show_bytes(usable)} would be left"
         return None
 
     def _count(self) -> int:

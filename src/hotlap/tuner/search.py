@@ -35,6 +35,8 @@ GATE_UPDATES = 16
 """What a gate takes, in updates of the user's own, about."""
 RIPE, OFTEN = 200, 10
 """Updates after which a precision is judged again, in runs that have so many times as many left."""
+LEAST_REST = 20
+"""Updates that are waited for at least until more may be spent."""
 SHARES = 0.02
 """Of the time that is left, what may be lost to finding out what each kept move gives."""
 TOTAL = 0.04
@@ -181,8 +183,8 @@ class Search:
             move = min(self._postponed, key=lambda one: self._postponed[one])
             updates = self._updates_until(self._postponed.pop(move))
             if updates is not None:
-                yield Rest(updates)
-                yield from self._try(move, last=True)
+                yield Rest(max(LEAST_REST, updates))
+            yield from self._try(move)  # which may put it off again: less may have been saved than was thought
         for move in self._doubted:
             if self._updates_left > RIPE * OFTEN:
                 yield Rest(RIPE)
