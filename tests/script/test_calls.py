@@ -571,19 +571,48 @@ def test_kept_outputs_and_gradients_stay_what_they_were():
     assert len({grad.data_ptr() for *_, grad, _ in kept}) == 4
 
 
-def test_gradients_become_the_parameters_own_without_a_second_copy(monkeypatch):
+def test_gradients_become_the_parameters_own_without_a_copy(monkeypatch):
+    """As long as the script lets go of them, each pass leaves them where the last one did."""
     model = warmed()
-    copies, original = [], torch._foreach_mul
+    places = {p.grad.data_ptr() for p in model.module.parameters()}
+    monkeypatch.setattr(torch, "_foreach_mul", None)
+    for x, _ in batches(4, seed=2):
+        model.module.zero_grad()
+        model(x).sum().backward()
+        assert {p.grad.data_ptr() for p in model.module.parameters()} == places
+        assert all(p.grad.stride() == p.stride() for p in model.module.parameters())
 
-    def noted(tensors, by):
-        made = original(tensors, by)
-        copies.extend(tensor.data_ptr() for tensor in made)
-        return made
 
-    monkeypatch.setattr(torch, "_foreach_mul", noted)
-    model.module.zero_grad()
-    model(torch.randn(8, 6)).sum().backward()
-    assert {p.grad.data_ptr() for p in model.module.parameters()} == set(copies)
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_script_that_holds_on_to_its_gradients_gets_copies_and_soon_no_loans(every):
+    model, own = warmed(), net()
+    own.load_state_dict(state_of(model.module))
+    own.train()
+    places = {p.grad.data_ptr() for p in model.module.parameters()}
+    kept = []
+    for number, (x, _) in enumerate(batches(30, seed=2)):
+        model.module.zero_grad()
+        own.zero_grad()
+        model(x).pow(2).sum().backward()
+        own(x).pow(2).sum().backward()
+        assert_equal_states(gradients(model.module), gradients(own))
+        if number % every == 0:
+            kept.append((model.module[0].weight.grad, own[0].weight.grad))
+    assert all(torch.equal(mine, theirs) for mine, theirs in kept)
+    assert places.isdisjoint(p.grad.data_ptr() for p in model.module.parameters())
+
+
+def test_gradients_that_are_changed_in_place_are_the_scripts_own():
+    model, own = warmed(), net()
+    own.load_state_dict(state_of(model.module))
+    for x, _ in batches(4, seed=2):
+        for module, made in ((model.module, model(x)), (own, own(x))):
+            module.zero_grad()
+            made.pow(2).sum().backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            module[0].bias.grad.zero_()
+        assert_equal_states(gradients(model.module), gradients(own))
+        assert all(p.grad._version < 8 for p in model.module.parameters())
 
 
 def test_parameters_that_are_not_used_or_frozen_keep_no_gradient():

@@ -16,7 +16,7 @@ from hotlap.engine.recording import NotRecordedError
 from hotlap.script.session import Session, Settings
 from hotlap.script.update_capture import CHECKS, PATIENCE, WARM, CapturedUpdate
 from hotlap.script.update_clipping import MOST_LIMITS, NORM, SCALE
-from hotlap.script.update_graphs import UpdateGraph
+from hotlap.script.update_graphs import FOR_GOOD, UpdateGraph
 from hotlap.script.updates import Updates
 from hotlap.store.plans import save_plan
 
@@ -44,6 +44,7 @@ class FakeGraph:
         self.of = getattr(work, "__self__", None)
         if isinstance(self.of, UpdateGraph):
             self.settings = [dict(group) for group in self.of._optimizer.param_groups]
+            self.reads = [parameter.grad for parameter in self.of._used]
 
     def replay(self):
         self.replays += 1
@@ -54,8 +55,8 @@ class FakeGraph:
         now = [dict(group) for group in groups], [p.grad for p in self.of._used]
         for group, settings in zip(groups, self.settings, strict=True):
             group.update(settings)
-        for parameter, room in zip(self.of._used, self.of._grads, strict=True):
-            parameter.grad = room
+        for parameter, read in zip(self.of._used, self.reads, strict=True):
+            parameter.grad = read
         versions = [p._version for p in self.of._used]
         self.work()
         for parameter, grad, version in zip(self.of._used, now[1], versions, strict=True):
@@ -82,7 +83,7 @@ class Scripted:
 
     @property
     def recordings(self):
-        return sum(isinstance(g.of, UpdateGraph) for r in self.recorders for g in r.graphs)
+        return len({id(g.of) for r in self.recorders for g in r.graphs if isinstance(g.of, UpdateGraph)})
 
     def at_work(self):
         return at_work(self.updates)
@@ -187,6 +188,37 @@ def test_steps_that_are_no_replays_are_counted():
     assert scripted.updates.firsts == WARM + 1
     scripted.updates.use("plain")
     assert scripted.updates.firsts == 0
+
+
+def test_gradients_that_stay_where_they_are_are_read_there_and_followed_where_they_go(monkeypatch):
+    copied, original = [], torch._foreach_copy_
+
+    def noted(rooms, tensors, *rest, **more):
+        copied.append(step)
+        return original(rooms, tensors, *rest, **more)
+
+    (model, own), steps = (net(), net()), 40
+    optimizer, other = adamw(model.parameters()), adamw(own.parameters())
+    scripted = Scripted(optimizer)
+    draw = torch.Generator().manual_seed(1)
+    with scripted.at_work():
+        scripted.updates.use("plain", captured=True)
+        monkeypatch.setattr(torch, "_foreach_copy_", noted)
+        for step in range(steps):
+            x = torch.randn(6, 4, generator=draw)
+            for one, made in ((model, optimizer), (own, other)):
+                made.zero_grad(set_to_none=False)
+                if step == 15:
+                    for p in one.parameters():
+                        p.grad = p.grad.clone()
+                one(x).pow(2).sum().backward()
+                made.step()
+            for mine, theirs in zip(model.parameters(), own.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert scripted.recordings == 2
+    laid = sorted({step for step in copied if step >= 5})
+    assert laid == list(range(15, 15 + len(laid)))
+    assert FOR_GOOD <= len(laid) <= FOR_GOOD + 6
 
 
 def test_parameters_that_have_no_gradient_in_some_steps():

@@ -21,10 +21,11 @@ from hotlap.engine.watch import Watch
 from hotlap.script.call_eager import EagerCall, Original
 from hotlap.script.call_graphs import CallGraph, Recording, Replayed
 from hotlap.script.call_habits import Habits
-from hotlap.script.call_passage import passed
+from hotlap.script.call_passage import StandIns, passed
 from hotlap.script.call_refusals import why_not_captured
 from hotlap.script.call_traces import Drawn, Untouched, drops_in_recurrence, generator_of, note_recorded
 from hotlap.script.call_trees import marks
+from hotlap.script.gradient_rooms import GradientRooms
 
 MOST_LANES = 2
 """Calls that may wait for their backward pass at a time and are replays: a GAN's of real and of made-up samples."""
@@ -104,6 +105,8 @@ class CapturedCall:
         self._adapted = adapt(module)
         self._now = Recordings()
         self._before: Recordings | None = None
+        self._rooms: GradientRooms | None = None
+        self._lends = True
         self._calls = 0
         self._is_warm = False
         self._in_vain = 0
@@ -137,6 +140,9 @@ class CapturedCall:
             self._give_up(_words(error))
             return self._eager(original, args, kwargs)
         self._check_validity()
+        if self._rooms is not None and not self._rooms.pay:
+            self._lends, self._rooms = False, None
+            self.forget()
         lane = self._lanes.free()
         if lane is None:
             return self._eager(original, args, kwargs)
@@ -291,6 +297,7 @@ class CapturedCall:
                 switches=self._eager.switches,
                 scale=self._eager.scale,
                 recorder=recorder,
+                rooms=self._rooms_now(),
             )
             if drops_in_recurrence(self._module, self._device):
                 note_recorded(graph)
@@ -298,6 +305,13 @@ class CapturedCall:
         self._now.graphs[lane, key] = graph
         graph.last_used = self._calls
         return graph
+
+    def _rooms_now(self) -> GradientRooms | None:
+        """Where gradients are left for the script; None where it holds on to them."""
+        parameters = StandIns(self._module).parameters
+        if self._lends and (self._rooms is None or not self._rooms.are_for(parameters)):
+            self._rooms = GradientRooms(parameters)
+        return self._rooms
 
     def _fit_to_record(self, original: Original) -> Original:
         return original if self._adapted is None else self._adapted.during(original)

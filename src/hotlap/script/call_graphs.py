@@ -21,6 +21,7 @@ from hotlap.engine.watch import Watch, stranger_in, why_recording_failed
 from hotlap.script.call_passage import Compute, StandIns, Turn, Work, autocast_of, true_gradients, wanting
 from hotlap.script.call_traces import generator_of
 from hotlap.script.call_trees import leaves, marks, stranger_to_trees, with_leaves
+from hotlap.script.gradient_rooms import GradientRooms
 
 
 class Graph(Protocol):
@@ -59,8 +60,12 @@ class CallGraph:
         switches: Switches,
         scale: LossScale | None,
         recorder: Recording,
+        rooms: GradientRooms | None = None,
     ) -> None:
-        """`used` are the outputs that get gradients; `kept` where they may get them twice. Raises NotRecordedError."""
+        """`used` are the outputs that get gradients; `kept` where they may get them twice. Raises NotRecordedError.
+
+        In `rooms` gradients of parameters are left; without them they come in memory of their own each time.
+        """
         self.work = Work(compute, module, device, switches, autocast_of(device), generator_of(device))
         """How such calls are made without it."""
         self._module, self._device, self._switches = module, device, switches
@@ -74,6 +79,7 @@ class CallGraph:
         """Whether gradients go to one of these."""
         self.standing = StandIns(module)
         self._leaves = [*(t for t in self.static if t.requires_grad), *self.standing.stand_ins]
+        self._rooms, self._lent = rooms, list[Tensor]()
         self.tree: Any = None
         """The outputs in their containers, in memory that every replay overwrites."""
         self.outputs: list[Tensor] = []
@@ -81,7 +87,7 @@ class CallGraph:
         self.differentiable: list[bool] = []
         """Which of these require gradients."""
         self._norms: list[tuple[_BatchNorm, int]] = []
-        self._rooms: list[Tensor] = []
+        self._incoming: list[Tensor] = []
         self._grads: list[Tensor | None] = []
         self._found: list[Tensor] = []
         self.last_used = 0
@@ -95,7 +101,7 @@ class CallGraph:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._forward = recorder.record(self._make_outputs)
-        self._backward = recorder.record(self._make_gradients)
+        self._backward = recorder.record(self._leave_gradients)
         # Without the graph of autograd, which holds memory that others may use from now on.
         bare = [output.detach() for output in self.outputs]
         self.tree, self.outputs = with_leaves(self.tree, self.outputs, bare), bare
@@ -109,17 +115,24 @@ class CallGraph:
         return [output.clone() for output in self.outputs]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the arguments that require them and of the parameters, in memory of their own."""
+        """The gradients of the arguments that require them and of the parameters.
+
+        Autograd makes them the parameters' own where these have none yet.
+        """
         incoming = [grad for grad in grads if grad is not None]
-        _copy(incoming, self._rooms)
+        _copy(incoming, self._incoming)
+        kept = self._rooms.take() if self._rooms is not None else None
         if self._scale is None:
             self._backward.replay()
         else:
             true_gradients(self._scale, self._backward.replay, incoming)
-        # Copied by one kernel. Autograd makes them the parameters' own where these have none yet.
-        made = torch._foreach_mul(self._found, 1)
+        made = [grad.data for grad in self._lent] if kept is None else _copies(self._lent)
+        if kept is not None and self._rooms is not None:
+            self._rooms.put_back(kept)
+        if self._found:
+            made = [*_copies(self._found), *made]
         if len(made) == len(self._grads):
-            return list(made)
+            return made  # type: ignore[return-value]
         fresh = iter(made)
         return [None if grad is None else next(fresh) for grad in self._grads]
 
@@ -131,7 +144,7 @@ class CallGraph:
         self.outputs = leaves(self.tree)
 
     def _make_gradients(self) -> None:
-        grads = [self._scale.scaled(room) for room in self._rooms] if self._scale is not None else self._rooms
+        grads = self._incoming if self._scale is None else [self._scale.scaled(grad) for grad in self._incoming]
         with self._switches:
             found = torch.autograd.grad(
                 [self.outputs[number] for number in self.used],
@@ -144,14 +157,27 @@ class CallGraph:
             self._scale.unscale_([grad for grad in found if grad is not None])
         pairs = zip(self._leaves, found, strict=True)
         self._grads = [None if grad is None else laid_out_as(leaf, grad) for leaf, grad in pairs]
-        self._found = [grad for grad in self._grads if grad is not None]
+
+    def _leave_gradients(self) -> None:
+        """Make gradients, and leave those of parameters where they are lent from."""
+        self._make_gradients()
+        if self._rooms is None:
+            self._found = [grad for grad in self._grads if grad is not None]
+            return
+        arguments = len(self._grads) - len(self._rooms.rooms)
+        self._found = [grad for grad in self._grads[:arguments] if grad is not None]
+        pairs = zip(self._rooms.rooms, self._grads[arguments:], strict=True)
+        left = [(room, grad) for room, grad in pairs if grad is not None]
+        self._lent = [room for room, _ in left]
+        if left:
+            torch._foreach_copy_(self._lent, [grad for _, grad in left])
 
     def _rehearse(self, recorder: Recording) -> None:
         """Do it once to have libraries set themselves up, and once more looking on."""
         with recorder.aside():
             self._make_outputs()
             self.differentiable = [output.requires_grad for output in self.outputs]
-            self._rooms = [torch.ones_like(self.outputs[number]) for number in self.used]
+            self._incoming = [torch.ones_like(self.outputs[number]) for number in self.used]
             self._make_gradients()
         norms = NormCounts([self._module])
         before = marks(self.static)
@@ -226,6 +252,11 @@ def _copy(tensors: list[Tensor], places: list[Tensor]) -> None:
         places[0].copy_(tensors[0], non_blocking=True)
     elif places:
         torch._foreach_copy_(places, tensors, non_blocking=True)
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in memory of their own, by one kernel."""
+    return list(torch._foreach_mul(tensors, 1))
 
 
 def _static(tensor: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from hotlap.script.steering import Steering
 from hotlap.script.telling import Teller
 from hotlap.script.training import ScriptTraining
 from hotlap.script.update_clipping import Clipping, stand_ins
+from hotlap.script.update_shortcuts import Shortcuts
 from hotlap.script.waits import Waits
 from hotlap.tuner.budget import Length
 
@@ -80,6 +81,7 @@ class Session:
         self._advice: list[str] = []
         self._strange = 0
         self._calls: dict[int, Call] = {}
+        self._shortcuts = Shortcuts(self._replayed)
         self._inside = False
         self._open = False
         self._guard = _Safely(self)
@@ -196,6 +198,20 @@ class Session:
                     self._inside = False
         return None
 
+    def _replayed(self, optimizer: Optimizer) -> bool:
+        """Whether a step of the script's could be made by a replay; then it is made, and has been told of."""
+        made = False
+        with self._safely():
+            if self._steering is not None and self._is_ours:
+                self._inside = True
+                try:
+                    made = self._steering.training.updates.replayed(optimizer)
+                finally:
+                    self._inside = False
+        if made:
+            self._after_step(optimizer, (), {})
+        return made
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._safely():
             if self._steering is not None:
@@ -238,6 +254,10 @@ class Session:
             self._watch_calls()
         else:
             self._patches.take_out(CALLS)
+        if steering.training.updates.clipping is not None:
+            self._shortcuts.put(steering.training.optimizers)
+        else:
+            self._shortcuts.take_out()
 
     def _take_up(self, loop: Loop) -> None:
         """The loop is known: steer it."""
@@ -258,6 +278,7 @@ class Session:
     def _end_training(self) -> None:
         steering, self._steering = self._steering, None
         self._calls = {}
+        self._shortcuts.take_out()
         if self._waits is not None:
             self._waits.remove()
         if steering is not None:

@@ -19,6 +19,8 @@ WARM = 2
 """Steps in a row with the same settings and gradients, made by the optimizer itself before one is recorded."""
 PATIENCE = 16
 """Steps that may be no replays, and one more for each four that were."""
+MOST_AGAIN = 3
+"""How often a step is recorded anew since gradients lie elsewhere."""
 CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 """What torch asks the driver before each step, by the names that its versions have for it: it takes a tenth of a
 millisecond, and tells nothing new."""
@@ -39,7 +41,7 @@ class CapturedUpdate:
         self._graph: UpdateGraph | None = None
         self._look: Any = None
         self._alike = 0
-        self._replays = 0
+        self._replays = self._again = 0
         self._is_tried = False
         first = next(iter(parameters_of(optimizer)), None)
         self._device = first.device if first is not None else torch.device("cpu")
@@ -58,6 +60,10 @@ class CapturedUpdate:
     def replayed(self) -> bool:
         """Make the step by a replay; False, and nothing done, where there is none for it."""
         graph = self._graph
+        if graph is not None and graph.is_outrun and self._again < MOST_AGAIN:
+            self._again += 1
+            self.forget()
+            return False
         try:
             made = graph is not None and self._is_usual() and graph.fits and graph.replay()
         except Exception as error:  # the step is then the optimizer's own

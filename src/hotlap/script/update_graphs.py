@@ -18,8 +18,11 @@ from hotlap.script.call_graphs import Recording
 
 FILLED = 4
 """Learning rates that are written one by one; more of them at a time are sent together."""
+FOR_GOOD = 8
+"""Steps in a row with gradients in the same other memory, after which they are taken to stay there."""
 _END = object()
 _place = Tensor.data_ptr
+_stride = Tensor.stride
 
 
 class Desk:
@@ -134,10 +137,21 @@ def _values(optimizer: Optimizer) -> chain[Any]:
     return chain.from_iterable([kept.values() for kept in optimizer.state.values()])
 
 
+def _places(tensors: Sequence[Any]) -> list[int]:
+    """Where tensors lie. Raises TypeError where one is None."""
+    return [*map(_place, tensors)]
+
+
+def _strides(tensors: Sequence[Any]) -> list[Any]:
+    return [*map(_stride, tensors)]
+
+
 class UpdateGraph:
     """A step with the gradients of the parameters that have one now.
 
-    To be made while the optimizer is set to be recorded, after steps that made its state.
+    Recorded twice: with gradients where they lie now, which is where the next ones will be if backward passes are
+    recorded too; and with gradients on the desk, where they are laid if they come to lie elsewhere. To be made while
+    the optimizer is set to be recorded, after steps that made its state.
     """
 
     def __init__(
@@ -156,10 +170,13 @@ class UpdateGraph:
         self._fit: Fit | None = None
         before = Fit(optimizer)
         self._followed.follow(optimizer.param_groups)
+        self._lie = self._lay = (_places(grads), _strides(grads))
+        self._elsewhere = 0
         try:
+            self._at_once = recorder.record(self._work)
             for parameter, room in zip(self._used, self._grads, strict=True):
                 parameter.grad = room
-            self._graph = recorder.record(self._work)
+            self._from_desk = recorder.record(self._work)
         finally:
             for parameter, grad in zip(self._used, grads, strict=True):
                 parameter.grad = grad
@@ -179,6 +196,11 @@ class UpdateGraph:
         """Whether the optimizer is what it was when this was made, whatever has a gradient."""
         return self._fit is not None and self._fit.holds(self._optimizer, parameters_of(self._optimizer))
 
+    @property
+    def is_outrun(self) -> bool:
+        """Whether gradients have come to lie elsewhere for good, so that one recorded now need not lay them out."""
+        return self._elsewhere >= FOR_GOOD
+
     def replay(self) -> bool:
         """Make a step; False, and nothing done, where other parameters have gradients than when it was recorded."""
         if self._unused and any(parameter.grad is not None for parameter in self._unused):
@@ -187,12 +209,17 @@ class UpdateGraph:
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
+            lie = (_places(grads), _strides(grads))
             self._followed.follow(self._optimizer.param_groups)
-            torch._foreach_copy_(self._grads, grads)  # type: ignore[arg-type]
+            is_there = lie == self._lie
+            if not is_there:
+                self._elsewhere = self._elsewhere + 1 if lie == self._lay else 0
+                self._lay = lie
+                torch._foreach_copy_(self._grads, grads)  # type: ignore[arg-type]
         except TypeError:  # one has no gradient this time, or a rate has become a tensor
             return False
         finally:
             torch._C._set_grad_enabled(was_enabled)
-        self._graph.replay()
+        (self._at_once if is_there else self._from_desk).replay()
         increment_version(self._used)
         return True

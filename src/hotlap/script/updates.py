@@ -164,6 +164,14 @@ class Updates:
 
     # --- steps -----------------------------------------------------------------------------------
 
+    def replayed(self, optimizer: Optimizer) -> bool:
+        """Make a step by a replay, where there is one that fits as things are; False, and nothing done, elsewhere."""
+        way = self._ways.get(id(optimizer))
+        if way is None or self._before is not None or id(optimizer) in self._left_alone:
+            return False
+        update = way.update
+        return update is not None and update.replayed()
+
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Any = None) -> Given | None:
         """To be called as a step begins, with what it was given.
 
