@@ -19,7 +19,8 @@ the longest of each batch; hf_trainer is the best of three settings. hotlap may 
 by hand is a whole epoch, since its batches are of several widths. With --texts, BERT-base is trained on the texts of a
 CSV file (class, title, description; no header), and two columns show what the widths do: `one_width` is hotlap's plan
 with all batches as wide as the longest text, `by_width` with a few widths but in shuffled order. Without a GPU it only
-tells how much is padding, unless columns are named.
+tells how much is padding, unless columns are named. `torch_attention` is a column of texts that runs where it is named
+alone: hotlap's plan with the kernels of attention that torch chooses, to be had beside `hotlap`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -53,6 +55,7 @@ from benchmarks.texts import Paddings, TextWork, file_work, text_works
 from benchmarks.work import WORKS, Normalise, Work, called, channels_last
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import HOME
+from hotlap.engine.attention import left_to_torch
 
 LOADERS = ("guide_before", "guide_after", "dynamic", "lightning", "hf_trainer")
 """These come first for all works: worker processes forked after a capture may die of what they inherit."""
@@ -60,12 +63,15 @@ GPU = (*LOADERS, "by_hand", "hotlap", "compiled", "fit", "quality")
 CPU = ("loader", "by_hand", "gather", "resident", "quality")
 TEXTS = ("guide_before", "dynamic", "by_hand", "one_width", "by_width", "hotlap", "quality")
 """Of the texts of a file."""
-TEXTS_ALONE, OTHERS_ALONE = ("dynamic", "hf_trainer", "one_width", "by_width"), ("lightning", "loader")
+NAMED_ALONE = ("torch_attention",)
+"""Columns that run only where they are named."""
+TEXTS_ALONE = ("dynamic", "hf_trainer", "one_width", "by_width", *NAMED_ALONE)
+OTHERS_ALONE = ("lightning", "loader")
 """Columns that other works do not have, and those that texts do not have."""
 CONTESTS = {
     "cuda": [("by_hand", "hotlap"), ("hotlap", "compiled")],
     "cpu": [("loader", "gather"), ("loader", "resident")],
-    "texts": [("by_hand", "hotlap"), ("one_width", "hotlap"), ("by_width", "hotlap")],
+    "texts": [("by_hand", "hotlap"), ("one_width", "hotlap"), ("by_width", "hotlap"), ("torch_attention", "hotlap")],
 }
 """Which columns take turns: the rival first."""
 DYNAMIC_BATCHES = 16
@@ -122,7 +128,8 @@ def engine(
     made: Callable[[hotlap.Rig], None] = lambda rig: None,
 ) -> Steps:
     """The work trained by hotlap; who wants to ask its rig anything is given it when it is `made`."""
-    rig = make_rig(work, model, plan, device)
+    with left_to_torch() if column == "torch_attention" else nullcontext():
+        rig = make_rig(work, model, plan, device)
     made(rig)
     given, settings = work.fed(column)
     try:
@@ -572,11 +579,13 @@ class Bench:
 
 
 def told_by(rigs: Sequence[hotlap.Rig]) -> str:
-    """What a column's rig has to say beside its pace: what compiling took, and what it did not do as planned."""
+    """What a column's rig has to say beside its pace: what compiling took, kernels, what is not as planned."""
     told = []
     for rig in rigs:
         compiled_s = [entry.cost_s for entry in rig.ledger if entry.what == "compile"]
         told += [f"compiling took {sum(compiled_s):.1f} s, which no lap has"] if compiled_s else []
+        kernels = [entry.why for entry in rig.ledger if entry.what == "attention"]
+        told += [f"attention: {kernels[-1]}"] if kernels else []
         told += [f"not as planned: {rig.given_up}"] if rig.given_up else []
     return "; ".join(told)
 
@@ -667,7 +676,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = TEXTS if options.texts else GPU if options.device == "cuda" else CPU
     too_slow = options.texts and options.device == "cpu"
     options.columns = options.columns.split(",") if options.columns else [] if too_slow else list(known)
-    unknown = [name for name in options.columns if name not in {*GPU, *CPU, *TEXTS}]
+    unknown = [name for name in options.columns if name not in {*GPU, *CPU, *TEXTS, *NAMED_ALONE}]
     if unknown:
         parser.error(f"no column is called {', '.join(unknown)}; there are {', '.join(known)}")
     if options.seconds < SHORTEST_LAP_S:

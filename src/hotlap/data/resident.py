@@ -12,6 +12,7 @@ from hotlap.core.errors import TrainingError
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.data.columns import Columns
 from hotlap.data.samples import Room
+from hotlap.machine.cuda import free_for_torch
 
 
 class EpochOrder:
@@ -181,7 +182,7 @@ def packed(columns: Columns, *, images_last: bool) -> Columns:
     images = [tensor for tensor in columns.tensors.values() if tensor.ndim in (4, 5)]
     needed = sum(image.numel() * image.element_size() for image in images)
     if images_last and images:
-        images_last = 2 * needed < torch.cuda.mem_get_info(images[0].device)[0]
+        images_last = 2 * needed < free_for_torch(images[0].device)
     return Packed(columns, images_last=images_last)
 
 

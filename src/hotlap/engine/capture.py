@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class CapturedStep:
     """Makes updates by replaying what it recorded; shapes that are new or rare run eagerly, with the same numbers.
 
     Recorded is the whole update, or, where the optimizer cannot be (`why_split`), all but its step. `note` is told
-    why nothing, or less than the whole, is recorded.
+    why nothing, or less than the whole, is recorded. What comes before a recording, and the recording, run inside
+    `attention`.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class CapturedStep:
         recorder: Recorder,
         left: Left,
         why_split: str | None,
+        attention: AbstractContextManager[None],
         note: Callable[[str], None],
     ) -> None:
-        self._eager, self._device, self._note = eager, device, note
+        self._eager, self._device, self._attention, self._note = eager, device, attention, note
         self.split = why_split is not None or eager.waits
         if self.split:
             self._note(f"the optimizer's step stays outside the capture: {why_split or 'it waits for the device'}")
@@ -153,7 +156,7 @@ class CapturedStep:
 
         The very first update is not watched: libraries wait for the device while they set themselves up.
         """
-        with self._recorder.aside():
+        with self._recorder.aside(), self._attention:
             for number in range(window.updates):
                 one = window.update(number)
                 if not self._warm:
@@ -186,7 +189,8 @@ class CapturedStep:
     def _recorded(self, window: Window, key: Hashable) -> StepGraph | None:
         try:
             norms = self._norms.settled(key)
-            return StepGraph(self._eager, window, self._left, self._recorder, norms, whole=not self.split)
+            with self._attention:
+                return StepGraph(self._eager, window, self._left, self._recorder, norms, whole=not self.split)
         except NotRecordedError as error:
             self._eager.optimizer.zero_grad(set_to_none=True)
             self._give_up(f"it cannot be recorded: {error}")

@@ -24,6 +24,7 @@ from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.outputs import CapturedOutputs
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.snapshot import Modes, Randomness
+from hotlap.machine.cuda import free_for_torch
 
 
 class Evaluator:
@@ -113,7 +114,7 @@ class Evaluator:
         return course, feeding
 
     def _two_thirds_free(self) -> int:
-        return 2 * torch.cuda.mem_get_info(self._device)[0] // 3 if self._device.type == "cuda" else 0
+        return 2 * free_for_torch(self._device) // 3 if self._device.type == "cuda" else 0
 
     def _scores(
         self, course: Course, feeding: Feeding, metrics: Sequence[str] | Mapping[str, Any], plan: Plan

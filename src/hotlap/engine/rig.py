@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,7 @@ class Rig:
             compiling=self._compiling,
             clip=clip,
             note=self._note,
+            tell_attention=lambda why, cost_s: self.write_down("attention", "chosen", why, cost_s=cost_s),
         )
         self._step = self._steps.of(self.plan)
         self.ledger.record(Entry(step=0, what="start", outcome="chosen", plan=self.plan))
@@ -261,12 +262,16 @@ class Rig:
         finally:
             self.use(plan)
             self.restore(snapshot)
-            compiled = [entry for entry in self.ledger if entry.what == "compile"]
+            stays = [entry for entry in self.ledger if entry.what in ("compile", "attention")]
             self.ledger, self.settled = ledger, settled
-            for entry in compiled:  # what was compiled stays, and was paid for
+            for entry in stays:  # what was compiled or chosen stays, and was paid for
                 self.write_down(entry.what, entry.outcome, entry.why, figures=entry.figures, cost_s=entry.cost_s)
             if not kept:
                 self.tidy()
+
+    def attention(self, plan: Plan) -> AbstractContextManager[None]:
+        """Inside, attention is made by the kernels that the plan's steps are recorded with, where it records."""
+        return self._steps.attention(plan.execution)
 
     @property
     def firsts(self) -> int:

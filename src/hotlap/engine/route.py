@@ -19,6 +19,7 @@ from hotlap.data.holding import held, mark_of, time_to_hold, why_not_held
 from hotlap.data.order import Epoch
 from hotlap.data.resident import ResidentFeeding, packed
 from hotlap.engine.step import Window
+from hotlap.machine.cuda import free_for_torch
 
 
 class Place(NamedTuple):
@@ -88,7 +89,7 @@ class Route:
         if one is None:
             return False
         held_bytes = sum(t.numel() * t.element_size() for t in one.columns.tensors.values())
-        return 2 * held_bytes > torch.cuda.mem_get_info(self._device)[0]
+        return 2 * held_bytes > free_for_torch(self._device)
 
     def let_go(self) -> None:
         """Let go of data that is held on the device; it is brought there again when it is needed."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Numerics, Plan
+from hotlap.engine.attention import Attention
 from hotlap.engine.capture import CapturedStep
 from hotlap.engine.checkpointing import Checkpointing
 from hotlap.engine.compiling import CompiledStep, Compiling
@@ -29,7 +31,10 @@ Step = EagerStep | CapturedStep
 
 
 class Steps:
-    """Makes the step of a plan when it is first asked for. `note` is told why a plan is obeyed in part only."""
+    """Makes the step of a plan when it is first asked for. `note` is told why a plan is obeyed in part only.
+
+    `tell_attention` is told by which kernels captured steps make attention, and the seconds it took to choose them.
+    """
 
     def __init__(
         self,
@@ -45,10 +50,12 @@ class Steps:
         compiling: Compiling,
         clip: float | None,
         note: Callable[[str], None],
+        tell_attention: Callable[[str, float], None],
     ) -> None:
         self._objective, self._optimizer, self._schedule, self._totals = objective, optimizer, schedule, totals
         self._modules, self._device, self._layout, self._guards = modules, device, layout, guards
         self._compiling, self._clip, self._note = compiling, clip, note
+        self._attention = Attention(tell_attention)
         self._made: dict[tuple[Numerics, Execution, int], Step] = {}
         self._recorder: Recorder | None = None
         self._left: Left | None = None
@@ -70,6 +77,11 @@ class Steps:
         if key not in self._made:
             self._made[key] = self._new(numerics, execution, blocks)
         return self._made[key]
+
+    def attention(self, execution: Execution) -> AbstractContextManager[None]:
+        """Inside, attention is made by the kernels that such steps are recorded with."""
+        # torch's compiler has its own mind about attention, and would trace the choice.
+        return self._attention if execution.mode == "captured" and execution.compile == "no" else nullcontext()
 
     def keep(self, step: Step) -> None:
         """Let go of all but this one."""
@@ -119,9 +131,9 @@ class Steps:
         if blocks:
             checkpointing = Checkpointing(self._objective.model, blocks)
             eager.gradients = checkpointing.during(eager.gradients)  # type: ignore[method-assign]
-        return self._recording(eager, why_split) if captured else eager
+        return self._recording(eager, why_split, execution) if captured else eager
 
-    def _recording(self, eager: EagerStep, why_split: str | None) -> CapturedStep:
+    def _recording(self, eager: EagerStep, why_split: str | None, execution: Execution) -> CapturedStep:
         adapted = adapt(*self._modules)
         if adapted is not None:
             eager.gradients = adapted.during(eager.gradients)  # type: ignore[method-assign]
@@ -134,6 +146,7 @@ class Steps:
             recorder=self._recorder,
             left=self._left,
             why_split=why_split,
+            attention=self.attention(execution),
             note=self._note,
         )
 

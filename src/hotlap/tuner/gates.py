@@ -201,10 +201,15 @@ class _Check:
             return None
         updates = self._moment.updates_of(self._plan)
         single = Stepping(self._rig, self._moment, self._plan.but(replay_steps=1), self._windows)
-        # Kernels are the same, so that masks have to be: else they may be drawn once for all updates of a replay.
-        why = self._compared(
-            lambda quiet: self._same(self._eager[quiet], self._trial, updates), self._eager[False], single, same=True
-        )
+        # Kernels are the same, so that masks have to be: else they may be drawn once for all updates of a replay. Those
+        # of attention are the same in here: recorded steps choose theirs.
+        with self._rig.attention(self._plan):
+            why = self._compared(
+                lambda quiet: self._same(self._eager[quiet], self._trial, updates),
+                self._eager[False],
+                single,
+                same=True,
+            )
         self._rig.use(self._trial.plan)
         if self._rig.given_up is not None:
             return f"nothing is captured, since {self._rig.given_up}"
