@@ -116,6 +116,6 @@ def test_fit_tunes_a_training_of_sequences(tmp_path, monkeypatch):
         reorder=True,
         device=DEVICE,
     )
-    run = fit(job, out=tmp_path / "run", progress=False)
+    run = fit(job, plan="auto", out=tmp_path / "run", progress=False)
     assert run.plan.execution.mode == "captured", run.summary()
     assert not [entry.why for entry in run.ledger if entry.outcome == "fault"]

@@ -10,7 +10,7 @@ from waiting import no_waiting
 
 from hotlap.core.plan import Feed
 from hotlap.data import stream
-from hotlap.data.columns import tensors_in
+from hotlap.data.columns import Columns, tensors_in
 from hotlap.data.stream import CudaLane, Stage
 from hotlap.script import serving_feeds
 from hotlap.script.sending import KEPT, Sending
@@ -303,6 +303,44 @@ def test_parts_of_a_resident_batch_that_are_sent_on_two_streams_are_both_right(s
         wrong += (beside != there + 1).sum()
     assert int(wrong) == 0
     assert sending.answered == 16
+
+
+def test_batches_that_are_gathered_together_lie_apart_and_take_few_launches(sending, device, monkeypatch):
+    asked, gather = [], Columns.gather
+
+    def noted(columns, indices, room=None):
+        asked.append(len(indices)) if indices.is_cuda else None
+        return gather(columns, indices, room)
+
+    monkeypatch.setattr(Columns, "gather", noted)
+    loader = loader_of("subset", batch_size=4)
+    serving = served(loader, sending)
+    serving.use(RESIDENT)
+    kept = [(x, y, x.to(device), y.to(device)) for x, y in serving.iterate()]
+    assert asked == [4, 31 * 4, 19]  # the first alone, the rest of the first 32, and those after them
+    assert sending.answered == 2 * len(loader)
+    for x, y, there_x, there_y in kept:
+        for here, there in ((x, there_x), (y, there_y)):
+            assert torch.equal(there.cpu(), here)
+            assert there.stride() == here.stride()
+            assert there.untyped_storage().nbytes() == here.nbytes
+            there.fill_(-1)  # must not be seen in another
+    serving.close()
+
+
+def test_batches_that_were_gathered_on_another_stream_or_in_another_mode_are_gathered_again(sending, device):
+    loader = loader_of("tensors", batch_size=4)
+    serving, other = served(loader, sending), torch.cuda.Stream()
+    serving.use(RESIDENT)
+    for number, (x, y) in enumerate(serving.iterate()):
+        is_aside, is_inference = number % 5 == 2, number % 7 == 3
+        with torch.cuda.stream(other if is_aside else torch.cuda.current_stream()), torch.inference_mode(is_inference):
+            there, also = x.to(device), y.to(device)
+            assert torch.equal(there.cpu(), x)
+            assert torch.equal(also.cpu(), y)
+        assert there.is_inference() == also.is_inference() == is_inference
+    assert sending.answered == 2 * len(loader)
+    serving.close()
 
 
 def test_a_script_with_resident_batches_waits_for_nothing(sending, device):

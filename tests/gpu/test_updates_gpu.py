@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import no_waiting
 
 from hotlap.core.plan import Feed, Plan
+from hotlap.script import update_capture
 from hotlap.script.session import Session, Settings
 from hotlap.script.update_capture import CHECKS, WARM
 from hotlap.script.updates import Updates
@@ -22,6 +23,15 @@ DEVICE = torch.device("cuda")
 STEPS = 20
 FROM = 3
 """The step from which on a plan is in force."""
+
+
+AGAIN = update_capture.MOST_AGAIN
+
+
+@pytest.fixture(autouse=True)
+def recorded_once(monkeypatch):
+    """Wherever gradients come to lie: else a step may be recorded anew while others are counted."""
+    monkeypatch.setattr(update_capture, "MOST_AGAIN", 0)
 
 
 class Scripted:
@@ -359,7 +369,8 @@ def test_closing_gives_memory_back():
 
 
 def test_a_whole_session(tmp_path, monkeypatch):
-    """Calls, clippings and steps, all of them replays."""
+    """Calls, clippings and steps, all of them replays, and gradients read where backward passes leave them."""
+    monkeypatch.setattr(update_capture, "MOST_AGAIN", AGAIN)
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     save_plan(Plan(feed=Feed(kind="loader")).but(mode="captured", optimizer="fused"), tmp_path / "plan.toml")
     data = TensorDataset(torch.cat([x.cpu() for x in batches(8)]))
@@ -385,7 +396,9 @@ def test_a_whole_session(tmp_path, monkeypatch):
             assert session._steering is not None
             updates = session._steering.training.updates
             assert updates.uncaptured is None
-            assert updates._ways[id(optimizer)].captured._replays > 20
+            update = updates._ways[id(optimizer)].captured
+            assert update._replays > 20
+            assert update._graph._lie[0] == [p.grad.data_ptr() for p in model.parameters()]
             assert threading.get_ident() in threads
         return torch.stack(losses).cpu(), model
 

@@ -33,6 +33,7 @@ from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
 from hotlap.script.serving_checks import why_other_batch
 from hotlap.script.serving_indices import Indices
+from hotlap.script.serving_orders import Order, order_of
 
 CPU = torch.device("cpu")
 GATHER = Feed(kind="gather")
@@ -308,7 +309,14 @@ IN_BLOCKS = {
     "shuffled": lambda data: {"shuffle": True},
     "with replacement by itself": lambda data: {"sampler": RandomSampler(data, replacement=True, num_samples=70)},
     "shuffled without its last": lambda data: {"shuffle": True, "drop_last": True},
+    "by a generator": by_generator,
+    "by a generator without its last": lambda data: {**by_generator(data), "drop_last": True},
+    "more than once by a generator": lambda data: {
+        "sampler": RandomSampler(data, num_samples=70, generator=torch.Generator().manual_seed(7))
+    },
+    "with replacement": with_replacement,
 }
+KNOWN_ORDERS = ("as given", "shuffled", "by a generator", "with replacement")
 
 
 @pytest.fixture
@@ -316,9 +324,9 @@ def blocks(monkeypatch):
     """Blocks of three index batches, and how many index batches each of them has."""
     found, block = [], serving_indices.Block
 
-    def noted(indices):
-        found.append(len(indices))
-        return block(indices)
+    def noted(flat, sizes):
+        found.extend([len(sizes)] if sizes else [])
+        return block(flat, sizes)
 
     monkeypatch.setattr(serving_indices, "BLOCK", 3)
     monkeypatch.setattr(serving_indices, "Block", noted)
@@ -339,11 +347,33 @@ def test_index_batches_that_are_read_together_leave_no_trace(blocks, order, work
     serving.use(GATHER)
     at = switched_at_random(serving, [serving.own, GATHER], 5)
     assert_same(script(loader, lambda loader: serving.iterate(), epochs=3, stop=stop, at=at), wanted)
-    assert max(blocks) == 3
+    assert max(blocks) == 3 or order == "with replacement"
     serving.close()
 
 
-@pytest.mark.parametrize("order", [name for name in ORDERS if name not in ("as given", "shuffled")])
+@pytest.mark.parametrize("order", KNOWN_ORDERS)
+def test_a_feed_that_begins_with_the_epoch_asks_no_sampler_for_its_places_one_by_one(order):
+    loader = loader_of("tensors", order)
+    serving = served(loader)
+    serving.use(GATHER)
+    assert isinstance(serving.iterate()._indices._sampler, Order)
+
+
+def test_a_feed_that_begins_within_the_epoch_reads_the_rest_of_it_in_blocks(blocks):
+    loader = loader_of("tensors", "shuffled", batch_size=2)
+    torch.manual_seed(4)
+    wanted = list(ORIGINAL(loader))
+    torch.manual_seed(4)
+    serving = served(loader)
+    iterator = serving.iterate()
+    seen = [next(iterator)]
+    serving.use(GATHER)
+    seen += iterator
+    assert_same([(batch, 0) for batch in seen], [(batch, 0) for batch in wanted])
+    assert blocks == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize("order", [name for name in ORDERS if name not in KNOWN_ORDERS])
 def test_samplers_that_may_be_seen_to_draw_are_read_one_by_one(blocks, order):
     loader = loader_of("tensors", order)
     serving = served(loader)
@@ -363,7 +393,7 @@ def test_the_places_of_a_block_go_to_the_device_in_one_copy(blocks, monkeypatch)
     loader = loader_of("tensors", "shuffled", batch_size=2)
     columned, holding = columned_of(loader)
     noted_copies = Noted()
-    indices = Indices(iter(loader.batch_sampler), may_be_blocks=True)
+    indices = Indices(order_of(loader.batch_sampler, iter(loader.batch_sampler)))
     resident = serving_feeds.Resident(
         columned, indices, there=holding._columns, device=CPU, sending=noted_copies, is_same=lambda: True
     )
@@ -1207,6 +1237,24 @@ def test_what_a_script_sends_is_what_it_would_send_wherever_the_feed_changes(pre
     assert_same(script(loader, lambda loader: Sends(serving.iterate()), epochs=3, stop=stop, at=at), wanted)
     assert sending.answered
     assert lane.sent
+    serving.close()
+
+
+def test_data_that_is_written_to_within_an_epoch_is_not_sent_as_it_was(pretended_gpu):
+    _, sending = pretended_gpu
+    data = TensorDataset(X.clone(), Y)
+    loader = DataLoader(data, batch_size=2)
+    serving = Serving(loader, device=CPU, original_iter=ORIGINAL, sending=sending)
+    serving.on_fault = pytest.fail
+    serving.use(Feed(kind="resident"))
+    for number, (x, y) in enumerate(serving.iterate()):
+        now = data.tensors[0][2 * number : 2 * number + 2]
+        assert torch.equal(x, now)
+        assert torch.equal(x.to("cpu"), now)
+        assert torch.equal(y.to("cpu"), y)
+        if number == 4:
+            data.tensors[0].mul_(2)
+    assert sending.answered == 2 * 5
     serving.close()
 
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hotlap.script.update_shortcuts import Shortcuts
+from hotlap.script.update_trials import raw_step
 
 
 def trained(steps=3):
@@ -116,6 +117,21 @@ def test_optimizers_and_schedules_made_meanwhile_work_then_and_after(shortcuts):
     later.step()
     assert not torch.equal(model.weight, before)
     assert told == [optimizer]
+
+
+def test_a_step_without_hooks_is_one_still(shortcuts):
+    (model, optimizer), (other_model, other) = trained(), trained()
+    other.step()
+    _, told = shortcuts(optimizer)
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))
+    try:
+        raw_step(optimizer)
+    finally:
+        handle.remove()
+    assert not seen
+    assert not told
+    assert torch.equal(model.weight, other_model.weight)
 
 
 def test_an_optimizer_that_is_not_torchs_own_is_left_alone(shortcuts):

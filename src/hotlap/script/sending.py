@@ -16,6 +16,7 @@ from hotlap.script.patches import Patches
 
 KEPT = 8
 """Batches whose copies are kept at most: a script that keeps its batches must not fill the device with copies."""
+_ANY_GPU = torch.device("cuda")
 
 
 class Copy(Protocol):
@@ -55,6 +56,7 @@ class Sending:
     def __init__(self, device: torch.device) -> None:
         is_open = device.type == "cuda" and device.index is None
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_open else device
+        self._is_cuda = device.type == "cuda"
         self.answered = 0
         """Tensors that were sent and answered for."""
         self.on_fault: Callable[[Exception], Any] | None = None
@@ -151,11 +153,12 @@ class Sending:
 
     def _is_here(self, asked: torch.device) -> bool:
         """Whether copies are on that device, and may be used by work that is launched now."""
-        if asked.type != "cuda" or self.device.type != "cuda":
-            return asked == self.device
-        index = torch.cuda.current_device() if asked.index is None else asked.index
+        if asked != self.device:
+            is_open = self._is_cuda and asked == _ANY_GPU
+            if not is_open or torch.cuda.current_device() != self.device.index:
+                return False
         # What is captured reads the memory of its copy in every replay.
-        return index == self.device.index and not torch.cuda.is_current_stream_capturing()
+        return not self._is_cuda or not torch.cuda.is_current_stream_capturing()
 
     def _gone(self, served: _Served) -> None:
         """The copy of a tensor is no longer wanted; by now there may be another tensor with its key."""

@@ -33,7 +33,8 @@ from hotlap.script.serving_checks import (
 from hotlap.script.serving_epoch import Served, batches_ahead
 from hotlap.script.serving_feeds import Gathered, Iterate, LikeLoader, Resident, Streamed
 from hotlap.script.serving_holding import Holding
-from hotlap.script.serving_indices import Indices, draws_all_at_first, generator_of, why_not_early
+from hotlap.script.serving_indices import Indices, generator_of, why_not_early
+from hotlap.script.serving_orders import order_of
 
 CHANGED = "the dataset gives other samples than it did before"
 
@@ -157,8 +158,8 @@ class Serving:
         states = [(one, one.get_state()) for one in (loader.generator, generator) if one is not None]
         try:
             made, sampler = self._made_without_workers(loader)
-            is_drawn = draws_all_at_first(loader.batch_sampler)
-            indices = Indices(sampler, ahead=batches_ahead(loader), generator=generator, may_be_blocks=is_drawn)
+            order = order_of(loader.batch_sampler, sampler)
+            indices = Indices(order or sampler, ahead=batches_ahead(loader), generator=generator)
             indices.begin()
             epoch = self._noted(Served(self, made, loader, indices))
         except Exception:

@@ -14,7 +14,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
-from hotlap.script.serving_indices import Indices, draws_all_at_first, generator_of
+from hotlap.script.serving_indices import Indices, generator_of
+from hotlap.script.serving_orders import order_of
 
 
 class Serves(Protocol):
@@ -52,7 +53,7 @@ class Served(_BaseDataLoaderIter):
         """
         self._serving, self._made, self._indices = serving, made, indices
         self._ahead, self._generator = batches_ahead(loader), generator_of(loader.batch_sampler)
-        self._may_be_blocks = draws_all_at_first(loader.batch_sampler)
+        self._batch_sampler = loader.batch_sampler
         # torch pins what comes from workers in a thread of its own, which knows nothing of the script's inference mode.
         self._is_pinned_outside = bool(serving.own.workers and serving.own.pinned)
         self._feeding: Iterator[Batch] = made
@@ -219,12 +220,11 @@ class Served(_BaseDataLoaderIter):
             made = self._made
             given = getattr(made, "_rcvd_idx", 0)
             self._indices = made._sampler_iter = Indices(
-                made._sampler_iter,
+                order_of(self._batch_sampler, made._sampler_iter) or made._sampler_iter,
                 ahead=self._ahead,
                 generator=self._generator,
                 given=given,
                 under_way=getattr(made, "_send_idx", 0) - given,
-                may_be_blocks=self._may_be_blocks,
             )
         return self._indices
 

@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader
 
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch, map_tensors
-from hotlap.data.columns import tensors_in
+from hotlap.data.columns import Selection, tensors_in
 from hotlap.data.feeds import WorkerStart
 from hotlap.data.samples import Source
 from hotlap.data.stream import AHEAD, STAGES, Flight, Lane, Stage
 from hotlap.script.sending import Receives
+from hotlap.script.serving_copies import Copies
 from hotlap.script.serving_indices import Indices
 from hotlap.script.serving_places import Places
-from hotlap.script.streams import current_stream
 
 Iterate = Callable[[DataLoader[Any]], Iterator[Any]]
 """torch's own way to begin an epoch of a loader."""
@@ -100,16 +100,21 @@ class Columned:
 
     def __init__(self, source: Source, like: Batch, *, pinned: bool) -> None:
         """`source` gathers tensors or tuples of them; `like` is a batch of the loader's, for its containers."""
+        self._rows: Tensor | None = None
+        while type(source) is Selection:  # whose rows are looked up for many batches at once
+            self._rows = source.rows if self._rows is None else source.rows.index_select(0, self._rows)
+            source = source.inner
         self._source, self._like = source, like
         self._room = _pinned_room if pinned else None
         self._is_list = type(like) is list and all(isinstance(part, Tensor) for part in like)
 
-    def batch(self, positions: Tensor) -> Batch:
+    def batch(self, places: Places) -> Batch:
         """The samples at these places as the loader would give them."""
-        return self.parted(positions)[0]
+        return self.parted(places)[0]
 
-    def parted(self, positions: Tensor) -> tuple[Batch, Sequence[Tensor]]:
+    def parted(self, places: Places) -> tuple[Batch, Sequence[Tensor]]:
         """The samples at these places as the loader would give them, and the tensors in it."""
+        positions = places.host if self._rows is None else places.through(self._rows)
         found = self._source.gather(positions, self._room)
         tensors: tuple[Tensor, ...] = found if type(found) is tuple else (found,)
         if self._is_list:
@@ -124,10 +129,7 @@ def _pinned_room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _takes(indices: Iterator[Any]) -> Callable[[], Places]:
     """What gives one index batch after the other as places in the data."""
-    if isinstance(indices, Indices):
-        indices.read_in_blocks()
-        return indices.take
-    return map(Places, indices).__next__
+    return indices.take if isinstance(indices, Indices) else map(Places, indices).__next__
 
 
 class Gathered:
@@ -140,7 +142,7 @@ class Gathered:
         return self
 
     def __next__(self) -> Batch:
-        return self._columned.batch(self._take().host)
+        return self._columned.batch(self._take())
 
 
 class Resident:
@@ -157,7 +159,7 @@ class Resident:
         is_same: Callable[[], bool],
     ) -> None:
         """`there` gathers the same samples on the device, as long as `is_same` says so."""
-        self._columned, self._take, self._there, self._device = columned, _takes(indices), there, device
+        self._columned, self._take, self._copies = columned, _takes(indices), Copies(there, device)
         self._sending, self._is_same = sending, is_same
 
     def __iter__(self) -> Self:
@@ -165,57 +167,10 @@ class Resident:
 
     def __next__(self) -> Batch:
         places = self._take()
-        batch, tensors = self._columned.parted(places.host)  # which also sees to it that no place is out of bounds
+        batch, tensors = self._columned.parted(places)  # which also sees to it that no place is out of bounds
         if self._is_same():
-            whole = _Gatherable(self._there, self._device, places)
-            self._sending.serve([(tensor, _Part(whole, number)) for number, tensor in enumerate(tensors)])
+            self._sending.serve(zip(tensors, self._copies.of(places, len(tensors)), strict=True))
         return batch
-
-
-class _Gatherable:
-    """A batch that is gathered on the device when the first part of it is asked for."""
-
-    __slots__ = ("_device", "_places", "_source", "_stream", "_tensors")
-
-    def __init__(self, source: Source, device: torch.device, places: Places) -> None:
-        self._source, self._device, self._places = source, device, places
-        self._tensors: list[Tensor | None] = []
-        self._stream: torch.cuda.Stream | None = None
-
-    def part(self, number: int) -> Tensor:
-        """One tensor of it, for work that is launched from here on; asked for once."""
-        if not self._tensors:
-            self._gather()
-        tensor, self._tensors[number] = self._tensors[number], None
-        assert tensor is not None
-        if self._stream is not None:
-            here = current_stream(tensor.device)
-            if here != self._stream:
-                here.wait_stream(self._stream)
-                tensor.record_stream(here)
-        return tensor
-
-    def _gather(self) -> None:
-        if self._device.type == "cuda":
-            self._stream = current_stream(self._device)
-        found = self._source.gather(self._places.there(self._device))
-        self._tensors = list(found) if type(found) is tuple else [found]
-
-
-class _Part:
-    """One tensor of a batch that is still to be gathered."""
-
-    __slots__ = ("_number", "_whole")
-
-    def __init__(self, whole: _Gatherable, number: int) -> None:
-        self._whole, self._number = whole, number
-
-    def landed(self) -> Tensor:
-        """The tensor on the device."""
-        return self._whole.part(self._number)
-
-    def abandoned(self) -> None:
-        """Nothing was done for it."""
 
 
 class Streamed:
@@ -227,7 +182,7 @@ class Streamed:
         """Without `stages`, batches lie in page-locked memory themselves; else they are copied there (`pinned`)."""
         self._columned, self._take, self._lane, self._sending = columned, _takes(indices), lane, sending
         self._stages = deque(Stage(pinned=pinned) for _ in range(STAGES if stages else 0))
-        self._coming: deque[tuple[Tensor, Batch, list[Flight]]] = deque()
+        self._coming: deque[tuple[Places, Batch, list[Flight]]] = deque()
 
     def __iter__(self) -> Self:
         return self
@@ -235,18 +190,18 @@ class Streamed:
     def __next__(self) -> Batch:
         while len(self._coming) <= AHEAD:
             try:
-                positions = self._take().host
+                places = self._take()
             except StopIteration:
                 break
-            self._coming.append((positions, *self._sent(self._columned.batch(positions))))
+            self._coming.append((places, *self._sent(self._columned.batch(places))))
         if not self._coming:
             raise StopIteration
-        positions, batch, flights = self._coming.popleft()
+        places, batch, flights = self._coming.popleft()
         tensors = tensors_in(batch)
         if any(tensor.is_inference() != torch.is_inference_mode_enabled() for tensor in tensors):
             # It was made while the script was in the other mode.
             _give_up(flights)
-            return self._columned.batch(positions)
+            return self._columned.batch(places)
         self._sending.serve(zip(tensors, flights, strict=True))
         return batch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -18,10 +17,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from hotlap.script.serving_orders import Order, Rest
 from hotlap.script.serving_places import Block, Places
 
 BLOCK = 32
-"""Index batches that are read together, where that leaves no trace."""
+"""Index batches that are read together at most, where that leaves no trace."""
 _KNOWN = (
     SequentialSampler,
     RandomSampler,
@@ -47,14 +47,6 @@ def generator_of(batch_sampler: Any) -> torch.Generator | None:
     return found if isinstance(found, torch.Generator) else None
 
 
-def draws_all_at_first(batch_sampler: Any) -> bool:
-    """Whether reading the first index batch draws all that is ever drawn, from generators that anybody can see."""
-    sampler, kind = _sampler_in(batch_sampler), type(_sampler_in(batch_sampler))
-    # Without a generator of the script's, a seed is drawn from the process's, and all else from one of its own.
-    is_known = kind is SequentialSampler or (kind is RandomSampler and sampler.generator is None)
-    return is_known and type(batch_sampler) is BatchSampler
-
-
 def _sampler_in(batch_sampler: Any) -> Any:
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
 
@@ -69,20 +61,15 @@ class Indices:
 
     def __init__(
         self,
-        sampler: Iterator[Any],
+        sampler: Iterator[Any] | Order | Rest,
         *,
         ahead: int = 0,
         generator: torch.Generator | None = None,
         given: int = 0,
         under_way: int = 0,
-        may_be_blocks: bool = False,
     ) -> None:
-        """`given` batches have been given out already, and `under_way` more have been read.
-
-        `may_be_blocks` where nobody sees that index batches after the first are read early.
-        """
+        """`given` batches have been given out already, and `under_way` more have been read."""
         self._sampler, self._ahead, self._generator = sampler, ahead, generator
-        self._may_be_blocks, self._in_blocks = may_be_blocks, False
         self.given = given
         """Batches that have been given out, or have failed."""
         self.is_shut = False
@@ -120,10 +107,6 @@ class Indices:
         self._taken.append(places)
         return places
 
-    def read_in_blocks(self) -> None:
-        """Read some at a time from here on, where that leaves no trace: their places are then sent in one copy."""
-        self._in_blocks = self._may_be_blocks
-
     def begin(self) -> None:
         """Told that the next batch is asked for. What is raised is the sampler's own."""
         self._catch_up(self.given + max(1, self._ahead))
@@ -155,11 +138,9 @@ class Indices:
     def _read(self) -> None:
         if self._ended:
             return
-        if self._in_blocks:
-            self._read_block()
-            return
-        number, generator = self._reads, self._generator
-        if generator is None or number < self.given + max(1, self._ahead):
+        number, generator, sampler = self._reads, self._generator, self._sampler
+        is_drawn = isinstance(sampler, (Order, Rest)) and not sampler.draws
+        if generator is None or is_drawn or number < self.given + max(1, self._ahead):
             self._read_on()
             return
         self._was = now = generator.get_state()
@@ -175,19 +156,18 @@ class Indices:
             self._drawn.append((number, after))
 
     def _read_on(self) -> None:
+        if isinstance(self._sampler, (Order, Rest)):
+            flat, sizes = self._sampler.read(BLOCK)
+            block = Block(flat, sizes)
+            self._ready.extend(Places(None, block, number) for number in range(len(sizes)))
+            self._ended = not sizes
+            self._reads += max(1, len(sizes))
+            return
         try:
             self._ready.append(Places(next(self._sampler)))
         except StopIteration:
             self._ended = True
         self._reads += 1
-
-    def _read_block(self) -> None:
-        found = list(islice(self._sampler, BLOCK))
-        self._ended = len(found) < BLOCK
-        self._reads += len(found) + self._ended
-        if found:
-            block = Block(found)
-            self._ready.extend(Places(index, block, number) for number, index in enumerate(found))
 
     def _advance(self, state: Tensor) -> None:
         """Set the generator to where the sampler has left it, unless somebody else has drawn from it since."""

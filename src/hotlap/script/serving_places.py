@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,49 +17,75 @@ from hotlap.script.streams import current_stream
 class Places:
     """One index batch, as the sampler gave it and as places in the data."""
 
-    __slots__ = ("_block", "_host", "_number", "index")
+    __slots__ = ("_host", "_index", "block", "number")
 
     def __init__(self, index: Any, block: Block | None = None, number: int = 0) -> None:
-        self.index, self._block, self._number = index, block, number
+        self._index = index
+        self.block, self.number = block, number
+        """Those that it was read with, where there are any, and its number among them; `index` is then of no use."""
         self._host: Tensor | None = None
+
+    @property
+    def index(self) -> Any:
+        """As the sampler gives it."""
+        return self._index if self.block is None else self.block.host[self.number].tolist()
 
     @property
     def host(self) -> Tensor:
         """The places as a tensor; raises DataError where the index batch is not one of whole numbers."""
-        if self._block is not None:
-            return self._block.host[self._number]
+        if self.block is not None:
+            return self.block.host[self.number]
         if self._host is None:
-            self._host = positions_of(self.index)
+            self._host = positions_of(self._index)
         return self._host
 
-    def there(self, device: torch.device) -> Tensor:
-        """The same on a device, for work that is launched from here on."""
-        return sent(self.host, device) if self._block is None else self._block.there(device)[self._number]
+    def through(self, rows: Tensor) -> Tensor:
+        """The places in the data that a selection of these rows has at these places."""
+        return rows.index_select(0, self.host) if self.block is None else self.block.through(rows)[self.number]
+
+    def there(self, device: torch.device, count: int = 1) -> Tensor:
+        """The same on a device, for work that is launched from here on; of some that follow each other, end to end."""
+        if self.block is None:
+            return sent(self.host, device)
+        return self.block.there(device, self.number, self.number + count)
 
 
 class Block:
-    """Some index batches of whole numbers that were read together, and so go to a device in one copy."""
+    """Some index batches that were read together, and so go to a device in one copy."""
 
-    __slots__ = ("_flat", "_sizes", "_stream", "_there", "host")
+    __slots__ = ("_ends", "_flat", "_host", "_stream", "_there", "_through", "sizes")
 
-    def __init__(self, indices: list[list[int]]) -> None:
-        self._sizes = [len(index) for index in indices]
-        flat = np.fromiter(chain.from_iterable(indices), np.int64, sum(self._sizes))
-        self._flat = torch.from_numpy(flat)
-        self.host: tuple[Tensor, ...] = torch.split(self._flat, self._sizes)
-        """The places of each."""
-        self._there: tuple[Tensor, ...] = ()
+    def __init__(self, flat: Tensor, sizes: list[int]) -> None:
+        """`flat` has their places end to end, so many of each."""
+        self._flat, self.sizes = flat, sizes
+        self._ends = [0, *accumulate(sizes)]
+        self._host: Sequence[Tensor] | None = None
+        self._through: tuple[Tensor, Sequence[Tensor]] | None = None
+        self._there: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def there(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The places of each on a device, for work that is launched from here on."""
+    @property
+    def host(self) -> Sequence[Tensor]:
+        """The places of each."""
+        if self._host is None:
+            self._host = self._flat.unsafe_split_with_sizes(self.sizes)
+        return self._host
+
+    def through(self, rows: Tensor) -> Sequence[Tensor]:
+        """The places of each in the data that these rows were selected from."""
+        if self._through is None or self._through[0] is not rows:
+            self._through = rows, rows.index_select(0, self._flat).unsafe_split_with_sizes(self.sizes)
+        return self._through[1]
+
+    def there(self, device: torch.device, start: int, end: int) -> Tensor:
+        """The places of some of them on a device, end to end, for work that is launched from here on."""
         here = current_stream(device) if device.type == "cuda" else None
-        if not self._there:
-            self._there, self._stream = torch.split(sent(self._flat, device), self._sizes), here
+        if self._there is None:
+            self._there, self._stream = sent(self._flat, device), here
         elif here is not None and self._stream is not None and here != self._stream:
             here.wait_stream(self._stream)
-            self._there[0].record_stream(here)  # which is of the memory of all
-        return self._there
+            self._there.record_stream(here)
+        return self._there[self._ends[start] : self._ends[end]]
 
 
 def positions_of(index: Any) -> Tensor:

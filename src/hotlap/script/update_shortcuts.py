@@ -59,4 +59,5 @@ class Shortcuts:
                 return None
             return own(optimizer, *args, **kwargs)
 
+        step.__wrapped__ = getattr(own, "__wrapped__", own)  # without torch's hooks
         return step
