@@ -31,7 +31,7 @@ demo: $(BASE)  ## set up, then train a small model on real data, on GPU or CPU
 	$(BIN)/hotlap demo
 
 test: $(DEV)  ## set up, then run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-gpu:  ## run tests/gpu with whatever python holds torch; installs nothing
 	@for python in $(PYTHON) $(BIN)/python; do \

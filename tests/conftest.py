@@ -1,9 +1,11 @@
 """Tests train under the job's own plan, unless they are about tuning: what a tuner does depends on the clock.
 
-Nor does a property test depend on it: on a busy machine drawing examples may take long.
+Nor does a property test depend on it: on a busy machine drawing examples may take long. Files that take long come
+first: with a file to each process, the one that is begun last is waited for.
 """
 
 import os
+from pathlib import Path
 
 os.environ["HOTLAP_PLAN"] = "off"
 
@@ -14,3 +16,18 @@ except ImportError:  # the tests for a GPU do without it
 else:
     settings.register_profile("hotlap", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("hotlap")
+
+LONGEST = (
+    "script/test_scripts.py", "fitting/test_tuning.py", "stress/test_stress.py", "fitting/test_resume.py",
+    "script/test_serving.py", "recipes/test_examples.py", "script/test_session.py", "engine/test_compiling.py",
+    "cli/test_run.py", "script/test_running.py", "tuner/test_gates.py", "guard/test_signals.py",
+    "benchmarks/test_text_rivals.py", "benchmarks/test_recipes.py", "script/test_calls.py", "engine/test_encoders.py",
+    "recipes/test_temporal.py", "test_public_face.py", "guard/test_identity_held.py", "script/test_notebook.py",
+    "recipes/test_newcomer.py", "data/test_tokenising.py",
+)  # fmt: skip
+"""Those that take ten seconds or more of a core, the longest first."""
+
+
+def pytest_collection_modifyitems(items):
+    turns = {Path(__file__).parent / name: turn for turn, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turns.get(item.path, len(turns)))

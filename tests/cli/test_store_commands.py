@@ -3,14 +3,13 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from preloaded import Preloaded
 from typer.testing import CliRunner
 
 from hotlap.cli import app
@@ -37,10 +36,21 @@ def said(*arguments, code=0):
     return done.stdout
 
 
-def run(*arguments):
-    env = {**os.environ, "PYTHONPATH": str(SRC)}
-    command = [sys.executable, "-m", "hotlap", *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def python():
+    found = Preloaded("torch", environment={**os.environ, "PYTHONPATH": str(SRC)})
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def run(python, tmp_path):
+    """Runs the command in a process that has loaded torch, with the cache of this test."""
+
+    def run(*arguments):
+        return python.run("-m", "hotlap", *arguments, cwd=tmp_path, HOTLAP_CACHE=os.environ["HOTLAP_CACHE"])
+
+    return run
 
 
 def test_the_cache_is_listed_with_and_without_the_word(cache):
@@ -140,7 +150,7 @@ class Bomb:
         return os.system, (f"touch {self.sentinel}",)
 
 
-def test_hostile_arguments_end_with_1_and_one_line_and_run_nothing(folder, tmp_path, monkeypatch):
+def test_hostile_arguments_end_with_1_and_one_line_and_run_nothing(folder, tmp_path, monkeypatch, run):
     sentinel = tmp_path / "executed"
     bomb = pickle.dumps(Bomb(sentinel))
     (tmp_path / "bomb.zip").write_bytes(bomb)
@@ -166,7 +176,7 @@ def test_hostile_arguments_end_with_1_and_one_line_and_run_nothing(folder, tmp_p
     assert sorted(map(str, tmp_path.rglob("*"))) == before
 
 
-def test_hostile_entries_are_told_and_never_opened(cache, tmp_path):
+def test_hostile_entries_are_told_and_never_opened(cache, tmp_path, run):
     entry = cache.root / "features" / A
     for name in ("manifest.json", "values.json"):
         (entry / name).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))

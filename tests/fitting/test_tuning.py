@@ -59,7 +59,7 @@ def test_a_run_too_short_to_tune_is_the_users_own_to_the_last_bit(tmp_path):
 
 def test_a_tuned_run_finds_what_pays_and_trains_the_same(tmp_path, at_leisure):
     mine = fit(job_for(3000), plan="auto", out=tmp_path / "auto", progress=False)
-    theirs = fit(job_for(3000), plan="off", out=tmp_path / "off", progress=False)
+    theirs = fit(job_for(3000, data=Computed()), plan="off", out=tmp_path / "off", progress=False)
     found = outcomes(mine)
     assert mine.plan.feed.kind == "resident", mine.summary()
     assert found["data held on the device"].outcome == "kept"
@@ -111,7 +111,7 @@ def test_a_plan_that_breaks_a_step_is_dropped_and_no_step_is_lost(tmp_path, at_l
     assert min(seen) < 16, run.summary()
     assert run.steps == 400
     assert "out of memory, say" in outcomes(run)["a broken one"].why
-    own = fit(job_for(400), plan="off", out=tmp_path / "off", progress=False)
+    own = fit(job_for(400, data=Computed()), plan="off", out=tmp_path / "off", progress=False)
     assert torch.equal(parameters_of(run.model), parameters_of(own.model))
 
 
@@ -135,18 +135,18 @@ def test_a_resumed_run_does_not_search_again(tmp_path, at_leisure):
 def test_a_plan_that_drifts_away_is_left_and_the_run_goes_back_to_a_checkpoint(tmp_path, at_leisure, monkeypatch):
     monkeypatch.setattr(canary, "FIRST_S", 0.0)
     monkeypatch.setattr(canary, "SHARE", 1.0)
-    real, after = Gate.check, []
+    real, after, data = Gate.check, [], Computed(effort=40)
 
     def check(self, plan):
         if any(entry.what == "tuned" for entry in self._rig.ledger):
             after.append(self._rig.steps)
             if len(after) > 3:
+                data.effort = 0  # the rest of the run is long
                 return Judgement(ok=False, why="gradients differ")
         return real(self, plan)
 
     monkeypatch.setattr(Gate, "check", check)
-    job = job_for(4000)
-    run = fit(job, plan="auto", out=tmp_path / "run", save_every=100, progress=False)
+    run = fit(job_for(4000, data=data), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
     assert run.steps == 4000
     assert run.plan == fit(job_for(1), plan="off", out=tmp_path / "off", progress=False).plan
     assert any("gone back to the checkpoint" in problem for problem in run.problems), (after, run.summary())
@@ -158,12 +158,13 @@ def test_a_plan_that_drifts_away_is_left_and_the_run_goes_back_to_a_checkpoint(t
 def test_it_goes_back_to_a_time_that_was_good_however_long_ago(tmp_path, at_leisure, monkeypatch):
     monkeypatch.setattr(canary, "FIRST_S", 0.0)
     monkeypatch.setattr(canary, "SHARE", 1e9)
-    real, tuned, good = Gate.check, [], []
+    real, tuned, good, data = Gate.check, [], [], Computed(effort=40)
 
     def check(self, plan):
         if any(entry.what == "tuned" for entry in self._rig.ledger):
             tuned.append(self._rig.steps)
             if len(tuned) > 2:
+                data.effort = 0  # the rest of the run is long
                 return Judgement(ok=False, why="gradients differ")
             good.append(self._rig.steps)
         return real(self, plan)
@@ -175,7 +176,7 @@ def test_it_goes_back_to_a_time_that_was_good_however_long_ago(tmp_path, at_leis
     looks = canary.Canary.stepped
     monkeypatch.setattr(Gate, "check", check)
     monkeypatch.setattr(canary.Canary, "stepped", stepped)
-    run = fit(job_for(2500), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
+    run = fit(job_for(2500, data=data), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
     assert run.steps == 2500
     step = good[-1] // 100 * 100
     told = f"gone back to the checkpoint of step {step:,}"

@@ -1,9 +1,11 @@
 """Scripts written as people write them, with hotlap and without: the same output, the same files, the same exit code.
 
 Every script runs three times, two at a time: by python alone, under a plan that changes nothing but the feed, which
-has to be equal to the last bit, and tuned, which has to be equal within the band of `CLOSE`.
+has to be equal to the last bit, and tuned, which has to be equal within the band of `CLOSE`. But for those in `FRESH`
+they run in forks of a process that has loaded torch, and the library they are written for.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloaded import Preloaded
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.table import rows
@@ -25,6 +28,10 @@ from hotlap.store.run_folder import RunFolder
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 NAMES = [*sorted(path.name for path in SCRIPTS.glob("*.py")), "module_pkg"]
 NEEDS = {"hf_trainer.py": "transformers", "lightning_fit.py": "lightning", "accelerate_loop.py": "accelerate"}
+PRELOADED = {"hf_trainer.py": "transformers.trainer", "lightning_fit.py": "lightning"}
+"""What takes long to be imported, by the only script that does."""
+FRESH = {"plain_loop.py"}
+"""Scripts that run in processes of their own from the start."""
 KEEPS = {
     "accelerate_loop.py", "accumulation.py", "amp_scaler_clip.py", "argparse_exit.py", "data_parallel.py",
     "lightning_fit.py", "module_pkg", "plain_loop.py", "torch_hub_style.py", "trainer_class.py", "two_loaders.py",
@@ -60,18 +67,44 @@ class Outcome:
     said: str
 
 
-def ran(name, folder, *options):
-    """One run of a script in a folder of its own, by python with these options before its name."""
-    work = folder / "work"
-    work.mkdir(parents=True)
-    target = ["-m", "module_pkg.train"] if name == "module_pkg" else [str(SCRIPTS / name)]
-    command = [sys.executable, *options, *target]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), "COLUMNS": "120"}
-    environment |= {"HOTLAP_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    environment.pop("HOTLAP_PLAN", None)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=work, env=environment, timeout=300)
-    files = {str(path.relative_to(work)): path for path in sorted(work.rglob("*")) if path.is_file()}
-    return Outcome(done.returncode, done.stdout.splitlines(), files, done.stderr)
+class Pythons:
+    """Run scripts."""
+
+    def __init__(self):
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), "COLUMNS": "120"}
+        self._environment |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+        self._environment.pop("HOTLAP_PLAN", None)
+        self._preloaded = {}
+        if torch.cuda.is_available():
+            return  # libraries may have asked for the GPU by the time they are imported: no fork could use it
+        for library in (None, *(PRELOADED[name] for name in PRELOADED if is_there(name))):
+            modules = ["hotlap.cli", "hotlap.script.session", *([library] if library else [])]
+            self._preloaded[library] = Preloaded(*modules, environment=self._environment)
+
+    def __call__(self, name, folder, *options):
+        """One run of a script in a folder of its own, by python with these options before its name."""
+        work = folder / "work"
+        work.mkdir(parents=True)
+        target = ["-m", "module_pkg.train"] if name == "module_pkg" else [str(SCRIPTS / name)]
+        own = {"HOTLAP_CACHE": str(folder / "cache")}
+        if self._preloaded and name not in FRESH:
+            done = self._preloaded[PRELOADED.get(name)].run(*options, *target, cwd=work, **own)
+        else:
+            done = subprocess.run(
+                [sys.executable, *options, *target], capture_output=True, text=True, cwd=work,
+                env=self._environment | own, timeout=300,
+            )  # fmt: skip
+        files = {str(path.relative_to(work)): path for path in sorted(work.rglob("*")) if path.is_file()}
+        return Outcome(done.returncode, done.stdout.splitlines(), files, done.stderr)
+
+    def close(self):
+        for one in self._preloaded.values():
+            one.close()
+
+
+def is_there(name):
+    """Whether the library of a script is."""
+    return name not in NEEDS or importlib.util.find_spec(NEEDS[name]) is not None
 
 
 class Runs:
@@ -80,18 +113,17 @@ class Runs:
     def __init__(self, folder):
         self._folder = folder
         self._pool = ThreadPoolExecutor(2)
+        self._ran = Pythons()
         plan = folder / "gather.toml"
         save_plan(Plan(feed=Feed(kind="gather")), plan)
         fed = ("-m", "hotlap", "run", "--plan", str(plan), "--out")
         kinds = {"alone": (), "fed": fed, "tuned": ("-c", *TUNED)}
         self._begun = {}
-        for name in NAMES:
-            if name in NEEDS and not _is_installed(NEEDS[name]):
-                continue
+        for name in filter(is_there, NAMES):
             for kind, options in kinds.items():
                 own = folder / f"{name}-{kind}"
                 options = (*options, str(own / "run")) if options else ()
-                self._begun[name, kind] = self._pool.submit(ran, name, own, *options)
+                self._begun[name, kind] = self._pool.submit(self._ran, name, own, *options)
 
     def __call__(self, name, kind):
         if (name, kind) not in self._begun:
@@ -109,15 +141,12 @@ class Runs:
             if any(row.outcome == "kept" for row in rows(RunFolder.open(own / "run").read_ledger())):
                 return True
             own = self._folder / f"{name}-again-{number}"
-            ran(name, own, "-c", *TUNED, str(own / "run"))
+            self._ran(name, own, "-c", *TUNED, str(own / "run"))
         return False
 
     def close(self):
         self._pool.shutdown(cancel_futures=True)
-
-
-def _is_installed(package):
-    return subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True).returncode == 0
+        self._ran.close()
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +230,7 @@ def test_a_tuned_script_prints_and_writes_the_same_within_the_band(runs, name):
 
 def test_at_least_ten_scripts_keep_a_move(runs):
     assert set(NAMES) >= KEEPS
-    names = sorted(name for name in KEEPS if name not in NEEDS or _is_installed(NEEDS[name]))
+    names = sorted(filter(is_there, KEEPS))
     without = [name for name in names if not runs.keeps(name)]
     assert len(names) - len(without) >= 10, [runs(name, "tuned").said for name in without]
     assert len(NAMES) + 1 >= 15  # and the notebook, in test_notebook.py
@@ -209,9 +238,7 @@ def test_at_least_ten_scripts_keep_a_move(runs):
 
 def test_nothing_inside_hotlap_went_wrong(runs):
     faults = {}
-    for name in NAMES:
-        if name in NEEDS and not _is_installed(NEEDS[name]):
-            continue
+    for name in filter(is_there, NAMES):
         for kind in ("fed", "tuned"):
             said = [line for line in runs(name, kind).said.splitlines() if "had to stop" in line]
             if said:

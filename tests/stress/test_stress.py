@@ -1,9 +1,11 @@
 """`hotlap stress` in a quick variant; and proof that it can fail: faults planted on purpose are caught."""
 
 import json
+import textwrap
 
 import pytest
-from killed import hotlap_command, run_python
+from killed import environment, hotlap_command
+from preloaded import Preloaded
 
 SHORT = """
     import json, sys
@@ -24,6 +26,19 @@ SHORT = """
 """
 
 
+@pytest.fixture(scope="module")
+def run_python(tmp_path_factory):
+    """Runs a text as python does; its exit code, and what it said."""
+    python = Preloaded("hotlap.cli", "hotlap.stress.trials", environment=environment())
+
+    def run(script, *arguments):
+        done = python.run("-c", textwrap.dedent(script), *arguments, cwd=tmp_path_factory.mktemp("work"))
+        return done.returncode, done.stdout, done.stderr
+
+    yield run
+    python.close()
+
+
 def test_kills_in_and_between_saves_lose_nothing():
     code, out, err = hotlap_command("stress", "--kills", 6, "--workers", 0, "--json")
     assert code == 0, err + out
@@ -34,7 +49,7 @@ def test_kills_in_and_between_saves_lose_nothing():
     assert figures["resumes"] + figures["anew"] == 6
 
 
-def test_kills_around_the_calls_of_a_save_lose_nothing():
+def test_kills_around_the_calls_of_a_save_lose_nothing(run_python):
     """The first, the last, and those around the rename; `hotlap stress --every-call` tries them all."""
     code, out, err = run_python(SHORT)
     assert code == 0, err
@@ -62,7 +77,7 @@ UNSAVED = """
 """
 
 
-def test_kills_before_the_first_checkpoint_lose_nothing():
+def test_kills_before_the_first_checkpoint_lose_nothing(run_python):
     """In trainings that leave it to hotlap when to save, and are too short for that; a SIGTERM saves all the same."""
     code, out, err = run_python(UNSAVED)
     assert code == 0, err
@@ -124,7 +139,7 @@ PLANTED = """
 
 
 @pytest.fixture(scope="module")
-def caught():
+def caught(run_python):
     faults = [fault.replace("\\n", "\n") for fault in FAULTS.values()]
     code, out, err = run_python(PLANTED, json.dumps(faults))
     assert code == 0, err
@@ -136,7 +151,7 @@ def test_a_fault_that_is_planted_is_caught(caught, fault):
     assert caught[fault], "the trials found nothing wrong"
 
 
-def test_what_was_lost_is_told_and_the_command_fails():
+def test_what_was_lost_is_told_and_the_command_fails(run_python):
     """One that is killed before its first checkpoint has nothing that a resume could get wrong."""
     script = """
         import sys
@@ -155,7 +170,7 @@ def test_what_was_lost_is_told_and_the_command_fails():
     assert f"\nlost {lost}\nbit-equal {4 - lost} of 4\n" in out
 
 
-def test_a_test_cut_short_by_time_says_so():
+def test_a_test_cut_short_by_time_says_so(run_python):
     """Its clock moves by a second each time it is read: once at the start, and before each trial."""
     script = """
         import itertools, sys, types

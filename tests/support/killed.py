@@ -42,10 +42,6 @@ def ended(process):
     return process.returncode, out, err
 
 
-def run_python(script, *arguments, **settings):
-    return ended(started(script, *arguments, **settings))
-
-
 def hotlap_command(*arguments, cwd=None, **variables):
     done = subprocess.run(
         [sys.executable, "-m", "hotlap", *map(str, arguments)],

@@ -217,6 +217,18 @@ def test_what_cannot_be_paid_for_yet_waits_until_enough_is_saved(slower, monkeyp
     assert rests[-1] < firsts[0]
 
 
+@pytest.mark.parametrize("most_s", [30.0, None])
+def test_what_can_never_be_paid_for_is_not_waited_for(most_s, monkeypatch):
+    dear = dataclasses.replace(fused.MOVE, setup_s=lambda plan, rig: 70.0)
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (dear, resident.MOVE))
+    monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
+    rig = rig_for()
+    asked = drive(searching(rig, 10_000_000, gate=Gatekeeper(), most_s=most_s), lambda plan: cost_of(plan, fused=0.5))
+    assert not any(isinstance(plan, Rest) for plan in asked)
+    assert outcomes(rig)["fused optimizer"][0] == "not tried"
+    assert rig.plan.feed.kind == "resident"
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_kept_is_never_slower_than_the_users_own(seed):
     """Random costs, some moves harmful: the plan in the end is at least as fast as the first, beyond noise."""

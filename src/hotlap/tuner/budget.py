@@ -53,7 +53,12 @@ class Budget:
             return self._most_s
         share = HOPEFUL_SHARE if self.is_hopeful else SHARE
         share_s = share * self.base_s * self._length().updates
-        return min(MOST_S, share_s + OF_SAVED * self.saved_s + OF_COMING * self.coming_s)
+        return min(self.most_s, share_s + OF_SAVED * self.saved_s + OF_COMING * self.coming_s)
+
+    @property
+    def most_s(self) -> float:
+        """What may be spent in all at the very most, whatever is saved."""
+        return self._most_s if self._most_s is not None else MOST_S
 
     @property
     def left_s(self) -> float:

@@ -368,7 +368,7 @@ class Search:
         """Updates until so much may be spent, and it is still worth it; None where that day does not come."""
         budget = self._trials.budget
         a_update_s = 0.25 * (budget.base_s - self._lap.step_s)
-        if a_update_s <= 0:
+        if a_update_s <= 0 or cost_s > budget.most_s - budget.spent_s:
             return None
         updates = int(max(0.0, cost_s - budget.left_s) / a_update_s) + 1
         return updates if 4 * updates < self._updates_left else None
