@@ -59,6 +59,7 @@ class Call:
         if device == torch.device("cuda"):  # some one of them
             device = torch.device("cuda", torch.cuda.current_device())
         self.module, self.device, self._optimizers = module, device, list(optimizers)
+        self._kind = device.type
         self._records = make_recorder is not None or device.type == "cuda"
         self._lanes = Lanes(functools.partial(make_recorder or Recorder, device))
         self._forms, self._unnoted = Forms(), NOTED
@@ -172,7 +173,7 @@ class Call:
         """Make a call of the script's; `original` makes its own."""
         if self._inside or self._is_transformed():
             return original(*args, **kwargs)
-        if torch.is_autocast_enabled(self.device.type):
+        if torch.is_autocast_enabled(self._kind):
             self._autocasts = True
         trains = self.module.training and torch.is_grad_enabled()
         if trains and self._remembers:
@@ -343,13 +344,12 @@ class Call:
         return (
             torch._C._functorch.peek_interpreter_stack() is not None
             or torch._C._len_torch_dispatch_stack() > 0
-            or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+            or (self._kind == "cuda" and torch._C._cuda_isCurrentStreamCapturing())
         )
 
     @property
     def _autocast(self) -> tuple[bool, torch.dtype]:
-        kind = self.device.type
-        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
 
 
 def _key(numerics: Numerics, execution: Execution) -> tuple[str, str, str, bool]:

@@ -32,6 +32,10 @@ class Patches:
 
         self._undo[key] = undo
 
+    def has(self, key: str) -> bool:
+        """Whether one of them is in place, by the name of its attribute or its key."""
+        return key in self._undo
+
     def hooked(self, key: str, handle: Any) -> None:
         """Know a hook of torch's by its handle."""
         self._undo[key] = handle.remove

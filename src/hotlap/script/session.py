@@ -251,7 +251,8 @@ class Session:
         steering.stepped(optimizer)
         self._look_for_waits(steering)
         if steering.looks_at_calls:
-            self._watch_calls()
+            if not self._patches.has(CALLS):
+                self._watch_calls()
         else:
             self._patches.take_out(CALLS)
         if steering.training.updates.clipping is not None:
