@@ -5,7 +5,6 @@ import functools
 import gc
 import random
 import weakref
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -13,11 +12,21 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from calling import (
+    CAPTURED,
+    CPU,
+    FakeRecorder,
+    OfPythonAndNumpy,
+    assert_equal_states,
+    batches,
+    gradients,
+    net,
+    state_of,
+)
 from torch import nn
 
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Execution, Numerics
-from hotlap.data.randomness import HostRandomness
 from hotlap.engine.fingerprint import fingerprint
 from hotlap.engine.recording import NotRecordedError
 from hotlap.script import call_refusals, call_switches
@@ -27,70 +36,16 @@ from hotlap.script.call_traces import Drawn
 from hotlap.script.calls import Call
 from hotlap.tuner.stepping import without_dropout
 
-CPU = torch.device("cpu")
 OWN = Numerics(), Execution()
 BF16 = Numerics(precision="bf16"), Execution()
 FP16 = Numerics(precision="fp16"), Execution()
 LAST = Numerics(layout="channels_last"), Execution()
-CAPTURED = Numerics(), Execution(mode="captured")
 
 
 @pytest.fixture(autouse=True)
 def dropout_draws_from_the_device(monkeypatch):
     """As it does on a GPU; here the device's generator is the host's."""
-
-    class OfPythonAndNumpy(HostRandomness):
-        def __init__(self):
-            super().__init__()
-            self.torch = None
-
-        def same_as(self, other):
-            return self.python == other.python and repr(self.numpy) == repr(other.numpy)
-
     monkeypatch.setattr("hotlap.engine.watch.HostRandomness", OfPythonAndNumpy)
-
-
-class FakeRecorder:
-    """Records by keeping the work, and replays by doing it again, over what the last replay has left.
-
-    As graphs that share their memory do, a replay spoils what others have left in it.
-    """
-
-    def __init__(self, device):
-        self.graphs = []
-
-    @contextmanager
-    def aside(self):
-        yield
-
-    def record(self, work):
-        work()
-        graph = FakeGraph(work, self)
-        self.graphs.append(graph)
-        return graph
-
-
-class FakeGraph:
-    def __init__(self, work, recorder):
-        self.work, self.recorder = work, recorder
-        self.replays = 0
-
-    def replay(self):
-        self.replays += 1
-        mine = self.work.__self__
-        if self.work.__name__ == "_make_outputs":
-            for graph in self.recorder.graphs:
-                other = graph.work.__self__
-                other.outputs = [output.detach() for output in other.outputs]
-            spoil(mine.outputs)
-        spoil(grad for grad in mine._grads if grad is not None)
-        self.work()
-
-
-def spoil(tensors):
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            tensor.data.fill_(float("nan"))
 
 
 class Scripted:
@@ -114,19 +69,6 @@ class Scripted:
         return sum(g.replays for r in self.recorders for g in r.graphs if g.work.__name__ == "_make_outputs")
 
 
-def net(dropout=0.0):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
-
-
-def batches(count, size=8, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator))
-        for _ in range(count)
-    ]
-
-
 def train(model, module, data, *, lr=0.05, set_to_none=True, accumulate=1):
     """A plain loop; its losses."""
     optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
@@ -139,20 +81,6 @@ def train(model, module, data, *, lr=0.05, set_to_none=True, accumulate=1):
             optimizer.zero_grad(set_to_none=set_to_none)
         losses.append(loss.item())
     return losses
-
-
-def state_of(module):
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def assert_equal_states(mine, theirs):
-    assert mine.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.equal(mine[name], tensor), name
-
-
-def gradients(module):
-    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 # --- precision --------------------------------------------------------------------------------------

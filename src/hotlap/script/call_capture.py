@@ -19,7 +19,8 @@ from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.recording import NotRecordedError
 from hotlap.engine.watch import Watch
 from hotlap.script.call_eager import EagerCall, Original
-from hotlap.script.call_graphs import CallGraph, Recording, Replayed
+from hotlap.script.call_endings import SEEN, Endings
+from hotlap.script.call_graphs import CallGraph, Ending, Recording, Replayed
 from hotlap.script.call_habits import Habits
 from hotlap.script.call_passage import StandIns, passed
 from hotlap.script.call_refusals import why_not_captured
@@ -99,8 +100,17 @@ class Recordings:
 class CapturedCall:
     """Makes calls by replaying; those that are new, or rare, or odd are made eagerly."""
 
-    def __init__(self, eager: EagerCall, module: nn.Module, device: torch.device, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        eager: EagerCall,
+        module: nn.Module,
+        device: torch.device,
+        lanes: Lanes,
+        endings: Endings | None = None,
+    ) -> None:
+        """`endings` is told of what replays give to the script."""
         self._eager, self._module, self._device, self._lanes = eager, module, device, lanes
+        self._endings = endings
         self._kind = device.type
         self._adapted = adapt(module)
         self._now = Recordings()
@@ -155,10 +165,15 @@ class CapturedCall:
             graph = self._recorded_if_it_may(lane, key, original, args, kwargs, habits)
             if graph is None:
                 return self._eager(original, args, kwargs)
+        if graph.wants_ending(SEEN):
+            graph = self._with_ending(graph, lane, key, original, args, kwargs)
         graph.last_used = self._calls
         turn = Replayed(graph, tensors, functools.partial(self._surprised, lane, key))
         self._lanes.take(lane, turn)
-        return passed(turn)
+        outputs = passed(turn)
+        if self._endings is not None:
+            self._endings.gave(outputs, turn)
+        return outputs
 
     def plainly(self, original: Original, args: Any, kwargs: Any) -> Any:
         """As `EagerCall.plainly`."""
@@ -279,8 +294,30 @@ class CapturedCall:
                 self._give_up(reason)
         return habits.watch(outputs)
 
+    def _with_ending(
+        self, graph: CallGraph, lane: int, key: Hashable, original: Original, args: Any, kwargs: Any
+    ) -> CallGraph:
+        """The graph recorded anew, with the loss that the script makes of its output; else the graph as it is."""
+        habits, ending = Habits(), graph.wanted
+        habits.used, habits.kept = graph.used, graph.kept
+        self._firsts += 1
+        try:
+            made = self._recorded(lane, key, original, args, kwargs, habits, ending)
+        except NotRecordedError:
+            made = self._now.graphs[lane, key] = graph
+        if made.ending is None:
+            made.leave_ending()
+        return made
+
     def _recorded(
-        self, lane: int, key: Hashable, original: Original, args: Any, kwargs: Any, habits: Habits
+        self,
+        lane: int,
+        key: Hashable,
+        original: Original,
+        args: Any,
+        kwargs: Any,
+        habits: Habits,
+        ending: Ending | None = None,
     ) -> CallGraph:
         reason = why_not_captured(self._module, self._device)
         if reason is not None:
@@ -298,6 +335,7 @@ class CapturedCall:
                 scale=self._eager.scale,
                 recorder=recorder,
                 rooms=self._rooms_now(),
+                ending=ending,
             )
             if drops_in_recurrence(self._module, self._device):
                 note_recorded(graph)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +27,8 @@ from hotlap.script.call_traces import generator_of
 from hotlap.script.call_trees import leaves, marks, stranger_to_trees, with_leaves
 from hotlap.script.gradient_rooms import GradientRooms
 
+_grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
+_later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 _MULTIPLIED = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32))
 """What stays itself to the bit if it is multiplied by one."""
 
@@ -42,6 +48,20 @@ class Recording(Protocol):
 
     def record(self, work: Callable[[], None]) -> Graph:
         """The work as a graph; nothing of it is done yet. Raises NotRecordedError."""
+
+
+@dataclass(eq=False)
+class Ending:
+    """A loss made of the only output that gets a gradient, by one function of torch's."""
+
+    key: Hashable
+    """What tells such losses apart."""
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    """What it is called with beside the output."""
+    kwargs: dict[str, Any]
+    is_trusted: bool = False
+    """Whether a replay was seen to come to the gradients of autograd."""
 
 
 class CallGraph:
@@ -64,16 +84,23 @@ class CallGraph:
         scale: LossScale | None,
         recorder: Recording,
         rooms: GradientRooms | None = None,
+        ending: Ending | None = None,
     ) -> None:
         """`used` are the outputs that get gradients; `kept` where they may get them twice. Raises NotRecordedError.
 
-        In `rooms` gradients of parameters are left; without them they come in memory of their own each time.
+        In `rooms` gradients of parameters are left; without them they come in memory of their own each time. `ending`
+        is recorded, too, where that can be.
         """
         self.work = Work(compute, module, device, switches, autocast_of(device), generator_of(device))
         """How such calls are made without it."""
         self._module, self._device, self._switches = module, device, switches
         self.used, self.kept, self._scale = tuple(used), kept, scale
-        self._retains = kept or scale is not None
+        self.ending: Ending | None = None
+        """What was recorded of the loss, with the backward pass that begins there."""
+        self.wanted: Ending | None = None
+        """The loss that the script was seen to differentiate, for whoever records it."""
+        self._sightings = 0
+        self._retains = kept or scale is not None or ending is not None
         self.given = map_tensors(given, _static)
         """The arguments, in memory that is read by every replay."""
         self.static = tensors_in(self.given)
@@ -105,6 +132,8 @@ class CallGraph:
             torch.cuda.synchronize(device)
         self._forward = recorder.record(self._make_outputs)
         self._backward = recorder.record(self._leave_gradients)
+        if ending is not None and self._ends_here:
+            self._record_ending(ending, recorder)
         # Without the graph of autograd, which holds memory that others may use from now on.
         bare = [output.detach() for output in self.outputs]
         self.tree, self.outputs = with_leaves(self.tree, self.outputs, bare), bare
@@ -139,6 +168,72 @@ class CallGraph:
         fresh = iter(made)
         return [None if grad is None else next(fresh) for grad in self._grads]
 
+    # --- from the loss on ------------------------------------------------------------------------
+
+    @property
+    def _ends_here(self) -> bool:
+        """Whether a backward pass may be recorded from the loss on."""
+        return self._rooms is not None and self._scale is None and not self.wants and len(self.used) == 1
+
+    def saw(self, ending: Ending) -> None:
+        """Told of a loss whose backward pass began there; one that is seen time and again is `wanted`."""
+        if self.ending is not None or not self._ends_here or self._sightings < 0:
+            return
+        is_same = self.wanted is not None and self.wanted.key == ending.key
+        self._sightings = self._sightings + 1 if is_same else 1
+        self.wanted = ending
+
+    def wants_ending(self, times: int) -> bool:
+        """Whether a loss was seen so many times in a row, and nobody has tried to record it yet."""
+        return self._sightings >= times
+
+    def leave_ending(self) -> None:
+        """Let nobody try to record it any more."""
+        self.ending = self.wanted = None
+        self._sightings = -1
+
+    def can_end(self) -> bool:
+        """Whether gradients may be left for the script: none is there yet, and nobody is told of them."""
+        parameters = self.standing.parameters
+        return (
+            self._rooms is not None
+            and self._rooms.are_free
+            and all(map(is_, map(_grad_of, parameters), repeat(None)))
+            and not any(map(_hooks_of, parameters))
+            and not any(map(_later_hooks_of, parameters))
+        )
+
+    def end(self, tensors: list[Tensor]) -> None:
+        """Make the backward pass of a loss that was made of these tensors beside; gradients become the parameters'."""
+        _copy(tensors, self._beside)
+        self._from_loss.replay()
+        for parameter, room in self._own:
+            parameter.grad = room.data
+
+    def _record_ending(self, ending: Ending, recorder: Recording) -> None:
+        rooms, before = self._rooms, [grad is None for grad in self._grads]
+        assert rooms is not None
+        given = (ending.args, ending.kwargs)
+        self._beside = [tensor.detach().clone() for tensor in tensors_in(given)]
+        statics = iter(self._beside)
+        args, kwargs = map_tensors(given, lambda _: next(statics))
+        self._loss_of = functools.partial(_called_with, ending.function, args, kwargs)
+        try:
+            self._from_loss = recorder.record(self._leave_from_loss)
+        except NotRecordedError:
+            return
+        pairs = zip(self.standing.parameters, rooms.rooms, self._grads, strict=True)
+        self._own = [(parameter, room) for parameter, room, grad in pairs if grad is not None]
+        if before == [grad is None for grad in self._grads]:
+            self.ending = Ending(ending.key, ending.function, (), {})
+
+    def _leave_from_loss(self) -> None:
+        with torch.enable_grad():
+            loss = self._loss_of(self.outputs[self.used[0]])
+        self._leave_gradients(loss)
+
+    # --- what is recorded ------------------------------------------------------------------------
+
     def _make_outputs(self) -> None:
         torch.clear_autocast_cache()  # what is in there was made elsewhere, and what is made here must not stay
         with self.standing, self._switches, torch.enable_grad(), counted_at_once(self._norms):
@@ -146,13 +241,16 @@ class CallGraph:
         torch.clear_autocast_cache()
         self.outputs = leaves(self.tree)
 
-    def _make_gradients(self) -> None:
-        grads = self._incoming if self._scale is None else [self._scale.scaled(grad) for grad in self._incoming]
+    def _make_gradients(self, loss: Tensor | None = None) -> None:
+        """Of the leaves, from what comes in at the outputs or from a loss on."""
+        grads: list[Tensor] | None = self._incoming
+        if self._scale is not None:
+            grads = [self._scale.scaled(grad) for grad in self._incoming]
         with self._switches:
             found = torch.autograd.grad(
-                [self.outputs[number] for number in self.used],
+                [self.outputs[number] for number in self.used] if loss is None else [loss],
                 self._leaves,
-                grads,
+                grads if loss is None else None,
                 allow_unused=True,
                 retain_graph=self._retains,
             )
@@ -161,9 +259,9 @@ class CallGraph:
         pairs = zip(self._leaves, found, strict=True)
         self._grads = [None if grad is None else laid_out_as(leaf, grad) for leaf, grad in pairs]
 
-    def _leave_gradients(self) -> None:
+    def _leave_gradients(self, loss: Tensor | None = None) -> None:
         """Make gradients, and leave those of parameters where they are lent from."""
-        self._make_gradients()
+        self._make_gradients(loss)
         if self._rooms is None:
             self._found = [grad for grad in self._grads if grad is not None]
             return
@@ -217,12 +315,12 @@ class Replayed(Turn):
 
     def __init__(self, graph: CallGraph, tensors: list[Tensor], surprised: Callable[[], None]) -> None:
         """`surprised` is told where it had to be made again."""
-        self._graph, self._tensors = graph, tensors
+        self.graph, self._tensors = graph, tensors
         parameters = graph.standing.parameters
         super().__init__(graph.work, [*wanting(tensors), *parameters] if graph.wants else parameters, surprised)
 
     def forward(self) -> list[Tensor]:
-        graph = self._graph
+        graph = self.graph
         made = graph.forward(self._tensors)
         # Of the others a copy is in the graph's own memory.
         self._tensors = [t if t.requires_grad else s for t, s in self._pairs()] if graph.wants else graph.static
@@ -230,23 +328,32 @@ class Replayed(Turn):
         return made
 
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return self._graph.gradients(grads)
+        return self.graph.gradients(grads)
 
     def expects(self, grads: Sequence[Tensor | None], *, kept: bool) -> bool:
         pattern = [grad is not None for grad in grads]
-        return pattern == self._graph.pattern and kept <= self._graph.kept and not torch.is_grad_enabled()
+        return pattern == self.graph.pattern and kept <= self.graph.kept and not torch.is_grad_enabled()
 
     def given(self) -> tuple[Any, Any]:
         tensors = iter([tensor if tensor.requires_grad else static.clone() for tensor, static in self._pairs()])
-        arguments: tuple[Any, Any] = map_tensors(self._graph.given, lambda _: next(tensors))
+        arguments: tuple[Any, Any] = map_tensors(self.graph.given, lambda _: next(tensors))
         return arguments
+
+    def finish(self) -> None:
+        """Told that its gradients were made, and by whom they were wanted."""
+        self.done = True
+        self.let_go()
 
     def let_go(self) -> None:
         super().let_go()
-        del self._graph, self._tensors
+        del self.graph, self._tensors
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self._tensors, self._graph.static, strict=True)
+        return zip(self._tensors, self.graph.static, strict=True)
+
+
+def _called_with(function: Callable[..., Tensor], args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    return function(output, *args, **kwargs)
 
 
 def _copy(tensors: list[Tensor], places: list[Tensor]) -> None:

@@ -18,6 +18,11 @@ from hotlap.engine.scaling import FLOOR, LossScale
 from hotlap.script.call_traces import Drawn, Untouched, draws_on, generator_of
 from hotlap.script.call_trees import leaves, with_leaves
 
+AGAIN = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Specify retain_graph=True if you need to backward through the graph a second time."
+)
+"""What torch says where a graph of autograd is let go of."""
 Compute = Callable[[Any, Any], Any]
 """Outputs of a call with these arguments and keyword arguments."""
 
@@ -85,6 +90,8 @@ class Turn:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What autograd asks for, once or several times."""
+        if self.done:
+            raise RuntimeError(AGAIN)
         if all(grad is None for grad in grads):
             return [None] * len(self.sources)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()

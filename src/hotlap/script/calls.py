@@ -26,6 +26,7 @@ from hotlap.engine.scaling import LossScale
 from hotlap.machine.kernels import first_line
 from hotlap.script.call_capture import CapturedCall, Lanes
 from hotlap.script.call_eager import EagerCall, Forms, Original
+from hotlap.script.call_endings import Endings
 from hotlap.script.call_graphs import Recording
 from hotlap.script.call_refusals import (
     why_not_captured,
@@ -54,13 +55,18 @@ class Call:
         device: torch.device,
         optimizers: Sequence[Optimizer] = (),
         make_recorder: Callable[[torch.device], Recording] | None = None,
+        endings: Endings | None = None,
     ) -> None:
-        """`optimizers` are those that update the module: their state has to lie as its weights do."""
+        """`optimizers` are those that update the module: their state has to lie as its weights do.
+
+        `endings` is told of what replays give to the script.
+        """
         if device == torch.device("cuda"):  # some one of them
             device = torch.device("cuda", torch.cuda.current_device())
         self.module, self.device, self._optimizers = module, device, list(optimizers)
         self._kind = device.type
         self._records = make_recorder is not None or device.type == "cuda"
+        self._endings = endings
         self._lanes = Lanes(functools.partial(make_recorder or Recorder, device))
         self._forms, self._unnoted = Forms(), NOTED
         self._rooms = Rooms()
@@ -158,7 +164,8 @@ class Call:
                 self.module, numerics, execution, self.device, forms=self._forms, layout=layout, scale=scale
             )
             captured = execution.mode == "captured"
-            self._ways[key] = CapturedCall(eager, self.module, self.device, self._lanes) if captured else eager
+            way = CapturedCall(eager, self.module, self.device, self._lanes, self._endings) if captured else eager
+            self._ways[key] = way
         return self._ways[key]
 
     def _lay_out(self, layout: str) -> None:

@@ -48,10 +48,15 @@ class GradientRooms:
         """Whether the script lets go of its gradients as a rule."""
         return self._crowded <= PATIENCE + (self._passes - self._crowded) // PATIENCE
 
+    @property
+    def are_free(self) -> bool:
+        """Whether nobody holds what was lent."""
+        return [*map(self._count, self._held)] == self._holders
+
     def take(self) -> list[Tensor] | None:
         """To be called before a pass writes to the rooms: what has to be put back after it; None where nothing has."""
         self._passes += 1
-        if [*map(self._count, self._held)] == self._holders:
+        if self.are_free:
             return None
         self._crowded += 1
         return [flat.clone() for flat in self._flats]

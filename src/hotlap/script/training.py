@@ -14,6 +14,7 @@ from hotlap.core.plan import Execution, Feed, Numerics, Plan
 from hotlap.data.source import Source
 from hotlap.engine.route import Place
 from hotlap.script.backwards import Backwards
+from hotlap.script.call_endings import Endings
 from hotlap.script.calls import Call
 from hotlap.script.finding import Loop
 from hotlap.script.serving import Serving
@@ -31,7 +32,10 @@ class ScriptTraining:
         first = next(p for group in loop.optimizers[0].param_groups for p in group["params"])
         self.device: torch.device = first.device
         self.updates, self._backwards = Updates(loop.optimizers), Backwards()
-        self.calls = [Call(one, device=self.device, optimizers=loop.optimizers) for one in loop.modules]
+        self.endings = Endings()
+        self.calls = [
+            Call(one, device=self.device, optimizers=loop.optimizers, endings=self.endings) for one in loop.modules
+        ]
         own = servings[0].own if servings else Feed(kind="loader")
         self.own = self._plan = Plan(
             feed=own,
@@ -159,6 +163,10 @@ class ScriptTraining:
                 serving.use(serving.own if plan.feed == self.own.feed else plan.feed)
         self.updates.use(plan.numerics.optimizer, captured=plan.execution.mode == "captured")
         self._backwards.use(here=plan.execution.mode == "captured")
+        if plan.execution.mode == "captured":
+            self.endings.put()
+        else:
+            self.endings.take_out()
         for call in self.calls:
             call.use(plan.numerics, plan.execution)
         changes = before.changes(plan)
@@ -221,5 +229,6 @@ class ScriptTraining:
         for call in self.calls:
             call.use(self.own.numerics, self.own.execution)
             call.forget()
+        self.endings.take_out()
         self.updates.close()
         self._backwards.use(here=False)

@@ -1,0 +1,215 @@
+"""Losses made of a captured call's output right away, and differentiated by one replay without torch's autograd.
+
+For a small model autograd takes the host longer than all that it launches: a node for the call, one for each
+parameter, and those of the loss. Where a script does what most do, `loss = criterion(model(x), y); loss.backward()`,
+the loss is torch's own, and what is recorded makes its gradients once more, on to those of the parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hotlap.script.call_graphs import CallGraph, Ending, Replayed
+from hotlap.script.patches import Patches
+
+LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+"""Functions of torch that layers of the same kind call, too."""
+SEEN = 3
+"""Backward passes in a row that begin at the same kind of loss, before that is recorded."""
+ALIKE = 1e-3
+"""How far gradients may be from those of autograd when it is tried, as a fraction: kernels are the same."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The output of a replay that the script got."""
+
+    output: weakref.ref[Tensor]
+    version: int
+    stream: int
+    turn: weakref.ref[Replayed]
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """A loss that was made of it."""
+
+    loss: weakref.ref[Tensor]
+    given: _Given
+    output: Tensor
+    """Held, so that it can be seen whether somebody has written to it or looks on."""
+    ending: Ending
+    tensors: list[Tensor]
+    """What it was made of beside."""
+    versions: list[int]
+
+
+class Endings:
+    """Stands in for torch's losses and `Tensor.backward` while calls are captured: what is odd is torch's own."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self._given: _Given | None = None
+        self._noted: _Noted | None = None
+        self._is_in = False
+        self.made = 0
+        """Backward passes that were made by a replay alone."""
+
+    def put(self) -> None:
+        """Stand in for them."""
+        if self._is_in:
+            return
+        self._is_in = True
+        for name in LOSSES:
+            self._patches.put(F, name, self._loss(name, getattr(F, name)))
+        self._patches.put(Tensor, "backward", self._backward(Tensor.backward))
+
+    def take_out(self) -> None:
+        """Leave torch as it was."""
+        if self._is_in:
+            self._patches.take_out_all()
+            self._is_in, self._given, self._noted = False, None, None
+
+    def gave(self, output: Any, turn: Replayed) -> None:
+        """Told of what a replay gave to the script."""
+        if self._is_in:
+            self._noted = None
+            self._given = None
+            if type(output) is Tensor:
+                self._given = _Given(weakref.ref(output), output._version, _stream_of(output), weakref.ref(turn))
+
+    def _loss(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            made = own(*args, **kwargs)
+            given = self._given
+            if given is not None and args and given.output() is args[0] and type(made) is Tensor:
+                self._noted = _noted(name, own, made, given, args, kwargs) or self._noted
+            return made
+
+        return loss
+
+    def _backward(self, own: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(own)
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            noted, self._noted = self._noted, None
+            if noted is not None and noted.loss() is tensor and not args and not kwargs:
+                ended = self._ended(noted, tensor, functools.partial(own, tensor))
+                if ended:
+                    return
+            own(tensor, *args, **kwargs)
+
+        return backward
+
+    def _ended(self, noted: _Noted, loss: Tensor, own: Callable[[], None]) -> bool:
+        """Whether the backward pass of a loss is done."""
+        turn = noted.given.turn()
+        if turn is None or turn.done or not _is_plain(noted, loss, noted.output):
+            return False
+        graph = turn.graph
+        if graph.ending is None or graph.ending.key != noted.ending.key:
+            graph.saw(noted.ending)
+            return False
+        if not graph.can_end():
+            return False
+        is_trusted = graph.ending.is_trusted
+        if not self._made(graph, noted.tensors):
+            return False
+        if is_trusted:
+            turn.finish()
+            self.made += 1
+        else:
+            self._compared(graph, graph.ending, own)
+        return True
+
+    def _made(self, graph: CallGraph, tensors: list[Tensor]) -> bool:
+        """Whether a replay has made the gradients; nothing is left of one that failed, and there will be no other."""
+        try:
+            graph.end(tensors)
+        except Exception:
+            for parameter in graph.standing.parameters:
+                parameter.grad = None
+            graph.leave_ending()
+            return False
+        return True
+
+    def _compared(self, graph: CallGraph, ending: Ending, own: Callable[[], None]) -> None:
+        """Make the gradients by autograd after all; trust the replay from now on if it came to the same."""
+        parameters = graph.standing.parameters
+        mine = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        own()
+        if _are_alike(mine, [parameter.grad for parameter in parameters]):
+            ending.is_trusted = True
+        else:
+            graph.leave_ending()
+
+
+def _noted(
+    name: str, own: Callable[..., Any], loss: Tensor, given: _Given, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Noted | None:
+    """What is known of a loss; None where it cannot be recorded."""
+    output = args[0]
+    if not loss.requires_grad or loss.dim() or torch.is_autocast_enabled(output.device.type):
+        return None
+    if output._version != given.version:
+        return None
+    tensors: list[Tensor] = []
+    facts: list[Hashable] = [name]
+    for key, value in (*enumerate(args[1:]), *kwargs.items()):
+        if isinstance(value, Tensor):
+            if type(value) is not Tensor or value.requires_grad or value.device != output.device:
+                return None
+            tensors.append(value)
+            facts.append((key, value.shape, value.dtype, value.stride()))
+        elif isinstance(value, _PLAIN):
+            facts.append((key, value))
+        else:
+            return None
+    ending = Ending(tuple(facts), own, args[1:], kwargs)
+    return _Noted(weakref.ref(loss), given, output, ending, tensors, [tensor._version for tensor in tensors])
+
+
+def _is_plain(noted: _Noted, loss: Tensor, output: Tensor) -> bool:
+    """Whether nobody looks on, and nothing was written to since."""
+    return (
+        output._version == noted.given.version
+        and _stream_of(output) == noted.given.stream
+        and [tensor._version for tensor in noted.tensors] == noted.versions
+        and not (loss._backward_hooks or output._backward_hooks or loss.retains_grad or output.retains_grad)
+        and torch.is_grad_enabled()
+        and not torch.is_anomaly_enabled()
+    )
+
+
+def _stream_of(tensor: Tensor) -> int:
+    return int(torch._C._cuda_getCurrentRawStream(tensor.get_device())) if tensor.is_cuda else 0
+
+
+def _are_alike(mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> bool:
+    """Whether gradients are the same to rounding; what is next to nothing beside all of them may be noise."""
+    if [one is None for one in mine] != [one is None for one in theirs]:
+        return False
+    pairs = [(one, other) for one, other in zip(mine, theirs, strict=True) if one is not None and other is not None]
+    sizes = torch.stack([other.norm().double() for _, other in pairs])
+    gaps = torch.stack([(one - other).norm().double() for one, other in pairs])
+    return bool((gaps <= ALIKE * (sizes + ALIKE * sizes.norm())).all())

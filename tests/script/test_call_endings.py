@@ -1,0 +1,302 @@
+"""Losses of captured calls differentiated by a replay alone: the gradients of autograd, and torch's own where odd."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from calling import (
+    CAPTURED,
+    CPU,
+    FakeRecorder,
+    OfPythonAndNumpy,
+    assert_equal_states,
+    batches,
+    gradients,
+    net,
+    state_of,
+)
+from torch import nn
+
+from hotlap.script import call_endings
+from hotlap.script.call_endings import SEEN, Endings
+from hotlap.script.calls import Call
+
+
+class Scripted:
+    """A module as a script under hotlap calls it, with endings in force."""
+
+    def __init__(self, module, plan=CAPTURED):
+        self.module, self.endings = module, Endings()
+        self.call = Call(module, device=CPU, make_recorder=FakeRecorder, endings=self.endings)
+        self.call.use(*plan)
+
+    def __call__(self, *args, **kwargs):
+        return self.call(functools.partial(nn.Module.__call__, self.module), args, kwargs)
+
+    @property
+    def graphs(self):
+        return list(self.call._way._now.graphs.values())
+
+
+@pytest.fixture
+def scripted():
+    made = []
+
+    def make(module=None, plan=CAPTURED):
+        made.append(Scripted(module or net(), plan))
+        made[-1].endings.put()
+        return made[-1]
+
+    before = torch.Tensor.backward, [getattr(F, name) for name in call_endings.LOSSES]
+    yield make
+    for one in made:
+        one.endings.take_out()
+    assert (torch.Tensor.backward, [getattr(F, name) for name in call_endings.LOSSES]) == before
+
+
+def trained(model, module, data, criterion, *, between=None, backward=None, lr=0.05):
+    """A plain loop, and the gradients of each step."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+    seen = []
+    for number, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        if between is not None:
+            between(number, module, loss)
+        (backward or torch.Tensor.backward)(loss)
+        seen.append((loss.item(), gradients(module)))
+        optimizer.step()
+    return seen
+
+
+def assert_same(mine, theirs):
+    for (loss, grads), (other, others) in zip(mine, theirs, strict=True):
+        assert loss == other
+        assert_equal_states(grads, others)
+
+
+def numbers(count, size=8):
+    draw = torch.Generator().manual_seed(5)
+    return [(torch.randn(size, 6, generator=draw), torch.randn(size, 3, generator=draw)) for _ in range(count)]
+
+
+def likely(count):
+    return [(x, y.sigmoid()) for x, y in numbers(count)]
+
+
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
+CRITERIA = {
+    "cross entropy": (nn.CrossEntropyLoss(), batches),
+    "weighted and smoothed": (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), batches),
+    "functional": (lambda out, y: F.cross_entropy(out, y, reduction="sum"), batches),
+    "mse": (nn.MSELoss(), numbers),
+    "l1": (nn.L1Loss(), numbers),
+    "smooth l1": (nn.SmoothL1Loss(beta=0.5), numbers),
+    "huber": (nn.HuberLoss(), numbers),
+    "with logits": (nn.BCEWithLogitsLoss(), likely),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_gradients_and_losses_are_those_of_the_plain_loop(scripted, name):
+    criterion, data = CRITERIA[name]
+    model, own = scripted(), net()
+    theirs = trained(own, own, data(24), criterion)
+    mine = trained(model, model.module, data(24), criterion)
+    assert_same(mine, theirs)
+    assert_equal_states(state_of(model.module), state_of(own))
+    assert model.endings.made >= 24 - SEEN - 8
+
+
+def test_dropout_goes_on_as_in_the_plain_loop(scripted, monkeypatch):
+    monkeypatch.setattr("hotlap.engine.watch.HostRandomness", OfPythonAndNumpy)
+    criterion = nn.CrossEntropyLoss()
+    own, model = net(0.3), scripted(net(0.3))
+    torch.manual_seed(3)
+    theirs = trained(own, own, batches(20), criterion)
+    torch.manual_seed(3)
+    mine = trained(model, model.module, batches(20), criterion)
+    assert_same(mine, theirs)
+    assert model.endings.made
+
+
+def scaled(loss):
+    (loss / 2).backward()
+
+
+def kept(loss):
+    loss.backward(retain_graph=True)
+
+
+def twice(loss):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def with_a_gradient(loss):
+    loss.backward(torch.tensor(0.5))
+
+
+def by_autograd(loss):
+    torch.autograd.backward(loss)
+
+
+@pytest.mark.parametrize("backward", [scaled, kept, twice, with_a_gradient, by_autograd])
+def test_whatever_else_is_differentiated_is_torchs_own(scripted, backward):
+    criterion = nn.CrossEntropyLoss()
+    model, own = scripted(), net()
+    theirs = trained(own, own, batches(16), criterion, backward=backward)
+    mine = trained(model, model.module, batches(16), criterion, backward=backward)
+    assert_same(mine, theirs)
+    assert not model.endings.made
+
+
+def on(number, what):
+    def between(step, module, loss):
+        if step == number:
+            what(module, loss)
+
+    return between
+
+
+def hook_on_the_loss(module, loss):
+    loss.register_hook(lambda grad: 2 * grad)
+
+
+def hook_on_a_parameter(module, loss):
+    module[0].weight.register_hook(lambda grad: 2 * grad)
+
+
+def hook_after_a_parameter(module, loss):
+    def half(parameter):
+        parameter.grad.mul_(0.5)
+
+    module[0].weight.register_post_accumulate_grad_hook(half)
+
+
+def a_gradient_is_there(module, loss):
+    module[0].bias.grad = torch.ones_like(module[0].bias)
+
+
+CHANGES = [hook_on_the_loss, hook_on_a_parameter, hook_after_a_parameter, a_gradient_is_there]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_script_does_before_the_pass_counts(scripted, change):
+    criterion = nn.CrossEntropyLoss()
+    model, own = scripted(), net()
+    theirs = trained(own, own, batches(24), criterion, between=on(16, change))
+    mine = trained(model, model.module, batches(24), criterion, between=on(16, change))
+    assert_same(mine, theirs)
+    assert model.endings.made
+
+
+def test_targets_and_outputs_that_are_written_to_fail_or_count_as_they_do_in_torch(scripted):
+    """The loss was made of what was there before: torch's own pass says what it thinks of it."""
+    criterion = nn.MSELoss()
+    model, own = scripted(), net()
+    data = numbers(20)
+    told = []
+    for one, module in ((own, own), (model, model.module)):
+        trained(one, module, data, criterion)
+        for x, y in numbers(1):
+            y, out = y.clone(), one(x)
+            loss = criterion(out, y)
+            y.add_(1.0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+                loss.backward()
+            told.append(str(caught.value).split(";")[0])
+    assert told[0] == told[1]
+
+
+def test_a_second_pass_fails_as_in_torch(scripted):
+    model = scripted()
+    criterion = nn.CrossEntropyLoss()
+    trained(model, model.module, batches(20), criterion)
+    made = model.endings.made
+    (x, y), *_ = batches(1)
+    model.module.zero_grad()
+    loss = criterion(model(x), y)
+    loss.backward()
+    assert model.endings.made == made + 1
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_gradients_that_differ_from_autograds_are_never_used(scripted, monkeypatch):
+    from hotlap.script.call_graphs import CallGraph
+
+    end = CallGraph.end
+
+    def wrong(self, tensors):
+        end(self, tensors)
+        self.standing.parameters[0].grad.mul_(1.01)
+
+    monkeypatch.setattr(CallGraph, "end", wrong)
+    criterion = nn.CrossEntropyLoss()
+    model, own = scripted(), net()
+    theirs = trained(own, own, batches(16), criterion)
+    mine = trained(model, model.module, batches(16), criterion)
+    assert_same(mine, theirs)
+    assert not model.endings.made
+    assert all(graph.ending is None for graph in model.graphs)
+
+
+def test_a_replay_that_fails_leaves_nothing_and_is_not_tried_again(scripted, monkeypatch):
+    from hotlap.script.call_graphs import CallGraph
+
+    end, tries = CallGraph.end, []
+
+    def breaks(self, tensors):
+        tries.append(1)
+        end(self, tensors)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(CallGraph, "end", breaks)
+    criterion = nn.CrossEntropyLoss()
+    model, own = scripted(), net()
+    assert_same(trained(model, model.module, batches(16), criterion), trained(own, own, batches(16), criterion))
+    assert len(tries) == 1
+    assert not model.endings.made
+
+
+def test_another_loss_in_between_is_torchs_own(scripted):
+    model, own = scripted(), net()
+    first, second = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.2)
+
+    def turns():
+        number = [0]
+
+        def criterion(out, y):
+            number[0] += 1
+            return (second if number[0] % 5 == 0 else first)(out, y)
+
+        return criterion
+
+    theirs = trained(own, own, batches(30), turns())
+    mine = trained(model, model.module, batches(30), turns())
+    assert_same(mine, theirs)
+    assert model.endings.made
+
+
+def test_a_loss_that_is_looked_at_beside_changes_nothing(scripted):
+    criterion = nn.CrossEntropyLoss()
+
+    def beside(out, y):
+        loss = criterion(out, y)
+        with torch.no_grad():
+            F.cross_entropy(out, y, reduction="none")
+        return loss
+
+    model, own = scripted(), net()
+    assert_same(trained(model, model.module, batches(20), beside), trained(own, own, batches(20), beside))
+    assert model.endings.made
+
+
+def test_without_a_replay_there_is_nothing_to_end(scripted):
+    model = scripted()
+    x = torch.randn(4, 3, requires_grad=True)
+    F.cross_entropy(x, torch.tensor([0, 1, 2, 0])).backward()
+    assert x.grad is not None
+    assert not model.endings.made
