@@ -15,15 +15,8 @@ STEPS = 40
 
 
 def mlp():
-    return nn.Sequential(
-        nn.Linear(20, 64),
-        nn.BatchNorm1d(64),
-        nn.ReLU(),
-        nn.Dropout(0.3),
-        nn.Linear(64, 32),
-        nn.GELU(),
-        nn.Linear(32, 5),
-    )
+    first = (nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3))
+    return nn.Sequential(*first, nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 5))
 
 
 class Recurrent(nn.Module):
