@@ -300,3 +300,29 @@ def test_without_a_replay_there_is_nothing_to_end(scripted):
     F.cross_entropy(x, torch.tensor([0, 1, 2, 0])).backward()
     assert x.grad is not None
     assert not model.endings.made
+
+
+def keeps_losses(kept, loss):
+    kept.append(loss)
+
+
+def adds_them_up(kept, loss):
+    kept[:] = [kept[0] + loss] if kept else [loss * 1.0]
+
+
+@pytest.mark.parametrize("keep", [keeps_losses, adds_them_up])
+def test_a_script_that_keeps_its_losses_leaves_them_to_autograd(scripted, keep):
+    """Which lets go of what it saved of them; a replay does not."""
+    criterion, kept = nn.CrossEntropyLoss(), []
+    model, own = scripted(), net()
+    theirs = trained(own, own, batches(40), criterion)
+    mine = trained(model, model.module, batches(40), criterion, between=lambda *step: keep(kept, step[2]))
+    assert_same(mine, theirs)
+    assert 0 < model.endings.made <= call_endings.KEPT + 1
+
+
+def test_large_outputs_are_left_to_autograd(scripted, monkeypatch):
+    monkeypatch.setattr(call_endings, "LARGEST", 8 * 3 * 4 - 1)
+    model = scripted()
+    trained(model, model.module, batches(20), nn.CrossEntropyLoss())
+    assert not model.endings.made

@@ -33,6 +33,12 @@ LOSSES = (
 """Functions of torch that layers of the same kind call, too."""
 SEEN = 3
 """Backward passes in a row that begin at the same kind of loss, before that is recorded."""
+LARGEST = 2**20
+"""Bytes of an output up to which it is done: autograd lets go of what it has saved of the loss as it goes through it, a
+replay leaves it until the script lets go of the loss itself."""
+KEPT = 3
+"""Passes in a row after which the graphs of the last ones are still there, since the script keeps its losses: from then
+on autograd makes them, and lets go of what they hold."""
 ALIKE = 1e-3
 """How far gradients may be from those of autograd when it is tried, as a fraction: kernels are the same."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -70,6 +76,8 @@ class Endings:
         self._given: _Given | None = None
         self._noted: _Noted | None = None
         self._is_in = False
+        self._last: weakref.ref[Replayed] | None = None
+        self._kept = 0
         self.made = 0
         """Backward passes that were made by a replay alone."""
 
@@ -128,17 +136,24 @@ class Endings:
         if graph.ending is None or graph.ending.key != noted.ending.key:
             graph.saw(noted.ending)
             return False
-        if not graph.can_end():
+        if self._are_kept() or not graph.can_end():
             return False
         is_trusted = graph.ending.is_trusted
         if not self._made(graph, noted.tensors):
             return False
         if is_trusted:
             turn.finish()
+            self._last = weakref.ref(turn)
             self.made += 1
         else:
             self._compared(graph, graph.ending, own)
         return True
+
+    def _are_kept(self) -> bool:
+        """Whether the script holds on to its losses: each holds its graph, and that the call it was made of."""
+        if self._kept < KEPT:
+            self._kept = self._kept + 1 if self._last is not None and self._last() is not None else 0
+        return self._kept >= KEPT
 
     def _made(self, graph: CallGraph, tensors: list[Tensor]) -> bool:
         """Whether a replay has made the gradients; nothing is left of one that failed, and there will be no other."""
@@ -171,7 +186,7 @@ def _noted(
     output = args[0]
     if not loss.requires_grad or loss.dim() or torch.is_autocast_enabled(output.device.type):
         return None
-    if output._version != given.version:
+    if output._version != given.version or output.nbytes > LARGEST:
         return None
     tensors: list[Tensor] = []
     facts: list[Hashable] = [name]
