@@ -19,7 +19,7 @@ class Pretended:
 
     fault = None
 
-    def __init__(self, eager, *, device, recorder, left, why_split, note):
+    def __init__(self, eager, *, device, recorder, left, why_split, attention, note):
         self._eager, self._seen, self._recorded = eager, Counter(), {}
         self.firsts, self.given_up, self.rates = 0, None, eager.rates
 
