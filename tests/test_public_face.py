@@ -15,6 +15,7 @@ import hotlap
 
 SRC = Path(__file__).parents[1] / "src"
 PUBLIC = {
+    "Augment",
     "DataError",
     "Execution",
     "Feed",
@@ -24,7 +25,9 @@ PUBLIC = {
     "Ledger",
     "MachineError",
     "Memory",
+    "Normalise",
     "Numerics",
+    "Pictures",
     "Plan",
     "PlanError",
     "Rig",
@@ -36,14 +39,18 @@ PUBLIC = {
     "Tuner",
     "Windows",
     "__version__",
+    "batch",
+    "decoded",
     "fit",
     "load_plan",
     "load_weights",
+    "memory",
     "parallel_map",
     "predict",
     "save_plan",
     "tokenised",
     "train",
+    "workers",
 }
 HEAVY = ("torch", "numpy", "rich", "jinja2", "asyncio")
 

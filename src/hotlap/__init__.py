@@ -24,13 +24,20 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.core.plan import Numerics as Numerics
     from hotlap.core.plan import Plan as Plan
     from hotlap.data.parallel import parallel_map as parallel_map
+    from hotlap.data.pictures import Pictures as Pictures
+    from hotlap.data.pictures import decoded as decoded
     from hotlap.data.sequences import Sequences as Sequences
     from hotlap.data.tokenising import Tokens as Tokens
     from hotlap.data.tokenising import tokenised as tokenised
     from hotlap.data.windows import Windows as Windows
+    from hotlap.engine.augment import Augment as Augment
+    from hotlap.engine.augment import Normalise as Normalise
     from hotlap.engine.rig import Rig as Rig
     from hotlap.fitting.loop import fit as fit
     from hotlap.fitting.run import Run as Run
+    from hotlap.kit.batch import batch as batch
+    from hotlap.kit.memory import memory as memory
+    from hotlap.kit.workers import workers as workers
     from hotlap.recipes.calls import predict as predict
     from hotlap.recipes.calls import train as train
     from hotlap.store.loading import load_weights as load_weights
@@ -41,6 +48,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
 __version__ = "0.1.0"
 
 _HOME = {
+    "Augment": "hotlap.engine.augment",
     "DataError": "hotlap.core.errors",
     "Feed": "hotlap.core.plan",
     "HotlapError": "hotlap.core.errors",
@@ -50,7 +58,9 @@ _HOME = {
     "MachineError": "hotlap.core.errors",
     "Memory": "hotlap.core.plan",
     "Execution": "hotlap.core.plan",
+    "Normalise": "hotlap.engine.augment",
     "Numerics": "hotlap.core.plan",
+    "Pictures": "hotlap.data.pictures",
     "Plan": "hotlap.core.plan",
     "PlanError": "hotlap.core.errors",
     "Rig": "hotlap.engine.rig",
@@ -61,14 +71,18 @@ _HOME = {
     "TrainingError": "hotlap.core.errors",
     "Tuner": "hotlap.tuner.tuner",
     "Windows": "hotlap.data.windows",
+    "batch": "hotlap.kit.batch",
+    "decoded": "hotlap.data.pictures",
     "fit": "hotlap.fitting.loop",
     "load_plan": "hotlap.store.plans",
     "load_weights": "hotlap.store.loading",
+    "memory": "hotlap.kit.memory",
     "parallel_map": "hotlap.data.parallel",
     "predict": "hotlap.recipes.calls",
     "save_plan": "hotlap.store.plans",
     "tokenised": "hotlap.data.tokenising",
     "train": "hotlap.recipes.calls",
+    "workers": "hotlap.kit.workers",
 }
 """Where each public name lives."""
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ALONE = ("test_machine_gpu.py", "test_tuner_gpu.py", "test_waits_gpu.py")
+ALONE = ("test_kit_gpu.py", "test_machine_gpu.py", "test_tuner_gpu.py", "test_waits_gpu.py")
 MOST = 6
 """Processes at a time."""
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from hotlap import __version__
-from hotlap.cli import demo, machine, recipes, resume, run, store, stress, tune
+from hotlap.cli import demo, kit, machine, recipes, resume, run, store, stress, tune
 from hotlap.core.errors import HotlapError
 
 
@@ -58,6 +58,7 @@ machine.register(app)
 demo.register(app)
 recipes.register(app)
 tune.register(app)
+kit.register(app)
 run.register(app)
 resume.register(app)
 stress.register(app)

@@ -47,7 +47,7 @@ def train(
 
 def predict(
     run: Path = typer.Argument(help="The folder of a run."),
-    data: Path = typer.Option(help="The file to predict."),
+    data: Path = typer.Option(help="The file to predict; of pictures, a folder too."),
     out: Path = typer.Option(help="The file to write."),
     keep: list[str] = typer.Option([], help="Columns of the data to write beside the answers; as a rule all."),
     probabilities: bool = typer.Option(False, "--probabilities", help="Write the probability of each class too."),

@@ -81,22 +81,9 @@ def _own_job(folder: RunFolder, words: list[str]) -> Job:
 
 def named_job(name: str) -> Job:
     """The Job called `module:job`, or what the function of that name returns."""
-    import importlib
+    from hotlap.kit import naming
 
-    from hotlap.core.job import Job
-
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise HotlapError(f"{name}: {error}; name it as module:job, seen from this folder") from None
-    except AttributeError:
-        raise HotlapError(f"{name}: {module} has no {attribute!r}") from None
-    job = found() if callable(found) and not isinstance(found, Job) else found
-    if not isinstance(job, Job):
-        raise HotlapError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
-    return job
+    return naming.named_job(name)
 
 
 def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> None:

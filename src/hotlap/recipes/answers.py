@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 from hotlap.core.errors import DataError, StoreError
 from hotlap.engine.rig import Rig
-from hotlap.recipes.recipe import Numbers, Reader
+from hotlap.recipes.recipe import Numbers
 from hotlap.recipes.tables import Table, read_table
 from hotlap.store.files import write_bytes, write_text
-
-
-def scores_of(reader: Reader, model: nn.Module, data: Any, *, batch_size: int, device: str) -> Numbers:
-    """The probability of each class for each sample of `data`, in its order."""
-    found = outputs_of(reader.forward, model, data, batch_size=batch_size, device=device)
-    scores: Numbers = found.double().softmax(1).numpy()
-    return scores
 
 
 def outputs_of(

@@ -24,7 +24,7 @@ def train(
     progress: bool = True,
     **options: Any,
 ) -> Path:
-    """Train a recipe ("text" or "temporal") on a file, and give the folder of its run.
+    """Train a recipe ("image", "temporal" or "text") on a file or folder, and give the folder of its run.
 
     The options are those that `hotlap recipes NAME` lists, as `target="label"`. With `retrain` it is trained again,
     were it in the cache; without `progress` nothing is shown. Raises HotlapError where options or data will not do.

@@ -7,7 +7,7 @@ from importlib import import_module
 from hotlap.core.errors import StoreError, did_you_mean, shown
 from hotlap.recipes.recipe import Recipe
 
-NAMES = ("temporal", "text")
+NAMES = ("image", "temporal", "text")
 
 
 def recipe_named(name: str) -> Recipe:

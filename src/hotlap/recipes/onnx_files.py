@@ -40,10 +40,19 @@ class Served(nn.Module):
         return scores.softmax(1)
 
 
-def write_onnx(model: nn.Module, example: Tensor, path: Path, about: Mapping[str, str]) -> float:
+def write_onnx(
+    model: nn.Module,
+    example: Tensor,
+    path: Path,
+    about: Mapping[str, str],
+    *,
+    names: tuple[str, str] = ("bars", "probabilities"),
+    close: float = CLOSE,
+) -> float:
     """Write the model with words about it, for batches of any size; the largest difference to the model itself.
 
-    Raises TrainingError where the file's answers are not the model's.
+    `names` are those of what goes in and of what comes out. Raises TrainingError where the file's answers are not this
+    `close` to the model's.
     """
     onnx, runtime = _imported("onnx"), _imported("onnxruntime")
     _imported("onnxscript")
@@ -53,8 +62,8 @@ def write_onnx(model: nn.Module, example: Tensor, path: Path, about: Mapping[str
         program = torch.onnx.export(
             model,
             (example,),
-            input_names=["bars"],
-            output_names=["probabilities"],
+            input_names=names[:1],
+            output_names=names[1:],
             dynamic_shapes=({0: torch.export.Dim("batch")},),
             dynamo=True,
             verbose=False,
@@ -66,9 +75,9 @@ def write_onnx(model: nn.Module, example: Tensor, path: Path, about: Mapping[str
     session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
     with torch.no_grad():
         mine = model(example).numpy()
-    (theirs,) = session.run(["probabilities"], {"bars": example.numpy()})
+    (theirs,) = session.run([names[1]], {names[0]: example.numpy()})
     gap = float(np.abs(mine - theirs).max())
-    if not gap <= CLOSE:
+    if not gap <= close:
         raise TrainingError(f"the ONNX file answers otherwise than the model, by up to {gap:.2g}; it is not written")
     write_bytes(path, content)
     return gap

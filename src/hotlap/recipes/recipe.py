@@ -33,7 +33,7 @@ class Reader(Protocol):
     """Knows how a table becomes what a trained model takes, and how its outputs become answers."""
 
     classes: tuple[str, ...]
-    """The answers, in the order of the model's outputs."""
+    """The answers, in the order of the model's outputs; none where a number is answered."""
 
     @property
     def has_header(self) -> bool | None:
@@ -56,7 +56,7 @@ class Reader(Protocol):
         """The rows of a table that can be answered; one that lacks a column is refused with DataError."""
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """The model's outputs, a row of scores for each sample."""
+        """The model's outputs, a row of scores for each sample, or its number."""
 
     @property
     def embedded(self) -> Callable[[nn.Module, Any], Tensor] | None:
@@ -92,11 +92,11 @@ class Prepared:
     held_out: Any
     """Data to judge by, in any form that `Rig.predict` takes."""
     target: Numbers
-    """The true class of each of its samples."""
+    """The true class, or number, of each of its samples."""
     shown: Callable[[int], str]
     """A sample of it in a few words, for a list of mistakes."""
     baselines: Mapping[str, Numbers]
-    """What simple rules would answer for its samples, by name; the simplest, the most frequent class, first."""
+    """What simple rules would answer for its samples, by name; the simplest, as the most frequent class, first."""
     folds: Callable[[str], Sequence[Fold]] = lambda name: ()
     """Other splits for a model of this name."""
     finish: Callable[[str, nn.Module, Path, Say], None] | None = None

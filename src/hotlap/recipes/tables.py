@@ -13,8 +13,9 @@ import numpy as np
 from hotlap.core.errors import DataError, did_you_mean, shown
 from hotlap.recipes import csv_files, parquet_files
 from hotlap.recipes.csv_files import TextFile, listed_names
-from hotlap.recipes.kinds import Column, Kind, UnfitError, check_kinds, recognised
+from hotlap.recipes.kinds import Column, Kind, UnfitError, check_kinds, in_words, recognised
 from hotlap.recipes.parquet_files import ParquetFile
+from hotlap.recipes.picture_files import folder_columns
 
 __all__ = ["Column", "Kind", "Table", "columns_told", "read_table"]
 
@@ -67,12 +68,20 @@ def read_table(
 ) -> Table:
     """The table in a CSV or Parquet file, or in all such files of a folder, one below the other in order of name.
 
+    Of a folder of pictures it lists the files: their `path`, and their `class` where there is a folder for each.
+
     `header` says whether the first row holds names; by itself it does unless all of it are numbers, or one of them is
     a number that comes again below it. `kinds` says
     what columns are, where they are not to be recognised. `with_file` adds a column with the name of each row's file.
     Raises DataError in one line with file, line and value where something is wrong.
     """
     path = Path(path)
+    if path.is_dir() and not _tables_in(path) and (found := folder_columns(path)) is not None:
+        cells, said = found
+        check_kinds(kinds or {}, cells, path)
+        return Table(
+            path=path, columns={name: in_words(name, words) for name, words in cells.items()}, notes=tuple(said)
+        )
     files = _files(path)
     has_header = True
     if _is_parquet(files[0]):

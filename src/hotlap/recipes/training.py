@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,12 @@ from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.recipes import pictures, scores
 from hotlap.recipes.answers import (
     Threshold,
-    chosen,
     outputs_of,
     refuse_written,
-    scores_of,
     write_answers,
     write_vectors,
 )
+from hotlap.recipes.judging import answers_of, judge_of
 from hotlap.recipes.options import Options, as_file, recipe_in
 from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Reader, Recipe, Say
 from hotlap.recipes.tables import Table, read_table
@@ -43,12 +41,6 @@ PLAN = "plan.toml"
 """In the folder of a training that was begun."""
 FORMAT = 1
 """Of the state file; one of a newer hotlap is refused."""
-RARE = 0.25
-"""A class of two that has less than this share of the samples gets a threshold of its own."""
-SURE = 2.0
-"""So many standard errors are more than chance."""
-MISTAKES = 10
-"""Of the worst ones, shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +50,7 @@ class Judged:
     name: str
     weights: dict[str, Tensor]
     answers: Numbers
-    """Its probabilities."""
+    """Its probabilities, or its numbers."""
     threshold: Threshold | None
     report: dict[str, Any]
     history: list[dict[str, Any]]
@@ -67,11 +59,6 @@ class Judged:
     """Whether it was trained before, and read from the cache."""
     bytes_left: int
     """Of the device's memory, still taken once it was let go of."""
-
-    @property
-    def score(self) -> float:
-        """By which the best is chosen."""
-        return float(self.report["macro_f1"])
 
 
 def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, say: Say, progress: bool) -> Path:
@@ -98,7 +85,7 @@ def _trained(
         _judged(one, prepared, options, folder / "models" / one.name, retrain=retrain, progress=progress)
         for one in prepared.candidates
     ]
-    best = max(found, key=lambda one: one.score)
+    best = max(found, key=lambda one: judge_of(prepared.reader.classes).score(one.report))
     for line in _compared(found, prepared):
         say(line)
     folds = _walked(prepared, best.name, options, folder, retrain=retrain, say=say, progress=progress)
@@ -128,12 +115,9 @@ def predict(
     if embeddings is not None and reader.embedded is None:
         raise DataError(f"the recipe {state['recipe']} has no embeddings; the recipe text has")
     table, asked = _asked(reader, data, say)
-    answers = scores_of(reader, model, asked.data, batch_size=state["batch_size"], device=device)
+    answers = answers_of(reader, model, asked.data, batch_size=state["batch_size"], device=device)
     threshold = Threshold(*state["threshold"]) if state["threshold"] is not None else None
-    words = np.asarray(reader.classes, dtype=object)[chosen(answers, threshold)]
-    columns: dict[str, Any] = {state["target"]: words.tolist()}
-    if probabilities:
-        columns |= {f"{state['target']}_{name}": answers[:, n].tolist() for n, name in enumerate(reader.classes)}
+    columns = judge_of(reader.classes).written(state["target"], answers, threshold, all_of_it=probabilities)
     write_answers(out, data, table, asked.rows, columns, keep=keep)
     if embeddings is not None and reader.embedded is not None:
         vectors = outputs_of(reader.embedded, model, asked.data, batch_size=state["batch_size"], device=device)
@@ -229,19 +213,21 @@ def _walked(
     found = {}
     for fold in prepared.folds(name):
         run = _fitted(fold.job(), options, folder / "folds" / fold.name, retrain=retrain, progress=progress)
-        answers = scores_of(
+        answers = answers_of(
             prepared.reader, run.model, fold.held_out, batch_size=4 * options.batch_size, device=options.device
         )
-        said = scores.report(fold.target, chosen(answers, None), answers, prepared.reader.classes)
-        figures = f"accuracy {said['accuracy']:.3f}, macro-F1 {said['macro_f1']:.3f}"
+        judge = judge_of(prepared.reader.classes)
+        said = judge.report(fold.target, answers, None)
+        figures = ", ".join(f"{head} {said[name]:.3f}" for head, name in judge.columns)
         say(f"{fold.name}: {figures} ({len(fold.target):,} samples)")
         found[fold.name] = said
         del run
         _bytes_left()
     if found:
-        of_all = [said["macro_f1"] for said in found.values()]
+        head, score = judge_of(prepared.reader.classes).columns[-1]
+        of_all = [said[score] for said in found.values()]
         spread = f"from {min(of_all):.3f} to {max(of_all):.3f}"
-        say(f"over {len(of_all)} folds macro-F1 is {np.mean(of_all):.3f} on average, {spread}")
+        say(f"over {len(of_all)} folds {head} is {np.mean(of_all):.3f} on average, {spread}")
     return found
 
 
@@ -250,9 +236,10 @@ def _judged(
 ) -> Judged:
     run = _fitted(one.job(), options, out, retrain=retrain, progress=progress)
     batch = 4 * options.batch_size
-    answers = scores_of(prepared.reader, run.model, prepared.held_out, batch_size=batch, device=options.device)
-    threshold = _threshold(answers, prepared.target)
-    report = scores.report(prepared.target, chosen(answers, threshold), answers, prepared.reader.classes)
+    answers = answers_of(prepared.reader, run.model, prepared.held_out, batch_size=batch, device=options.device)
+    judge = judge_of(prepared.reader.classes)
+    threshold = judge.threshold(answers, prepared.target)
+    report = judge.report(prepared.target, answers, threshold)
     weights = {name: value.detach().cpu().clone() for name, value in run.model.state_dict().items()}
     history, train_s = run.history, run.train_s
     was_kept = "cache" in run.stopped
@@ -280,37 +267,29 @@ def _bytes_left() -> int:
     return torch.cuda.memory_allocated()
 
 
-def _threshold(answers: Numbers, target: Numbers) -> Threshold | None:
-    """Where two classes are parted, if one of them is rare."""
-    shares = np.bincount(target, minlength=answers.shape[1]) / len(target)
-    rare = int(shares.argmin())
-    if len(shares) != 2 or not 0 < shares[rare] < RARE:
-        return None
-    return Threshold(rare, float(scores.best_threshold(answers[:, rare], (target == rare).astype(np.int64))))
-
-
 def _compared(found: list[Judged], prepared: Prepared) -> list[str]:
     """One table of all candidates and of what simple rules would score."""
-    rows = [(one.name, one.report, _when(one)) for one in sorted(found, key=lambda one: -one.score)]
-    for name, answers in prepared.baselines.items():
-        report = scores.report(prepared.target, answers, None, prepared.reader.classes)
-        rows.append((name, report, "a rule, for comparison"))
+    judge = judge_of(prepared.reader.classes)
+    rows = [(one.name, one.report, _when(one)) for one in sorted(found, key=lambda one: -judge.score(one.report))]
+    rules = {name: judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines.items()}
+    rows += [(name, report, "a rule, for comparison") for name, report in rules.items()]
     width = max(len(name) for name, *_ in rows)
-    best = max(one.score for one in found)
-    rules = {name: said["macro_f1"] for name, said, _ in rows if name in prepared.baselines}
-    beaten_by = [name for name, score in rules.items() if score >= best]
-    lines = [
-        f"{'':<{width}}  accuracy  macro-F1",
-        *(f"{name:<{width}}  {said['accuracy']:8.3f}  {said['macro_f1']:8.3f}  {words}" for name, said, words in rows),
-    ]
+    best = max(judge.score(one.report) for one in found)
+    beaten_by = [name for name, report in rules.items() if judge.score(report) >= best]
+    lines = [f"{'':<{width}}  {'  '.join(f'{head:>8}' for head, _ in judge.columns)}"]
+    for name, said, words in rows:
+        figures = "  ".join(f"{_figure(said[score]):>8}" for _, score in judge.columns)
+        lines.append(f"{name:<{width}}  {figures}  {words}")
     if beaten_by and best < 1:
-        right = [said["accuracy"] for name, said, _ in rows if name in prepared.baselines]
-        # Rules that are no better than the most frequent class, but for chance, have found nothing either.
-        chance = SURE * (right[0] * (1 - right[0]) / len(prepared.target)) ** 0.5
-        is_learnable = max(right) > right[0] + chance
-        why = "train longer, or on more rows" if is_learnable else "there may be nothing to learn here"
+        is_chance = judge.may_be_chance(list(rules.values()), len(prepared.target))
+        why = "there may be nothing to learn here" if is_chance else "train longer, or on more rows"
         lines.append(f"no model is better than {' or '.join(beaten_by)}: {why}")
     return lines
+
+
+def _figure(score: float) -> str:
+    """Of three decimals, where that is not too long."""
+    return f"{score:.3f}" if score < 1000 else f"{score:.4g}"
 
 
 def _when(one: Judged) -> str:
@@ -327,7 +306,7 @@ def _write(
     folds: dict[str, dict[str, Any]],
     folder: Path,
 ) -> None:
-    model = prepared.reader.model(best.name)
+    judge, model = judge_of(prepared.reader.classes), prepared.reader.model(best.name)
     model.load_state_dict(best.weights)
     save_weights(model, folder / MODEL, {"recipe": recipe.name, "model": best.name})
     state = {
@@ -345,28 +324,13 @@ def _write(
         "best": best.name,
         "models": {one.name: {**one.report, "train_s": one.train_s, "from_cache": one.was_kept} for one in found},
         "baselines": {
-            name: scores.report(prepared.target, answers, None, prepared.reader.classes)
-            for name, answers in prepared.baselines.items()
+            name: judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines.items()
         },
         "folds": folds,
-        "worst": _worst(best, prepared),
+        "worst": judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
     }
     write_text(folder / REPORT, json.dumps(finite(told), indent=1, ensure_ascii=False) + "\n")
     pictures.curves({one.name: one.history for one in found}, folder / "curves.svg")
-    pictures.confusion_picture(np.asarray(best.report["confusion"]), prepared.reader.classes, folder / "confusion.svg")
-
-
-def _worst(best: Judged, prepared: Prepared) -> list[Mapping[str, Any]]:
-    """The samples of which it was surest and wrong."""
-    given, classes = best.answers, prepared.reader.classes
-    sure = given[np.arange(len(given)), prepared.target]
-    wrong = np.flatnonzero(chosen(given, best.threshold) != prepared.target)
-    return [
-        {
-            "sample": prepared.shown(int(at)),
-            "true": classes[int(prepared.target[at])],
-            "answered": classes[int(given[at].argmax())],
-            "probability_of_the_true_one": float(sure[at]),
-        }
-        for at in wrong[np.argsort(sure[wrong], kind="stable")][:MISTAKES]
-    ]
+    if prepared.reader.classes:
+        counts = np.asarray(best.report["confusion"])
+        pictures.confusion_picture(counts, prepared.reader.classes, folder / "confusion.svg")

@@ -12,13 +12,13 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hotlap.core.errors import StoreError, shown
 from hotlap.store import disk
-from hotlap.store.entries import Arrays, Entry, content_from, content_of
+from hotlap.store.entries import TENSORS, Arrays, Entry, content_from, content_of
 from hotlap.store.keys import key_of
 from hotlap.store.manifest import Manifest, check_files, read_files, read_manifest, write_folder
 
@@ -79,15 +79,24 @@ class Cache:
         if os.path.lexists(self.root):
             refuse_shared(self.root)
 
-    def get(self, kind: str, key: str) -> Entry | None:
-        """The entry, or None. One that is damaged is thrown away with a warning; it counts as none."""
+    def get(self, kind: str, key: str, *, on_disk: bool = False) -> Entry | None:
+        """The entry, or None. One that is damaged is thrown away with a warning; it counts as none.
+
+        With `on_disk` its tensors, once every byte was checked, are read where and when they are looked at.
+        """
         path = self._place(kind, key)
         if not os.path.lexists(path):
             return None
         refuse_shared(self.root, path.parent)
         try:
             manifest = _own_manifest(kind, key, path)
-            entry = content_from(kind, key, read_files(path, manifest), manifest.facts)
+            if on_disk:
+                check_files(path, manifest)
+                small = {name: file for name, file in manifest.files.items() if name != TENSORS}
+                files = read_files(path, replace(manifest, files=small))
+                entry = content_from(kind, key, files, manifest.facts, tensors=path / TENSORS)
+            else:
+                entry = content_from(kind, key, read_files(path, manifest), manifest.facts)
         except StoreError as error:
             log.warning("the cached %s %s is thrown away: %s", kind, key[:12], error)
             self._remove(path)
@@ -132,6 +141,21 @@ class Cache:
             log.warning("a %s is not cached: %s", kind, error)
             return dict(tensors), values
         return made.tensors, made.values
+
+    @contextlib.contextmanager
+    def scratch(self, kind: str, key: str) -> Iterator[Path]:
+        """A folder for what an entry is made of, gone afterwards; what a process that died left goes with `prune`."""
+        path = self._place(kind, key)
+        new = path.with_name(f".new-{key}-{secrets.token_hex(8)}")
+        try:
+            self._make_folders(path.parent)
+            new.mkdir(mode=0o700)
+        except OSError as error:
+            raise StoreError(f"cannot store in the cache {self.root}: {error.strerror or error}") from error
+        try:
+            yield new
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
 
     def drop(self, kind: str, key: str) -> None:
         """Throw an entry away, if there is one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from hotlap.core.errors import StoreError
 from hotlap.store.disk import Piece
 from hotlap.store.encoding import decode, encode, from_json, to_json
+from hotlap.store.mapping import mapped
 from hotlap.store.tensors import tensor_pieces, tensors_from
 
 Arrays = Mapping[str, Tensor | np.ndarray[Any, Any]]
@@ -50,16 +52,22 @@ def content_of(
     return {TENSORS: tensor_pieces(plain), VALUES: [text], INNER: tensor_pieces(inner)}, entry
 
 
-def content_from(kind: str, key: str, files: Mapping[str, bytes], facts: dict[str, Any]) -> Entry:
-    """The entry of these files; StoreError where they are not an entry's."""
-    if set(files) != {TENSORS, VALUES, INNER}:
+def content_from(
+    kind: str, key: str, files: Mapping[str, bytes], facts: dict[str, Any], *, tensors: Path | None = None
+) -> Entry:
+    """The entry of these files; StoreError where they are not an entry's.
+
+    `tensors` is where the file of its tensors lies, if they are to stay on disk; it is not among `files` then.
+    """
+    if {*files, *([TENSORS] if tensors else [])} != {TENSORS, VALUES, INNER}:
         raise StoreError(f"its files are {', '.join(files) or 'none'}, not those of an entry")
-    tensors, inner = tensors_from(files[TENSORS], TENSORS), tensors_from(files[INNER], INNER)
+    found = tensors_from(files[TENSORS], TENSORS) if tensors is None else mapped(tensors)
+    inner = tensors_from(files[INNER], INNER)
     stored = from_json(files[VALUES], VALUES)
     try:
         arrays, coded = list(stored["arrays"]), stored["values"]
         values = decode(coded, inner)
-        return Entry(kind=kind, key=key, tensors=_given_back(tensors, arrays), values=values, facts=facts)
+        return Entry(kind=kind, key=key, tensors=_given_back(found, arrays), values=values, facts=facts)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StoreError(f"{VALUES} is not in hotlap's form ({type(error).__name__})") from None
 

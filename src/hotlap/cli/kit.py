@@ -1,0 +1,101 @@
+"""`hotlap batch`, `hotlap workers`, `hotlap memory`: the real questions of a training, answered by its real steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+NAME = typer.Argument(
+    None,
+    metavar="TRAINING",
+    help="module:job; a recipe with its options; train.py ARGS; or with -m a module and its ARGS. "
+    "All that follows is its own.",
+)
+MODULE = typer.Option(False, "-m", help="TRAINING is the name of a module, as after `python -m`.")
+JSON = typer.Option(False, "--json", help="Print what was found as JSON.")
+QUIET = typer.Option(False, "--quiet", help="Show no progress.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (batch, workers, memory):
+        app.command(context_settings={"allow_interspersed_args": False})(command)
+
+
+def _print(found: Any, as_json: bool) -> None:
+    print(json.dumps(found.to_dict()) if as_json else found.summary())
+
+
+def batch(
+    training: list[str] = NAME,
+    module: bool = MODULE,
+    most: int | None = typer.Option(None, min=1, help="Try none that is larger."),
+    seconds: float = typer.Option(120.0, min=1.0, help="Try no other after so many seconds."),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Find which micro-batch fits and which is fastest, by real updates; nothing of it is left in the training."""
+    from hotlap.kit.batch import batch as of_job
+    from hotlap.kit.batch import batch_of_script
+    from hotlap.kit.naming import named
+    from hotlap.kit.telling import sayer
+
+    say = sayer(not quiet)
+    chosen = named(training or (), module=module, say=say)
+    if chosen.target is not None:
+        found = batch_of_script(chosen.target, most=most, seconds=seconds, say=say)
+    else:
+        found = of_job(chosen.make_job(), name=chosen.name, most=most, seconds=seconds, say=say)
+    _print(found, as_json)
+
+
+def workers(
+    training: list[str] = NAME,
+    module: bool = MODULE,
+    seconds: float = typer.Option(120.0, min=1.0, help="Try no other way after so many seconds."),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Find how many workers pay, or whether batches should come without any, by the real step."""
+    from hotlap.kit.naming import named
+    from hotlap.kit.telling import sayer
+    from hotlap.kit.workers import workers as of_job
+    from hotlap.kit.workers import workers_of_script
+
+    say = sayer(not quiet)
+    chosen = named(training or (), module=module, say=say)
+    if chosen.target is not None:
+        found = workers_of_script(chosen.target, seconds=seconds, say=say)
+    else:
+        found = of_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=say)
+    _print(found, as_json)
+
+
+def memory(
+    training: list[str] = NAME,
+    module: bool = MODULE,
+    picture: Path | None = typer.Option(None, help="An SVG file to draw memory over one update into."),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Show where the memory of a training goes, what would bring it down, and whether it grows."""
+    from hotlap.core.errors import StoreError
+    from hotlap.kit.memory import memory as of_job
+    from hotlap.kit.memory import memory_of_script
+    from hotlap.kit.naming import named
+    from hotlap.kit.telling import sayer
+
+    if picture is not None and picture.exists():
+        raise StoreError(f"{picture} is there already; name another file with --picture")
+    say = sayer(not quiet)
+    chosen = named(training or (), module=module, say=say)
+    if chosen.target is not None:
+        found = memory_of_script(chosen.target, say=say)
+    else:
+        found = of_job(chosen.make_job(), name=chosen.name, say=say)
+    if picture is not None:
+        found.draw(picture)
+    _print(found, as_json)

@@ -1,0 +1,316 @@
+"""Which micro-batch fits, and which is fastest: by real updates, with a reserve kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hotlap.core.errors import TrainingError
+from hotlap.core.job import Job
+from hotlap.core.units import show_bytes, show_rate
+from hotlap.kit.bench import Bench, opened, room_on
+from hotlap.kit.child import Seen, Wish
+from hotlap.kit.prior import Prior, prior
+from hotlap.kit.search import Search, Searched, Trial, fastest, knee
+from hotlap.kit.telling import sayer
+from hotlap.kit.visiting import RUNS, visit
+from hotlap.script.running import Target
+
+RESERVE = 0.1
+"""Of what the process may take, what has to stay free."""
+PIECES = 16
+"""Pieces of an update at most; with more, the update itself would hardly count, and takes as long to try."""
+MOST_S = 120.0
+"""What a search may take, about."""
+SCRIPT_FINER = 8
+"""To which part of itself the largest batch of a script is sought: each try takes a process."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFound:
+    """What was found of a training's batches."""
+
+    name: str
+    device: str
+    own_batch: int | None
+    """Samples that go through the model at once as it is written."""
+    effective_batch: int | None
+    """Samples an update; nothing here changes it."""
+    searched: Searched
+    began: Prior
+    room_bytes: int
+    """What the process may take."""
+    notes: tuple[str, ...] = ()
+    writes: Callable[[int, int], str] = dataclasses.field(repr=False, default=lambda batch, times: "")
+    """What to write for so many samples at once, so many times an update."""
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What a batch may take with the reserve kept."""
+        return int((1 - RESERVE) * self.room_bytes)
+
+    @property
+    def largest(self) -> Trial | None:
+        """The largest that trains at all."""
+        return self.searched.largest
+
+    @property
+    def fastest(self) -> Trial | None:
+        """The fastest that keeps the reserve."""
+        return fastest(self.searched.within(self.allowed_bytes))
+
+    @property
+    def knee(self) -> Trial | None:
+        """The smallest that is nearly as fast."""
+        return knee(self.searched.within(self.allowed_bytes))
+
+    @property
+    def keeps_reserve(self) -> Trial | None:
+        """The largest timed one that keeps the reserve."""
+        return max(self.searched.within(self.allowed_bytes), key=lambda one: one.size, default=None)
+
+    @property
+    def advice(self) -> str:
+        """What to write, with the same effective batch."""
+        knee = self.knee
+        if knee is None:
+            return "no batch keeps the reserve: use a smaller model, shorter samples or a GPU with more memory"
+        whole = self.effective_batch
+        if whole is None:
+            return f"{knee.size:,} samples at once; your batches are made by a batch sampler, which decides how many"
+        if whole <= knee.size:
+            more = f"; up to {knee.size:,} would be faster, with another effective batch" if knee.size > whole else ""
+            return f"the effective batch of {whole:,} goes through in one piece: {self.writes(whole, 1)}{more}"
+        size = max(part for part in range(1, knee.size + 1) if whole % part == 0)
+        return f"for the effective batch of {whole:,} as it is: {self.writes(size, whole // size)}"
+
+    def summary(self) -> str:
+        """The curve and what follows from it, for people."""
+        fast, knee = self.fastest, self.knee
+        top = max((one.samples_per_s or 0.0 for one in self.searched.trials), default=0.0) or 1.0
+        lines = [f"{'samples':>9} {'samples/s':>11} {'tensors':>10} {'taken':>10}"]
+        for one in self.searched.trials:
+            if one.samples_per_s is None:
+                continue
+            bar = "#" * round(24 * one.samples_per_s / top)
+            marks = [word for word, which in (("fastest", fast), ("knee", knee)) if which is one]
+            if one.taken_bytes > self.allowed_bytes:
+                marks.append("less than the reserve is left")
+            figures = f"{show_bytes(one.peak_bytes):>10} {show_bytes(one.taken_bytes):>10}"
+            lines.append(
+                f"{one.size:>9,} {show_rate(one.samples_per_s):>11} {figures}  {bar:<24} {', '.join(marks)}".rstrip()
+            )
+        largest = self.largest
+        lines.append("")
+        if largest is not None:
+            seen = "the largest that trains" if self.searched.found_largest else "the largest tried"
+            lines.append(f"largest    {largest.size:,} is {seen}: {self.searched.ended}")
+        else:
+            lines.append(f"largest    none: {self.searched.ended}")
+        if self.keeps_reserve is not None:
+            kept = f"{show_bytes(self.allowed_bytes)} of {show_bytes(self.room_bytes)}"
+            lines.append(f"reserve    up to {self.keeps_reserve.size:,} was seen to stay within {kept}")
+        if fast is not None and knee is not None and fast.samples_per_s and knee.samples_per_s:
+            part = knee.samples_per_s / fast.samples_per_s
+            lines.append(f"knee       {knee.size:,} has {part:.0%} of the best, which is {fast.size:,}")
+        own = "" if self.own_batch is None else f" ({self.own_batch:,} at once)"
+        whole = "a batch sampler's own" if self.effective_batch is None else f"{self.effective_batch:,}{own}"
+        lines.append(f"effective  {whole}; it stays as you set it")
+        lines.append(f"write      {self.advice}")
+        lines += [f"note       {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+
+        def size(one: Trial | None) -> int | None:
+            return None if one is None else one.size
+
+        return {
+            "training": self.name,
+            "device": self.device,
+            "own_batch": self.own_batch,
+            "effective_batch": self.effective_batch,
+            "began": {"size": self.began.size, "why": self.began.why},
+            "trials": [dataclasses.asdict(one) | {"trains": one.trains} for one in self.searched.trials],
+            "largest": size(self.largest),
+            "largest_is_proven": self.searched.found_largest,
+            "keeps_reserve": size(self.keeps_reserve),
+            "fastest": size(self.fastest),
+            "knee": size(self.knee),
+            "ended": self.searched.ended,
+            "room_bytes": self.room_bytes,
+            "allowed_bytes": self.allowed_bytes,
+            "write": self.advice,
+            "notes": list(self.notes),
+        }
+
+
+def batch(
+    job: Job,
+    *,
+    most: int | None = None,
+    seconds: float = MOST_S,
+    progress: bool = True,
+    name: str = "job",
+    say: Say | None = None,
+) -> BatchFound:
+    """Find which micro-batch of a job fits and which is fastest, by real updates with its longest samples.
+
+    No larger one than `most` is tried, and after `seconds` no other. The job is left as it was; its effective batch is
+    shown and never changed. Raises HotlapError where the job will not do.
+    """
+    say = say or sayer(progress)
+    with opened(job) as bench:
+        return _found(bench, name, most, seconds, say)
+
+
+def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) -> BatchFound:
+    effective = bench.job.effective_batch
+    own = bench.course.batch_size
+    where = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "the CPU"
+    began = Prior(own, "your own")
+    if bench.device.type == "cuda":
+        began = prior(bench.rig.model, bench.batch(1), bench.room_bytes, where, own=own)
+    say(f"batch      begun with {began.size:,}: {began.why}; {bench.most:,} samples, {show_bytes(bench.room_bytes)}")
+    until = time.monotonic() + seconds
+
+    def attempt(size: int, timed: bool) -> Trial:
+        one = tried(bench, size, effective or own, timed)
+        say(told(one))
+        return one
+
+    searched = Search(
+        attempt=attempt,
+        start=began.size,
+        least=bench.least,
+        most=min(bench.most, most or bench.most),
+        room_bytes=(1 - RESERVE) * bench.room_bytes,
+        by_speed=bench.device.type != "cuda",
+        enough=lambda: f"{seconds:g} s were spent" if time.monotonic() > until else None,
+    ).run()
+    knee_size = 0 if (one := knee(searched.within((1 - RESERVE) * bench.room_bytes))) is None else one.size
+    cautions = bench.rig.cautions(bench.rig.plan.but(micro_batch=knee_size)) if 0 < knee_size < (effective or 0) else []
+    notes = [*cautions, "speed is that of the step with its batch at hand; how batches get there: hotlap workers"]
+    if bench.device.type != "cuda":
+        notes.append("memory is counted from the sizes of tensors: a CPU keeps no account of it")
+    return BatchFound(
+        name=name,
+        device=str(bench.device),
+        own_batch=own,
+        effective_batch=effective,
+        searched=searched,
+        began=began,
+        room_bytes=bench.room_bytes,
+        notes=tuple(notes),
+        writes=_job_words,
+    )
+
+
+def _job_words(size: int, times: int) -> str:
+    if times == 1:
+        return f"batch_size={size}"
+    return f"batch_size={size}, accumulate={times}; or leave the job and give the plan micro_batch={size}"
+
+
+def told(one: Trial) -> str:
+    """A size that was tried, in a line."""
+    if one.why_not is not None:
+        return f"batch      {one.size:,} does not train: {one.why_not}"
+    speed = "trains" if one.samples_per_s is None else f"{show_rate(one.samples_per_s)} samples/s"
+    return f"batch      {one.size:,}: {speed}, {show_bytes(one.taken_bytes)}"
+
+
+def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
+    """Make real updates of the effective batch in pieces of this size; of one piece where it is larger."""
+    pieces = min(PIECES, max(1, -(-effective // size)))
+    window = bench.window(size, pieces)
+    peak = taken = 0
+    step_s = 1.0
+
+    def measure() -> None:
+        nonlocal peak, taken, step_s
+        peak, taken = bench.peak_bytes(window)
+        step_s = bench.step_s(window) if timed else step_s
+
+    # What has trained twice may still fail later, where memory is in pieces by then.
+    why_not = bench.trains(window) or bench.why_full(measure)
+    if why_not is not None:
+        return Trial(size=size, why_not=why_not)
+    speed = size * pieces / step_s if timed else None
+    return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken)
+
+
+def batch_of_script(
+    target: Target, *, most: int | None = None, seconds: float = MOST_S, progress: bool = True, say: Say | None = None
+) -> BatchFound:
+    """As `batch`, of somebody's script: its training loader is made with another batch size, in a process each time.
+
+    Raises TrainingError where the script makes its batches in another way, or does not train.
+    """
+    say = say or sayer(progress)
+    until = time.monotonic() + seconds
+    say(f"batch      {target.name} is run as it is, to find its loader")
+    first = visit(target, Wish(counts=True))
+    if first.out_of_memory is not None:
+        raise TrainingError(f"{target.name} runs out of memory as it is ({first.out_of_memory}); lower its batch size")
+    if first.why_fixed is not None or first.batch_size is None:
+        raise TrainingError(f"the batch size of {target.name} cannot be set from outside: {first.why_fixed}")
+    own, on_gpu = first.batch_size, first.device != "cpu"
+    room = first.room_bytes if on_gpu else room_on(torch.device("cpu"))
+
+    def attempt(size: int, timed: bool) -> Trial:
+        wish = Wish(loader=first.loader, change={"batch_size": size}, laps=5 if timed else 1, counts=True)
+        one = of_visit(size, first if size == own else visit(target, wish))
+        say(told(one))
+        return one
+
+    began = Prior(own, "the script's own")
+    searched = Search(
+        attempt=attempt,
+        start=own,
+        most=min(filter(None, (most, first.samples)), default=2**20),
+        room_bytes=(1 - RESERVE) * room,
+        by_speed=not on_gpu,
+        enough=lambda: f"{seconds:g} s were spent" if time.monotonic() > until else None,
+        finer=SCRIPT_FINER,
+    ).run()
+    notes = [
+        RUNS,
+        "speed is that of the script's own loop, its loading included; its accumulation was left as it is",
+        "batches are those that came first, and not the longest ones",
+    ]
+    if not on_gpu:
+        notes.append("memory is counted from the sizes of tensors: a CPU keeps no account of it")
+    return BatchFound(
+        name=target.name,
+        device=first.device,
+        own_batch=own,
+        effective_batch=first.samples_an_update or None,
+        searched=searched,
+        began=began,
+        room_bytes=room,
+        notes=tuple(notes),
+        writes=lambda size, times: (
+            f"the loader's batch_size={size}" + (f", and an update every {times} batches" if times > 1 else "")
+        ),
+    )
+
+
+def of_visit(size: int, seen: Seen) -> Trial:
+    """A size as it was seen in a script."""
+    if seen.out_of_memory is not None:
+        return Trial(size=size, why_not=seen.out_of_memory)
+    speeds = sorted(samples / spent for spent, samples in seen.laps)
+    return Trial(
+        size=size,
+        samples_per_s=speeds[len(speeds) // 2],
+        peak_bytes=seen.peak_bytes,
+        taken_bytes=seen.taken_bytes,
+    )

@@ -1,0 +1,277 @@
+"""A job's rig to try things on: real updates with batches of any size, and nothing of it is left in the job."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from hotlap import machine
+from hotlap.core.errors import TrainingError
+from hotlap.core.job import Job
+from hotlap.data.batches import Batch
+from hotlap.data.buckets import lengths_in
+from hotlap.data.columns import tensors_in
+from hotlap.data.course import Course, training_course
+from hotlap.data.samples import Source
+from hotlap.engine.rig import Rig
+from hotlap.engine.snapshot import Modes, Randomness
+from hotlap.engine.step import Window
+from hotlap.fitting.rescue import is_out_of_memory
+from hotlap.fitting.task import OFF, set_up
+from hotlap.fitting.views import Silence
+from hotlap.kit.live import LiveTensors
+from hotlap.machine.cuda import usable_bytes
+from hotlap.machine.kernels import first_line
+from hotlap.machine.limits import read_memory
+
+LOOKED_AT = 256
+"""Samples that are fetched to find the longest, where nobody knows their lengths."""
+WARM, BLOCKS, BLOCK_S = 2, 5, 0.04
+"""Updates before a block is timed; blocks, of which the middle one counts; and what a block takes at least."""
+
+
+class Bench:
+    """A rig on which batches of any size are tried."""
+
+    def __init__(self, job: Job, course: Course, rig: Rig, kept: Kept) -> None:
+        self.job, self.course, self.rig, self._kept = job, course, rig, kept
+        self.device = rig.device
+        self._by_length = longest_first(course.source)
+        self.room_bytes = room_on(self.device)
+
+    @property
+    def most(self) -> int:
+        """The largest batch that the data can fill."""
+        return len(self.course.source)
+
+    @property
+    def least(self) -> int:
+        """The smallest batch that may train: a batch norm has nothing to compute from one sample."""
+        layers = [layer for module in self.rig.modules for layer in module.modules()]
+        return 1 + any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
+
+    def batch(self, size: int) -> Batch:
+        """A batch of so many samples, the longest that there are."""
+        source, chosen = self.course.source, self._by_length[:size]
+        if source.why_not_gather() is None:
+            return source.gather(torch.from_numpy(chosen))
+        return source.fetch(chosen.tolist(), self.job.seed, 0)
+
+    def window(self, size: int, pieces: int = 1) -> Window:
+        """One update of so many pieces, each of so many samples."""
+        batch = self.batch(size)
+        return Window([batch] * pieces, [size] * pieces)
+
+    def trains(self, window: Window, *, updates: int = WARM) -> str | None:
+        """Make some real updates; why they cannot be made, where memory is too small, and None where they were."""
+        self.tidy()
+        self._kept.put_weights_back()
+
+        def make_updates() -> None:
+            for _ in range(updates):
+                self.rig.step(window)
+            self.rig.wait()
+
+        return self.why_full(make_updates)
+
+    def why_full(self, work: Callable[[], None]) -> str | None:
+        """Do some work; why it could not be done, where memory was too small, and None where it was done."""
+        had_state = bool(self.rig.optimizer.state)
+        try:
+            work()
+        except Exception as error:
+            if not is_out_of_memory(error) and not isinstance(error, MemoryError) and not _is_cpu_full(error):
+                raise
+            why = first_line(error)
+            _let_go_of_frames(error)
+            if not had_state:
+                self.rig.optimizer.state.clear()  # some of it may be missing
+            self.tidy()
+            return why
+        return None
+
+    def step_s(self, *windows: Window) -> float:
+        """Seconds an update with each of these in turn, once some were made: the middle one of several blocks."""
+        found = []
+        for _ in range(BLOCKS):
+            begun, made = time.perf_counter(), 0
+            while not made or time.perf_counter() - begun < BLOCK_S:
+                for window in windows:
+                    self.rig.advance(window)
+                    made += 1
+                    if made % 8 == 0:
+                        self.rig.wait()  # else the host runs ahead of the clock
+            self.rig.wait()
+            found.append((time.perf_counter() - begun) / made)
+        return sorted(found)[len(found) // 2]
+
+    def peak_bytes(self, window: Window) -> tuple[int, int]:
+        """The most that tensors take in one update, and the most that torch takes for them.
+
+        On the CPU both are counted from the sizes of tensors, since nobody there keeps account.
+        """
+        if self.device.type == "cuda":
+            self.tidy()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.rig.step(window)
+            self.rig.wait()
+            return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        counted = LiveTensors(self.device)
+        know_training(counted, self.rig)
+        counted.know((tensor for piece in window.pieces for tensor in tensors_in(piece)), "batch")
+        with counted:
+            self.rig.step(window)
+        return counted.peak_bytes, counted.peak_bytes
+
+    def tidy(self) -> None:
+        """Let go of gradients and of all memory that nobody uses."""
+        for parameter in parameters_of(self.rig):
+            parameter.grad = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def opened(job: Job) -> Iterator[Bench]:
+    """A bench for the job; afterwards weights, optimizer, modes, randomness and device are as they were."""
+    device = machine.choose_device(job.device)
+    course = training_course(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
+    kept = Kept(job, device)
+    try:
+        # A schedule made for the job's own updates may refuse to go on beyond them.
+        try:
+            task = set_up(dataclasses.replace(job, schedule=None), course, OFF, device, Silence(), save_every=0)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(f"the model itself does not fit: {first_line(error)}; use a smaller one") from None
+        if isinstance(task.rig.optimizer, torch.optim.LBFGS):
+            raise TrainingError("LBFGS calls the model as often as it likes in an update: its steps cannot be compared")
+        try:
+            yield Bench(job, course, task.rig, kept)
+        finally:
+            task.rig.hand_back()
+            task.rig.close()
+    finally:
+        kept.put_back()
+
+
+class Kept:
+    """What the job came with, on the host, so that on the device there is as much room as in the training itself."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._modules = [one for one in (job.model, job.loss) if isinstance(one, nn.Module)]
+        self._places = [{tensor.device for tensor in _weights(one)} for one in self._modules]
+        self._weights = [(tensor, tensor.detach().cpu().clone()) for one in self._modules for tensor in _weights(one)]
+        self._grads = [(p, p.grad, p.requires_grad) for one in self._modules for p in one.parameters()]
+        self._optimizer = job.optimizer if isinstance(job.optimizer, Optimizer) else None
+        self._state = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer is not None else None
+        self._modes, self._randomness = Modes(self._modules), Randomness(device)
+
+    def put_weights_back(self) -> None:
+        """Weights and buffers as they were, wherever they are now."""
+        with torch.no_grad():
+            for tensor, value in self._weights:
+                tensor.copy_(value)
+
+    def put_back(self) -> None:
+        """All of it."""
+        for module, places in zip(self._modules, self._places, strict=True):
+            if len(places) == 1:
+                module.to(next(iter(places)))
+        self.put_weights_back()
+        for parameter, grad, flag in self._grads:
+            parameter.requires_grad_(flag)
+            parameter.grad = grad
+        if self._optimizer is not None and self._state is not None:
+            self._optimizer.load_state_dict(self._state)
+        self._modes.restore()
+        self._randomness.restore()
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def parameters_of(rig: Rig) -> list[Tensor]:
+    """All that may have a gradient."""
+    mine = [p for group in rig.optimizer.param_groups for p in group["params"]]
+    every = (*mine, *(p for module in rig.modules for p in module.parameters()))
+    return list({id(p): p for p in every}.values())
+
+
+def know_training(counted: LiveTensors, rig: Rig) -> None:
+    """Have the rig's weights and optimizer state counted for what they are."""
+    counted.know(parameters_of(rig), "parameters")
+    counted.know((buffer for module in rig.modules for buffer in module.buffers()), "parameters")
+    counted.know((p.grad for p in parameters_of(rig)), "gradients")
+    counted.know(state_of(rig.optimizer), "optimizer")
+
+
+def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The tensors of an optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def room_on(device: torch.device) -> int:
+    """Bytes that this process may take in all; on the CPU, what is free beside what it has."""
+    if device.type != "cuda":
+        return read_memory().free_bytes
+    free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    return min(usable_bytes(device), free + held)
+
+
+def longest_first(source: Source) -> np.ndarray[Any, Any]:
+    """All samples, from the longest on: a batch that fits must be the largest of an epoch.
+
+    Where lengths are not known and samples come out of code, the longest of some are sought.
+    """
+    count = len(source)
+    lengths = lengths_in(source)
+    if lengths is None and source.why_not_gather() is not None:
+        looked = np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(np.int64))
+        sizes = [sum(tensor.numel() for tensor in tensors_in(sample)) for sample in _read(source, looked)]
+        lengths = np.zeros(count, dtype=np.int64)
+        lengths[looked] = sizes
+        if len(set(sizes)) == 1:
+            lengths = None
+    if lengths is None:
+        return np.arange(count)
+    found: np.ndarray[Any, Any] = np.argsort(-np.asarray(lengths), kind="stable")
+    return found
+
+
+def _read(source: Source, indices: np.ndarray[Any, Any]) -> list[Any]:
+    kept = Randomness(torch.device("cpu"))
+    try:
+        return source.aside().read(indices.tolist())
+    finally:
+        kept.restore()
+
+
+def _is_cpu_full(error: BaseException) -> bool:
+    """torch has no error of its own for a host without memory."""
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """The calls that an error has come through hold activations."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,104 @@
+"""A training by its name: `module:job`, `RECIPE --data …`, `train.py args`, or `-m module args`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotlap.core.errors import HotlapError, did_you_mean
+
+if TYPE_CHECKING:
+    from hotlap.core.job import Job
+    from hotlap.script.running import Target
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A training that was named: either a job can be made of it, or it is a script, which is run."""
+
+    name: str
+    job: Callable[[], Job] | None = None
+    """Makes the job anew. It is then looked at in this process, and of that nothing is left in it."""
+    target: Target | None = None
+    """What python would run. Each look at it takes a process of its own, which ends after some updates."""
+
+    def make_job(self) -> Job:
+        """The job, where it is no script."""
+        assert self.job is not None, "a script has no job"
+        return self.job()
+
+
+def named(words: Sequence[str], *, module: bool = False, say: Say = lambda line: None) -> Named:
+    """The training that these words name; `module`: they stand behind a `-m`. Raises HotlapError where there is none.
+
+    Nothing is read or run yet, but for a script's file, which has to be there.
+    """
+    from hotlap.recipes.every import NAMES
+    from hotlap.script.running import Target, look
+
+    if not words:
+        raise HotlapError(
+            "which training? name module:job, a recipe with its options, train.py ARGS, or -m MODULE ARGS"
+        )
+    first, *rest = words
+    if module or first.endswith(".py") or (first not in (*NAMES, "demo") and Path(first).exists()):
+        target = Target(args=rest, **{"module" if module else "path": first})
+        look(target)
+        return Named(name=target.name, target=target)
+    if ":" in first:
+        if rest:
+            raise HotlapError(f"{first} takes nothing behind it, and there is {' '.join(rest)!r:.60}")
+        return Named(name=first, job=lambda: named_job(first))
+    if first == "demo":
+        from hotlap.demo import digits_job
+
+        return Named(name="demo", job=digits_job)
+    if first in NAMES:
+        return Named(name=first, job=lambda: recipe_job(first, rest, say))
+    raise HotlapError(
+        f"{first!r:.60} names no training: it is no file, no module:job and no recipe"
+        f"{did_you_mean(first, (*NAMES, 'demo'))}"
+    )
+
+
+def named_job(name: str) -> Job:
+    """The Job called `module:job`, seen from the current folder, or what the function of that name returns."""
+    from hotlap.core.job import Job
+
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise HotlapError(f"{name}: {error}; name it as module:job, seen from this folder") from None
+    except AttributeError:
+        raise HotlapError(f"{name}: {module} has no {attribute!r}") from None
+    job = found() if callable(found) and not isinstance(found, Job) else found
+    if not isinstance(job, Job):
+        raise HotlapError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
+    return job
+
+
+def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
+    """The job of a recipe's first model, with options as `hotlap train` takes them."""
+    from hotlap.recipes.every import recipe_named
+    from hotlap.recipes.options import from_words, options_of
+
+    recipe = recipe_named(name)
+    given = from_words(list(words))
+    file = given.pop("options", None)
+    options = options_of(recipe.options, None if file is None else Path(file), given)
+    if not options.data:
+        raise HotlapError(f"no data is named; give --data FILE ({recipe.expects})")
+    prepared = recipe.prepare(options, say)
+    first, *others = prepared.candidates
+    if others:
+        say(f"model     {first.name}; it has {', '.join(one.name for one in others)} too")
+    return first.job()

@@ -1,0 +1,184 @@
+"""The search for a batch: doubled and halved, then cut in half between what trains and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+NO_GAIN = 2
+"""Doublings without a gain after which, where memory never ends, larger batches are no longer tried."""
+GAIN = 1.03
+"""What counts as one."""
+KNEE = 0.95
+"""The knee is the smallest batch with so much of the best speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One size, tried."""
+
+    size: int
+    why_not: str | None = None
+    """Why it does not train."""
+    samples_per_s: float | None = None
+    """None where it was not timed."""
+    peak_bytes: int = 0
+    taken_bytes: int = 0
+    """What torch takes for it at the peak, which is more than tensors need."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether updates of this size could be made."""
+        return self.why_not is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search came to."""
+
+    trials: tuple[Trial, ...]
+    """By size, the timed ones among them."""
+    ended: str
+    """Why nothing larger was tried, in words."""
+    found_largest: bool
+    """Whether the next larger size was seen to fail."""
+
+    @property
+    def largest(self) -> Trial | None:
+        """The largest that trains."""
+        return max((one for one in self.trials if one.trains), key=lambda one: one.size, default=None)
+
+    def within(self, most_bytes: float) -> list[Trial]:
+        """Timed ones that take no more."""
+        return [one for one in self.trials if one.samples_per_s is not None and one.taken_bytes <= most_bytes]
+
+
+def fastest(trials: list[Trial]) -> Trial | None:
+    """The one with the most samples a second."""
+    return max(trials, key=lambda one: one.samples_per_s or 0.0, default=None)
+
+
+def knee(trials: list[Trial]) -> Trial | None:
+    """The smallest that is nearly as fast as the fastest."""
+    best = fastest(trials)
+    near = [one for one in trials if best and (one.samples_per_s or 0.0) >= KNEE * (best.samples_per_s or 0.0)]
+    return min(near, key=lambda one: one.size, default=None)
+
+
+Try = Callable[[int, bool], Trial]
+"""Tries a size; timed where asked for, and where it trains."""
+Enough = Callable[[], str | None]
+"""Why no more may be tried, where too much time was spent."""
+
+
+@dataclass(kw_only=True)
+class Search:
+    """A search for the largest size that trains, in which others are timed on the way."""
+
+    attempt: Try
+    start: int
+    least: int = 1
+    most: int
+    room_bytes: float
+    """What a size may take."""
+    by_speed: bool
+    """Memory never ends by an error, so the search ends where there is no gain, or where `room_bytes` would be."""
+    enough: Enough = lambda: None
+    finer: int | None = None
+    """The largest is sought to this part of itself; None: to the sample."""
+    found: dict[int, Trial] = field(default_factory=dict)
+
+    def run(self) -> Searched:
+        """Find it."""
+        ended, is_proven = self._up_and_down()
+        if self.fitting:
+            self._keep_reserve()
+            self._time_smaller()
+        trials = tuple(self.found[size] for size in sorted(self.found))
+        return Searched(trials=trials, ended=ended, found_largest=is_proven)
+
+    @property
+    def fitting(self) -> list[Trial]:
+        """Those that train, the smallest first."""
+        return sorted((one for one in self.found.values() if one.trains), key=lambda one: one.size)
+
+    @property
+    def _best(self) -> float:
+        return max(one.samples_per_s or 0.0 for one in self.found.values())
+
+    def tried(self, size: int, *, timed: bool = True) -> Trial:
+        """What is known of a size, by trying it where it is not known yet."""
+        known = self.found.get(size)
+        if known is None or (timed and known.trains and known.samples_per_s is None):
+            self.found[size] = self.attempt(size, timed)
+        return self.found[size]
+
+    def _up_and_down(self) -> tuple[str, bool]:
+        """Why it ended, and whether the largest is proven to be."""
+        size, failed = max(self.least, min(self.start, self.most)), 0
+        while not self.tried(size).trains:
+            failed = size
+            if size <= self.least:
+                return f"not even {size} sample{'s'[: size > 1]} at once: {self.found[size].why_not}", True
+            size = max(self.least, size // 2)
+        if not failed:
+            size, failed, ended = self._up(size)
+            if ended is not None:
+                return ended, False
+        while failed - size > max(1, size // self.finer if self.finer else 1):
+            if (why := self.enough()) is not None:
+                return why, False
+            middle = (size + failed) // 2
+            if self.tried(middle, timed=False).trains:
+                size = middle
+            else:
+                failed = middle
+        self.tried(size)
+        return f"{failed:,} does not train: {self.found[failed].why_not}", True
+
+    def _up(self, size: int) -> tuple[int, int, str | None]:
+        """Double until it fails: the last that trained, the first that did not, or why it ended before."""
+        without_gain = 0
+        while True:
+            if (why := self.enough()) is not None:
+                return size, 0, why
+            if size >= self.most:
+                return size, 0, f"none larger than {self.most:,} was to be tried, or the data has no more"
+            larger = min(2 * size, self.most)
+            if self.by_speed and _predicted(self.fitting, larger) > self.room_bytes:
+                return size, 0, "more would take more memory than is free"
+            best = self._best
+            one = self.tried(larger)
+            if not one.trains:
+                return size, larger, None
+            size, without_gain = larger, 0 if (one.samples_per_s or 0.0) > GAIN * best else without_gain + 1
+            if self.by_speed and without_gain >= NO_GAIN:
+                return size, 0, "larger ones are no faster"
+
+    def _time_smaller(self) -> None:
+        """Time smaller sizes too, as long as they are not clearly slower than the best."""
+        size, slower = self.fitting[0].size // 2, 0
+        while size >= self.least and slower < NO_GAIN and self.enough() is None:
+            slower = slower + 1 if (self.tried(size).samples_per_s or 0.0) < KNEE * self._best else 0
+            size //= 2
+
+    def _keep_reserve(self) -> None:
+        """Time the largest size that takes no more than it may: it is seen from those that were tried."""
+        inside = [one for one in self.fitting if one.taken_bytes <= self.room_bytes]
+        beyond = [one for one in self.fitting if one.taken_bytes > self.room_bytes]
+        if not inside or not beyond:
+            return
+        low, high = inside[-1], beyond[0]
+        slope = (high.taken_bytes - low.taken_bytes) / max(1, high.size - low.size)
+        size = low.size + int((self.room_bytes - low.taken_bytes) / slope) if slope > 0 else low.size
+        while size > low.size and self.tried(size).taken_bytes > self.room_bytes:
+            size = max(low.size, size - max(1, size // 50))
+        self.tried(size)
+
+
+def _predicted(fitting: list[Trial], size: int) -> float:
+    """What a size will take, in a straight line from the two largest that were tried."""
+    if len(fitting) < 2:
+        return fitting[-1].taken_bytes * size / fitting[-1].size
+    a, b = fitting[-2:]
+    return b.taken_bytes + (b.taken_bytes - a.taken_bytes) / (b.size - a.size) * (size - b.size)

@@ -1,0 +1,47 @@
+"""Looks at somebody's script: each takes a process of its own, which is ended after some updates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from hotlap.core.errors import TrainingError
+from hotlap.kit.child import WARM, Seen, Wish
+from hotlap.script.running import Target
+
+MOST_S = 600.0
+"""What one look may take, with all that the script does before it trains."""
+RUNS = "the script was run anew for each size, for some updates; what it writes before them was written each time"
+
+
+def visit(target: Target, wish: Wish) -> Seen:
+    """Run a script for some updates, as the wish says, and tell what was seen.
+
+    Raises TrainingError where it ended by an error of its own, or before it had made enough updates.
+    """
+    with tempfile.TemporaryDirectory(prefix="hotlap-") as folder:
+        report, said = Path(folder) / "seen.json", Path(folder) / "said.txt"
+        settings = json.dumps({**asdict(wish), "report": str(report)})
+        command = [sys.executable, "-m", "hotlap.kit.child", settings, *target.words]
+        with said.open("wb") as out:
+            try:
+                done = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=MOST_S, check=False
+                )
+            except subprocess.TimeoutExpired:
+                raise TrainingError(f"{target.name} made too few updates in {MOST_S:.0f} s") from None
+        seen = Seen(**json.loads(report.read_text(encoding="utf-8"))) if report.is_file() else None
+        last = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    if seen is None or seen.error is not None:
+        why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
+        raise TrainingError(f"{target.name} ended by an error: {why}")
+    if seen.out_of_memory is None and not seen.laps:
+        raise TrainingError(
+            f"{target.name} ended after {seen.updates} updates, and {WARM + 1} at least have to be seen; "
+            "let it train longer"
+        )
+    return seen

@@ -1,0 +1,402 @@
+"""How batches should come: by how many workers, or without any, timed by the real step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from hotlap.core.errors import HotlapError
+from hotlap.core.job import Job
+from hotlap.core.plan import Feed, Plan
+from hotlap.core.units import show_seconds
+from hotlap.data.buckets import lengths_in
+from hotlap.engine.rig import Place
+from hotlap.engine.step import Window
+from hotlap.kit.bench import Bench, opened
+from hotlap.kit.child import LAP_ROUNDS, Seen, Wish
+from hotlap.kit.telling import sayer
+from hotlap.kit.visiting import RUNS, visit
+from hotlap.machine.limits import read_cpu
+from hotlap.script.running import Target
+from hotlap.tuner.stats import LEAST_GAIN, Comparison, Estimate
+
+MOST_S = 120.0
+"""What it may take, about."""
+LAP_S, LEAST_WINDOWS = 0.1, 4
+"""The least a lap takes and has."""
+MOST_WINDOWS = 256
+MOST_QUADS = 12
+NEAR = 1.05
+"""Of two counts of workers whose steps differ by less, the smaller is named."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to bring batches, and how the training went under it."""
+
+    words: str
+    feed: Feed
+    is_own: bool = False
+    start_s: float | None = None
+    """Until the first batch was there: workers started, data brought to the device."""
+    step_s: float | None = None
+    """An update in steady state, its batch included; None where it was not tried."""
+    why_not: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersFound:
+    """What was found of how a training's batches should come."""
+
+    name: str
+    device: str
+    cores: int
+    settings: tuple[Setting, ...]
+    bare_s: float | None
+    """An update with its batch at hand: no feed makes it faster; None where it cannot be had."""
+    compared: Estimate | None
+    """How many times faster the best is than the training's own, from laps in turn."""
+    verdict: str | None
+    """As `Comparison.verdict` has it."""
+    notes: tuple[str, ...] = ()
+    writes: Callable[[Feed], str] = field(repr=False, default=str)
+
+    @property
+    def own(self) -> Setting:
+        """The training's own way."""
+        return next(one for one in self.settings if one.is_own)
+
+    @property
+    def best(self) -> Setting:
+        """The fastest; of ways that are near it, the one with the fewest workers."""
+        return best_of(self.settings)
+
+    @property
+    def best_count(self) -> int | None:
+        """How many workers are best, were batches to come by a loader; None where none was tried."""
+        by_loader = [one for one in self.settings if one.feed.kind == "loader" and one.step_s is not None]
+        return best_of(by_loader).feed.workers if by_loader else None
+
+    @property
+    def matters(self) -> bool:
+        """Whether another way than its own is faster by more than may be chance."""
+        return self.verdict == "accepted" and not self.best.is_own
+
+    @property
+    def advice(self) -> str:
+        """What to write, or that nothing has to be."""
+        own, best, one = self.own, self.best, self.compared
+        bare = self.bare_s
+        if self.matters and one is not None:
+            gain = f"{one.ratio:.3g}x [{one.low:.3g}, {one.high:.3g}]"
+            return f"{self.writes(best.feed)}: {gain} as fast as {own.words}"
+        if bare is not None and own.step_s is not None and own.step_s < LEAST_GAIN * bare:
+            return f"nothing: with {own.words} the step waits for no batch, so it does not matter"
+        return f"nothing: no other way is seen to be faster than {own.words}"
+
+    def summary(self) -> str:
+        """All ways in a table and what follows from it, for people."""
+        width = max(len(one.words) for one in self.settings)
+        lines = [f"{'':<{width}}  {'step':>9}  {'start-up':>9}"]
+        for one in self.settings:
+            if one.step_s is None:
+                lines.append(f"{one.words:<{width}}  {'–':>9}  {'–':>9}  not tried: {one.why_not}")
+                continue
+            start = "–" if one.start_s is None else show_seconds(one.start_s)
+            marks = [word for word, is_so in (("as it is", one.is_own), ("best", one == self.best)) if is_so]
+            lines.append(
+                f"{one.words:<{width}}  {show_seconds(one.step_s):>9}  {start:>9}  {', '.join(marks)}".rstrip()
+            )
+        if self.bare_s is not None:
+            lines.append(f"{'batch at hand':<{width}}  {show_seconds(self.bare_s):>9}  {'':>9}  no way can be faster")
+        lines += ["", f"cores      {self.cores}: more workers than that were not tried"]
+        if self.best_count is not None and self.best.feed.kind != "loader":
+            lines.append(f"workers    {self.best_count or 'none'} would be best, were it a loader's to bring batches")
+        lines.append(f"write      {self.advice}")
+        return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return {
+            "training": self.name,
+            "device": self.device,
+            "cores": self.cores,
+            "settings": [dataclasses.asdict(one) for one in self.settings],
+            "bare_step_s": self.bare_s,
+            "best": self.best.words,
+            "best_workers": self.best_count,
+            "best_feed": dataclasses.asdict(self.best.feed),
+            "compared_with_own": None if self.compared is None else finite(dataclasses.asdict(self.compared)),
+            "verdict": self.verdict,
+            "matters": self.matters,
+            "write": self.advice,
+            "notes": list(self.notes),
+        }
+
+
+def finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no infinity."""
+    return {name: None if isinstance(one, float) and not math.isfinite(one) else one for name, one in figures.items()}
+
+
+def best_of(settings: Sequence[Setting]) -> Setting:
+    """The fastest; of ways that are near it, the one with the fewest workers, and of those the training's own."""
+    timed = [one for one in settings if one.step_s is not None]
+    least = min(one.step_s or 0.0 for one in timed)
+    near = [one for one in timed if (one.step_s or 0.0) <= NEAR * least]
+    return min(near, key=lambda one: (one.feed.workers, not one.is_own, one.step_s or 0.0))
+
+
+def counts(cores: int) -> list[int]:
+    """How many workers are tried: 0, 1, 2, 4 … and as many as there are cores."""
+    powers = [2**n for n in range(cores.bit_length()) if 2**n <= cores]
+    return sorted({0, *powers, cores})
+
+
+def workers(
+    job: Job, *, seconds: float = MOST_S, progress: bool = True, name: str = "job", say: Say | None = None
+) -> WorkersFound:
+    """Find how a job's batches should come: by workers, gathered, streamed or held on the device.
+
+    Each way is timed with real updates over the same batches, start-up apart; the best is then compared with the job's
+    own in turns. After about `seconds` no other is tried. The job is left as it was.
+    """
+    say = say or sayer(progress)
+    with opened(job) as bench:
+        return _Ways(bench, seconds, say).found(name)
+
+
+class _Ways:
+    """The ways to feed one rig, tried in turn."""
+
+    def __init__(self, bench: Bench, seconds: float, say: Say) -> None:
+        self._bench, self._rig, self._say = bench, bench.rig, say
+        self._until, self._seconds = time.monotonic() + seconds, seconds
+        self._cores = read_cpu().cores
+        self._rig.keep_plans()
+        self._windows: Iterator[Window] = self._rig.windows()
+        self._plan: Plan = self._rig.plan
+        self._varies = lengths_in(self._bench.course.source) is not None
+        """Whether batches differ in width, so that laps are only alike over the very same ones."""
+
+    def found(self, name: str) -> WorkersFound:
+        own = self._rig.plan.feed
+        bare_s = self._bare_s()
+        settings = [self._first(feed, feed == own, bare_s) for feed in self._feeds(own)]
+        finer = self._finer(best_of(settings).feed)
+        settings += [self._first(feed, False, bare_s) for feed in finer if all(one.feed != feed for one in settings)]
+        # The other way round: what has drifted meanwhile has done so for the first as for the last.
+        settings = [self._again(one) for one in reversed(settings)][::-1]
+        self._rig.use(self._plan, outcome="measured")
+        bare_s = min(bare_s, self._bare_s())
+        best = best_of(settings)
+        comparison = self._compared(own, best.feed) if best.feed != own else None
+        notes = ["every way brings the same samples in the same order"]
+        if self._rig.device.type == "cpu":
+            notes.append("on the CPU workers take cores from the training itself")
+        return WorkersFound(
+            name=name,
+            device=str(self._rig.device),
+            cores=self._cores,
+            settings=tuple(settings),
+            bare_s=bare_s,
+            compared=comparison.estimate if comparison is not None else None,
+            verdict=comparison.verdict if comparison is not None else None,
+            notes=tuple(notes),
+            writes=_loader_words if isinstance(self._bench.job.data, DataLoader) else _plan_words,
+        )
+
+    def _feeds(self, own: Feed) -> list[Feed]:
+        """The job's own, then the others."""
+        pinned = self._rig.device.type == "cuda"
+        by_workers = [
+            Feed(kind="loader", workers=count, persistent=count > 0, pinned=pinned) for count in counts(self._cores)
+        ]
+        whole = [Feed(kind=kind) for kind in ("gather", "stream", "resident")]
+        return [own, *(feed for feed in (*by_workers, *whole) if feed != own)]
+
+    def _finer(self, feed: Feed) -> list[Feed]:
+        """What else can be chosen for the best number of workers: how much they keep ready, and pinning."""
+        if feed.kind != "loader":
+            return []
+        found = [dataclasses.replace(feed, pinned=not feed.pinned)] if self._rig.device.type == "cuda" else []
+        return [*found, dataclasses.replace(feed, prefetch=4)] if feed.workers else found
+
+    def _bare_s(self) -> float:
+        """Seconds an update whose batch is at hand: one that laps have too; all of them, where they differ."""
+        warm, least = self._lengths(self._cores)
+        here = self._rig.windows_here
+        chosen = sorted({number % here for number in range(warm, warm + least)}) if self._varies else [0]
+        windows = list(self._rig.look(self._plan, chosen))
+        for window in (windows * 2)[:2]:
+            self._rig.step(window)
+        return self._bench.step_s(*windows)
+
+    def _lengths(self, workers: int) -> tuple[int, int]:
+        """How many windows come before a lap, and how many it has at least."""
+        most = self._cores if self._varies else workers
+        return 2 * most + 1, max(LEAST_WINDOWS, LAP_ROUNDS * most)
+
+    def _first(self, feed: Feed, is_own: bool, bare_s: float) -> Setting:
+        """Start a way, and time one lap."""
+        one = Setting(words=words_of(feed), feed=feed, is_own=is_own)
+        plan = self._plan.with_feed(feed)
+        why_not = self._rig.supports(plan)
+        if why_not is None and not is_own and time.monotonic() > self._until:
+            why_not = f"{self._seconds:g} s were spent"
+        if why_not is not None:
+            return dataclasses.replace(one, why_not=why_not)
+        begun = time.perf_counter()
+        try:
+            self._go_to_start(plan)
+            self._rig.advance(next(self._windows))
+            self._rig.wait()
+            start_s = time.perf_counter() - begun - bare_s
+            step_s = self._lap_s(feed)
+        except HotlapError as error:
+            return dataclasses.replace(one, why_not=str(error))
+        self._say(f"workers    {one.words}: {show_seconds(step_s)} a step, {show_seconds(max(0.0, start_s))} to start")
+        return dataclasses.replace(one, start_s=max(0.0, start_s), step_s=step_s)
+
+    def _again(self, one: Setting) -> Setting:
+        if one.step_s is None or time.monotonic() > self._until:
+            return one
+        return dataclasses.replace(one, step_s=(one.step_s + self._lap_s(one.feed)) / 2)
+
+    def _compared(self, own: Feed, best: Feed) -> Comparison:
+        """Laps of both in turn until it is decided."""
+        self._say(f"workers    {words_of(best)} against {words_of(own)}, in turns")
+        comparison = Comparison(most_quads=MOST_QUADS)
+        while comparison.verdict is None:
+            a1, b1, b2, a2 = (self._lap_s(feed) for feed in (own, best, best, own))
+            comparison.add(a1, b1, b2, a2)
+        return comparison
+
+    def _go_to_start(self, plan: Plan) -> None:
+        """The next window is the first one of all, under this plan: all laps go over the same batches."""
+        self._rig.use(plan, outcome="measured")
+        self._rig.place = Place()
+
+    def _lap_s(self, feed: Feed) -> float:
+        """Seconds an update over a lap of this way, from the first batch on, its first ones left out."""
+        self._go_to_start(self._plan.with_feed(feed))
+        warm, least = self._lengths(feed.workers)
+        for _ in range(warm):
+            self._rig.advance(next(self._windows))
+        self._rig.wait()
+        begun, made = time.perf_counter(), 0
+        # Whole rounds of the workers: a lap that ends between two bursts is too long or too short.
+        while made < least or (not self._varies and time.perf_counter() - begun < LAP_S and made < MOST_WINDOWS):
+            for _ in range(max(1, feed.workers)):
+                self._rig.advance(next(self._windows))
+                made += 1
+        self._rig.wait()
+        return (time.perf_counter() - begun) / made
+
+
+def words_of(feed: Feed) -> str:
+    """A way to bring batches in a few words."""
+    if feed.kind != "loader":
+        return {"gather": "gathered here", "stream": "copied ahead (stream)", "resident": "held on the device"}[
+            feed.kind
+        ]
+    words = [f"{feed.workers} worker{'s'[: feed.workers != 1]}" if feed.workers else "no workers"]
+    words += [f"prefetch {feed.prefetch}"] if feed.prefetch is not None else []
+    return ", ".join([*words, *(["pinned"] if feed.pinned else [])])
+
+
+def _loader_words(feed: Feed) -> str:
+    if feed.kind != "loader":
+        return f"fit(job, plan={{'kind': '{feed.kind}'}}), or leave it to fit, which tries that by itself"
+    return f"DataLoader({', '.join(_arguments(feed))})"
+
+
+def _arguments(feed: Feed) -> list[str]:
+    found = [f"num_workers={feed.workers}"]
+    found += ["persistent_workers=True"] if feed.persistent else []
+    found += [f"prefetch_factor={feed.prefetch}"] if feed.prefetch is not None else []
+    return [*found, *(["pin_memory=True"] if feed.pinned else [])]
+
+
+def _plan_words(feed: Feed) -> str:
+    changed = {name: value for name, value in dataclasses.asdict(feed).items() if value != getattr(Feed(), name)}
+    return f"fit(job, plan={changed or {'kind': feed.kind}}), or leave it to fit, which tries that by itself"
+
+
+# --- scripts ---------------------------------------------------------------------------------------------
+
+
+def workers_of_script(
+    target: Target, *, seconds: float = MOST_S, progress: bool = True, say: Say | None = None
+) -> WorkersFound:
+    """As `workers`, of somebody's script: its training loader is made with other workers, in a process each time."""
+    say = say or sayer(progress)
+    until = time.monotonic() + seconds
+    say(f"workers    {target.name} is run as it is, to find its loader")
+    first = visit(target, Wish())
+    if first.loader is None:
+        raise HotlapError(f"{target.name} has no loader to give workers to: {first.why_fixed}")
+    on_gpu, cores = first.device != "cpu", read_cpu().cores
+    own = Feed(kind="loader", workers=first.workers, pinned=first.pinned and on_gpu)
+    others = [Feed(kind="loader", workers=n, persistent=n > 0, pinned=on_gpu) for n in counts(cores)]
+    feeds = [own, *(feed for feed in others if (feed.workers, feed.pinned) != (own.workers, own.pinned))]
+    seen: dict[Feed, list[Seen]] = {own: [first]}
+
+    def look(feed: Feed) -> None:
+        change = {} if feed == own else _change(feed)
+        seen.setdefault(feed, []).append(visit(target, Wish(loader=first.loader, change=change)))
+        say(f"workers    {words_of(feed)}: {show_seconds(_step_s(seen[feed]))} a step")
+
+    for feed in (*feeds[1:], *reversed(feeds)):
+        if time.monotonic() < until:
+            look(feed)
+    settings = [_setting(feed, seen.get(feed, []), feed == own, seconds) for feed in feeds]
+    best = best_of(settings)
+    comparison = Comparison(most_quads=MOST_QUADS)
+    if not best.is_own:
+        for feed in (best.feed, own):  # each was seen twice, unless time was up
+            if len(seen[feed]) < 2:
+                look(feed)
+        (a1, a2), (b1, b2) = seen[own][:2], seen[best.feed][:2]
+        for quad in zip(_laps(a1), _laps(b1), _laps(b2), _laps(a2), strict=False):
+            if comparison.verdict is None:
+                comparison.add(*quad)
+    return WorkersFound(
+        name=target.name,
+        device=first.device,
+        cores=cores,
+        settings=tuple(settings),
+        bare_s=None,
+        compared=None if best.is_own else comparison.estimate,
+        verdict=None if best.is_own else comparison.verdict,
+        notes=(RUNS, "prefetching, and data gathered or held on the device, are tried by: hotlap run"),
+        writes=_loader_words,
+    )
+
+
+def _change(feed: Feed) -> dict[str, Any]:
+    return {"num_workers": feed.workers, "persistent_workers": feed.persistent, "pin_memory": feed.pinned}
+
+
+def _laps(seen: Seen) -> list[float]:
+    """Seconds an update in each lap."""
+    return [spent / (samples / seen.samples_an_update) for spent, samples in seen.laps]
+
+
+def _step_s(several: Sequence[Seen]) -> float:
+    every = [sorted(_laps(seen))[len(seen.laps) // 2] for seen in several]
+    return sum(every) / len(every)
+
+
+def _setting(feed: Feed, several: Sequence[Seen], is_own: bool, seconds: float) -> Setting:
+    one = Setting(words=words_of(feed), feed=feed, is_own=is_own)
+    if not several:
+        return dataclasses.replace(one, why_not=f"{seconds:g} s were spent")
+    return dataclasses.replace(one, start_s=several[0].first_batch_s, step_s=_step_s(several))

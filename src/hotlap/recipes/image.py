@@ -1,0 +1,260 @@
+"""The recipe `image`: pictures in folders of classes, or named by a table → classes or numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hotlap.core.errors import DataError, JobError, shown
+from hotlap.core.job import Job
+from hotlap.data.decoding import FITS, Fit
+from hotlap.engine.augment import Augment
+from hotlap.recipes import checks
+from hotlap.recipes.options import MOST, Options, option, outside
+from hotlap.recipes.picture_files import CLASS, PATH, is_picture
+from hotlap.recipes.picture_networks import BUILT_IN, NetworkPlan, begun, name_problem, plan_in
+from hotlap.recipes.picture_reader import PictureReader, most_views, written_as_onnx
+from hotlap.recipes.picture_sides import rules, sides, warn_of_copies
+from hotlap.recipes.reading import refuse, shown_table
+from hotlap.recipes.recipe import Candidate, Prepared, Recipe, Say
+from hotlap.recipes.schedules import warm_up_and_cosine
+from hotlap.recipes.scores import class_weights
+from hotlap.recipes.tables import Table
+
+TARGETS = (CLASS, "label", "target", "category", "y")
+"""Names of a column to predict, as people have them."""
+PATHS = (PATH, "file", "filename", "file_name", "image", "image_path", "image_id", "img", "id")
+"""Names of a column of paths, where the paths do not show it."""
+TASKS = ("auto", "classes", "numbers")
+MOST_VIEWS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(Options):
+    """What the recipe can be told."""
+
+    data: str = option("", "a folder with a folder of pictures for each class, or a CSV or Parquet file of paths")
+    target: str = option("", "the column to predict; in folders the class")
+    path: str = option("", "the column of paths; found by itself where its values are named .jpg, .jpeg or .png")
+    root: str = option("", "the folder that paths begin at; as a rule that of the file")
+    task: str = option("auto", "classes, numbers, or auto: numbers where the target has decimals or many values")
+    size: int = option(224, "pixels along a side")
+    fit: str = option("stretch", "how a picture becomes a square: stretch all of it, or crop its middle")
+    models: tuple[str, ...] = option(("resnet",), "resnet, vit, timm:NAME or transformers:TYPE; the best is kept")
+    width: int = option(64, "channels of the resnet's first stage; the vit is three times as wide")
+    depth: int = option(2, "blocks of each of the resnet's four stages; the vit has three times as many layers")
+    weights: str = option("", "a .safetensors file of the model, or a folder with one of transformers, to begin with")
+    patience: int = option(5, "evaluations without improvement before it stops")
+    flip: bool = option(True, "mirror pictures at random; not for letters and digits")
+    crop: float = option(0.2, "cut off up to this share of each side at random")
+    colour: float = option(0.2, "change brightness, contrast and saturation at random, by up to this share")
+    mixup: float = option(0.0, "mix pictures with others, by shares drawn from Beta of this number; 0.2 is usual")
+    cutmix: float = option(0.0, "put boxes of others into them, of areas drawn from Beta of this number; 1 is usual")
+    tta: int = option(1, "views of each picture that an answer is the mean of: itself, mirrored, corners; up to 10")
+    warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
+    smoothing: float = option(0.1, "of labels")
+    weight_decay: float = option(0.05, "of AdamW")
+    balance: bool = option(True, "weigh classes by how rare they are")
+    onnx: bool = option(False, "write the best model as model.onnx too")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = outside(
+            self,
+            size=(8, 4096),
+            width=(1, MOST),
+            depth=(1, MOST),
+            crop=(0, 0.9),
+            colour=(0, 0.9),
+            mixup=(0, MOST),
+            cutmix=(0, MOST),
+            tta=(1, MOST_VIEWS),
+            warm_up=(0, 1),
+            smoothing=(0, 1),
+            weight_decay=(0, MOST),
+        )
+        for name, known in (("task", TASKS), ("fit", FITS)):
+            if getattr(self, name) not in known:
+                wrong.append(f"{name}={shown(getattr(self, name))} must be one of {', '.join(known)}")
+        wrong += [problem for name in self.models if (problem := name_problem(name))]
+        if not self.models:
+            wrong.append(f"models is empty; name some of {', '.join(BUILT_IN)}")
+        if self.tta > (most := most_views(self.crop, mirrors=self.flip)):
+            wrong.append(f"tta={self.tta}, and with flip={self.flip} and crop={self.crop} a picture has {most} views")
+        if self.weights and len(self.models) > 1:
+            wrong.append(f"weights={self.weights} are those of one model, and models names {len(self.models)}")
+        if wrong:
+            raise JobError(wrong)
+
+
+def prepare(options: ImageOptions, say: Say) -> Prepared:
+    """Read what names the pictures, decode them, and hold a part out."""
+    table = shown_table(options.data, say)
+    target, path = _target(table, options), _path(table, options)
+    for name, other in (("path", path), ("group", options.group)):
+        if other == target:
+            raise DataError(f"{name} names {target}, which is the target; name another column")
+    is_numbers = _is_numbers(table, target, options.task)
+    refuse(_target_problems(table, target, is_numbers))
+    classes = () if is_numbers else checks.classes_of(table[target])[0]
+    for line in checks.target_warnings(table[target]) if classes else ():
+        say(f"warning   {line}")
+    say(f"task      {target} ({f'{len(classes)} classes' if classes else 'a number'}) from the pictures of {path}")
+    models, plan = _network(options, max(1, len(classes)))
+    reader = PictureReader(
+        classes,
+        plan,
+        path=path,
+        root=options.root,
+        fit=cast("Fit", options.fit),
+        tta=options.tta,
+        mirrors=options.flip,
+        crop=options.crop,
+    )
+    train, held = sides(options, reader, table, target, say)
+    if not classes:
+        reader.mean, reader.spread = float(train.target.mean()), float(train.target.std()) or 1.0
+    warn_of_copies(train, held, say)
+    data, valid = train.data(reader), held.data(reader)
+    weights = None
+    if options.balance and classes:
+        weights = torch.from_numpy(class_weights(train.target, len(classes))).float()
+    return Prepared(
+        reader=reader,
+        candidates=[
+            Candidate(name=one, job=partial(_job, options, reader, one, data, valid, weights, say)) for one in models
+        ],
+        target_name=target,
+        held_out=valid,
+        target=held.target,
+        shown=lambda at: held.names[at],
+        baselines=rules(train, held, len(classes)),
+        finish=partial(written_as_onnx, reader, held.some()) if options.onnx else None,
+    )
+
+
+def _job(
+    options: ImageOptions, reader: PictureReader, name: str, data: Any, valid: Any, weights: Tensor | None, say: Say
+) -> Job:
+    torch.manual_seed(options.seed)
+    model = begun(name, reader.network, options.weights, say)
+    is_begun = bool(options.weights)
+    loss: nn.Module = nn.SmoothL1Loss()
+    if reader.classes:
+        loss = nn.CrossEntropyLoss(weight=weights, label_smoothing=options.smoothing)
+    changed = any((options.flip, options.crop, options.colour, options.mixup, options.cutmix))
+    augment = Augment(
+        flip=options.flip,
+        crop=options.crop,
+        colour=options.colour,
+        mixup=options.mixup,
+        cutmix=options.cutmix,
+        classes=len(reader.classes),
+    )
+    return Job(
+        model=model,
+        data=data,
+        valid=valid,
+        loss=loss,
+        augment=augment if changed else None,
+        optimizer=torch.optim.AdamW(
+            model.parameters(),
+            lr=options.lr or (1e-4 if is_begun else 1e-3 if name == "resnet" else 5e-4),
+            weight_decay=options.weight_decay,
+        ),
+        schedule=warm_up_and_cosine(options.warm_up),
+        clip=1.0,
+        batch_size=options.batch_size,
+        epochs=options.epochs or (8 if is_begun else 30),
+        metrics=["accuracy", "macro_f1"] if reader.classes else ["mae", "rmse"],
+        monitor="macro_f1" if reader.classes else "rmse",
+        patience=options.patience,
+        seed=options.seed,
+        device=options.device,
+    )
+
+
+def revive(state: Mapping[str, Any], folder: Path) -> PictureReader:
+    """The reader of a finished run."""
+    own = {name: value for name, value in state.items() if name not in ("classes", "network")}
+    return PictureReader(state["classes"], NetworkPlan(**state["network"]), **own)
+
+
+def _network(options: ImageOptions, outputs: int) -> tuple[Sequence[str], NetworkPlan]:
+    """The names of the models, and what they are made of."""
+    names: Sequence[str] = options.models
+    plan = NetworkPlan(size=options.size, outputs=outputs, width=options.width, depth=options.depth)
+    if options.weights and (Path(options.weights) / "config.json").is_file():
+        name, plan = plan_in(Path(options.weights), plan)
+        names = [name]
+    for name in names:
+        # What cannot be made, or read, is said before minutes are spent on pictures.
+        begun(name, plan, options.weights, lambda line: None)
+    return names, plan
+
+
+# --- the table -------------------------------------------------------------------------------------
+
+
+def _target(table: Table, options: ImageOptions) -> str:
+    if options.target:
+        return table[options.target].name
+    found = [name for name in table.columns if name.lower() in TARGETS]
+    if len(found) != 1:
+        if list(table.columns) == [PATH]:
+            raise DataError(f"{table.path} has pictures and no folders of classes; sort them into one for each class")
+        raise DataError(f"which column of {table.path} is to be predicted? Say --target; there are {_named(table)}")
+    return found[0]
+
+
+def _path(table: Table, options: ImageOptions) -> str:
+    if options.path:
+        return table[options.path].name
+    words = {name: column.rows(slice(0, 20)).texts() for name, column in table.columns.items()}
+    found = [name for name, texts in words.items() if any(is_picture(Path(text)) for text in texts if len(text) < 4096)]
+    found = found or [name for name in table.columns if name.lower() in PATHS][:1]
+    if len(found) != 1:
+        raise DataError(f"which column of {table.path} holds the paths? Say --path; there are {_named(table)}")
+    return found[0]
+
+
+def _is_numbers(table: Table, target: str, task: str) -> bool:
+    column = table[target]
+    can_be = column.kind in ("number", "whole number")
+    if task == "numbers" and not can_be:
+        raise DataError(f"task=numbers, and the target {target!r} is {column.kind}; name a column of numbers")
+    if task != "auto":
+        return task == "numbers"
+    return column.kind == "number" or (can_be and len(set(column.values.tolist())) > checks.MOST_CLASSES)
+
+
+def _target_problems(table: Table, target: str, is_numbers: bool) -> list[str]:
+    column = table[target]
+    found = checks.target_problems(column)
+    different = len(set(column.texts()))
+    if not found and not is_numbers and 2 * different > len(table):
+        found.append(
+            f"the target {target!r} has {different:,} different values in {len(table):,} rows, "
+            f"as {shown(column.texts()[0])}; name a column of classes, each with several rows, or say --task numbers"
+        )
+    return found
+
+
+def _named(table: Table) -> str:
+    return ", ".join(f"{name} ({column.kind})" for name, column in table.columns.items())
+
+
+RECIPE = Recipe(
+    name="image",
+    summary="classes or numbers of pictures: a small ResNet or vision Transformer, or one of timm or transformers",
+    expects="a folder of pictures for each class, or a column of paths and one to predict",
+    options=ImageOptions,
+    prepare=prepare,
+    revive=revive,
+)

@@ -1,0 +1,88 @@
+"""Where pictures lie: folders with one folder for each class, and paths that a table names, none of them elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hotlap.core.errors import DataError, shown
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+PATH, CLASS = "path", "class"
+"""The columns of a table that is made of a folder."""
+
+
+def folder_columns(folder: Path) -> tuple[dict[str, list[str]], list[str]] | None:
+    """The files of a folder of pictures as columns of words, in order of name, and notes; None where it is none.
+
+    With folders in it, each is a class, and all files within are its own; without, there is no class. What begins with
+    a dot is not looked at.
+    """
+    inner = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    loose = sorted(one.name for one in folder.iterdir() if one.is_file() and not one.name.startswith("."))
+    files = [(file, one.name) for one in inner for file in _within(one)]
+    if any(is_picture(file) for file, _ in files):
+        paths = {PATH: [str(file.relative_to(folder)) for file, _ in files], CLASS: [name for _, name in files]}
+        beside = [f"{len(loose):,} files beside the folders of classes are left out, as {loose[0]}"] if loose else []
+        empty = [one.name for one in inner if one.name not in set(paths[CLASS])]
+        return paths, beside + ([f"{len(empty):,} folders hold no file, as {empty[0]}"] if empty else [])
+    if any(is_picture(Path(name)) for name in loose):
+        return {PATH: loose}, []
+    return None
+
+
+def is_picture(path: Path) -> bool:
+    """Whether a name is that of a picture."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def placed(paths: Sequence[str], table: Path, root: str) -> list[str]:
+    """The files that a table's paths name; "" where there is none.
+
+    They begin at `root`, or at the folder of the table: where the first of them is found. One that has no ending may be
+    that of a picture without it. Raises DataError where any leads out of that folder.
+    """
+    own = table if table.is_dir() else table.parent
+    first = next(filter(None, paths), "")
+    bases = [Path(root), own] if root else [own]
+    base = next((one for one in bases if _found(one, first) is not None), bases[0])
+    found, outside = [], []
+    for path in paths:
+        if path and not _is_within(base, path):
+            outside.append(path)
+        found.append(str(_found(base, path) or base / path) if path else "")
+    if outside:
+        count = f"{len(outside):,} paths of {table} lead" if len(outside) > 1 else f"a path of {table} leads"
+        raise DataError(
+            f"{count} out of {base}, as {shown(outside[0])}; name the folder that pictures may be read from with --root"
+        )
+    return found
+
+
+def _is_within(base: Path, path: str) -> bool:
+    """Whether a path, as it is written, stays in a folder; where links lead is the user's own business."""
+    whole = os.path.normpath(base.absolute())
+    return os.path.commonpath([whole, os.path.normpath(os.path.join(whole, path))]) == whole  # noqa: PTH118
+
+
+def _found(base: Path, path: str) -> Path | None:
+    """A file that is there, by its name or by its name without an ending."""
+    try:
+        wanted = base / path
+        if wanted.is_file():
+            return wanted
+        if not is_picture(wanted):
+            names = (wanted.with_name(f"{wanted.name}{suffix}") for suffix in SUFFIXES if wanted.name)
+            return next((one for one in names if one.is_file()), None)
+    except (OSError, ValueError):  # a name that is too long, or holds a zero
+        pass
+    return None
+
+
+def _within(folder: Path) -> list[Path]:
+    found = []
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(here) / name for name in sorted(names) if not name.startswith(".")]
+    return found

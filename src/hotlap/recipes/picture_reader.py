@@ -1,0 +1,184 @@
+"""Pictures as a network takes them, and its answers: for the recipe `image`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
+
+from hotlap.data.decoding import Fit
+from hotlap.data.pictures import Pictures, broken_told, decoded
+from hotlap.engine.augment import as_shares
+from hotlap.recipes.onnx_files import write_onnx
+from hotlap.recipes.picture_files import placed
+from hotlap.recipes.picture_networks import NetworkPlan, made
+from hotlap.recipes.recipe import Asked, Say
+from hotlap.recipes.tables import Kind, Table
+from hotlap.store.files import write_text
+
+TOLD_S = 5.0
+"""Seconds between lines that tell how far decoding is."""
+CLOSE = 1e-4
+"""How far an answer of an ONNX file may be from the network's: a probability, or a share of the numbers' spread."""
+BROKEN = "broken.csv"
+"""In a run's folder: the files that were left out, and why."""
+
+
+class PictureReader:
+    """Pictures as a network takes them."""
+
+    has_header: bool | None = None
+
+    def __init__(
+        self,
+        classes: Sequence[str],
+        network: NetworkPlan,
+        *,
+        path: str,
+        root: str,
+        fit: Fit,
+        tta: int,
+        mirrors: bool,
+        crop: float,
+        mean: float = 0.0,
+        spread: float = 1.0,
+    ) -> None:
+        self.classes, self.network = tuple(classes), network
+        self.path, self.root, self.fit = path, root, fit
+        self.tta, self.mirrors, self.crop = tta, mirrors, crop
+        self.mean, self.spread = mean, spread
+        """Of the numbers to be answered: the network's own are around 0."""
+        self.broken: dict[str, str] = {}
+        """Files that gave no picture, and why; written into the run's folder."""
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Paths are words, were they all numbers."""
+        return {self.path: "text"}
+
+    def state(self) -> dict[str, Any]:
+        """All that it needs to be made again."""
+        names = ("path", "root", "fit", "tta", "mirrors", "crop", "mean", "spread")
+        own = {name: getattr(self, name) for name in names}
+        return {"classes": list(self.classes), "network": self.network.to_dict(), **own}
+
+    def keep_files(self, folder: Path) -> None:
+        """Write the list of files that were left out, if there are any."""
+        if self.broken:
+            lines = io.StringIO()
+            csv.writer(lines, lineterminator="\n").writerows([("file", "why"), *self.broken.items()])
+            write_text(folder / BROKEN, lines.getvalue())
+
+    def model(self, name: str) -> nn.Module:
+        """A network with its first weights."""
+        return made(name, self.network)
+
+    def pictures(self, table: Table, say: Say) -> Pictures:
+        """The pictures that a table names, decoded, a row each; those that are none are told."""
+        paths = table[self.path].texts()
+        files = placed(paths, table.path, self.root)
+        found = decoded(files, size=self.network.size, fit=self.fit, progress=_progress(say))
+        say(f"pictures  {found.line}")
+        if found.broken:
+            named = [path or "(no path)" for path in paths]
+            count = f"{len(found.broken):,} file{'s'[: len(found.broken) > 1]}"
+            say(f"broken    {count} left out: {broken_told(named, found.broken)}")
+            self.broken |= {named[row]: why for row, why in found.broken.items()}
+        return found
+
+    def asked(self, table: Table, say: Say) -> Asked:
+        """The rows of a table whose files are pictures."""
+        found = self.pictures(table, say)
+        rows = found.whole
+        return Asked(data=Subset(TensorDataset(found.pixels), rows.tolist()), rows=rows)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        """A row of scores for each picture, or its number: the mean over its views."""
+        pictures = batch[0] if isinstance(batch, (tuple, list)) else batch
+        seen = views(pictures, self.tta, crop=self.crop, mirrors=self.mirrors)
+        outputs = torch.stack([model(view) for view in seen])
+        if not self.classes:
+            return outputs.mean(0) * self.spread + self.mean
+        # Logarithms of the mean of probabilities.
+        return outputs.float().log_softmax(-1).logsumexp(0) if self.tta > 1 else outputs[0]
+
+    @property
+    def embedded(self) -> None:
+        """There is none of use."""
+        return None
+
+
+def most_views(crop: float, *, mirrors: bool) -> int:
+    """How many views a picture has: those that a training with these augmentations has seen the like of."""
+    return (5 if crop else 1) * (2 if mirrors else 1)
+
+
+def views(pictures: Tensor, count: int, *, crop: float, mirrors: bool) -> list[Tensor]:
+    """So many views of pictures: as they are and each corner, and where they may be mirrored each of these mirrored.
+
+    Of a corner half as much is cut off as training cuts off at most.
+    """
+    if count == 1:
+        return [pictures]
+    whole = as_shares(pictures)
+    height, width = whole.shape[-2:]
+    tall, wide = (round(side * (1 - crop / 2)) for side in (height, width))
+    found = [whole]
+    for top, left in itertools.product((0, height - tall), (0, width - wide)) if crop else ():
+        corner = whole[..., top : top + tall, left : left + wide]
+        found.append(F.interpolate(corner, (height, width), mode="bilinear", align_corners=False))
+    if mirrors:
+        found = [view for one in found for view in (one, one.flip(-1))]
+    return found[:count]
+
+
+def _progress(say: Say) -> Callable[[int, int], None]:
+    began = last = time.perf_counter()
+
+    def told(done: int, total: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last >= TOLD_S and done < total:
+            last = now
+            say(f"pictures  {done:,} of {total:,} decoded, {done / (now - began):,.0f} a second")
+
+    return told
+
+
+# --- ONNX ----------------------------------------------------------------------------------------------
+
+
+class Answering(nn.Module):
+    """Pictures of uint8 in, answers out: probabilities of classes, or numbers in their own units."""
+
+    def __init__(self, network: nn.Module, reader: PictureReader) -> None:
+        super().__init__()
+        self.network, self._mean, self._spread = network, reader.mean, reader.spread
+        self._has_classes = bool(reader.classes)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """An answer for each picture, without views."""
+        outputs: Tensor = self.network(pictures)
+        return outputs.softmax(1) if self._has_classes else outputs * self._spread + self._mean
+
+
+def written_as_onnx(
+    reader: PictureReader, pictures: Tensor, name: str, model: nn.Module, folder: Path, say: Say
+) -> None:
+    """Write a trained network as ONNX with all that comes before and after it, tried on these pictures."""
+    path = folder / "model.onnx"
+    about = {"model": name, "classes": json.dumps(reader.classes), "input": "pictures of uint8, channels first, RGB"}
+    names = ("pictures", "probabilities" if reader.classes else "numbers")
+    close = CLOSE if reader.classes else CLOSE * reader.spread
+    gap = write_onnx(Answering(model, reader), pictures, path, about, names=names, close=close)
+    say(f"onnx      {path}: its answers are the model's to {gap:.1g}")

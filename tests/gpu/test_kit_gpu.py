@@ -1,0 +1,219 @@
+"""The kit on a real GPU under small memory: the largest batch really is the largest, and the account adds up."""
+
+import gc
+import textwrap
+
+import pytest
+import torch
+from plain import parameters_of
+from torch import nn
+
+import hotlap
+from hotlap import Job, TrainingError
+from hotlap.kit.batch import batch_of_script
+from hotlap.kit.bench import opened
+from hotlap.kit.memory import memory_of_script
+from hotlap.script.running import Target
+
+DEVICE = "cuda"
+WIDTH, LENGTH, BLOCKS = 256, 128, 4
+MIB, GIB = 2**20, 2**30
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, BLOCKS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.head(self.blocks(x).mean(1))
+
+
+def job(model=None, *, batch=64, samples=2048, **changes):
+    generator = torch.Generator().manual_seed(1)
+    settings = {
+        "model": model or Encoder(),
+        "data": (
+            torch.randn(samples, LENGTH, WIDTH, generator=generator),
+            torch.randint(3, (samples,), generator=generator),
+        ),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": lambda p: torch.optim.AdamW(p),
+        "batch_size": batch,
+        "epochs": 1,
+        "device": DEVICE,
+    }
+    return Job(**{**settings, **changes})
+
+
+@pytest.fixture
+def memory_of():
+    """Sets how many bytes more than now torch may take."""
+
+    def limit(more):
+        gc.collect()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(DEVICE).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + more) / total))
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# --- batch -----------------------------------------------------------------------------------------------
+
+
+def test_the_largest_batch_trains_and_one_sample_more_does_not(memory_of):
+    memory_of(2 * GIB)
+    mine = job()
+    found = hotlap.batch(mine, progress=False)
+    assert found.searched.found_largest, found.summary()
+    largest = found.largest.size
+    assert largest < 2048
+    assert "out of memory" in found.searched.ended
+    with opened(mine) as bench:
+        assert bench.trains(bench.window(largest), updates=4) is None
+        assert bench.trains(bench.window(largest + max(1, largest // 50))) is not None
+    kept = found.keeps_reserve
+    assert kept.taken_bytes <= found.allowed_bytes
+    assert kept.size < largest
+    # Memory grows with the batch, so that the reserve is about a tenth of the largest.
+    assert kept.size > 0.6 * largest
+    assert found.effective_batch == 64
+
+
+def test_no_memory_and_no_state_is_left_behind(memory_of):
+    memory_of(GIB)
+    torch.cuda.synchronize()
+    model = Encoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    first, before = parameters_of(model).clone(), torch.cuda.memory_allocated()
+    chance = torch.cuda.get_rng_state()
+    hotlap.batch(job(model, optimizer=optimizer), progress=False)
+    assert torch.equal(parameters_of(model), first)
+    assert next(model.parameters()).device.type == "cpu"
+    assert not optimizer.state
+    assert torch.equal(torch.cuda.get_rng_state(), chance)
+    gc.collect()
+    # What cuBLAS keeps for its work stays.
+    assert torch.cuda.memory_allocated() - before < 64 * MIB
+
+
+def wide():
+    return nn.Sequential(nn.Flatten(), nn.Linear(LENGTH * WIDTH, 600), nn.Linear(600, 3))
+
+
+def test_a_model_whose_update_does_not_fit_is_told(memory_of):
+    memory_of(200 * MIB)
+    found = hotlap.batch(job(wide()), progress=False)
+    assert found.largest is None
+    assert "not even 1 sample at once" in found.searched.ended
+    assert "smaller model" in found.advice
+
+
+def test_a_model_that_does_not_fit_at_all_is_told_in_one_line(memory_of):
+    memory_of(64 * MIB)
+    model = wide()
+    with pytest.raises(TrainingError, match="the model itself does not fit"):
+        hotlap.batch(job(model), progress=False)
+    assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+def test_the_account_adds_up_to_the_allocators_peak():
+    gc.collect()
+    torch.cuda.empty_cache()
+    found = hotlap.memory(job(batch=256), progress=False)
+    assert found.peak_bytes > GIB
+    assert abs(found.peak_bytes - found.counted_bytes) < 0.05 * found.peak_bytes, found.summary()
+    weights = sum(p.numel() * 4 for p in Encoder().parameters())
+    assert weights <= found.kinds["parameters"] < 1.05 * weights
+    assert 2 * weights <= found.kinds["optimizer"] < 2.1 * weights
+    assert found.reserved_bytes >= found.peak_bytes
+    assert sum(found.kinds.values()) == found.counted_bytes
+    smaller, checkpointed = found.savings[:2]
+    for one in (smaller, checkpointed):
+        assert one.peak_bytes < 0.8 * found.peak_bytes, found.summary()
+        assert abs(one.predicted_bytes - one.peak_bytes) < 0.25 * one.peak_bytes, found.summary()
+    assert any("autocast" in one.what for one in found.savings)
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.outputs = nn.Linear(WIDTH, 3), []
+
+    def forward(self, x):
+        made = self.layer(x.mean(1))
+        self.outputs.append(made * 2)
+        return made
+
+
+def test_memory_that_grows_is_found_on_the_gpu_too():
+    (held,) = hotlap.memory(job(Keeps()), progress=False).held
+    assert held.line.endswith("in forward")
+    assert held.holder == "Keeps.outputs"
+    assert held.bytes_an_update == -(-64 * 3 * 4 // 512) * 512
+
+
+# --- workers ---------------------------------------------------------------------------------------------
+
+
+def test_data_in_memory_is_told_that_workers_do_not_pay():
+    found = hotlap.workers(job(batch=16), seconds=200, progress=False)
+    timed = {one.feed.kind for one in found.settings if one.step_s is not None}
+    assert timed == {"loader", "gather", "stream", "resident"}
+    assert found.best.feed.workers == 0
+    assert max(one.feed.workers for one in found.settings) <= found.cores
+    assert (
+        any(not one.feed.pinned for one in found.settings if one.feed.kind == "loader")
+        or found.best.feed.kind != "loader"
+    )
+
+
+# --- scripts ---------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+total = torch.cuda.get_device_properties(0).total_memory
+torch.cuda.set_per_process_memory_fraction(2**30 / total)
+model = nn.Sequential(nn.Linear(1024, 8192), nn.GELU(), nn.Linear(8192, 4)).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+data = TensorDataset(torch.randn(40_000, 1024), torch.randint(4, (40_000,)))
+loader = DataLoader(data, batch_size=1024, shuffle=True)
+for epoch in range(1000):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x.cuda()), y.cuda()).backward()
+        optimizer.step()
+"""
+
+
+def test_a_scripts_largest_batch_is_found_in_processes_of_its_own(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    found = batch_of_script(Target(path=str(path)), seconds=150, progress=False)
+    assert found.searched.found_largest, found.summary()
+    assert 1024 < found.largest.size < 32_000
+    assert 0.9 * GIB < found.room_bytes < 1.1 * GIB
+    assert found.effective_batch == 1024
+
+
+def test_a_scripts_account_adds_up(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(SCRIPT).replace("batch_size=1024", "batch_size=4096"))
+    found = memory_of_script(Target(path=str(path)), progress=False)
+    assert found.device.startswith("cuda")
+    # Of the peak, cuBLAS has up to 32 MiB to itself.
+    assert abs(found.peak_bytes - found.counted_bytes) < 0.05 * found.peak_bytes + 33 * MIB, found.summary()
+    assert found.held == ()

@@ -1,0 +1,253 @@
+"""`hotlap batch` on a job and on a script: real updates, the longest samples, and nothing left behind."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+from plain import parameters_of
+from torch import nn
+from typer.testing import CliRunner
+
+import hotlap
+from hotlap import Job, Sequences
+from hotlap.cli import app
+from hotlap.core.errors import TrainingError
+from hotlap.kit import batch as kit
+from hotlap.kit.bench import opened
+from hotlap.kit.child import Wish
+from hotlap.kit.prior import prior
+from hotlap.kit.search import Search
+from hotlap.kit.visiting import visit
+from hotlap.script.running import Target
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Timing is not what these are about."""
+    monkeypatch.setattr("hotlap.kit.bench.BLOCK_S", 0.001)
+    monkeypatch.setattr("hotlap.kit.bench.BLOCKS", 1)
+
+
+def job(**changes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 3))
+    settings = {
+        "model": model,
+        "data": (torch.randn(256, 12), torch.randint(3, (256,))),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch_size": 16,
+        "accumulate": 4,
+        "epochs": 1,
+        "device": "cpu",
+    }
+    return Job(**{**settings, **changes})
+
+
+def test_nothing_is_left_in_the_job():
+    mine = job()
+    mine.model[3].eval()
+    first = parameters_of(mine.model).clone()
+    buffers = [one.clone() for one in mine.model.buffers()]
+    chance = torch.get_rng_state()
+    hotlap.batch(mine, progress=False)
+    assert torch.equal(parameters_of(mine.model), first)
+    assert all(map(torch.equal, buffers, mine.model.buffers()))
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert not mine.optimizer.state
+    assert [layer.training for layer in mine.model] == [True, True, True, False, True]
+    assert all(p.grad is None for p in mine.model.parameters())
+
+
+def test_an_optimizer_that_has_state_keeps_it():
+    mine = job()
+    mine.loss(mine.model(mine.data[0]), mine.data[1]).backward()
+    mine.optimizer.step()
+    before = [state["exp_avg"].clone() for state in mine.optimizer.state.values()]
+    grads = [p.grad.clone() for p in mine.model.parameters()]
+    hotlap.batch(mine, most=32, progress=False)
+    assert all(map(torch.equal, before, [state["exp_avg"] for state in mine.optimizer.state.values()]))
+    assert all(map(torch.equal, grads, [p.grad for p in mine.model.parameters()]))
+    assert all(state["step"] == 1 for state in mine.optimizer.state.values())
+
+
+def test_the_curve_has_real_figures_and_the_effective_batch_stays():
+    found = hotlap.batch(job(), progress=False)
+    assert found.effective_batch == 64
+    assert found.own_batch == 16
+    sizes = [one.size for one in found.searched.trials]
+    assert sizes == sorted(sizes)
+    assert min(sizes) >= 2  # one sample has no variance
+    peaks = {one.size: one.peak_bytes for one in found.searched.trials}
+    assert peaks[max(sizes)] > peaks[min(sizes)]
+    told = found.summary()
+    for word in ("knee", "fastest", "effective  64 (16 at once)", "batch_size="):
+        assert word in told
+    assert json.loads(json.dumps(found.to_dict()))["effective_batch"] == 64
+
+
+def test_what_to_write_keeps_the_effective_batch():
+    found = hotlap.batch(job(batch_size=250, accumulate=1), most=100, progress=False)
+    sizes = {one.size: one for one in found.searched.trials}
+    assert max(sizes) <= 100
+    size = found.knee.size
+    part = max(n for n in range(1, size + 1) if 250 % n == 0)
+    assert f"batch_size={part}, accumulate={250 // part}" in found.advice
+    assert "batch norms see micro-batches" in found.summary()
+
+
+class Full(nn.Module):
+    """Has memory for so many samples."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.layer, self.most, self.seen = nn.Linear(12, 3), most, []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.layer(x)
+
+
+def test_out_of_memory_is_caught_and_the_largest_that_trains_is_found(monkeypatch):
+    monkeypatch.setattr(kit, "Search", lambda **how: Search(**{**how, "by_speed": False}))  # as on a GPU
+    model = Full(77)
+    found = kit.batch(job(model=model, optimizer=lambda p: torch.optim.Adam(p)), progress=False)
+    assert found.largest.size == 77
+    assert found.searched.found_largest
+    assert "78 does not train: CUDA out of memory" in found.searched.ended
+    assert 78 in model.seen
+
+
+def test_an_error_that_is_no_lack_of_memory_is_the_users_to_see():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(12, 3)
+
+        def forward(self, x):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        hotlap.batch(job(model=Broken(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), progress=False)
+
+
+def test_sequences_are_tried_at_their_longest():
+    lengths = [3] * 40 + [17] + [5] * 20
+    data = Sequences({"x": [torch.ones(n, dtype=torch.long) for n in lengths]}, columns={"y": torch.zeros(61)})
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.widths = nn.Embedding(4, 2), []
+
+        def forward(self, batch):
+            self.widths.append(batch["x"].shape[1])
+            return self.table(batch["x"]).mean((1, 2))
+
+    model = Model()
+    forward = lambda model, batch: (model(batch), batch["y"])  # noqa: E731
+    mine = job(model=model, data=data, loss=nn.MSELoss(), forward=forward, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    with opened(mine) as bench:
+        assert bench.trains(bench.window(4)) is None
+    assert set(model.widths) == {24}  # 17 in multiples of 8
+
+
+def test_samples_out_of_code_are_tried_at_the_longest_that_were_seen():
+    samples = [(torch.ones(n), n) for n in (2, 9, 4, 30, 1)]
+    collate = lambda rows: (  # noqa: E731
+        nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True),
+        torch.tensor([y for _, y in rows]),
+    )
+    with opened(job(data=samples, collate=collate, batch_size=2)) as bench:
+        inputs, sizes = bench.batch(2)
+    assert sizes.tolist() == [30, 9]
+    assert inputs.shape == (2, 30)
+
+
+def test_the_first_size_follows_the_gpu_the_kind_of_model_and_the_samples():
+    gib = 2**30
+    network = nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(5)))
+    pictures = lambda side: (torch.zeros(1, 3, side, side), torch.zeros(1))  # noqa: E731
+    assert prior(network, pictures(224), 16 * gib, "a T4", own=5).size == 64
+    assert prior(network, pictures(448), 16 * gib, "a T4", own=5).size == 16
+    assert prior(network, pictures(224), 64 * gib, "an A100", own=5).size == 256
+    attending = nn.TransformerEncoderLayer(8, 2)
+    tokens = {"ids": torch.zeros(1, 512, dtype=torch.long)}
+    assert prior(attending, tokens, 16 * gib, "a T4", own=5).size == 8
+    assert prior(nn.Linear(2, 2), (torch.zeros(1, 2),), 16 * gib, "a T4", own=5).size == 5
+
+
+def test_an_optimizer_that_calls_the_model_by_itself_is_refused():
+    with pytest.raises(TrainingError, match="LBFGS"):
+        hotlap.batch(job(optimizer=lambda p: torch.optim.LBFGS(p)), progress=False)
+
+
+# --- scripts ---------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+limit = int(sys.argv[1])
+model = nn.Linear(8, 2)
+optimizer = torch.optim.Adam(model.parameters())
+held_out = DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=2)
+loader = DataLoader(TensorDataset(torch.randn(512, 8), torch.randint(2, (512,))), 8, True)
+for epoch in range(10_000):
+    with torch.no_grad():
+        for _ in held_out:
+            pass
+    for number, (x, y) in enumerate(loader):
+        if len(x) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        nn.functional.cross_entropy(model(x), y).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def test_a_scripts_loader_is_found_and_made_with_another_batch_size(script):
+    target = Target(path=str(script), args=["1000"])
+    other = visit(target, Wish(loader=1, change={"batch_size": 32}, laps=2, lap_s=0.0, counts=True))
+    assert (other.loader, other.batch_size, other.samples) == (1, 32, 512)
+    assert [samples for _, samples in other.laps] == [64, 64]
+    assert other.peak_bytes > 3 * 8 * 2 * 4
+    full = visit(Target(path=str(script), args=["20"]), Wish(loader=1, change={"batch_size": 32}))
+    assert full.out_of_memory == "CUDA out of memory."
+
+
+def test_the_command_answers_for_a_script_in_json(script):
+    done = CliRunner().invoke(app, ["batch", "--json", "--quiet", "--seconds", "1", str(script), "1000"])
+    assert (done.exit_code, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert (found["own_batch"], found["effective_batch"]) == (8, 16)
+    assert 8 in {one["size"] for one in found["trials"]}
+    assert found["ended"] == "1 s were spent"
+    assert "batch_size=" in found["write"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('nothing')", "ended after 0 updates"),
+        ("raise ValueError('mine')", "ended by an error: ValueError: mine"),
+    ],
+)
+def test_a_script_that_does_not_train_is_told_in_one_line(tmp_path, text, said):
+    path = tmp_path / "idle.py"
+    path.write_text(text)
+    with pytest.raises(TrainingError, match=said):
+        visit(Target(path=str(path)), Wish())

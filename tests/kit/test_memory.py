@@ -1,0 +1,211 @@
+"""`hotlap memory`: an account that adds up, by kind and layer, what would bring it down, and what grows."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from plain import parameters_of
+from torch import nn
+from typer.testing import CliRunner
+
+import hotlap
+from hotlap import Job
+from hotlap.cli import app
+from hotlap.core.errors import HotlapError
+from hotlap.kit.memory import memory_of_script
+from hotlap.kit.picture import draw_course
+from hotlap.script.running import Target
+
+WIDTH, LENGTH, BATCH, BLOCKS = 16, 8, 32, 3
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr("hotlap.kit.bench.BLOCK_S", 0.001)
+    monkeypatch.setattr("hotlap.kit.bench.BLOCKS", 1)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, BLOCKS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.head(self.blocks(x).mean(1))
+
+
+def job(model=None, **changes):
+    model = model or Encoder()
+    settings = {
+        "data": (torch.randn(64, LENGTH, WIDTH), torch.randint(3, (64,))),
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters()),
+        "batch_size": BATCH,
+        "epochs": 1,
+        "device": "cpu",
+    }
+    return Job(model=model, **{**settings, **changes})
+
+
+def weights_bytes(model):
+    return sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def found():
+    return hotlap.memory(job(), progress=False)
+
+
+def test_the_kinds_add_up_to_the_peak_and_hold_what_they_should(found):
+    weights = weights_bytes(Encoder())
+    assert sum(found.kinds.values()) == found.counted_bytes == found.peak_bytes
+    assert found.kinds["parameters"] == weights
+    # Adam keeps two values for each weight, and a count for each tensor.
+    assert found.kinds["optimizer"] == 2 * weights + 4 * len(list(Encoder().parameters()))
+    assert found.kinds["batch"] >= BATCH * (LENGTH * WIDTH * 4 + 8)
+    assert found.samples == BATCH
+
+
+def test_activations_are_told_by_layer(found):
+    assert sum(found.layers.values()) == found.kinds["activations"]
+    assert {f"blocks.layers.{n}.self_attn" for n in range(BLOCKS)} <= set(found.layers)
+    # What its dropout gives goes into the next layer, and is kept for its gradient.
+    assert found.layers["blocks.layers.0.dropout"] >= BATCH * LENGTH * 4 * WIDTH * 4
+
+
+def test_activations_of_a_plain_network_are_what_its_layers_give():
+    """At the peak, in the backward pass, what the ReLU gave is still there; what is not needed has gone before."""
+    model = nn.Sequential(nn.Linear(10, 100), nn.ReLU(), nn.Linear(100, 3))
+    plain = job(model, data=(torch.randn(64, 10), torch.randint(3, (64,))))
+    layers = hotlap.memory(plain, progress=False).layers
+    assert layers["1"] == BATCH * 100 * 4
+    assert "0" not in layers
+    assert "2" not in layers
+
+
+def test_what_would_bring_it_down_is_predicted_and_the_first_two_are_tried(found):
+    smaller, checkpointed = found.savings[:2]
+    assert smaller.what.startswith("micro-batches of 16")
+    assert checkpointed.what == f"all {BLOCKS} blocks checkpointed"
+    for one in (smaller, checkpointed):
+        assert one.peak_bytes < found.peak_bytes
+        assert one.step_s > 0
+        assert abs(one.predicted_bytes - one.peak_bytes) < 0.2 * one.peak_bytes
+    assert all(one.peak_bytes is None for one in found.savings[2:])
+
+
+def test_the_job_is_left_as_it_was():
+    mine = job()
+    before, chance = parameters_of(mine.model).clone(), torch.get_rng_state()
+    hotlap.memory(mine, progress=False)
+    assert torch.equal(parameters_of(mine.model), before)
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert not mine.optimizer.state
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in mine.model.parameters())
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_nothing_grows_where_nothing_is_held(found):
+    assert found.held == ()
+    assert "grows      nothing" in found.summary()
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.outputs = nn.Linear(LENGTH * WIDTH, 3), []
+
+    def forward(self, x):
+        made = self.layer(x.flatten(1))
+        self.outputs.append(made * 2)  # held
+        return made
+
+
+def test_memory_that_grows_is_found_with_the_line_and_the_holder():
+    lines = Path(__file__).read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if text.endswith("# held"))
+    (held,) = hotlap.memory(job(Keeps()), progress=False).held
+    assert held.line.endswith(f"test_memory.py:{line} in forward")
+    assert held.holder == "Keeps.outputs"
+    assert held.bytes_an_update == BATCH * 3 * 4
+    assert held.tensors_an_update == 1
+
+
+def test_the_course_of_an_update_is_drawn(found, tmp_path):
+    path = tmp_path / "memory.svg"
+    found.draw(path)
+    words = "".join(ElementTree.parse(path).getroot().itertext())
+    assert "peak" in words
+    assert {kind for kind, _ in found.course} >= {"activations", "backward", "update"}
+    assert max(size for _, size in found.course) == found.peak_bytes
+    with pytest.raises(HotlapError, match="nothing to draw"):
+        draw_course([], path, "none")
+
+
+def test_a_batch_that_does_not_fit_is_told_in_one_line():
+    class Full(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(LENGTH * WIDTH, 3)
+
+        def forward(self, x):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(HotlapError, match="32 samples at once does not fit: CUDA out of memory"):
+        hotlap.memory(job(Full()), progress=False)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+model = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 2))
+optimizer = torch.optim.Adam(model.parameters())
+loader = DataLoader(TensorDataset(torch.randn(640, 10), torch.randint(2, (640,))), batch_size=32)
+losses = []
+for epoch in range(1000):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)
+"""
+
+
+def test_a_scripts_memory_is_told_and_what_it_holds_is_found(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(SCRIPT)
+    found = memory_of_script(Target(path=str(path)), progress=False)
+    weights = (10 * 50 + 50 + 50 * 2 + 2) * 4
+    assert found.kinds["parameters"] == weights
+    assert found.kinds["optimizer"] == 2 * weights + 4 * 4
+    assert found.layers["1"] == 32 * 50 * 4
+    assert sum(found.kinds.values()) == found.peak_bytes
+    (held,) = found.held
+    assert held.line.endswith("mine.py:13 in <module>")
+    assert held.holder == "__main__.losses"
+
+
+def test_the_command_prints_json_and_draws(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "kit_memory_jobs.py").write_text(
+        "import torch\nfrom torch import nn\nfrom hotlap import Job\n\ndef job():\n"
+        "    data = torch.randn(32, 4), torch.randint(2, (32,))\n"
+        "    return Job(model=nn.Linear(4, 2), data=data, loss=nn.CrossEntropyLoss(), batch_size=8, epochs=1,\n"
+        "               optimizer=lambda p: torch.optim.SGD(p, lr=0.1), device='cpu')\n"
+    )
+    words = ["memory", "--json", "--quiet", "--picture", "m.svg", "kit_memory_jobs:job"]
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["kinds"]["parameters"] == (4 * 2 + 2) * 4
+    assert (tmp_path / "m.svg").is_file()
+    again = CliRunner().invoke(app, words)
+    assert str(again.exception) == "m.svg is there already; name another file with --picture"

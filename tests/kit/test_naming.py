@@ -1,0 +1,78 @@
+"""A training by its name: a job, a recipe, a script, a module; all else is refused in one line."""
+
+import textwrap
+
+import pytest
+
+from hotlap import Job
+from hotlap.core.errors import HotlapError
+from hotlap.kit.naming import named
+
+JOBS = """
+import torch
+from torch import nn
+from hotlap import Job
+
+def job():
+    return Job(model=nn.Linear(4, 2), data=(torch.randn(16, 4), torch.randint(2, (16,))), loss=nn.CrossEntropyLoss(),
+               optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=4, epochs=1, device="cpu")
+
+ready = job()
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "kit_jobs.py").write_text(textwrap.dedent(JOBS))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["kit_jobs:job", "kit_jobs:ready", "demo"])
+def test_a_job_a_function_that_gives_one_and_the_demo_are_made(folder, name):
+    found = named([name])
+    assert found.target is None
+    assert isinstance(found.make_job(), Job)
+
+
+def test_a_script_and_a_module_are_not_run_by_naming_them(folder):
+    (folder / "train.py").write_text("raise SystemExit('run')")
+    script = named(["train.py", "--epochs", "3"])
+    assert (script.name, script.target.words) == ("train", ["train.py", "--epochs", "3"])
+    module = named(["kit_jobs", "x"], module=True)
+    assert module.target.words == ["-m", "kit_jobs", "x"]
+
+
+def test_a_recipe_takes_the_options_that_train_takes(folder):
+    rows = "\n".join(f"{'good' if n % 2 else 'bad'} words {n},{n % 2}" for n in range(60))
+    (folder / "train.csv").write_text(f"text,label\n{rows}\n")
+    words = ["text", "--data", "train.csv", "--target", "label", "--batch-size", "7", "--device", "cpu"]
+    job = named(words).make_job()
+    assert job.effective_batch == 7
+    with pytest.raises(HotlapError, match="no data is named"):
+        named(["text"]).make_job()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which training"),
+        (["nothing.py"], "there is no file 'nothing.py'"),
+        (["txt"], "did you mean 'text'"),
+        (["kit_jobs:job", "more"], "takes nothing behind it"),
+    ],
+)
+def test_what_names_no_training_is_refused_in_one_line(folder, words, said):
+    with pytest.raises(HotlapError, match=said) as refused:
+        named(words)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("kit_jobs:number", "not a hotlap.Job"), ("kit_jobs:jb", "has no"), ("kit_job:job", "No module")]
+)
+def test_a_name_that_gives_no_job_is_refused_when_the_job_is_made(folder, name, said):
+    with pytest.raises(HotlapError, match=said):
+        named([name]).make_job()

@@ -1,0 +1,182 @@
+"""`hotlap workers`: the real step under each way to bring batches; who is best and whether it matters."""
+
+import json
+import time
+
+import pytest
+import torch
+from plain import parameters_of
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from typer.testing import CliRunner
+
+import hotlap
+from hotlap import Feed, Job, Sequences
+from hotlap.cli import app
+from hotlap.kit import workers as kit
+from hotlap.kit.workers import Setting, WorkersFound, best_of, counts, words_of
+from hotlap.tuner.stats import Estimate
+
+WAIT_S = 0.004
+
+
+class Slow(Dataset):
+    """Waits for each sample, as for a disk; every sample is drawn anew each time, so that none can be held."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(WAIT_S)
+        return torch.randn(6), index % 3
+
+
+def job(data, **changes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+    settings = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    return Job(model=model, data=data, epochs=1, device="cpu", **{**settings, **changes})
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(kit, "LAP_S", 0.02)
+    monkeypatch.setattr(kit, "MOST_QUADS", 2)
+    monkeypatch.setattr("hotlap.kit.bench.BLOCK_S", 0.001)
+
+
+def test_every_way_that_can_be_is_timed_and_the_job_is_left_as_it_was(quick, monkeypatch):
+    monkeypatch.setattr(kit, "counts", lambda cores: [0, 2])
+    mine = job(DataLoader(Slow(), batch_size=4, shuffle=True))
+    first, chance = parameters_of(mine.model).clone(), torch.get_rng_state()
+    found = hotlap.workers(mine, progress=False)
+    timed = [one for one in found.settings if one.step_s is not None]
+    assert {one.feed.workers for one in timed} == {0, 2}
+    assert all(one.step_s > 0 and one.start_s >= 0 for one in timed)
+    # Two workers wait for four samples as long as one does for two. (Some of a lap's may have been ready before.)
+    assert min(one.step_s for one in timed) > WAIT_S
+    assert found.own.feed.workers == 0
+    refused = {one.feed.kind: one.why_not for one in found.settings if one.why_not}
+    assert set(refused) == {"gather", "stream", "resident"}
+    assert json.loads(json.dumps(found.to_dict()))["settings"]
+    assert torch.equal(parameters_of(mine.model), first)
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert not mine.optimizer.state
+
+
+def by_made_up_laps(monkeypatch, data, laps, **more):
+    """What is found where laps are as long as these say: the real ones depend on who else is at work."""
+    asked = []
+
+    def lap_s(self, feed):
+        asked.append(feed)
+        return laps(feed)
+
+    monkeypatch.setattr(kit._Ways, "_lap_s", lap_s)
+    monkeypatch.setattr(kit, "counts", lambda cores: [0, 1, 2])
+    return hotlap.workers(job(data, **more), progress=False), asked
+
+
+def test_a_slow_dataset_is_told_how_many_workers_pay_and_how_much(quick, monkeypatch):
+    data = DataLoader(Slow(), batch_size=4)
+    found, asked = by_made_up_laps(monkeypatch, data, lambda feed: {0: 0.04, 1: 0.041, 2: 0.01}[feed.workers])
+    assert found.best_count == found.best.feed.workers == 2
+    assert found.matters
+    assert found.compared.ratio == pytest.approx(4)
+    assert "DataLoader(num_workers=2, persistent_workers=True): 4x [4, 4] as fast as no workers" in found.advice
+    assert any(feed.prefetch == 4 for feed in asked)  # for the best count
+    own, best = found.own.feed, found.best.feed
+    assert asked[-4:] == [own, best, best, own]
+
+
+def test_data_in_memory_is_told_that_workers_do_not_pay(quick, monkeypatch):
+    data = torch.randn(64, 6), torch.randint(3, (64,))
+    found, _ = by_made_up_laps(monkeypatch, data, lambda feed: 0.004 if feed.kind == "loader" else 0.001, batch_size=4)
+    assert found.best_count == 0
+    assert found.best.is_own
+    assert found.own.feed == Feed(kind="gather")
+    assert not found.matters
+    assert found.advice.startswith("nothing: ")
+
+
+def test_batches_of_several_widths_are_compared_over_the_very_same_ones(quick, monkeypatch):
+    monkeypatch.setattr(kit, "read_cpu", lambda: type("Cpu", (), {"cores": 1}))
+    monkeypatch.setattr(kit, "LAP_S", 10.0)  # laps would last until then, were they timed
+    lengths = [1 + n % 9 for n in range(40)]
+    data = Sequences({"x": [torch.ones(n, dtype=torch.long) for n in lengths]}, columns={"y": torch.zeros(40)})
+    model = nn.Embedding(3, 1)
+    forward = lambda model, batch: (model(batch["x"]).mean((1, 2)), batch["y"])  # noqa: E731
+    settings = {"loss": nn.MSELoss(), "optimizer": lambda p: torch.optim.SGD(p, 0.1), "batch_size": 4, "epochs": 1}
+    found = hotlap.workers(Job(model=model, data=data, forward=forward, device="cpu", **settings), progress=False)
+    assert {one.feed.kind for one in found.settings if one.step_s} == {"gather", "loader", "resident"}
+
+
+def test_never_more_workers_than_cores():
+    assert counts(1) == [0, 1]
+    assert counts(2) == [0, 1, 2]
+    assert counts(6) == [0, 1, 2, 4, 6]
+    assert counts(16) == [0, 1, 2, 4, 8, 16]
+
+
+def setting(workers, step_s, *, is_own=False, kind="loader"):
+    feed = Feed(kind=kind, workers=workers)
+    return Setting(words=words_of(feed), feed=feed, is_own=is_own, step_s=step_s)
+
+
+def found_of(*settings, verdict=None, bare_s=None):
+    estimate = Estimate(ratio=2.0, low=1.8, high=2.2, noise=0.01, quads=4)
+    return WorkersFound(
+        name="x", device="cpu", cores=4, settings=settings, bare_s=bare_s, compared=estimate, verdict=verdict
+    )
+
+
+def test_of_ways_that_are_near_each_other_the_one_with_the_fewest_workers_is_named():
+    own, two, four = setting(0, 0.020, is_own=True), setting(2, 0.0103), setting(4, 0.010)
+    assert best_of([own, two, four]) is two
+    assert best_of([own, setting(2, 0.012), four]) is four
+    assert best_of([setting(0, 0.0104, is_own=True), four]).is_own
+
+
+def test_a_gain_is_told_with_its_interval_and_none_where_it_may_be_chance():
+    own, two = setting(0, 0.020, is_own=True), setting(2, 0.010)
+    assert "2x [1.8, 2.2] as fast as no workers" in found_of(own, two, verdict="accepted").advice
+    unsure = found_of(own, two, verdict="no difference seen")
+    assert not unsure.matters
+    assert unsure.advice == "nothing: no other way is seen to be faster than no workers"
+    assert "does not matter" in found_of(own, bare_s=0.0199).advice
+    assert "as it is" in found_of(own, two).summary()
+
+
+SCRIPT = """
+import time, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        time.sleep(0.003)
+        return torch.randn(6), index % 3
+
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(1000):
+    for x, y in DataLoader(Slow(), batch_size=4):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+def test_a_scripts_loader_is_tried_with_other_workers(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    monkeypatch.setattr(kit, "counts", lambda cores: [0, 2])
+    done = CliRunner().invoke(app, ["workers", "--json", "--quiet", str(tmp_path / "mine.py")])
+    assert (done.exit_code, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    own, two = found["settings"]
+    assert (own["is_own"], own["feed"]["workers"], two["feed"]["workers"]) == (True, 0, 2)
+    assert min(own["step_s"], own["start_s"]) > 4 * 0.003  # samples of a batch are waited for one by one
+    assert min(two["step_s"], two["start_s"]) > 0
+    assert found["best_workers"] in (0, 2)

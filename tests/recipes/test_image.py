@@ -1,0 +1,441 @@
+"""The recipe image from files to predictions, with networks that train in seconds."""
+
+import csv
+import json
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from picture_data import coloured_files, digits_folder
+from recipe_data import write_rows
+from torch import nn
+from typer.testing import CliRunner
+
+from hotlap.cli import app
+from hotlap.core.errors import DataError, JobError, MachineError, StoreError
+from hotlap.data import decoding
+from hotlap.engine.augment import Augment
+from hotlap.recipes.image import RECIPE, ImageOptions, prepare
+from hotlap.recipes.options import options_of
+from hotlap.recipes.picture_files import folder_columns, placed
+from hotlap.recipes.picture_networks import NetworkPlan, ResNet, VisionTransformer, begun, made, patch_side
+from hotlap.recipes.picture_reader import views
+from hotlap.recipes.tables import read_table
+from hotlap.recipes.training import predict, revived, train
+
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+
+
+QUICK = {"size": 16, "width": 4, "depth": 1, "epochs": 2, "lr": 5e-3, "plan": "off", "device": "cpu"}
+
+
+def options(data, **more):
+    return options_of(ImageOptions, None, {"data": str(data), **QUICK, **more})
+
+
+def trained(data, out, lines, **more):
+    return train(RECIPE, options(data, **more), out=out, retrain=False, say=lines.append, progress=False)
+
+
+def prepared(data, lines=None, **more):
+    return prepare(options(data, **more), (lines if lines is not None else []).append)
+
+
+def report_of(folder):
+    return json.loads((folder / "report.json").read_text())
+
+
+def rows_of(path):
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def table_of(folder, count=40, name="train.csv", **more):
+    """A CSV of pictures in a folder beside it, red ones and blue ones."""
+    found = coloured_files(folder / "pictures", count, **more)
+    return write_rows(folder / name, ["image", "label"], [[f"pictures/{path}", colour] for path, colour in found])
+
+
+# --- from files to predictions -----------------------------------------------------------------------
+
+
+def test_digits_as_png_files_with_broken_ones_among_them_are_learnt_through_the_command(tmp_path):
+    pytest.importorskip("sklearn")
+    folder = digits_folder(tmp_path / "digits")
+    test = [folder / "3" / name for name in ("empty.png", "0003.png", "0013.png")]
+    test[0].write_bytes(b"")
+    (folder / "5" / "notes.txt").write_text("no picture")
+    whole = (folder / "1" / "0001.png").read_bytes()
+    (folder / "1" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    asked = write_rows(tmp_path / "asked.csv", ["path"], [[f"digits/{path.relative_to(folder)}"] for path in test])
+    words = "--size 32 --width 8 --depth 1 --epochs 4 --batch-size 24 --lr 4e-3 --flip no --crop 0.1 --colour 0"
+    words = [*words.split(), "--plan", "off", "--device", "cpu", "--test", str(asked)]
+    done = CliRunner().invoke(
+        app, ["train", "image", "--data", str(folder), "--out", str(tmp_path / "run"), *words], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    report = report_of(tmp_path / "run")
+    assert report["models"]["resnet"]["accuracy"] > 0.95
+    assert report["models"]["resnet"]["accuracy"] > report["baselines"]["nearest mean thumbnail"]["accuracy"]
+    assert report["baselines"]["most frequent class"]["accuracy"] < 0.15
+    left_out = {row["file"]: row["why"] for row in rows_of(tmp_path / "run" / "broken.csv")}
+    assert set(left_out) >= {"1/cut.png", "3/empty.png", "5/notes.txt"}
+    assert left_out["3/empty.png"] == "is empty"
+    assert "broken    3 files left out: cut.png cannot be decoded" in done.output
+    answers = rows_of(tmp_path / "run" / "predictions.csv")
+    assert [row["path"] for row in answers] == [f"digits/{path.relative_to(folder)}" for path in test]
+    assert [row["class"] for row in answers] == ["", "3", "3"]
+    for name in ("curves.svg", "confusion.svg", "model.safetensors", "options.toml"):
+        assert (tmp_path / "run" / name).is_file()
+    # The second time nothing is decoded and nothing trained.
+    done = CliRunner().invoke(
+        app, ["train", "image", "--data", str(folder), "--out", str(tmp_path / "again"), *words], catch_exceptions=False
+    )
+    assert "pixels (5.3 MiB on disk), from the cache, which saved" in done.output
+    assert "trained before, which saved" in done.output
+
+
+def test_with_a_shuffled_target_it_scores_chance(tmp_path):
+    pytest.importorskip("sklearn")
+    folder = digits_folder(tmp_path / "digits", count=700, size=16, shuffled=True)
+    report = report_of(trained(folder, tmp_path / "run", [], flip="no"))
+    assert abs(report["models"]["resnet"]["roc_auc"] - 0.5) < 0.09
+
+
+def test_numbers_are_answered_in_their_own_units_with_onnx_beside_them(tmp_path):
+    numbers, rows = np.random.default_rng(0), []
+    (tmp_path / "in").mkdir()
+    for at in range(200):
+        shade = int(numbers.integers(20, 230))
+        pixels = (numbers.normal(shade, 6, (16, 16, 3))).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "in" / f"{at}.png")
+        rows.append([f"in/{at}.png", f"{5000 + 10 * shade}.5"])
+    data, lines = write_rows(tmp_path / "train.csv", ["file", "price"], rows), []
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    more = {"target": "price", "colour": 0, "epochs": 8, "batch_size": 16, "mixup": 0.2, "onnx": True, "tta": 2}
+    folder = trained(data, tmp_path / "run", lines, **more)
+    report = report_of(folder)
+    mine, rule = report["models"]["resnet"], report["baselines"]["the mean"]
+    assert mine["rmse"] < rule["rmse"] / 2
+    assert {"mae", "rmse", "smape"} <= set(mine)
+    assert "task      price (a number) from the pictures of file" in lines
+    assert not (folder / "confusion.svg").exists()
+    predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    answers = rows_of(tmp_path / "answers.csv")
+    assert [row["file"] for row in answers] == [row[0] for row in rows]
+    off = [float(row["price"]) - float(truth[1]) for row, truth in zip(answers, rows, strict=True)]
+    assert np.sqrt(np.mean(np.square(off))) < rule["rmse"] / 2
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    _, _, model = revived(folder)
+    pixels = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
+    (found,) = session.run(["numbers"], {"pictures": pixels.numpy()})
+    state = json.loads((folder / "recipe.json").read_text())["reader"]
+    with torch.no_grad():
+        wanted = model(pixels) * state["spread"] + state["mean"]
+    np.testing.assert_allclose(found, wanted.numpy(), atol=1e-3 * state["spread"])
+
+
+def test_a_table_of_paths_with_groups_weights_views_and_a_file_to_judge_by(tmp_path):
+    data, lines = table_of(tmp_path, 60), []
+    with data.open("a") as file:
+        file.writelines(f"pictures/{at:03d}.png,{'red' if at % 2 else 'blue'}\n" for at in range(8))  # copies
+    judged = table_of(tmp_path / "other", 20, seed=5)
+    folder = trained(data, tmp_path / "run", lines, valid=str(judged), tta=4, cutmix=1.0, epochs=6, batch_size=16)
+    report = report_of(folder)["models"]["resnet"]
+    assert (report["rows"], report["accuracy"] > 0.9) == (20, True)
+    predict(folder, judged, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
+    answers = rows_of(tmp_path / "answers.csv")
+    assert [row["image"] for row in answers] == [row["image"] for row in rows_of(judged)]
+    assert all(abs(float(row["label_blue"]) + float(row["label_red"]) - 1) < 1e-4 for row in answers)
+    copied = []
+    found = prepared(data, copied, valid="")
+    assert any("pictures held out are trained on too, as pictures/00" in line for line in copied)
+    rows = found.candidates[0].job().data.indices
+    assert len(rows) + len(found.target) == 68
+    groups = write_rows(
+        tmp_path / "grouped.csv",
+        ["image", "label", "who"],
+        [[row["image"], row["label"], f"p{at // 6}"] for at, row in enumerate(rows_of(data)[:60])],
+    )
+    held = prepared(groups, group="who", target="label")
+    assert len(held.target) % 6 == 0
+    assert 0 < len(held.target) < 30
+
+
+def test_the_options_file_of_a_run_repeats_it_and_retrain_trains_again(tmp_path):
+    data = table_of(tmp_path, 24)
+    trained(data, tmp_path / "run", [], epochs=1)
+    lines = []
+    given = options_of(ImageOptions, tmp_path / "run" / "options.toml", {})
+    train(RECIPE, given, out=tmp_path / "again", retrain=False, say=lines.append, progress=False)
+    assert any("trained before" in line for line in lines)
+    train(RECIPE, given, out=tmp_path / "anew", retrain=True, say=(later := []).append, progress=False)
+    assert any("trained in" in line for line in later)
+    trained(data, tmp_path / "other", others := [], epochs=1, crop=0.3)
+    assert any("trained in" in line for line in others)
+
+
+def test_two_models_are_compared_and_the_best_is_kept(tmp_path):
+    folder = trained(table_of(tmp_path, 30), tmp_path / "run", [], models="resnet,vit", epochs=1)
+    report = report_of(folder)
+    assert set(report["models"]) == {"resnet", "vit"}
+    assert revived(folder)[0]["model"] == report["best"]
+
+
+def test_rare_classes_weigh_more_and_augmentation_is_what_the_options_say(tmp_path):
+    data = table_of(tmp_path, 40, classes=("blue", "blue", "blue", "red"))
+    job = prepared(data, mixup=0.2).candidates[0].job()
+    blue, red = job.loss.weight.tolist()
+    assert red == pytest.approx(3 * blue)
+    assert job.augment == Augment(flip=True, crop=0.2, colour=0.2, mixup=0.2, classes=2)
+    plain = prepared(data, balance=False, flip=False, crop=0, colour=0).candidates[0].job()
+    assert plain.loss.weight is None
+    assert plain.augment is None
+
+
+def test_the_recipe_is_listed_with_its_options():
+    said = CliRunner().invoke(app, ["recipes"]).output
+    assert "image      classes or numbers of pictures" in said
+    assert "--cutmix" in CliRunner().invoke(app, ["recipes", "image"]).output
+
+
+# --- what will not do --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"size": 4}, "size=4 must be from 8 to 4096"),
+        ({"models": "resnett"}, "no model is called 'resnett'; did you mean 'resnet'?"),
+        ({"models": "timm:"}, "no model is called 'timm:'"),
+        ({"fit": "pad"}, "fit='pad' must be one of stretch, crop"),
+        ({"task": "words"}, "task='words' must be one of auto, classes, numbers"),
+        ({"crop": 1.0}, r"crop=1\.0 must be from 0 to 0\.9"),
+        ({"tta": 3, "flip": False, "crop": 0.0}, r"tta=3, and with flip=False and crop=0\.0 a picture has 1 views"),
+        ({"models": "resnet,vit", "weights": "a.safetensors"}, "weights=a.safetensors are those of one model"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(given, said):
+    with pytest.raises(JobError, match=said):
+        options_of(ImageOptions, None, given)
+
+
+def test_paths_that_lead_out_of_the_folder_of_the_table_are_refused_unless_a_root_allows_them(tmp_path):
+    (tmp_path / "tables").mkdir()
+    found = coloured_files(tmp_path / "pictures", 8)
+    rows = [[f"../pictures/{path}", colour] for path, colour in found]
+    data = write_rows(tmp_path / "tables" / "train.csv", ["image", "label"], rows)
+    with pytest.raises(DataError, match=r"8 paths of .*train\.csv lead out of .*tables, as '\.\./pictures/000\.png'"):
+        prepared(data)
+    absolute = [[str(tmp_path / "pictures" / path), colour] for path, colour in found]
+    other = write_rows(tmp_path / "tables" / "absolute.csv", ["image", "label"], absolute)
+    with pytest.raises(DataError, match=r"lead out of .*; name the folder that pictures may be read from with --root"):
+        prepared(other)
+    assert len(prepared(other, root=str(tmp_path)).target) == 2
+    within = ["pictures/../pictures/000.png"]
+    assert placed(within, tmp_path / "x.csv", "")[0].endswith("pictures/../pictures/000.png")
+
+
+def test_a_row_without_a_path_is_left_out_and_said(tmp_path):
+    found = coloured_files(tmp_path, 12)
+    data, lines = write_rows(tmp_path / "train.csv", ["image", "label"], [*found, ["", "red"]]), []
+    prepared(data, lines)
+    assert "broken    1 file left out: (no path) has no path" in lines
+
+
+def test_names_without_an_ending_are_found_under_the_root(tmp_path):
+    found = coloured_files(tmp_path / "pictures", 12)
+    rows = [[path.removesuffix(".png"), colour] for path, colour in found]
+    data = write_rows(tmp_path / "train.csv", ["id", "label"], rows)
+    lines = []
+    assert len(prepared(data, lines, root=str(tmp_path / "pictures")).target) == 2
+    assert not any("broken" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "said"),
+    [
+        ([["a.png", "x"], ["b.png", "x"]], {}, "nothing to learn"),
+        ([["a.png", 3], ["b.png", 8], ["c.png", 5]], {}, "3 different values in 3 rows.*or say --task numbers"),
+        ([["a.png", "x"]] * 4, {"target": "colour"}, "no column 'colour'"),
+        ([["a.png", "x"]] * 4, {"path": "label", "target": "label"}, "path names label, which is the target"),
+        ([["a.png", "x"], ["b.png", "y"]] * 4, {"task": "numbers"}, "task=numbers, and the target 'label' is"),
+        ([["a.png", "x"], ["b.png", "y"]] * 4, {}, "none of 8 files is a picture: a.png does not exist"),
+    ],
+)
+def test_data_that_will_not_do_is_refused_in_a_line(tmp_path, rows, more, said):
+    data = write_rows(tmp_path / "train.csv", ["image", "label"], rows)
+    with pytest.raises(DataError, match=said):
+        trained(data, tmp_path / "run", [], **more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_of_which_no_file_is_a_picture_is_said(tmp_path):
+    coloured_files(tmp_path / "in" / "red", 6)
+    coloured_files(tmp_path / "in" / "blue", 6)
+    (tmp_path / "in" / "none").mkdir()
+    (tmp_path / "in" / "none" / "a.png").write_text("words")
+    (tmp_path / "in" / "none" / "b.png").write_text("words")
+    with pytest.raises(DataError, match="no file of the class 'none' is a picture"):
+        prepared(tmp_path / "in")
+
+
+def test_a_flat_folder_has_nothing_to_learn_but_can_be_answered(tmp_path):
+    coloured_files(tmp_path / "flat", 6, seed=9)
+    with pytest.raises(DataError, match="no folders of classes; sort them into one for each class"):
+        prepared(tmp_path / "flat")
+    for name in ("blue", "red"):
+        coloured_files(tmp_path / "in" / name, 16, classes=(name,))
+    folder = trained(tmp_path / "in", tmp_path / "run", [], epochs=6, batch_size=8)
+    predict(folder, tmp_path / "flat", tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    answers = rows_of(tmp_path / "answers.csv")
+    assert [(row["path"], row["class"]) for row in answers] == [
+        (f"{at:03d}.png", "red" if at % 2 else "blue") for at in range(6)
+    ]
+
+
+def test_a_folder_lists_its_files_by_class_and_leaves_hidden_and_loose_ones_out(tmp_path):
+    for name in ("b/2.png", "b/deep/1.jpg", "a/x.PNG", ".hidden/1.png", "a/.DS_Store"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "readme.txt").write_text("words")
+    (tmp_path / "empty").mkdir()
+    table = read_table(tmp_path)
+    assert table["path"].texts() == ["a/x.PNG", "b/2.png", "b/deep/1.jpg"]
+    assert table["class"].texts() == ["a", "b", "b"]
+    assert table.notes == (
+        "1 files beside the folders of classes are left out, as readme.txt", "1 folders hold no file, as empty",
+    )  # fmt: skip
+    assert folder_columns(tmp_path / "empty") is None
+
+
+def test_without_pillow_the_extra_is_named(tmp_path, monkeypatch):
+    data = write_rows(tmp_path / "train.csv", ["image", "label"], [["a.png", "x"], ["b.png", "y"]] * 2)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    decoding.pillow.cache_clear()
+    try:
+        with pytest.raises(MachineError, match=r"pictures need Pillow: pip install hotlap\[images\]"):
+            prepared(data)
+    finally:
+        decoding.pillow.cache_clear()
+
+
+# --- networks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [32, 100, 224])
+def test_built_in_networks_give_a_row_of_outputs_for_each_picture(size):
+    for name in ("resnet", "vit"):
+        model = made(name, NetworkPlan(size=size, outputs=5, width=4, depth=1)).eval()
+        pixels = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
+        assert model(pixels).shape == (2, 5)
+        assert torch.equal(model(pixels), model(pixels.float() / 255))
+
+
+def test_the_resnet_is_the_one_of_18_layers():
+    layers = [one for one in ResNet(1000).modules() if isinstance(one, (nn.Conv2d, nn.Linear))]
+    assert sum(one.weight.shape[-1] != 1 or isinstance(one, nn.Linear) for one in layers) == 18
+    assert sum(p.numel() for p in ResNet(1000).parameters()) == 11_689_512
+
+
+def test_patches_cut_a_picture_without_a_rest_where_they_can():
+    assert [patch_side(size) for size in (32, 224, 512, 30, 31, 8)] == [4, 16, 32, 3, 4, 4]
+    assert VisionTransformer(3, size=31, width=12, layers=1)(torch.zeros(1, 3, 31, 31)).shape == (1, 3)
+
+
+def test_views_are_the_picture_its_corners_and_their_mirror_images():
+    pixels = torch.rand(2, 3, 20, 20)
+    assert views(pixels, 1, crop=0.2, mirrors=True) == [pixels]
+    found = views(pixels, 10, crop=0.2, mirrors=True)
+    assert len(found) == 10
+    assert all(view.shape == pixels.shape for view in found)
+    assert torch.equal(found[1], pixels.flip(-1))
+    assert torch.equal(found[3], found[2].flip(-1))
+    torch.testing.assert_close(found[2][..., 0, 0], pixels[..., 0, 0])
+    torch.testing.assert_close(found[8][..., -1, -1], pixels[..., -1, -1])
+    assert len(views(pixels, 10, crop=0.0, mirrors=True)) == 2
+
+
+def test_answers_are_the_mean_of_the_probabilities_of_views(tmp_path):
+    reader = prepared(table_of(tmp_path, 24), tta=2).reader
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 256, 2))
+    pixels = torch.rand(4, 3, 16, 16)
+    mean = (model(pixels).softmax(1) + model(pixels.flip(-1)).softmax(1)) / 2
+    torch.testing.assert_close(reader.forward(model, (pixels,)).softmax(1), mean)
+
+
+def test_local_weights_are_where_training_begins_and_what_does_not_fit_is_said(tmp_path):
+    from safetensors.torch import save_file
+
+    plan = NetworkPlan(size=16, outputs=2, width=4, depth=1)
+    torch.manual_seed(1)
+    other = made("resnet", NetworkPlan(size=16, outputs=7, width=4, depth=1))
+    save_file(other.body.state_dict(), tmp_path / "w.safetensors")
+    lines = []
+    found = begun("resnet", plan, str(tmp_path / "w.safetensors"), lines.append)
+    assert torch.equal(found.body.blocks[0].first[0].weight, other.body.blocks[0].first[0].weight)
+    assert found.body.head.weight.shape == (2, 32)
+    assert "2 begin anew, as body.head.bias" in lines[0]
+    with pytest.raises(StoreError, match="none of them fits vit"):
+        begun("vit", plan, str(tmp_path / "w.safetensors"), lines.append)
+    with pytest.raises(StoreError, match="cannot read the weights nowhere"):
+        trained(table_of(tmp_path, 12), tmp_path / "run", lines, weights="nowhere")
+    assert not (tmp_path / "run").exists()
+    assert not any("pictures  " in line for line in lines)
+
+
+def test_a_folder_of_transformers_is_where_training_begins(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.ViTConfig(image_size=16, patch_size=8, num_labels=9, **small)
+    torch.manual_seed(2)
+    theirs = transformers.ViTForImageClassification(config)
+    theirs.save_pretrained(tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(
+        '{"image_mean": [0.5, 0.5, 0.5], "image_std": [1, 1, 1]}'
+    )
+    data, lines = table_of(tmp_path, 24), []
+    folder = trained(data, tmp_path / "run", lines, weights=str(tmp_path / "vit"), epochs=1)
+    assert any("2 begin anew" in line for line in lines)
+    state, reader, model = revived(folder)
+    assert state["model"] == "transformers:vit"
+    assert model.normalise.mean.flatten().tolist() == [0.5, 0.5, 0.5]
+    first = begun("transformers:vit", reader.network, str(tmp_path / "vit"), lines.append)
+    name = "vit.embeddings.patch_embeddings.projection.weight"
+    assert torch.equal(first.body.state_dict()[name], theirs.state_dict()[name])
+    with pytest.raises(StoreError, match="no network of pictures can be made of transformers:bert"):
+        made("transformers:bert", NetworkPlan(size=16, outputs=2))
+
+
+def test_models_of_timm_are_made_by_name_where_it_is_installed(monkeypatch):
+    plan = NetworkPlan(size=16, outputs=3)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(MachineError, match="this model needs timm: pip install timm"):
+        made("timm:some_net", plan)
+    asked = []
+
+    def create_model(name, **settings):
+        asked.append((name, settings))
+        if "img_size" in settings:
+            raise TypeError("unexpected keyword 'img_size'")
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(settings["num_classes"]))
+
+    stand_in = ModuleType("timm")
+    stand_in.create_model, stand_in.is_model = create_model, lambda name: name == "some_net"
+    stand_in.list_models = lambda: ["some_net", "other"]
+    monkeypatch.setitem(sys.modules, "timm", stand_in)
+    assert made("timm:some_net", plan)(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).shape == (2, 3)
+    assert asked[-1] == ("some_net", {"pretrained": False, "num_classes": 3})
+    with pytest.raises(DataError, match="timm has no model 'some_nett'; did you mean 'some_net'"):
+        made("timm:some_nett", plan)
