@@ -17,6 +17,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ALONE = ("test_kit_gpu.py", "test_machine_gpu.py", "test_tuner_gpu.py", "test_waits_gpu.py")
+LONGEST = ("test_compiling_gpu.py", "test_encoders_gpu.py", "test_engine_gpu.py")
+"""These are begun first: the last one is waited for."""
 MOST = 6
 """Processes at a time."""
 
@@ -27,20 +29,19 @@ def ran(file: Path, options: list[str]) -> tuple[int, str]:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
     print(f"{file.name:<28} {last}", flush=True)
+    if done.returncode not in (0, 5):
+        print(f"\n{done.stdout}", flush=True)
     return done.returncode, done.stdout
 
 
 def main() -> int:
     """Run all of them, and tell how many passed."""
     began, options = time.perf_counter(), sys.argv[1:]
-    files = sorted(HERE.glob("test_*.py"), key=lambda file: -file.stat().st_size)
+    files = sorted(HERE.glob("test_*.py"), key=lambda file: (file.name not in LONGEST, -file.stat().st_size))
     beside = max(1, min(MOST, (os.cpu_count() or 1) // 2))
     with ThreadPoolExecutor(beside) as pool:
         found = list(pool.map(lambda file: ran(file, options), [f for f in files if f.name not in ALONE]))
     found += [ran(file, options) for file in files if file.name in ALONE]
-    for code, output in found:
-        if code not in (0, 5):
-            print(f"\n{output}")
     counts = {
         kind: sum(int(number) for _, output in found for number in re.findall(rf"(\d+) {kind}", output[-200:]))
         for kind in ("passed", "failed", "error", "skipped")
