@@ -221,6 +221,35 @@ def test_gradients_that_stay_where_they_are_are_read_there_and_followed_where_th
     assert FOR_GOOD <= len(laid) <= FOR_GOOD + 6
 
 
+def test_gradients_that_lie_here_and_there_in_turn_are_read_in_both_places(monkeypatch):
+    copied, original = [], torch._foreach_copy_
+
+    def noted(rooms, tensors, *rest, **more):
+        copied.append(step)
+        return original(rooms, tensors, *rest, **more)
+
+    (model, own), steps, lap = (net(), net()), 160, 20
+    optimizer, other = adamw(model.parameters()), adamw(own.parameters())
+    rooms = {one: [[torch.zeros_like(p) for p in one.parameters()] for _ in range(2)] for one in (model, own)}
+    scripted = Scripted(optimizer)
+    draw = torch.Generator().manual_seed(1)
+    with scripted.at_work():
+        scripted.updates.use("plain", captured=True)
+        monkeypatch.setattr(torch, "_foreach_copy_", noted)
+        for step in range(steps):
+            x = torch.randn(6, 4, generator=draw)
+            for one, made in ((model, optimizer), (own, other)):
+                for p, room in zip(one.parameters(), rooms[one][step // lap % 2], strict=True):
+                    p.grad = room.zero_()
+                one(x).pow(2).sum().backward()
+                made.step()
+            for mine, theirs in zip(model.parameters(), own.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert scripted.recordings == 2
+    assert set(range(2 * lap, steps, lap)) <= set(copied)
+    assert len([step for step in set(copied) if step >= 2 * lap]) == steps // lap - 2
+
+
 def test_parameters_that_have_no_gradient_in_some_steps():
     def some_missing(number, model, optimizer):
         if number in (6, 7, 10):

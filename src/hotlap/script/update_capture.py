@@ -20,7 +20,7 @@ WARM = 2
 PATIENCE = 16
 """Steps that may be no replays, and one more for each four that were."""
 MOST_AGAIN = 3
-"""How often a step is recorded anew since gradients lie elsewhere."""
+"""How often a step is recorded anew since gradients lie elsewhere: plans that take turns have memory of their own."""
 CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 """What torch asks the driver before each step, by the names that its versions have for it: it takes a tenth of a
 millisecond, and tells nothing new."""
@@ -41,7 +41,8 @@ class CapturedUpdate:
         self._graph: UpdateGraph | None = None
         self._look: Any = None
         self._alike = 0
-        self._replays = self._again = 0
+        self._replays = 0
+        self._others: list[UpdateGraph] = []
         self._is_tried = False
         first = next(iter(parameters_of(optimizer)), None)
         self._device = first.device if first is not None else torch.device("cpu")
@@ -60,9 +61,12 @@ class CapturedUpdate:
     def replayed(self) -> bool:
         """Make the step by a replay; False, and nothing done, where there is none for it."""
         graph = self._graph
-        if graph is not None and graph.is_outrun and self._again < MOST_AGAIN:
-            self._again += 1
+        if graph is not None and graph.is_elsewhere:
+            graph = self._graph = self._that_lies_as(graph)
+        if graph is not None and graph.is_outrun and len(self._others) < MOST_AGAIN:
+            others = [*self._others, graph]
             self.forget()
+            self._others = others
             return False
         try:
             made = graph is not None and self._is_usual() and graph.fits and graph.replay()
@@ -73,6 +77,15 @@ class CapturedUpdate:
             self._replays += 1
             self._look = None
         return made
+
+    def _that_lies_as(self, graph: UpdateGraph) -> UpdateGraph:
+        """The one that was recorded for where the last gradients lay, if there is one: plans take turns."""
+        for number, other in enumerate(self._others):
+            if other.lies_as(graph):
+                self._others[number] = graph
+                other.begin_again()
+                return other
+        return graph
 
     def replayed_at_last(self) -> bool:
         """The same, once its counts lie where they are recorded; what does not fit even so is let go of."""
@@ -128,6 +141,7 @@ class CapturedUpdate:
     def forget(self) -> None:
         """Let go of what was recorded."""
         self._graph, self._look, self._alike = None, None, 0
+        self._others = []
 
     def _looked(self) -> Any:
         """What has to be the same for some steps before one is recorded."""

@@ -196,6 +196,19 @@ class UpdateGraph:
         """Whether the optimizer is what it was when this was made, whatever has a gradient."""
         return self._fit is not None and self._fit.holds(self._optimizer, parameters_of(self._optimizer))
 
+    def lies_as(self, other: UpdateGraph) -> bool:
+        """Whether gradients lay there when this was recorded where the other one has seen the last ones."""
+        return self._lie == other._lay
+
+    def begin_again(self) -> None:
+        """Told that gradients lie there again where they lay when it was recorded."""
+        self._lay, self._elsewhere = self._lie, 0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the last gradients lay elsewhere than when it was recorded."""
+        return self._lay != self._lie
+
     @property
     def is_outrun(self) -> bool:
         """Whether gradients have come to lie elsewhere for good, so that one recorded now need not lay them out."""
@@ -212,9 +225,9 @@ class UpdateGraph:
             lie = (_places(grads), _strides(grads))
             self._followed.follow(self._optimizer.param_groups)
             is_there = lie == self._lie
+            self._elsewhere = self._elsewhere + 1 if lie == self._lay and not is_there else 0
+            self._lay = lie
             if not is_there:
-                self._elsewhere = self._elsewhere + 1 if lie == self._lay else 0
-                self._lay = lie
                 torch._foreach_copy_(self._grads, grads)  # type: ignore[arg-type]
         except TypeError:  # one has no gradient this time, or a rate has become a tensor
             return False
