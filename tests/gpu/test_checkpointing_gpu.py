@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from gpu_memory import memory_limited
 from plain import parameters_of, twins
 from torch import nn
 
@@ -164,16 +165,8 @@ def memory_of(monkeypatch, tmp_path):
     """Sets how many bytes more than now torch may take."""
     monkeypatch.chdir(tmp_path)
 
-    def limit(more):
-        gc.collect()
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(DEVICE).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + more) / total))
-
-    yield limit
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    gc.collect()
-    torch.cuda.empty_cache()
+    with memory_limited(DEVICE) as limit:
+        yield limit
 
 
 def fitted(model, plan, batch=BATCH):

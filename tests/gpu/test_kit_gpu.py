@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 import torch
+from gpu_memory import memory_limited
 from plain import parameters_of
 from torch import nn
 
@@ -53,16 +54,8 @@ def job(model=None, *, batch=64, samples=2048, **changes):
 def memory_of():
     """Sets how many bytes more than now torch may take."""
 
-    def limit(more):
-        gc.collect()
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(DEVICE).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + more) / total))
-
-    yield limit
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    gc.collect()
-    torch.cuda.empty_cache()
+    with memory_limited(DEVICE) as limit:
+        yield limit
 
 
 # --- batch -----------------------------------------------------------------------------------------------

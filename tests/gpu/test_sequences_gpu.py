@@ -94,6 +94,8 @@ def test_a_replay_of_any_width_waits_for_nothing():
                 rig.step(window)
         else:
             rig.step(window)
+    assert rig._step.recorded > 1
+    assert rig.given_up is None
 
 
 def test_several_updates_a_replay_are_of_one_width():

@@ -71,7 +71,13 @@ def test_what_names_no_training_is_refused_in_one_line(folder, words, said):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("kit_jobs:number", "not a hotlap.Job"), ("kit_jobs:jb", "has no"), ("kit_job:job", "No module")]
+    ("name", "said"),
+    [
+        ("kit_jobs:number", "not a hotlap.Job"),
+        ("kit_jobs:jb", "has no"),
+        ("kit_job:job", "No module"),
+        ("json:dumps", "without arguments"),
+    ],
 )
 def test_a_name_that_gives_no_job_is_refused_when_the_job_is_made(folder, name, said):
     with pytest.raises(HotlapError, match=said):

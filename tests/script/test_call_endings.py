@@ -321,6 +321,19 @@ def test_a_script_that_keeps_its_losses_leaves_them_to_autograd(scripted, keep):
     assert 0 < model.endings.made <= call_endings.KEPT + 1
 
 
+def test_a_script_that_holds_its_output_and_loss_until_the_next_ones_keeps_nothing(scripted):
+    model, criterion, running = scripted(), nn.CrossEntropyLoss(), 0.0
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.05)
+    for x, y in batches(24):
+        optimizer.zero_grad()
+        outputs = model(x)
+        loss = criterion(outputs, y)
+        loss.backward()
+        optimizer.step()
+        running += loss.item()
+    assert model.endings.made >= 24 - SEEN - 8
+
+
 def test_large_outputs_are_left_to_autograd(scripted, monkeypatch):
     monkeypatch.setattr(call_endings, "LARGEST", 8 * 3 * 4 - 1)
     model = scripted()

@@ -90,6 +90,8 @@ def memory(
 
     if picture is not None and picture.exists():
         raise StoreError(f"{picture} is there already; name another file with --picture")
+    if picture is not None and not picture.absolute().parent.is_dir():
+        raise StoreError(f"there is no folder {picture.parent} for --picture; make it, or name another file")
     say = sayer(not quiet)
     chosen = named(training or (), module=module, say=say)
     if chosen.target is not None:

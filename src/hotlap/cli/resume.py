@@ -37,6 +37,7 @@ def resume(
     """Go on with an interrupted run: from its newest checkpoint that is whole, or from step 0 if it never had one."""
     from hotlap.fitting.loop import fit
     from hotlap.fitting.started import checked_words
+    from hotlap.kit.naming import named_job
     from hotlap.store.run_folder import RunFolder
 
     folder = RunFolder.open(run)
@@ -77,13 +78,6 @@ def _own_job(folder: RunFolder, words: list[str]) -> Job:
     if not re.fullmatch("[0-9]{1,6}", epochs) or not 1 <= int(epochs) <= 100_000:
         raise HotlapError(f"the run says it was started with --epochs {epochs!r:.20}, which is no number of epochs")
     return digits_job(epochs=int(epochs), device=device)
-
-
-def named_job(name: str) -> Job:
-    """The Job called `module:job`, or what the function of that name returns."""
-    from hotlap.kit import naming
-
-    return naming.named_job(name)
 
 
 def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> None:

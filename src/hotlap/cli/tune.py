@@ -22,12 +22,12 @@ def tune(
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
 ) -> None:
     """Only tune: train until the fastest plan is found, write it to a file, and throw the trained weights away."""
-    from hotlap.cli.resume import named_job
     from hotlap.core.errors import StoreError
     from hotlap.core.table import as_json as table_as_json
     from hotlap.core.table import table
     from hotlap.demo import digits_job
     from hotlap.fitting.tuning import tune as find_plan
+    from hotlap.kit.naming import named_job
     from hotlap.store.plans import save_plan
 
     if out.exists() and not overwrite:

@@ -165,41 +165,28 @@ class Glance:
         self._are_settled = not any(map(is_lazy, tensors))  # a lazy one becomes another without a trace
         self._placed = [tensor for tensor in tensors if tensor.layout is torch.strided and self._are_settled]
         self._places = list(map(Tensor.data_ptr, self._placed))
-        self._looked_into = [*self._insides, *dicts, *self._lists]
-        self._inner = gc.get_referents(*self._looked_into)
 
     def still_holds(self) -> bool:
         """Whether nothing was touched since: then the fingerprint is the same too. If not, it still may be."""
         try:
             return (
                 self._are_settled
+                and not any(self._empty)
+                and self._sizes == list(map(len, self._sized))
                 and self._kinds == list(map(type, self._layers))
                 and all(map(is_, map(_inside, self._owners), self._insides))
-                and (self._holds_the_same() or self._holds_what_is_equal())
+                # Equal is enough here: what can change inside is looked at below.
+                and self._attributes == gc.get_referents(*self._insides)
+                and all(inside.get(name) is value for inside, name, value in self._odd)
+                and all(map(is_, self._parameter_dicts, map(_parameters_in, self._insides)))
+                and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._held))
+                and all(map(is_, chain.from_iterable(self._lists), self._listed))
                 and all(map(is_, map(_hooks_of, self._parameters), self._hooks))
                 and self._flags == list(map(_requires_grad, self._parameters))
                 and self._places == list(map(Tensor.data_ptr, self._placed))
             )
         except Exception:  # of things that do not like to be compared
             return False
-
-    def _holds_the_same(self) -> bool:
-        """Whether everything holds the very objects that it held: looked at as one list."""
-        now = gc.get_referents(*self._looked_into)
-        return len(now) == len(self._inner) and all(map(is_, now, self._inner))
-
-    def _holds_what_is_equal(self) -> bool:
-        """The same where a plain value was set anew to what it was."""
-        return (
-            not any(self._empty)
-            and self._sizes == list(map(len, self._sized))
-            # Equal is enough here: what can change inside is looked at below.
-            and self._attributes == gc.get_referents(*self._insides)
-            and all(inside.get(name) is value for inside, name, value in self._odd)
-            and all(map(is_, self._parameter_dicts, map(_parameters_in, self._insides)))
-            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._held))
-            and all(map(is_, chain.from_iterable(self._lists), self._listed))
-        )
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,13 @@ def named_job(name: str) -> Job:
         raise HotlapError(f"{name}: {error}; name it as module:job, seen from this folder") from None
     except AttributeError:
         raise HotlapError(f"{name}: {module} has no {attribute!r}") from None
-    job = found() if callable(found) and not isinstance(found, Job) else found
+    if callable(found) and not isinstance(found, Job):
+        try:
+            inspect.signature(found).bind()
+        except (TypeError, ValueError):  # one that takes arguments, or does not say which
+            raise HotlapError(f"{name} is no Job, and no function that gives one without arguments") from None
+        found = found()
+    job = found
     if not isinstance(job, Job):
         raise HotlapError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
     return job
