@@ -1,11 +1,16 @@
 """Somebody's own scripts, as they are and under `hotlap run`: whole runs, from start to exit.
 
     python -m benchmarks.scripts [--seconds 60] [--only NAME …] [--runs 1] [--once] [--json FILE]
+    python -m benchmarks.scripts --seeds 3 --epochs 35 [--only NAME …]
 
 Each script in `benchmarks/user_scripts` is run for as many epochs as take it `--seconds` by itself, then under hotlap
 with an empty cache, then by itself again, so that drift of the machine shows (`--once`: not again). The seconds are
-those of the whole process, imports included, with torch's bytecode at hand; beside them stand those that the script
-itself tells of its training. What it prints at last is shown for all of them. Exit code 1 where one failed.
+those of the whole process, imports included, with torch's and hotlap's bytecode at hand as after an installation;
+beside them stand those that the script itself tells of its training. What it prints at last is shown for all of them.
+Exit code 1 where one failed.
+
+With `--seeds` it is looked at what 16-bit precision does to their figures: each is trained so often under one captured
+plan in fp32 and under the same in bf16, with the same seeds.
 """
 
 from __future__ import annotations
@@ -25,10 +30,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.fast_path import versions
+from hotlap.core.plan import Feed, Plan
+from hotlap.store.plans import save_plan
 
 HOME = Path(__file__).parent / "user_scripts"
 GOALS = {"lstm": 2.5, "transformer": 2.5, "mlp": 4.0}
 """What is asked for on one H200."""
+PRECISIONS = ("fp32", "bf16")
 UNSET = ("HOTLAP_PLAN", "PYTHONDONTWRITEBYTECODE")
 SHORT = (1, 4)
 """Epochs of two runs that tell how long one takes beside the start."""
@@ -45,11 +53,16 @@ class Ran:
     said: str
 
 
-def ran(name: str, epochs: int, kind: str, bytecode: Path) -> Ran:
-    """Run a script in a process of its own, with an empty cache of hotlap's."""
+def ran(name: str, epochs: int, kind: str, bytecode: Path, *, seed: int | None = None) -> Ran:
+    """Run a script in a process of its own, with an empty cache of hotlap's; `kind` may be a precision."""
     with tempfile.TemporaryDirectory(prefix="hotlap-scripts-") as folder:
-        hotlap = ["-m", "hotlap", "run", "--out", f"{folder}/run"] if kind == "hotlap" else []
+        hotlap = [] if kind == "alone" else ["-m", "hotlap", "run", "--out", f"{folder}/run"]
+        if kind in PRECISIONS:
+            plan = Plan(feed=Feed(kind="resident")).but(mode="captured", optimizer="fused", precision=kind)
+            save_plan(plan, f"{folder}/plan.toml")
+            hotlap += ["--plan", f"{folder}/plan.toml"]
         command = [sys.executable, *hotlap, str(HOME / f"{name}.py"), "--epochs", str(epochs)]
+        command += [] if seed is None else ["--seed", str(seed)]
         fresh = {key: value for key, value in os.environ.items() if key not in UNSET} | {
             "HOTLAP_CACHE": f"{folder}/cache",
             "COLUMNS": "120",
@@ -63,6 +76,14 @@ def ran(name: str, epochs: int, kind: str, bytecode: Path) -> Ran:
     if done.returncode:
         report(done.stderr[-2000:])
     return Ran(kind, seconds, done.returncode, done.stdout.splitlines(), done.stderr)
+
+
+def compile_hotlap(bytecode: Path) -> None:
+    """Have hotlap's bytecode at hand, as pip does when it installs."""
+    home = {key: value for key, value in os.environ.items() if key not in UNSET} | {
+        "PYTHONPYCACHEPREFIX": str(bytecode)
+    }
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(HOME.parents[1] / "src")], check=True, env=home)
 
 
 def epochs_for(name: str, seconds: float, bytecode: Path) -> int:
@@ -104,6 +125,25 @@ def shown(ratios: Sequence[float]) -> str:
     return ", ".join(f"{ratio:.2f}x" for ratio in ratios)
 
 
+def precisions(options: argparse.Namespace, bytecode: Path) -> int:
+    """What each script tells at its end in both precisions, seed by seed, and the means."""
+    failed = False
+    for name in options.only:
+        print(f"\n{name}: {options.epochs} epochs under a captured plan")
+        told: dict[str, list[list[float]]] = {kind: [] for kind in PRECISIONS}
+        for seed in range(options.seeds):
+            for kind in PRECISIONS:
+                one = ran(name, options.epochs, kind, bytecode, seed=seed)
+                line = "; ".join(figures(one.lines))
+                told[kind].append([float(number) for number in re.findall(r"\d+\.\d{3,}(?!\d*e)", line)])
+                failed |= bool(one.code)
+                print(f"  seed {seed}  {kind}  {line}", flush=True)
+        for kind, rows in told.items():
+            means = [statistics.mean(column) for column in zip(*rows, strict=False)]
+            print(f"  mean    {kind}  {'  '.join(f'{mean:.4f}' for mean in means)}")
+    return int(failed)
+
+
 def main() -> int:
     """Run all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,10 +152,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(GOALS), default=sorted(GOALS))
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--epochs", type=int, default=35, help="with --seeds")
     options = parser.parse_args()
     facts: dict[str, object] = {"versions": versions(), "seconds": options.seconds, "scripts": {}}
     failed = False
     with tempfile.TemporaryDirectory(prefix="hotlap-bytecode-") as bytecode:
+        compile_hotlap(Path(bytecode))
+        if options.seeds:
+            return precisions(options, Path(bytecode))
         for name in options.only:
             epochs = epochs_for(name, options.seconds, Path(bytecode))
             kinds = ["alone", "hotlap"] if options.once else ["alone", *["hotlap", "alone"] * options.runs]

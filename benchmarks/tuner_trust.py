@@ -18,15 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import count, product, repeat
 from pathlib import Path
 from typing import Any
@@ -40,17 +36,15 @@ from torch import nn
 
 import hotlap
 from benchmarks.paired import compare as in_blocks
+from benchmarks.tuner_runs import Runs, report, trained
 from benchmarks.tuner_stats import CALM, RATIOS, SPREADS, Row, broken, row, shown, summed
-from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
-from hotlap.core.table import as_json, table
 from hotlap.core.units import show_seconds
-from hotlap.demo import digits_job
 from hotlap.tuner.budget import Budget, Length
 from hotlap.tuner.gates import Gate
 from hotlap.tuner.laps import LAP_S, LapClock
 from hotlap.tuner.rounding import SAME_LOSS
-from hotlap.tuner.stats import LEAST_GAIN, Estimate, student_t
+from hotlap.tuner.stats import LEAST_GAIN, Estimate
 from hotlap.tuner.trials import Trials
 from hotlap.tuner.tuner import WARM
 
@@ -95,9 +89,6 @@ class Part:
         within = value - 1 <= limit and (sides == 1 or 1 - value <= limit)
         beyond = low - 1 > limit or (sides == 2 and 1 - high > limit)
         self.judge(requirement, f"{value - 1:+.1%} {told}; limit {limit:.0%}", within=within, beyond=beyond)
-
-
-report = partial(print, file=sys.stderr, flush=True)  # progress
 
 
 # --- laps that are made up ---------------------------------------------------------------------------
@@ -262,86 +253,9 @@ def _judge_planted(part: Part, tried: Sequence[Compared]) -> None:
 # --- whole runs in processes of their own ------------------------------------------------------------
 
 
-def bound_by_arithmetic(updates: int, device: str) -> hotlap.Job:
-    """A training in which nothing can help: tensors, gathered; a fused optimizer; arithmetic in fp64."""
-    width, batch = (4096, 1024) if device == "cuda" else (256, 32)
-    torch.manual_seed(0)
-    large = nn.Linear(width, width)
-    model = nn.Sequential(nn.Linear(64, width), *[nn.Tanh(), large] * 4).to(device, torch.float64)
-    return hotlap.Job(
-        model=model,
-        data=(torch.randn(200 * batch, 64, dtype=torch.float64), torch.randint(width, (200 * batch,))),
-        loss=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.AdamW(model.parameters(), fused=True),
-        batch_size=batch,
-        steps=updates,
-        device=device,
-    )
-
-
-JOBS: dict[str, Callable[[int, str], hotlap.Job]] = {
-    "promise": lambda updates, device: digits_job(epochs=max(1, updates // 45), device=device),
-    "nothing": bound_by_arithmetic,
-}
-
-
-def trained(job: str, plan: str, updates: int, device: str) -> dict[str, Any]:
-    """One call of `fit`."""
-    with tempfile.TemporaryDirectory(prefix="hotlap-trust-", ignore_cleanup_errors=True) as folder:
-        run = hotlap.fit(JOBS[job](updates, device), plan=plan, out=Path(folder) / "run", progress=False)
-    return {"plan": plan, "train_s": run.train_s, "updates": run.steps, "ledger": run.ledger.to_lines()}
-
-
-def alone(job: str, plan: str, updates: int, device: str) -> dict[str, Any]:
-    """The same in a process of its own, with an empty cache."""
-    with tempfile.TemporaryDirectory(prefix="hotlap-trust-", ignore_cleanup_errors=True) as folder:
-        answer, fresh = Path(folder) / "answer.json", {"HOTLAP_CACHE": str(Path(folder) / "cache")}
-        command = [sys.executable, "-m", "benchmarks.tuner_trust", "--alone", job, plan, str(updates), str(answer)]
-        command += ["--device", device]
-        here = Path(__file__).parents[1]
-        subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | fresh, cwd=here)
-        found: dict[str, Any] = json.loads(answer.read_text())
-    report(f"{job}: {plan} took {show_seconds(found['train_s'])} for {found['updates']:,} updates")
-    return found
-
-
-class Runs:
-    """Whole runs of a job in turn, under the user's own plan first and last."""
-
-    def __init__(self, job: str, options: argparse.Namespace, *, seconds: float) -> None:
-        """`seconds`: what one takes under the user's own plan, about."""
-        # The faster of two: a slow moment would make the runs too short to tune.
-        paces = [trained(job, "off", 450, options.device) for _ in range(2)]
-        updates = round(seconds / min(run["train_s"] / run["updates"] for run in paces))
-        plans = ["off", *["auto", "off"] * options.runs]
-        self.all = [alone(job, plan, updates, options.device) for plan in plans]
-        self.auto = [run for run in self.all if run["plan"] == "auto"]
-        self.updates = self.auto[0]["updates"]
-        ledgers = [Ledger.from_lines(run["ledger"]) for run in self.auto]
-        self.tuning = [as_json(ledger) for ledger in ledgers]
-        took = [math.log(run["train_s"]) for run in self.all]
-        # Each tuned run against the two around it: what drifts in a straight line cancels.
-        gains = [(took[at - 1] + took[at + 1]) / 2 - took[at] for at in range(1, len(took), 2)]
-        self.ratios = [math.exp(gain) for gain in gains]  # how many times as fast each tuned run is
-        self.ratio = math.exp(statistics.mean(gains))
-        # Half of the interval of one ratio, and of all together, as logarithms; one run says nothing of its noise.
-        self.half_of_one = student_t(len(gains) - 1, 0.05) * statistics.stdev(gains) if len(gains) > 1 else math.inf
-        self.half = self.half_of_one / math.sqrt(len(gains))
-        self.lines = [
-            f"{run['plan']:<5} {run['train_s']:>6.2f} s for {run['updates']:,} updates, "
-            f"{show_seconds(run['train_s'] / run['updates'])} a step"
-            for run in self.all
-        ]
-        told = f"tuned runs are {self.ratio:.3f}x as fast: {', '.join(f'{one:.3f}x' for one in self.ratios)}"
-        self.lines.append(f"{told}; runs of the user's own plan differ by {statistics.stdev(took[::2]):.1%}")
-        for ledger in ledgers:
-            self.lines += ["", *table(ledger, 116)]
-
-
 def promise(options: argparse.Namespace) -> Part:
     """What the ledger says that tuning saves, against what it did."""
-    # On a GPU the tuned run is many times as fast, and has to be long enough for all that is tried.
-    seconds = 60.0 if options.device == "cuda" else 25.0
+    seconds = 40.0 if options.device == "cuda" else 25.0
     runs = Runs("promise", options, seconds=0.6 * seconds if options.quick else seconds)
     part, promised = Part(lines=runs.lines, facts={"runs": runs.all}), list[tuple[float, float]]()
     for tuning, ratio in zip(runs.tuning, runs.ratios, strict=True):
@@ -365,7 +279,8 @@ def promise(options: argparse.Namespace) -> Part:
 
 def nothing(options: argparse.Namespace) -> Part:
     """What tuning costs where nothing helps."""
-    runs = Runs("nothing", options, seconds=6.0 if options.quick else 20.0)
+    # On a GPU a shorter run may spend too little for any trial.
+    runs = Runs("nothing", options, seconds=6.0 if options.quick else 30.0 if options.device == "cuda" else 20.0)
     part, harmful = Part(lines=runs.lines, facts={"runs": runs.all}), list[str]()
     for tuning in runs.tuning:
         kept = [move for move in tuning["moves"] if move["outcome"] == "kept"]

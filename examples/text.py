@@ -42,5 +42,5 @@ answers = folder / "answers.csv"
 hotlap.predict(run, test, answers, probabilities=True)
 with answers.open(encoding="utf-8") as file, test.open(encoding="utf-8") as truth:
     pairs = list(zip(csv.DictReader(file), csv.DictReader(truth), strict=True))
-right = sum(mine["label"] == theirs["label"] for mine, theirs in pairs)
+right = sum(mine["predicted_label"] == theirs["label"] for mine, theirs in pairs)
 print(f"{right} of {len(pairs)} right; answers in {answers}, scores and pictures in {run}")

@@ -179,10 +179,35 @@ def test_a_command_line_that_makes_no_sense_ends_with_2_and_says_so_on_stderr(ar
 
 
 def test_an_error_of_hotlaps_own_is_one_line_on_stderr_and_ends_with_1():
-    done = run("-m", "hotlap", "doctor", "--pretend", "nonsense")
+    done = run("-m", "hotlap", "resume", "nowhere")
     assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "hotlap: nowhere is no run folder: it has no plan.toml\n"
+
+
+@pytest.mark.parametrize("command", ["doctor", "gpus"])
+def test_a_word_that_a_command_does_not_know_is_one_line_and_ends_with_2(command):
+    done = run("-m", "hotlap", command, "--pretend", "nonsense")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("hotlap: unknown GPU 'nonsense'")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "nonsense"], "no recipe is called 'nonsense'"),
+        (["recipes", "nonsense"], "no recipe is called 'nonsense'"),
+        (["train", "text", "--epohcs", "1"], "no option is called 'epohcs'; did you mean 'epochs'?"),
+        (["train", "text"], "no data is named"),
+        (["batch"], "which training?"),
+    ],
+)
+def test_a_recipe_or_training_that_is_not_there_is_one_line_and_ends_with_2(arguments, said):
+    done = run("-m", "hotlap", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert done.stderr.startswith("hotlap: ")
+    assert "Traceback" not in done.stderr
 
 
 ENDS = """

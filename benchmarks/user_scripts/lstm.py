@@ -7,9 +7,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument('--epochs', type=int, default=5)
+parser.add_argument('--seed', type=int, default=42)
 args = parser.parse_args()
 
-torch.manual_seed(42)
+torch.manual_seed(args.seed)
 device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
 # windows of 20 steps with 29 features, three classes

@@ -7,9 +7,10 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 p = argparse.ArgumentParser()
 p.add_argument('--epochs', type=int, default=5)
+p.add_argument('--seed', type=int, default=7)
 opt = p.parse_args()
 
-torch.manual_seed(7)
+torch.manual_seed(opt.seed)
 device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')
 
 features = torch.randn(60000, 100)

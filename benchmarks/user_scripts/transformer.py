@@ -37,11 +37,12 @@ class Model(nn.Module):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument('--epochs', type=int, default=5)
+    parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--batch_size', type=int, default=128)
     parser.add_argument('--lr', type=float, default=5e-4)
     args = parser.parse_args()
 
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     rng = np.random.default_rng(0)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     x = rng.standard_normal((20000, 20, 29), dtype=np.float32)

@@ -155,9 +155,9 @@ def test_a_bad_number_of_workers_is_exit_1():
 
 @pytest.mark.parametrize("command", ["doctor", "gpus"])
 @pytest.mark.parametrize(("gpu", "words"), [("a100", "a100-40 or a100-80"), ("t44", "did you mean 't4'?")])
-def test_an_unclear_gpu_is_one_line_on_stderr_and_exit_1(command, gpu, words):
+def test_an_unclear_gpu_is_one_line_on_stderr_and_exit_2(command, gpu, words):
     result = hotlap(command, "--json", "--pretend", gpu)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith("hotlap: ")

@@ -13,7 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hotlap.cli import app
+from hotlap.cli.run import _check
 from hotlap.core.errors import HotlapError
+from hotlap.store.run_folder import RunFolder
 
 SRC = Path(__file__).parents[2] / "src"
 # Every Python in these tests imports this first.
@@ -187,6 +189,7 @@ def test_what_is_asked_for_reaches_the_session(home, asked, monkeypatch):
         (["--plan", "off", "--json", "train.py"], "--plan off leaves the script alone, and goes with no --json"),
         (["--compare", "--json", "train.py"], "--compare has no --json"),
         (["gone.py"], "there is no file 'gone.py'"),
+        (["--plan", "gone", "train.py"], "--plan gone: there is no such file or folder; auto, max and off need none"),
         (["--off", "gone.py"], "there is no file 'gone.py'"),
         (["--compare", "-m", "gone"], "no module named 'gone' is to be seen from this folder"),
     ],
@@ -210,13 +213,34 @@ def test_a_variable_that_makes_no_sense_is_one_line_and_the_code_is_2(home, vari
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hotlap: {said}\n")
 
 
-@pytest.mark.parametrize("words", [["--plan", "gone.toml"], ["--plan", "taken"], ["--out", "taken"]])
+@pytest.mark.parametrize("words", [["--plan", "taken"], ["--out", "taken"]])
 def test_a_plan_or_a_folder_that_will_not_do_is_refused_before_the_script_runs(home, words):
     write(home / "train.py", "open('ran', 'w')")
     write(home / "taken/file", "")
     done = CliRunner().invoke(app, ["run", *words, "train.py"])
     assert isinstance(done.exception, HotlapError), done.exception
     assert not (home / "ran").exists()
+
+
+def test_where_nothing_is_trained_no_folder_is_left(home):
+    write(home / "train.py", "import os; print(os.listdir())")
+    write(home / "here/kept", "")
+    assert hotlap("run", "--out", "deep/er/run", "train.py").returncode == 0
+    assert hotlap("run", "--out", "here/run", "train.py").returncode == 0
+    assert sorted(path.name for path in home.iterdir()) == ["here", "train.py"]
+    assert [path.name for path in (home / "here").iterdir()] == ["kept"]
+
+
+def test_a_run_that_begins_beside_it_in_the_same_new_folder_does_not_matter(home, monkeypatch):
+    create = RunFolder.create
+
+    def beside(path):
+        write(path.parent / "other/plan.toml", "")
+        return create(path)
+
+    monkeypatch.setattr(RunFolder, "create", beside)
+    _check("auto", Path("new/mine"))
+    assert [path.name for path in (home / "new").iterdir()] == ["other"]
 
 
 # --- both ways -----------------------------------------------------------------------------------------

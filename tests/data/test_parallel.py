@@ -1,6 +1,7 @@
 """A function over many items: in order, by processes where they pay, and with errors that name their item."""
 
 import functools
+import io
 import logging
 import multiprocessing
 import os
@@ -10,12 +11,15 @@ import sys
 import textwrap
 import time
 from math import isqrt
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hotlap.core.errors import DataError, StoreError
-from hotlap.data import parallel
+from hotlap.data import bar, parallel
 from hotlap.data.parallel import parallel_map, why_not_apart
+from hotlap.store.cache import Cache
 
 
 def with_its_process(number):
@@ -105,6 +109,160 @@ def test_an_error_of_hotlap_says_by_itself_where_it_arose(workers, kind):
     with pytest.raises(kind) as raised:
         parallel_map(strict, range(20), workers=workers)
     assert str(raised.value) == "row 7 of the table is missing"
+
+
+# --- results that are kept --------------------------------------------------------------------------------
+
+
+def counted(folder, number):
+    """Leaves a trace of each call."""
+    (folder / f"{number}-{len(list(folder.glob(f'{number}-*')))}").touch()
+    if number == 5 and (folder / "stops").exists():
+        raise ValueError("not this one")
+    return {"root": isqrt(number), "row": np.arange(number), "pair": (number, str(number))}
+
+
+def calls(folder):
+    return sorted(int(path.name.split("-")[0]) for path in folder.glob("*-*"))
+
+
+@pytest.fixture
+def traced(tmp_path):
+    folder = tmp_path / "calls"
+    folder.mkdir()
+    # By its words, as a part of a key: a Path stands for what is in the file.
+    return folder, functools.partial(called_in, str(folder))
+
+
+def called_in(folder, number):
+    return counted(Path(folder), number)
+
+
+def called_too(folder, number):
+    return called_in(folder, number)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_was_interrupted_goes_on_from_where_it_was(traced, tmp_path, workers):
+    folder, f = traced
+    cache = Cache(tmp_path / "cache")
+    (folder / "stops").touch()
+    with pytest.raises(DataError, match=r"item 4, 5: ValueError: not this one"):
+        parallel_map(f, range(1, 9), workers=1, cache=cache)
+    assert calls(folder) == [1, 2, 3, 4, 5]
+    (folder / "stops").unlink()
+    told = []
+    found = parallel_map(
+        f, range(1, 9), workers=workers, cache=cache, progress=lambda done, total: told.append((done, total))
+    )
+    assert calls(folder) == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    assert [one["pair"] for one in found] == [(n, str(n)) for n in range(1, 9)]
+    assert all(np.array_equal(one["row"], np.arange(n)) for n, one in enumerate(found, 1))
+    assert told[0] == (4, 8)
+    assert told[-1] == (8, 8)
+    # Parts have become one entry, and the third call asks nothing.
+    assert [item.facts["done"] for item in cache.list()] == [8]
+    again = parallel_map(f, range(1, 9), cache=cache)
+    assert [one["root"] for one in again] == [one["root"] for one in found]
+    assert len(calls(folder)) == 9
+
+
+def test_an_error_after_some_were_kept_names_the_item_by_its_own_number(traced, tmp_path):
+    folder, f = traced
+    (folder / "stops").touch()
+    for workers in (1, 2):
+        with pytest.raises(DataError, match=r"item 4, 5: ValueError"):
+            parallel_map(f, range(1, 9), workers=workers, cache=Cache(tmp_path / "cache"))
+
+
+def test_other_items_and_another_function_are_done_anew(traced, tmp_path):
+    folder, f = traced
+    cache = Cache(tmp_path / "cache")
+    parallel_map(f, [1, 2], cache=cache)
+    parallel_map(f, [1, 3], cache=cache)
+    parallel_map(functools.partial(called_too, str(folder)), [1, 3], cache=cache)
+    assert calls(folder) == [1, 1, 1, 2, 3, 3]
+
+
+def test_parts_are_kept_while_it_runs(traced, tmp_path, monkeypatch):
+    _, f = traced
+    monkeypatch.setattr("hotlap.data.kept_results.KEEP_S", 0.0)
+    cache = Cache(tmp_path / "cache")
+    seen = []
+    monkeypatch.setattr("hotlap.data.parallel.GROUP_S", 0.0)
+    parallel_map(f, range(1, 5), workers=1, cache=cache, progress=lambda done, total: seen.append(len(cache.list())))
+    assert seen == [1, 2, 3, 4]
+    assert len(cache.list()) == 1
+
+
+def test_results_that_no_safe_file_can_hold_are_given_all_the_same(tmp_path, caplog):
+    found = parallel_map(some_object, range(3), workers=1, cache=Cache(tmp_path / "cache"))
+    assert [type(one) for one in found] == [object] * 3
+    assert "results of some_object are not kept" in caplog.text
+
+
+def some_object(number):
+    return object()
+
+
+def test_a_function_without_source_has_no_key(tmp_path):
+    with pytest.raises(StoreError, match="isqrt"):
+        parallel_map(isqrt, range(3), cache=Cache(tmp_path / "cache"))
+
+
+# --- the bar ----------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    monkeypatch.setattr(bar, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(bar, "LIVE_S", 0.0)
+    monkeypatch.delenv("HOTLAP_PROGRESS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def test_a_terminal_has_a_bar_that_is_taken_away(patient):
+    with bar.shown_bar(stream := Terminal()) as told:
+        told(1, 12)  # from here on it is timed
+        told(3, 12)
+        told(12, 12)
+    first, second, cleared, _ = stream.getvalue().split("\r")[1:]
+    assert first.count("━") == round(bar.WIDTH / 4)
+    assert "3/12" in first
+    assert second.count("━") == bar.WIDTH
+    assert not cleared.strip()
+
+
+def test_a_log_has_a_line_now_and_then_and_quick_work_nothing(patient, monkeypatch):
+    with bar.shown_bar(stream := io.StringIO()) as told:
+        told(1, 12)
+        told(3, 12)
+        told(6, 12)
+    assert stream.getvalue().startswith("3/12 · ")
+    assert stream.getvalue().count("\n") == 1
+    monkeypatch.setenv("HOTLAP_PROGRESS", "off")
+    with bar.shown_bar(stream := Terminal()) as told:
+        told(1, 12)
+        told(3, 12)
+    assert stream.getvalue() == ""
+    monkeypatch.undo()
+    with bar.shown_bar(stream := Terminal()) as told:
+        told(1, 12)
+        told(3, 12)
+    assert stream.getvalue() == ""
+
+
+def test_the_bar_is_shown_unless_nothing_is_wanted(patient, monkeypatch):
+    monkeypatch.setattr(parallel, "GROUP_S", 0.0)
+    for progress, is_shown in ((True, True), (False, False), (None, False)):
+        monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+        parallel_map(isqrt, range(5), workers=1, progress=progress)
+        assert ("2/5" in stream.getvalue()) == is_shown
 
 
 def test_a_killed_process_and_results_that_cannot_be_sent_are_told_in_one_line():

@@ -13,6 +13,7 @@ import string
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -289,8 +290,18 @@ def test_a_second_run_reuses_what_the_first_has_made(cache, tokenizer):
     assert first.not_kept == second.not_kept == ""
     assert first.truncated == second.truncated
     assert torch.equal(first.offsets, second.offsets)
-    assert set(first.fields) == set(second.fields)
+    assert list(first.fields) == list(second.fields)
     assert all(torch.equal(first.fields[name], second.fields[name]) for name in first.fields)
+
+
+@pytest.mark.parametrize("order", [["input_ids", "token_type_ids"], ["token_type_ids", "input_ids"]])
+def test_fields_come_out_of_the_cache_in_the_order_in_which_they_went_in(order):
+    """Files of tensors keep none; what is trained on must be known again."""
+    tensors = {name: torch.zeros(3) for name in (*order, "offsets")}
+    entry = SimpleNamespace(
+        tensors=tensors, values={"truncated": 0, "took_s": 1.0, "fields": ["token_type_ids", "input_ids"]}
+    )
+    assert list(tokenising._from(entry, 0.0).fields) == ["token_type_ids", "input_ids"]
 
 
 def test_a_line_says_what_was_done_and_what_was_saved(cache):

@@ -312,6 +312,6 @@ def test_no_more_blocks_than_there_are_can_be_checkpointed():
 
 def test_a_script_checkpoints_its_blocks_itself():
     model = Encoder()
-    loop = SimpleNamespace(optimizers=[torch.optim.AdamW(model.parameters())], modules=[])
+    loop = SimpleNamespace(optimizers=[torch.optim.AdamW(model.parameters())], modules=[], before=4)
     script = ScriptTraining(loop, [], Ledger())
     assert "in a script that is the script's own" in script.supports(script.plan.but(checkpoint=1))

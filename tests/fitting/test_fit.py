@@ -170,6 +170,18 @@ def test_a_loss_that_is_not_finite_is_told_once_and_recorded(tmp_path, capfd, mo
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["train_loss"] is None
 
 
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [({}, "a smaller learning rate, clip=1.0, skip_nonfinite=True"), ({"clip": 1.0}, "a smaller learning rate, skip")],
+)
+def test_what_is_done_already_is_no_advice(settings, advice, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("HOTLAP_PROGRESS", "lines")
+    x, y = class_data()
+    x[3] = math.inf
+    fit(small_job(data=(x, y), **settings), out=tmp_path / "run")
+    assert f"try {advice}" in capfd.readouterr().err
+
+
 def test_skipped_updates_are_counted_in_the_run(tmp_path):
     x, y = class_data()
     x[3] = math.inf

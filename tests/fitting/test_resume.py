@@ -724,6 +724,16 @@ def test_the_command_resumes_a_script_with_its_words(tmp_path, script, left, exp
     assert weights(left) == expected
 
 
+def test_a_folder_of_a_script_that_hotlap_only_ran_is_refused_before_the_script_runs(tmp_path, script):
+    folder = RunFolder.create(tmp_path / "ran")
+    folder.write_plan(Plan())
+    folder.write_started({"command": "run", "script": "train"})
+    code, out, err = hotlap_command("resume", tmp_path / "ran", script)
+    assert (code, out) == (1, "")
+    assert "keeps no checkpoints" in err
+    assert err.count("\n") == 1
+
+
 def test_the_command_resumes_a_module_with_its_words(tmp_path, script, left, expected):
     (tmp_path / "pack").mkdir()
     shutil.move(script, tmp_path / "pack/train.py")
@@ -832,7 +842,8 @@ def test_nothing_that_a_folder_says_is_ever_run(tmp_path, left, words):
 )
 def test_a_program_that_cannot_be_resumed_is_told_in_one_line(tmp_path, left, words, told):
     (tmp_path / "idle.py").write_text("pass\n")
-    said = said_by(tmp_path, command("hotlap", "resume", left, *words, cwd=tmp_path), expected=1)
+    code = 1 if words == ["idle.py"] else 2
+    said = said_by(tmp_path, command("hotlap", "resume", left, *words, cwd=tmp_path), expected=code)
     assert told in said
     assert "Traceback" not in said
 

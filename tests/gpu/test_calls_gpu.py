@@ -6,20 +6,19 @@ import gc
 import itertools
 from types import SimpleNamespace
 
+import calling
 import pytest
 import torch
+from calling import CAPTURED, OWN
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from waiting import no_waiting
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.script import call_refusals
-from hotlap.script.calls import Call
 from hotlap.tuner.stepping import without_dropout
 
 DEVICE = torch.device("cuda")
-OWN = Numerics(), Execution()
-CAPTURED = Numerics(), Execution(mode="captured")
 STEPS = 20
 
 
@@ -30,16 +29,9 @@ def nothing_stays():
     gc.collect()
 
 
-class Scripted:
-    """A module as a script under hotlap calls it."""
-
+class Scripted(calling.Scripted):
     def __init__(self, module, plan=OWN, **settings):
-        self.module = module
-        self.call = Call(module, device=DEVICE, **settings)
-        self.call.use(*plan)
-
-    def __call__(self, *args, **kwargs):
-        return self.call(functools.partial(nn.Module.__call__, self.module), args, kwargs)
+        super().__init__(module, plan, device=DEVICE, make_recorder=None, **settings)
 
     @property
     def recorded(self):

@@ -151,6 +151,19 @@ def test_data_that_differs_by_one_value_is_told(part):
     assert line.startswith("data: sha256 was ")
 
 
+def test_a_dict_of_tensors_is_the_same_data_in_any_order():
+    x, y = class_data()
+
+    class Held(TensorDataset):
+        def __init__(self, **parts):
+            super().__init__(x, y)
+            self.parts = parts
+
+    one, other = Held(first=x, second=x + 1), Held(second=x + 1, first=x)
+    assert differences(known(data=one), known(data=other)) == []
+    assert differences(known(data=one), known(data=Held(first=x + 1, second=x)))
+
+
 def test_fewer_samples_are_told():
     found = differences(known(), known(data=class_data(40)))
     assert "data: samples was 50, is 40" in found

@@ -3,6 +3,7 @@
 import json
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 from plain import parameters_of
@@ -14,10 +15,12 @@ from hotlap import Job, Sequences
 from hotlap.cli import app
 from hotlap.core.errors import TrainingError
 from hotlap.kit import batch as kit
+from hotlap.kit import catalogue
 from hotlap.kit.bench import opened
 from hotlap.kit.child import Wish
-from hotlap.kit.prior import prior
-from hotlap.kit.search import Search
+from hotlap.kit.lengths import longest_in, size_of
+from hotlap.kit.prior import prior, remember
+from hotlap.kit.search import Line, Search
 from hotlap.kit.visiting import visit
 from hotlap.script.running import Target
 
@@ -155,6 +158,34 @@ def test_sequences_are_tried_at_their_longest():
     assert set(model.widths) == {24}  # 17 in multiples of 8
 
 
+@pytest.mark.parametrize(
+    ("sample", "size"),
+    [
+        ({"ids": [1, 2, 3], "label": 1}, 4),
+        (("four", torch.ones(2, 3)), 10),
+        ([np.zeros((2, 2)), b"ab"], 6),
+        (type("Picture", (), {"size": (4, 5)})(), 20),
+        (3.5, 1),
+    ],
+)
+def test_samples_of_any_form_have_a_length(sample, size):
+    assert size_of(sample) == size
+
+
+def test_what_batches_hold_is_told():
+    class Ragged:
+        def __len__(self):
+            return 1000
+
+        def __getitem__(self, index):
+            return [0] * (5 + index % 7)
+
+    assert longest_in(Ragged()).words == "batches hold the longest of 256 samples that were looked at, of 1,000"
+    assert longest_in([Ragged()[n] for n in range(1000)]).words == "batches hold the longest of all 1,000 samples"
+    assert "are of one size" in longest_in(list(torch.ones(10, 3))).words
+    assert longest_in(iter([1])) is None
+
+
 def test_samples_out_of_code_are_tried_at_the_longest_that_were_seen():
     samples = [(torch.ones(n), n) for n in (2, 9, 4, 30, 1)]
     collate = lambda rows: (  # noqa: E731
@@ -167,17 +198,106 @@ def test_samples_out_of_code_are_tried_at_the_longest_that_were_seen():
     assert inputs.shape == (2, 30)
 
 
-def test_the_first_size_follows_the_gpu_the_kind_of_model_and_the_samples():
-    gib = 2**30
-    network = nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(5)))
-    pictures = lambda side: (torch.zeros(1, 3, side, side), torch.zeros(1))  # noqa: E731
-    assert prior(network, pictures(224), 16 * gib, "a T4", own=5).size == 64
-    assert prior(network, pictures(448), 16 * gib, "a T4", own=5).size == 16
-    assert prior(network, pictures(224), 64 * gib, "an A100", own=5).size == 256
+# --- where it begins --------------------------------------------------------------------------------------
+
+GIB, MIB = 2**30, 2**20
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+
+
+def pictures(side):
+    return torch.zeros(1, 3, side, side), torch.zeros(1)
+
+
+def kinds():
+    convolving = nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(5)))
     attending = nn.TransformerEncoderLayer(8, 2)
-    tokens = {"ids": torch.zeros(1, 512, dtype=torch.long)}
-    assert prior(attending, tokens, 16 * gib, "a T4", own=5).size == 8
-    assert prior(nn.Linear(2, 2), (torch.zeros(1, 2),), 16 * gib, "a T4", own=5).size == 5
+    return {
+        catalogue.CONVOLUTIONS: (convolving, pictures(224), 224),
+        catalogue.VISION: (nn.Sequential(convolving, attending), pictures(96), 96),
+        catalogue.TEXT: (attending, {"ids": torch.zeros(1, 512, dtype=torch.long)}, 512),
+        catalogue.RECURRENT: (nn.GRU(29, 8), (torch.zeros(1, 20, 29), torch.zeros(1)), 20),
+        catalogue.DENSE: (nn.Linear(7, 2), (torch.zeros(1, 7), torch.zeros(1)), 7),
+    }
+
+
+@pytest.mark.parametrize("name", list(catalogue.UNITS))
+def test_a_model_is_known_by_its_layers_and_its_samples(name):
+    model, sample, size = kinds()[name]
+    kind = catalogue.kind_of_model(model, sample)
+    assert (kind.name, kind.size) == (name, size)
+    assert kind.parameters == sum(p.numel() for p in model.parameters())
+    assert catalogue.example_of(kind).kind == name
+
+
+def test_the_first_size_follows_the_gpu_the_kind_of_model_and_the_samples(cache):
+    network = kinds()[catalogue.CONVOLUTIONS][0]
+    assert catalogue.example_of(catalogue.kind_of_model(network, pictures(224))).bytes_a_sample == round(5.65 * MIB)
+    assert prior(network, pictures(224), 16 * GIB, "a T4").size == 2048  # 2,900 of 5.65 MiB
+    assert prior(network, pictures(448), 16 * GIB, "a T4").size == 512
+    assert prior(network, pictures(224), 64 * GIB, "an A100").size == 8192
+    attending, tokens, _ = kinds()[catalogue.TEXT]
+    assert prior(attending, tokens, 16 * GIB, "a T4").size < prior(attending, tokens, 32 * GIB, "a T4").size
+
+
+def test_attention_over_rows_of_numbers_is_known_by_their_count():
+    attending = kinds()[catalogue.TEXT][0]
+    assert catalogue.kind_of_model(attending, (torch.zeros(1, 20, 8), torch.zeros(1))).sample == "20 tokens"
+
+
+def test_the_weights_and_what_an_update_needs_of_them_are_taken_off_first(cache):
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB, four times
+    one = catalogue.example_of(catalogue.kind_of_model(model, (torch.zeros(1, 1024),))).bytes_a_sample
+    assert prior(model, (torch.zeros(1, 1024),), 16 * MIB + 4.5 * one, "a T4").size == 4
+    assert prior(model, (torch.zeros(1, 1024),), MIB, "a T4").size == 1
+
+
+def test_a_larger_model_of_a_kind_is_likened_to_a_larger_example():
+    examples = [one for one in catalogue.EXAMPLES if one.kind == catalogue.VISION]
+    for one in examples:
+        like = catalogue.Kind(name=one.kind, size=one.size, parameters=round(1.1 * one.parameters))
+        assert catalogue.example_of(like) is one
+    assert examples[0].bytes_at(2 * examples[0].size) == 4 * examples[0].bytes_a_sample
+
+
+def test_what_was_measured_before_is_where_the_next_search_begins(cache):
+    network, sample, _ = kinds()[catalogue.CONVOLUTIONS]
+    kind = catalogue.kind_of_model(network, sample)
+    remember(kind, "a T4", Line(bytes_a_sample=GIB, rest_bytes=3 * GIB))
+    begun = prior(network, sample, 16 * GIB, "a T4")
+    assert begun.size == 8  # of 13 that fit
+    assert "1.0 GiB a sample were measured on a T4 before" in begun.why
+    assert "a guess" in prior(network, sample, 16 * GIB, "an A100").why
+    assert "a guess" in prior(network, pictures(96), 16 * GIB, "a T4").why
+
+
+def test_a_cache_that_cannot_be_used_stops_no_search(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "file"))
+    network, sample, _ = kinds()[catalogue.CONVOLUTIONS]
+    remember(catalogue.kind_of_model(network, sample), "a T4", Line(bytes_a_sample=1.0, rest_bytes=0.0))
+    assert "a guess" in prior(network, sample, 16 * GIB, "a T4").why
+    assert "not a folder" in caplog.text
+
+
+def test_a_search_corrects_the_guess_and_the_next_one_begins_where_it_ended(cache, monkeypatch):
+    """As on a GPU, on which 200 samples fit."""
+    monkeypatch.setattr("hotlap.kit.bench.Bench.memory_ends", True)
+    monkeypatch.setattr("hotlap.kit.bench.room_on", lambda device: 40 * 1024)
+    first, second = (
+        kit.batch(job(model=Full(200), optimizer=lambda p: torch.optim.Adam(p)), progress=False) for _ in range(2)
+    )
+    assert "a guess for the CPU from" in first.summary()
+    assert first.largest.size == second.largest.size == 200
+    line = first.searched.line
+    assert f"measured   {line.bytes_a_sample:.0f} B more for each sample more" in first.summary()
+    assert "were measured on the CPU before" in second.summary()
+    fits = line.size_at(second.allowed_bytes)
+    assert second.began.size <= fits < 2 * second.began.size
+    assert first.to_dict()["measured"]["bytes_a_sample"] == line.bytes_a_sample
 
 
 def test_an_optimizer_that_calls_the_model_by_itself_is_refused():
@@ -239,10 +359,54 @@ def test_the_command_answers_for_a_script_in_json(script):
     assert "batch_size=" in found["write"]
 
 
+RAGGED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+texts = [([1] * n, n % 2) for n in [3, 4, 50, 5, 30] + [6] * 59]
+
+def padded(rows):
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids, _ in rows], batch_first=True)
+    return ids, torch.tensor([label for _, label in rows])
+
+model = nn.Sequential(nn.Embedding(5, 16), nn.Linear(16, 2))
+optimizer = torch.optim.Adam(model.parameters())
+loader = DataLoader(texts, batch_size=2, shuffle=True, collate_fn=padded, num_workers=0)
+for epoch in range(10_000):
+    for ids, labels in loader:
+        assert LEAST <= ids.shape[1]
+        nn.functional.cross_entropy(model(ids).mean(1), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_scripts_batches_are_of_its_longest_samples_where_lengths_can_be_read(tmp_path):
+    path = tmp_path / "ragged.py"
+    path.write_text(RAGGED.replace("LEAST", "3"))
+    first = visit(Target(path=str(path)), Wish(laps=1, lap_s=0.0, counts=True, lengths=True))
+    assert first.varies
+    assert first.longest == "batches hold the longest of all 64 samples"
+    path.write_text(RAGGED.replace("LEAST", "50"))
+    wish = Wish(loader=first.loader, change={"batch_size": 4}, longest=True, laps=1, lap_s=0.0, counts=True)
+    seen = visit(Target(path=str(path)), wish)
+    assert seen.batch_size == 4
+    assert seen.peak_bytes > 4 * 50 * 16 * 4
+
+
+def test_a_sampler_of_the_scripts_own_is_left_to_it(tmp_path):
+    path = tmp_path / "ragged.py"
+    sampler = "sampler=torch.utils.data.SubsetRandomSampler(range(64))"
+    path.write_text(RAGGED.replace("LEAST", "3").replace("shuffle=True", sampler))
+    found = kit.batch_of_script(Target(path=str(path)), seconds=0.1, progress=False)
+    assert "note       batches are those that came first: the lengths of samples are not known" in found.summary()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("print('nothing')", "ended after 0 updates"),
+        ("print('nothing')", "is over after 0 updates"),
         ("raise ValueError('mine')", "ended by an error: ValueError: mine"),
     ],
 )

@@ -1,11 +1,14 @@
 """`hotlap memory`: an account that adds up, by kind and layer, what would bring it down, and what grows."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from plain import parameters_of
 from torch import nn
 from typer.testing import CliRunner
@@ -14,6 +17,7 @@ import hotlap
 from hotlap import Job
 from hotlap.cli import app
 from hotlap.core.errors import HotlapError
+from hotlap.kit.growing import FIRST, TURNS, Turns, grown
 from hotlap.kit.memory import memory_of_script
 from hotlap.kit.picture import draw_course
 from hotlap.script.running import Target
@@ -69,6 +73,10 @@ def test_the_kinds_add_up_to_the_peak_and_hold_what_they_should(found):
     assert found.kinds["optimizer"] == 2 * weights + 4 * len(list(Encoder().parameters()))
     assert found.kinds["batch"] >= BATCH * (LENGTH * WIDTH * 4 + 8)
     assert found.samples == BATCH
+    # Between updates, weights and the optimizer's state are there, and gradients until they are set to none.
+    lasting = found.kinds["parameters"] + found.kinds["optimizer"]
+    assert lasting <= found.lasting_bytes <= lasting + weights + found.kinds["batch"]
+    assert "between updates" in found.summary()
 
 
 def test_activations_are_told_by_layer(found):
@@ -191,6 +199,103 @@ def test_a_scripts_memory_is_told_and_what_it_holds_is_found(tmp_path):
     (held,) = found.held
     assert held.line.endswith("mine.py:13 in <module>")
     assert held.holder == "__main__.losses"
+
+
+LEAKS = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+model = nn.Linear(10, 2)
+optimizer = torch.optim.Adam(model.parameters())
+loader = DataLoader(TensorDataset(torch.randn(640, 10), torch.randint(2, (640,))), batch_size=32)
+kept, outputs = [], torch.zeros(0)
+
+def main(how):
+    global outputs
+    total = 0.0
+    for number in range(100_000):
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = nn.functional.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            number += 1
+            if how == "added up":
+                total = total + loss
+            elif how == "joined":
+                outputs = torch.cat([outputs, out.detach()])
+            elif how == "every second" and number % 2:
+                kept.append(out.detach())
+            elif how == "the last two":
+                kept.append(out)
+                del kept[:-2]
+            elif how == "numbers":
+                kept.append(loss.item())
+
+main(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "line", "size", "said"),
+    [
+        ("added up", "", 0, "steps of autograd an update: a tensor of shape () keeps all that led to it"),
+        ("joined", "leaks.py:26 in main", 32 * 2 * 4, "in a tensor that grows"),
+        ("every second", "leaks.py:18 in main", 32 * 2 * 4 // 2, "(0.5 tensors)"),
+    ],
+)
+def test_other_ways_to_grow_are_told_with_what_can_be_seen_of_them(tmp_path, how, line, size, said):
+    path = tmp_path / "leaks.py"
+    path.write_text(LEAKS)
+    (held,) = memory_of_script(Target(path=str(path), args=[how]), progress=False).held
+    assert held.line.endswith(line)
+    assert held.bytes_an_update == size
+    assert said in str(held)
+    holder = {"added up": "total of main", "joined": "__main__.outputs", "every second": "__main__.kept"}[how]
+    assert held.holder == holder
+    assert str(held).endswith(f", held by {holder}")
+
+
+@pytest.mark.parametrize("how", ["the last two", "numbers"])
+def test_what_is_let_go_of_does_not_grow(tmp_path, how):
+    path = tmp_path / "leaks.py"
+    path.write_text(LEAKS)
+    assert memory_of_script(Target(path=str(path), args=[how]), progress=False).held == ()
+
+
+class Allocator:
+    """Counts nothing but what it is told."""
+
+    def __init__(self, monkeypatch, allocated, reserved):
+        self.device, self.pieces, self.bytes, self.turn = torch.device("cuda"), {}, 100, 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[self.turn - 1])
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[self.turn - 1])
+
+
+@pytest.mark.parametrize(
+    ("allocated", "reserved", "said"),
+    [
+        ([100 + 8 * n for n in range(TURNS)], [10**6] * TURNS, "8 B an update that no operation was seen to make"),
+        ([100] * TURNS, [2**20 * n for n in range(TURNS)], "1.0 MiB an update that torch takes from the GPU"),
+        ([100] * TURNS, [10**6] * TURNS, None),
+        ([100, 150, *[160] * (TURNS - 2)], [10**6 + n % 2 for n in range(TURNS)], None),
+    ],
+)
+def test_growth_that_only_the_allocator_sees_is_told_without_a_line(monkeypatch, allocated, reserved, said):
+    turns = Turns(Allocator(monkeypatch, allocated, reserved))
+    while not turns.are_done:
+        turns.end()
+    found = [str(one) for one in turns.growth()]
+    assert [said in one for one in found] == ([True] if said else [])
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=TURNS, max_size=TURNS))
+def test_only_what_rises_in_every_update_grows(levels):
+    rises = all(before < after for before, after in pairwise(levels[FIRST - 1 :]))
+    assert (grown(levels) > 0) == rises
 
 
 def test_the_command_prints_json_and_draws(tmp_path, monkeypatch):

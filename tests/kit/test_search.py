@@ -1,9 +1,12 @@
 """The search for a batch: it finds the largest that trains, wherever it begins, and stops where it should."""
 
+import dataclasses
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotlap.kit.search import KNEE, Search, Searched, Trial, fastest, knee
+from hotlap.kit.search import KNEE, Search, Searched, TooShortError, Trial, fastest, knee, line_through
 
 
 def search(attempt, **how):
@@ -73,10 +76,33 @@ def test_smaller_ones_are_timed_until_they_are_clearly_slower():
     assert min(size for size, _ in asked) == 64
 
 
+def test_a_first_size_that_was_far_too_small_is_corrected_by_what_it_took():
+    attempt, asked = trials_of(1100, bytes_of=lambda size: 500 + 2 * size)
+
+    def with_rest(size, timed):
+        return dataclasses.replace(attempt(size, timed), rest_bytes=500)
+
+    found = search(with_rest, start=4, most=10**6, room_bytes=500 + 2 * 1000, by_speed=False)
+    assert [size for size, _ in asked[:3]] == [4, 512, 1024]  # in place of 8, 16, 32 …
+    assert found.largest.size == 1100
+    timed = {one.size for one in found.trials if one.samples_per_s is not None}
+    assert all(any(size / 1.5 <= one <= size * 1.5 for one in timed) for size in (8, 16, 32, 64, 128, 256, 512))
+    assert found.line.bytes_a_sample == 2
+    assert found.line.rest_bytes == 500
+    assert found.line.size_at(2500) == 1000
+
+
+def test_memory_that_does_not_grow_tells_nothing_of_a_sample():
+    flat = [Trial(size=size, taken_bytes=100, rest_bytes=100) for size in (1, 8)]
+    assert line_through(flat) is None
+    assert line_through(flat[:1]) is None
+    assert line_through([]) is None
+
+
 def test_time_that_is_up_ends_it_and_says_so():
     attempt, asked = trials_of()
     found = search(
-        attempt, start=1, most=10**6, room_bytes=10**9, by_speed=False, enough=lambda: "up" if len(asked) > 3 else None
+        attempt, start=1, most=10**6, room_bytes=1, by_speed=False, enough=lambda: "up" if len(asked) > 3 else None
     )
     assert found.ended == "up"
     assert len(asked) == 4
@@ -92,3 +118,23 @@ def test_the_knee_is_the_smallest_that_is_nearly_as_fast_as_the_fastest():
     assert [one.size for one in within] == [8, 16]
     assert fastest([]) is None
     assert knee([]) is None
+
+
+def test_a_training_that_is_over_too_soon_at_a_size_ends_the_search_with_what_was_seen():
+    def attempt(size, timed):
+        if size > 200:
+            raise TooShortError("mine is over after 5 updates with batch_size=400, too few to be timed")
+        return Trial(size=size, samples_per_s=100.0 * size)
+
+    found = Search(attempt=attempt, start=50, most=10_000, room_bytes=1e9, by_speed=True).run()
+    assert [one.size for one in found.trials if one.samples_per_s][-1] == 200
+    assert found.ended == "mine is over after 5 updates with batch_size=400, too few to be timed"
+    assert not found.found_largest
+
+
+def test_a_training_that_is_over_too_soon_as_it_is_says_so():
+    def attempt(size, timed):
+        raise TooShortError("mine is over after 5 updates, too few to be timed")
+
+    with pytest.raises(TooShortError, match="over after 5 updates"):
+        Search(attempt=attempt, start=50, most=10_000, room_bytes=1e9, by_speed=True).run()

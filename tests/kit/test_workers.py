@@ -7,12 +7,13 @@ import pytest
 import torch
 from plain import parameters_of
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from typer.testing import CliRunner
 
 import hotlap
 from hotlap import Feed, Job, Sequences
 from hotlap.cli import app
+from hotlap.kit import transforms
 from hotlap.kit import workers as kit
 from hotlap.kit.workers import Setting, WorkersFound, best_of, counts, words_of
 from hotlap.tuner.stats import Estimate
@@ -175,8 +176,103 @@ def test_a_scripts_loader_is_tried_with_other_workers(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["workers", "--json", "--quiet", str(tmp_path / "mine.py")])
     assert (done.exit_code, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    own, two = found["settings"]
+    own, two, *finer = found["settings"]
     assert (own["is_own"], own["feed"]["workers"], two["feed"]["workers"]) == (True, 0, 2)
     assert min(own["step_s"], own["start_s"]) > 4 * 0.003  # samples of a batch are waited for one by one
     assert min(two["step_s"], two["start_s"]) > 0
     assert found["best_workers"] in (0, 2)
+    two_are_best = own["step_s"] > kit.NEAR * two["step_s"]
+    assert [(one["feed"]["workers"], one["feed"]["prefetch"]) for one in finer] == ([(2, 4)] if two_are_best else [])
+    assert all(one["step_s"] > 0 for one in finer)
+
+
+@pytest.mark.parametrize(
+    ("feed", "on_gpu", "others"),
+    [
+        (Feed(kind="gather"), True, []),
+        (Feed(kind="loader"), False, []),
+        (Feed(kind="loader"), True, [(0, True, None)]),
+        (Feed(kind="loader", workers=2, pinned=True), True, [(2, False, None), (2, True, 4)]),
+        (Feed(kind="loader", workers=2), False, [(2, False, 4)]),
+    ],
+)
+def test_prefetching_and_pinning_are_tried_for_the_best_count(feed, on_gpu, others):
+    assert [(one.workers, one.pinned, one.prefetch) for one in kit.finer(feed, on_gpu=on_gpu)] == others
+
+
+# --- transforms -------------------------------------------------------------------------------------------
+
+
+class Compose:
+    """As torchvision has it."""
+
+    def __init__(self, transforms):
+        self.transforms = transforms
+
+    def __call__(self, x):
+        for transform in self.transforms:
+            x = transform(x)
+        return x
+
+
+class Noise:
+    def __call__(self, x):
+        time.sleep(0.004)
+        return x + torch.randn(x.shape)
+
+
+def halved(x):
+    time.sleep(0.001)
+    return x / 2
+
+
+class Transformed(Dataset):
+    def __init__(self, transform, target_transform=None):
+        self.transform, self.target_transform, self.unused_transform = transform, target_transform, halved
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        x = torch.full((4,), float(index))
+        return self.transform(x), index % 3
+
+
+def test_each_transform_is_told_with_its_cost_and_nothing_is_changed(monkeypatch):
+    monkeypatch.setattr(transforms, "LOOKED_AT", 8)
+    mine = Transformed(Compose([Noise(), Compose([halved])]))
+    before, chance = dict(vars(mine)), torch.get_rng_state()
+    for dataset in (mine, Subset(mine, range(50))):
+        noise, half, rest = transforms.costs_of(dataset)
+        assert (noise.name, half.name, rest.name) == ("Noise", "halved", "all else")
+        assert noise.sample_s >= 0.004
+        assert half.sample_s >= 0.001
+    both = transforms.costs_of(ConcatDataset([mine, Transformed(Noise())]))
+    assert [one.name for one in both] == ["Noise", "halved", "Noise", "all else"]
+    assert vars(mine) == before
+    assert mine.transform.transforms[1].transforms == [halved]
+    assert torch.equal(torch.get_rng_state(), chance)
+
+
+def test_a_dataset_without_transforms_or_one_that_cannot_be_read_tells_none():
+    class Broken(Transformed):
+        def __getitem__(self, index):
+            raise KeyError(index)
+
+    assert transforms.costs_of([1, 2, 3]) == ()
+    assert transforms.costs_of(TensorDataset(torch.ones(3))) == ()
+    assert transforms.costs_of(Broken(halved)) == ()
+
+
+def test_the_cost_of_transforms_stands_in_what_workers_tells(quick, monkeypatch):
+    monkeypatch.setattr(transforms, "LOOKED_AT", 4)
+    monkeypatch.setattr("hotlap.kit.workers.read_cpu", lambda: type("Cpu", (), {"cores": 1}))
+    model = nn.Linear(4, 3)
+    mine = Job(
+        model=model, data=DataLoader(Transformed(halved), batch_size=4), loss=nn.CrossEntropyLoss(), epochs=1,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device="cpu",
+    )  # fmt: skip
+    found = hotlap.workers(mine, progress=False)
+    assert [one.name for one in found.transforms] == ["halved", "all else"]
+    assert "in one process: halved " in found.summary()
+    assert found.to_dict()["transforms"][0]["name"] == "halved"

@@ -167,14 +167,14 @@ def test_one_row_of_another_symbol_between_is_not_out_of_order(caplog):
 @pytest.mark.parametrize(
     ("name", "row", "value", "said"),
     [
-        ("close", 3, np.nan, "X, row 3: close is missing; mend it, or leave the row out"),
-        ("open", 2, -1.5, "X, row 2: open is -1.5; a price must be above zero"),
-        ("low", 1, 0.0, "X, row 1: low is 0.0; a price must be above zero"),
-        ("high", 4, 1.0, "X, row 4: high 1.0 is below low 13.0"),
-        ("high", 4, np.inf, "X, row 4: high is inf, which is no price"),
-        ("volume", 0, -2.0, "X, row 0: volume is -2.0; give a number of at least 0"),
-        ("time", 3, START + 1800, "X, row 3: its time 2024-01-08T00:30:00 is that of row 2 too; keep one of them"),
-        ("time", 3, START + 2000, "X, row 3: it begins 200 s after row 2, and bars are 900 s long"),
+        ("close", 3, np.nan, "X, row 4: close is missing; mend it, or leave the row out"),
+        ("open", 2, -1.5, "X, row 3: open is -1.5; a price must be above zero"),
+        ("low", 1, 0.0, "X, row 2: low is 0.0; a price must be above zero"),
+        ("high", 4, 1.0, "X, row 5: high 1.0 is below low 13.0"),
+        ("high", 4, np.inf, "X, row 5: high is inf, which is no price"),
+        ("volume", 0, -2.0, "X, row 1: volume is -2.0; give a number of at least 0"),
+        ("time", 3, START + 1800, "X, row 4: its time 2024-01-08T00:30:00 is that of row 3 too; keep one of them"),
+        ("time", 3, START + 2000, "X, row 4: it begins 200 s after row 3, and bars are 900 s long"),
     ],
 )
 def test_a_bar_that_cannot_be_is_refused_with_its_symbol_row_and_value(name, row, value, said):
@@ -187,7 +187,7 @@ def test_a_bar_that_cannot_be_is_refused_with_its_symbol_row_and_value(name, row
 def test_rows_in_errors_are_those_of_the_file_not_of_the_sorted_bars():
     plain = columns()
     backwards = {name: values[::-1] for name, values in plain.items()}
-    with pytest.raises(DataError, match="row 1: close is missing"):
+    with pytest.raises(DataError, match="row 2: close is missing"):
         bars_from({**backwards, "close": changed(backwards["close"], 1, np.nan)})
 
 
@@ -198,21 +198,21 @@ def test_all_mistakes_come_at_once_and_each_kind_once():
         bars_from({**plain, **bad, "symbol": ["A", "A", "A", "B", "B", "B"]})
     assert str(error.value).split("\n") == [
         "the bars have 3 mistakes:",
-        "  - A, row 0: low is missing; mend it, or leave the row out",
-        "  - A, row 1: close is -1.0; a price must be above zero (and 1 more like it)",
-        "  - B, row 5: close is -1.0; a price must be above zero",
+        "  - A, row 1: low is missing; mend it, or leave the row out",
+        "  - A, row 2: close is -1.0; a price must be above zero (and 1 more like it)",
+        "  - B, row 6: close is -1.0; a price must be above zero",
     ]
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"close": ["1", "2", "x", "4", "5", "6"]}, "row 2: close is 'x', which is no number"),
-        ({"close": ["1", "2", "", "4", "5", "6"]}, "row 2: close is missing"),
-        ({"close": [1.0, None, 3.0, 4.0, 5.0, 6.0]}, "row 1: close is missing"),
-        ({"time": ["2024-01-08", "01/09/2024", "", "", "", ""]}, "row 1: its time is '01/09/2024'; write it as"),
-        ({"time": np.array([1e9, np.nan, 1, 1, 1, 1])}, "row 1: its time is missing"),
-        ({"time": np.array(["2024-01-08", "NaT"] * 3, "datetime64[s]")}, "row 1: its time is missing"),
+        ({"close": ["1", "2", "x", "4", "5", "6"]}, "row 3: close is 'x', which is no number"),
+        ({"close": ["1", "2", "", "4", "5", "6"]}, "row 3: close is missing"),
+        ({"close": [1.0, None, 3.0, 4.0, 5.0, 6.0]}, "row 2: close is missing"),
+        ({"time": ["2024-01-08", "01/09/2024", "", "", "", ""]}, "row 2: its time is '01/09/2024'; write it as"),
+        ({"time": np.array([1e9, np.nan, 1, 1, 1, 1])}, "row 2: its time is missing"),
+        ({"time": np.array(["2024-01-08", "NaT"] * 3, "datetime64[s]")}, "row 2: its time is missing"),
         ({"volume": np.zeros(5)}, "columns must be of one length"),
         ({"Close": np.zeros(6)}, "two columns are called 'close'"),
     ],
@@ -242,7 +242,7 @@ def test_bars_made_by_hand_are_checked_too():
     prices = {"open": ones, "high": ones, "low": ones, "close": ones}
     with pytest.raises(DataError, match="the columns of bars differ in length"):
         Bars(times=900 * np.arange(3), **prices, volume=np.zeros(2), seconds=900)
-    with pytest.raises(DataError, match="row 2: it begins -900 s after row 1"):
+    with pytest.raises(DataError, match="row 3: it begins -900 s after row 2"):
         Bars(times=[0, 1800, 900], **prices, volume=ones, seconds=900)
     with pytest.raises(DataError, match="there are no bars"):
         Bars(times=[], **dict.fromkeys((*PRICES, "volume"), ones[:0]), seconds=900)

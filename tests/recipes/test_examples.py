@@ -46,10 +46,10 @@ def check_texts(folder, said):
     assert count == 50
     assert right > 35
     rows = answers_in(folder)
-    assert list(rows[0]) == ["id", "text", "label", "label_money", "label_science", "label_sport"]
-    assert all(
-        abs(sum(float(row[f"label_{name}"]) for name in ("money", "science", "sport")) - 1) < 1e-4 for row in rows
-    )
+    given = [f"predicted_label_{name}" for name in ("money", "science", "sport")]
+    assert list(rows[0]) == ["id", "text", "label", "predicted_label", *given]
+    assert right == sum(row["predicted_label"] == row["label"] for row in rows)
+    assert all(abs(sum(float(row[name]) for name in given) - 1) < 1e-4 for row in rows)
 
 
 def check_bars(folder, said):

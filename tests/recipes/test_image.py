@@ -156,7 +156,9 @@ def test_a_table_of_paths_with_groups_weights_views_and_a_file_to_judge_by(tmp_p
     predict(folder, judged, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
     answers = rows_of(tmp_path / "answers.csv")
     assert [row["image"] for row in answers] == [row["image"] for row in rows_of(judged)]
-    assert all(abs(float(row["label_blue"]) + float(row["label_red"]) - 1) < 1e-4 for row in answers)
+    assert all(
+        abs(float(row["predicted_label_blue"]) + float(row["predicted_label_red"]) - 1) < 1e-4 for row in answers
+    )
     copied = []
     found = prepared(data, copied, valid="")
     assert any("pictures held out are trained on too, as pictures/00" in line for line in copied)
@@ -439,3 +441,60 @@ def test_models_of_timm_are_made_by_name_where_it_is_installed(monkeypatch):
     assert asked[-1] == ("some_net", {"pretrained": False, "num_classes": 3})
     with pytest.raises(DataError, match="timm has no model 'some_nett'; did you mean 'some_net'"):
         made("timm:some_nett", plan)
+
+
+# --- what a newcomer does ----------------------------------------------------------------------------
+
+
+def test_the_paths_of_a_test_file_are_found_by_what_they_are(tmp_path):
+    for path, colour in coloured_files(tmp_path / "all", 24):
+        (tmp_path / "sorted" / colour).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "all" / path).rename(tmp_path / "sorted" / colour / path)
+    names = sorted(f"sorted/{path.relative_to(tmp_path / 'sorted')}" for path in (tmp_path / "sorted").rglob("*.png"))
+    test = write_rows(tmp_path / "test.csv", ["id", "shot"], [[at, name] for at, name in enumerate(names)])
+    folder = trained(tmp_path / "sorted", tmp_path / "run", [], epochs=1, test=str(test))
+    rows = rows_of(folder / "predictions.csv")
+    assert [(row["id"], row["shot"]) for row in rows] == [(str(at), name) for at, name in enumerate(names)]
+    assert {row["class"] for row in rows} <= {"red", "blue"}
+    assert predict(folder, test, tmp_path / "answers.csv", say=lambda line: None, device="cpu") == 24
+    assert rows_of(tmp_path / "answers.csv") == rows
+    bad = write_rows(tmp_path / "bad.csv", ["a", "b"], [[name, name] for name in names])
+    with pytest.raises(
+        DataError, match=r"which column of .*bad.csv holds the paths\? .*call it 'path', as in training"
+    ):
+        predict(folder, bad, tmp_path / "more.csv", say=lambda line: None, device="cpu")
+
+
+def test_a_short_file_of_paths_that_seem_to_be_numbers_is_read_as_words(tmp_path):
+    data = table_of(tmp_path, 24)
+    folder = trained(data, tmp_path / "run", [], epochs=1)
+    (tmp_path / "1e5.png").write_bytes((tmp_path / "pictures" / "000.png").read_bytes())
+    one = write_rows(tmp_path / "one.csv", ["image"], [["1e5"]])
+    assert predict(folder, one, tmp_path / "answers.csv", say=lambda line: None, device="cpu") == 1
+    assert rows_of(tmp_path / "answers.csv")[0]["image"] == "1e5"
+
+
+def numbers_table(folder, count=60):
+    """A CSV of pictures with a price of some thousands."""
+    found = coloured_files(folder / "pictures", count)
+    rows = [[f"pictures/{path}", 5000 + 10 * at + 0.5] for at, (path, _) in enumerate(found)]
+    return write_rows(folder / "train.csv", ["image", "price"], rows)
+
+
+def test_errors_of_epochs_are_in_the_units_of_the_target_as_those_at_the_end(tmp_path):
+    data, lines = numbers_table(tmp_path), []
+    folder = trained(data, tmp_path / "run", lines, target="price", epochs=3)
+    report = report_of(folder)["models"]["resnet"]
+    kept = [json.loads(line) for line in (folder / "models" / "resnet" / "metrics.jsonl").read_text().splitlines()]
+    best = min(kept, key=lambda record: record["mse"])
+    assert best["mae"] == pytest.approx(report["mae"], rel=1e-5)
+    assert best["mse"] == pytest.approx(report["rmse"] ** 2, rel=1e-5)
+    assert report["mae"] > 10
+    assert not any("rmse" in record for record in kept)
+    trained(data, tmp_path / "again", again := [], target="price", epochs=3)
+    assert any("trained before" in line for line in again)
+
+
+def test_smoothing_of_a_target_of_numbers_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"smoothing=0.2 is of classes, and price is a number; leave it out"):
+        prepared(numbers_table(tmp_path), target="price", smoothing=0.2)

@@ -500,7 +500,7 @@ def test_a_prediction_uses_the_training_s_to_the_last_bit():
 
 def test_what_cannot_be_standardised_is_refused():
     values = np.ones((5, 2), np.float32)
-    with pytest.raises(DataError, match="row 0 of the training has features that are not known"):
+    with pytest.raises(DataError, match="row 1 of the training has features that are not known"):
         standardised(np.array([[np.nan, 1.0], [1.0, 2.0]]))
     with pytest.raises(DataError, match="rows × features"):
         standardised(values[0])

@@ -21,6 +21,7 @@ import hotlap
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, PlanError, StoreError
 from hotlap.recipes import encoders, scores, training
+from hotlap.recipes.answers import write_answers
 from hotlap.recipes.options import from_words, options_of
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.temporal import TemporalOptions
@@ -183,6 +184,7 @@ def test_a_single_bar_and_a_short_file_to_judge_by_are_said(tmp_path):
     with pytest.raises(DataError, match=r"one\.csv has a single bar"):
         hotlap.train("temporal", one, progress=False, device="cpu")
     few = bars_file(tmp_path / "few.csv", rows=40, symbols=1)
+    few.write_text(few.read_text().replace("SIM1", "another"))
     with pytest.raises(DataError, match=r"few\.csv has 0 windows to hold out"):
         hotlap.train("temporal", many, valid=few, progress=False, device="cpu")
 
@@ -212,7 +214,7 @@ def test_a_run_of_a_file_without_header_predicts_one(tmp_path):
     assert hotlap.predict(run, few, tmp_path / "answers.csv", progress=False, device="cpu") == 1
     (row,) = rows_of(tmp_path / "answers.csv")
     assert row["column_1"] == named[0]["text"]
-    assert row["column_0"] in "012"
+    assert row["predicted_column_0"] in "012"
 
 
 # --- predictions -----------------------------------------------------------------------------------
@@ -246,8 +248,115 @@ def test_where_answers_cannot_be_written_is_said_before_any_is_given(tmp_path, f
     with pytest.raises(StoreError, match="is there already"):
         hotlap.predict(run, "none.csv", data)
     assert data.read_bytes() == kept
-    with pytest.raises(DataError, match="keep names 'label', which is what the answers are called"):
-        hotlap.predict(run, data, tmp_path / "answers.csv", keep=["id", "label"], progress=False)
+
+
+def test_the_true_labels_of_a_file_stay_and_answers_have_a_name_of_their_own(tmp_path, finished, capsys):
+    run, data = finished
+    hotlap.predict(run, data, tmp_path / "all.csv", device="cpu")
+    rows = rows_of(tmp_path / "all.csv")
+    assert list(rows[0]) == ["id", "text", "label", "predicted_label"]
+    assert [row["label"] for row in rows] == [row["label"] for row in rows_of(data)]
+    assert (
+        f"answers   are in 'predicted_label', since {data} has a column of its own for 'label'"
+        in capsys.readouterr().err
+    )
+    # A file of answers that is asked about again loses nothing either.
+    hotlap.predict(run, tmp_path / "all.csv", tmp_path / "again.csv", device="cpu", progress=False)
+    assert list(rows_of(tmp_path / "again.csv")[0])[-2:] == ["predicted_label", "predicted_predicted_label"]
+    bare = write_rows(tmp_path / "bare.csv", ["id", "text"], [[row["id"], row["text"]] for row in rows])
+    hotlap.predict(run, bare, tmp_path / "bare_answers.csv", device="cpu", progress=False)
+    assert list(rows_of(tmp_path / "bare_answers.csv")[0]) == ["id", "text", "label"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "header"),
+    [
+        (["id"], ["id", "label"]),
+        ("label,id", ["label", "id", "predicted_label"]),
+        (["id, label"], ["id", "label", "predicted_label"]),
+    ],
+)
+def test_columns_to_keep_are_named_one_by_one_or_with_commas(tmp_path, finished, keep, header):
+    run, data = finished
+    hotlap.predict(run, data, tmp_path / "answers.csv", keep=keep, device="cpu", progress=False)
+    assert list(rows_of(tmp_path / "answers.csv")[0]) == header
+
+
+def test_a_column_with_a_comma_in_its_name_can_be_kept(tmp_path, finished):
+    run, _ = finished
+    data = write_rows(tmp_path / "comma.csv", ["a,b", "text"], [["1", "the bank"], ["2", "the team"]])
+    hotlap.predict(run, data, tmp_path / "answers.csv", keep=["a,b"], device="cpu", progress=False)
+    assert rows_of(tmp_path / "answers.csv")[0]["a,b"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "said"),
+    [
+        ({"keep": ["nocol"]}, DataError, "has no column 'nocol'"),
+        ({"device": "cuda:77"}, MachineError, "cuda:77"),
+        (
+            {"out": "answers.xlsx"},
+            StoreError,
+            "answers.xlsx is no file that can be written; give --out a name that ends",
+        ),
+        ({"out": "answers.csv.gz"}, StoreError, "ends in .csv, .tsv, .txt, .parquet, .pq"),
+        ({"embeddings": "e.csv"}, StoreError, "e.csv is no file that can be written; give --embeddings a name"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_texts_are_tokenised(tmp_path, finished, more, error, said):
+    run, data = finished
+    with pytest.raises(error, match=re.escape(said)):
+        hotlap.predict(run, data, **{"out": "answers.csv", "progress": False, **more})
+    assert not (tmp_path / "cache").exists()
+    assert not list(tmp_path.glob("answers*"))
+
+
+def test_a_gpu_that_is_not_there_is_said_before_a_training_reads_anything(tmp_path):
+    with pytest.raises(MachineError, match="cuda:77"):
+        hotlap.train("text", "none.csv", device="cuda:77", progress=False)
+
+
+def test_answers_are_written_as_the_name_of_their_file_says(tmp_path, finished):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    run, data = finished
+    for name in ("a.csv", "a.tsv", "a.parquet"):
+        hotlap.predict(run, data, name, probabilities=True, device="cpu", progress=False)
+    plain, found = rows_of(tmp_path / "a.csv"), parquet.read_table(tmp_path / "a.parquet")
+    assert found.column_names == list(plain[0])
+    assert found["id"].to_pylist() == list(range(1, 121))
+    assert found["predicted_label"].to_pylist() == [row["predicted_label"] for row in plain]
+    shares = [float(row["predicted_label_money"]) for row in plain]
+    np.testing.assert_allclose(found["predicted_label_money"].to_numpy(), shares, rtol=1e-5)
+    assert (tmp_path / "a.tsv").read_text().startswith("id\ttext\tlabel\tpredicted_label\t")
+    # What was written is read as it was.
+    hotlap.predict(run, "a.parquet", "b.parquet", keep=["id", "text"], device="cpu", progress=False)
+    assert parquet.read_table("b.parquet")["label"].to_pylist() == found["predicted_label"].to_pylist()
+
+
+def test_a_parquet_file_of_answers_has_nothing_where_nothing_is(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [["1", "2024-01-05 10:00", "yes", "", "a"], ["", "", "", "", ""], ["2.5", "2024-01-06 11:30", "no", "", "b"]]
+    data = write_rows(tmp_path / "t.csv", ["number", "date", "flag", "empty", "word"], rows)
+    table = read_table(data)
+    names = list(table.columns)
+    write_answers(tmp_path / "t.parquet", data, table, names, np.array([0, 2]), {"answer": [0.1, 0.2]})
+    found = parquet.read_table(tmp_path / "t.parquet").to_pylist()
+    assert [row["answer"] for row in found] == [0.1, None, 0.2]
+    assert found[1] == dict.fromkeys([*names, "answer"])
+    assert (found[2]["number"], found[2]["flag"], found[2]["word"]) == (2.5, False, "b")
+    assert found[0]["date"].isoformat() == "2024-01-05T10:00:00"
+
+
+def test_tokens_of_a_test_file_are_not_said_to_be_cached_in_the_run_that_made_them(tmp_path, capsys):
+    data, test = texts_file(tmp_path / "train.csv", rows=60), texts_file(tmp_path / "test.csv", rows=30, seed=4)
+    hotlap.train("text", data, out=tmp_path / "run", test=str(test), **quick(tmp_path))
+    said = capsys.readouterr().err
+    assert f"test      {test}: 30 rows\ntokens    30 texts" in said
+    assert "from the cache" not in said
+    assert said.count("tokens    30 texts") == 1
+    hotlap.train("text", data, out=tmp_path / "again", test=str(test), **quick(tmp_path))
+    assert "tokens    30 texts" in (again := capsys.readouterr().err)
+    assert again.count("from the cache, which saved") == 3
 
 
 def test_the_command_counts_rows(tmp_path, finished):

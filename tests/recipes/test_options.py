@@ -6,7 +6,18 @@ from dataclasses import dataclass
 import pytest
 
 from hotlap.core.errors import JobError, StoreError
-from hotlap.recipes.options import Options, as_file, from_words, option, options_of, own_options, recipe_in, told
+from hotlap.recipes.every import NAMES, recipe_named
+from hotlap.recipes.options import (
+    Options,
+    as_file,
+    as_json,
+    from_words,
+    option,
+    options_of,
+    own_options,
+    recipe_in,
+    told,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +92,10 @@ def test_every_option_is_explained():
     lines = told(Own)
     assert all(len(line.split("  ", 1)[1].strip()) > 3 for line in lines)
     assert own_options(Own) == ["text", "balance"]
+
+
+def test_all_recipes_say_the_same_of_epochs_and_learning_rate():
+    for name in ("epochs", "lr"):
+        said = {(one["default"], one["told"]) for one in (as_json(recipe_named(r).options)[name] for r in NAMES)}
+        assert len(said) == 1
+        assert next(iter(said))[1].endswith("0 leaves it to the recipe")

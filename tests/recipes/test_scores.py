@@ -193,3 +193,10 @@ def test_scores_are_those_of_scikit_learn(classes, seed):
         assert ours == pytest.approx(theirs, abs=1e-12)
     balanced = weights.compute_class_weight("balanced", classes=np.arange(classes), y=target)
     assert np.allclose(scores.class_weights(target), balanced, rtol=1e-14, atol=0)
+
+
+def test_rows_with_nan_are_counted_not_cells():
+    scores_of = np.full((4, 3), 1 / 3)
+    scores_of[1:3] = np.nan
+    with pytest.raises(DataError, match=r"there is nan in row 2 of the scores, the first of 2 such rows"):
+        scores.roc_auc([0, 1, 2, 1], scores_of)

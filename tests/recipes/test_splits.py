@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from hotlap.core.errors import DataError
-from hotlap.recipes.splits import by_group, by_time, stratified, walk_forward
+from hotlap.recipes.splits import by_group, by_time, stratified, stratified_by_group, walk_forward
 
 QUIET = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 shares = st.floats(0.05, 0.95)
@@ -183,3 +183,25 @@ def test_what_cannot_be_split_is_refused_in_a_line(make, said):
         make()
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@given(groups=st.lists(st.integers(0, 12), min_size=2, max_size=60), share=shares, seed=seeds)
+def test_groups_stay_together_and_each_class_of_two_groups_is_on_both_sides(groups, share, seed):
+    groups = np.array(groups)
+    target = groups % 3  # a group is of one class
+    several = [label for label in range(3) if len(set(groups[target == label].tolist())) > 1]
+    assume(several)
+    split = stratified_by_group(target, groups, share, seed)
+    assert sorted([*split.train, *split.valid]) == list(range(len(groups)))
+    assert not set(groups[split.train]) & set(groups[split.valid])
+    for label in several:
+        assert label in target[split.train]
+        assert label in target[split.valid]
+
+
+def test_a_group_larger_than_the_share_is_trained_on():
+    groups = np.array([0] * 50 + list(range(1, 51)))
+    for seed in range(20):
+        split = stratified_by_group(np.zeros(100), groups, 0.2, seed)
+        assert len(split.valid) == 20
+        assert 0 in split.train

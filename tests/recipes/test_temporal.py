@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from recipe_data import bars_file
+from recipe_data import bars_file, write_rows
 from typer.testing import CliRunner
 
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError
-from hotlap.recipes.bars import bars_from
+from hotlap.recipes.bars import bars_from, resampled
 from hotlap.recipes.every import recipe_named
 from hotlap.recipes.indicators import direction
 from hotlap.recipes.options import options_of
@@ -253,3 +253,113 @@ def test_bars_have_no_embeddings(tmp_path):
     folder = trained(data, tmp_path / "run", [], epochs="1")
     with pytest.raises(DataError, match="the recipe temporal has no embeddings"):
         predict(folder, data, tmp_path / "a.csv", say=lambda line: None, embeddings=tmp_path / "v.npy")
+
+
+# --- what would make a score or an answer false ------------------------------------------------------
+
+
+def hours_of(path, data):
+    """The bars of a file made four times as long."""
+    table = read_table(data)
+    longer = [resampled(one, 3600) for one in bars_from({name: table[name].values if table[name].kind in ("number",
+              "date") else table[name].texts() for name in table.columns})]  # fmt: skip
+    rows = [
+        [str(one.times[at].astype("datetime64[s]")), one.symbol, one.open[at], one.high[at], one.low[at], one.close[at]]
+        for one in longer
+        for at in range(len(one))
+    ]
+    return write_rows(path, ["time", "symbol", "open", "high", "low", "close"], rows)
+
+
+def test_bars_of_another_length_than_those_trained_on_are_refused(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=1200, symbols=1)
+    folder = trained(data, tmp_path / "run", [], epochs=1)
+    hours = hours_of(tmp_path / "hours.csv", data)
+    with pytest.raises(DataError) as raised:
+        predict(folder, hours, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    assert str(raised.value) == (f"the bars of SIM1 in {hours} are h1, and those trained on m15; give bars of m15")
+    assert not (tmp_path / "answers.csv").exists()
+    with pytest.raises(DataError, match=r"hours.csv are h1, and those trained on m15"):
+        prepare(options(data, valid=str(hours)), lambda line: None)
+    assert predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu") > 1000
+    state = json.loads((folder / "recipe.json").read_text())
+    assert state["reader"]["seconds"] == 900
+
+
+def test_symbols_of_different_lengths_are_refused(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=600, symbols=1)
+    hours = hours_of(tmp_path / "hours.csv", data).read_text().replace("SIM1", "HOURLY").splitlines()[1:]
+    mixed = tmp_path / "mixed.csv"
+    mixed.write_text(data.read_text() + "".join(f"{line},0\n" for line in hours))
+    with pytest.raises(DataError, match=r"the bars of HOURLY in .*mixed\.csv are h1, and the others m15"):
+        prepare(options(mixed), lambda line: None)
+
+
+def test_a_file_to_judge_by_with_times_that_are_trained_on_is_refused(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=1200, symbols=1)
+    header, *rows = data.read_text().splitlines(keepends=True)
+    early, late, both = (tmp_path / f"{name}.csv" for name in ("early", "late", "both"))
+    early.write_text("".join([header, *rows[:700]]))
+    late.write_text("".join([header, *rows[700:]]))
+    both.write_text("".join([header, *rows[690:]]))
+    with pytest.raises(DataError) as raised:
+        prepare(options(early, valid=str(both)), lambda line: None)
+    said = str(raised.value)
+    first, last = (rows[at].split(",")[0].replace(" ", "T") for at in (690, 699))
+    assert said.startswith(f"10 bars of SIM1 in {both}, from {first} to {last}, are of times")
+    assert "\n" not in said
+    prepare(options(early, valid=str(late)), lambda line: None)
+    both.write_text(both.read_text().replace("SIM1", "SIM2"))
+    prepare(options(early, valid=str(both)), lambda line: None)
+
+
+@pytest.mark.parametrize("name", ["close", "symbol"])
+def test_a_target_that_is_a_column_is_refused(tmp_path, name):
+    data = bars_file(tmp_path / "bars.csv", rows=300, symbols=1)
+    with pytest.raises(DataError, match=f"target={name} is a column of .*choose a name that is no column"):
+        prepare(options(data, target=name), lambda line: None)
+
+
+def test_answers_do_not_take_the_place_of_a_column_of_their_name(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=600, symbols=1), []
+    folder = trained(data, tmp_path / "run", [], epochs=1)
+    predict(folder, data, tmp_path / "first.csv", say=lambda line: None, device="cpu")
+    predict(folder, tmp_path / "first.csv", tmp_path / "second.csv", say=lines.append, device="cpu")
+    with (tmp_path / "second.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[-2:] == ["direction", "predicted_direction"]
+    assert all(row["direction"] == row["predicted_direction"] for row in rows)
+    assert any("'predicted_direction', since" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "frame", "said"),
+    [
+        (900, "m5", "name multiples of it, such as --frames h1,h4, or none: --frames="),
+        (14400, "h1", "name multiples of it, such as --frames d1,d7, or none: --frames="),
+        (86400, "h1", "name multiples of it, such as --frames d7, or none: --frames="),
+        (864000, "d7", "name none: --frames="),
+    ],
+)
+def test_frames_that_can_be_made_of_the_bars_are_suggested(tmp_path, seconds, frame, said):
+    rows = [[int(1_600_000_000 // 86400 * 86400 + at * seconds), 10, 11, 9, 10] for at in range(30)]
+    data = write_rows(tmp_path / "bars.csv", ["time", "open", "high", "low", "close"], rows)
+    with pytest.raises(DataError) as raised:
+        prepare(options(data, frames=frame), lambda line: None)
+    assert str(raised.value).endswith(said)
+
+
+def test_features_of_a_test_file_are_not_said_to_be_cached_in_the_run_that_made_them(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=600), []
+    test = bars_file(tmp_path / "test.csv", rows=500, seed=3)
+    trained(data, tmp_path / "run", lines, test=str(test), epochs=1)
+    assert f"test      {test}: 1,000 rows" in lines
+    assert not any("from the cache" in line for line in lines)
+    assert sum(line.startswith("features") for line in lines) == 2
+
+
+def test_no_epochs_and_no_rate_leave_both_to_the_recipe_and_windows_are_counted_from_one(tmp_path):
+    found = prepare(options(bars_file(tmp_path / "bars.csv"), epochs=0, lr=0), lambda line: None)
+    job = found.candidates[0].job()
+    assert (job.epochs, job.optimizer.param_groups[0]["lr"]) == (20, 1e-3)
+    assert found.shown(0) == "window 1 of those held out"

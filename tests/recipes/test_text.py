@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from recipe_data import texts_file, tiny_config, write_rows
 
-from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError
+from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError, TrainingError
 from hotlap.recipes import encoders
 from hotlap.recipes.encoders import encoder_in
 from hotlap.recipes.options import options_of
@@ -51,7 +51,7 @@ def test_from_a_file_to_predictions_and_again_from_the_cache(tmp_path):
     with test.open() as file:
         truth = list(csv.DictReader(file))
     assert [(row["id"], row["text"]) for row in answers] == [(row["id"], row["text"]) for row in truth]
-    right = [mine["label"] == theirs["label"] for mine, theirs in zip(answers, truth, strict=True)]
+    right = [mine["predicted_label"] == theirs["label"] for mine, theirs in zip(answers, truth, strict=True)]
     assert np.mean(right) > 0.75
     assert (folder / "tokenizer.json").is_file()
     said = "\n".join(lines)
@@ -81,8 +81,8 @@ def test_a_rare_class_gets_a_threshold_of_its_own_which_predictions_use(tmp_path
     name = state["reader"]["classes"][rare]
     assert name == "money"
     for row in rows:
-        given = float(row[f"label_{name}"])
-        assert abs(given - least) < 1e-5 or (row["label"] == name) == (given > least)
+        given = float(row[f"predicted_label_{name}"])
+        assert abs(given - least) < 1e-5 or (row["predicted_label"] == name) == (given > least)
 
 
 def test_two_columns_of_text_go_in_as_a_pair(tmp_path):
@@ -191,3 +191,68 @@ def test_embeddings_are_a_vector_for_each_text_in_its_order(tmp_path):
     with pytest.raises(HotlapError, match="is there already"):
         predict(folder, data, tmp_path / "b.csv", say=lambda line: None, embeddings=files[1])
     assert not (tmp_path / "b.csv").exists()
+
+
+# --- the same texts on both sides --------------------------------------------------------------------
+
+
+def twice(path, data):
+    """Each row of a file two times."""
+    lines = data.read_text().splitlines()
+    path.write_text("\n".join([*lines, *lines[1:]]) + "\n")
+    return path
+
+
+def test_rows_of_one_text_are_on_one_side_and_that_is_said(tmp_path):
+    data = twice(tmp_path / "twice.csv", texts_file(tmp_path / "train.csv", rows=120))
+    lines = []
+    found = prepare(options(tmp_path, data, text="text"), lines.append)
+    assert "copies    120 rows have the text of a row before them: all rows of a text are on one side" in lines
+    held, trained_on = found.held_out, found.candidates[0].job().data
+    seen = {tuple(trained_on[at]["input_ids"].tolist()) for at in range(len(trained_on))}
+    assert not any(tuple(held[at]["input_ids"].tolist()) in seen for at in range(len(held)))
+    assert len(held) + len(trained_on) == 240
+    assert 40 <= len(held) <= 48
+    assert not any("copies" in line for line in quiet_lines(tmp_path))
+
+
+def quiet_lines(folder):
+    lines = []
+    prepare(options(folder, folder / "train.csv"), lines.append)
+    return lines
+
+
+def test_a_file_to_judge_by_that_is_trained_on_too_is_warned_of(tmp_path):
+    data, lines = texts_file(tmp_path / "train.csv", rows=120), []
+    prepare(options(tmp_path, data, valid=str(data)), lines.append)
+    (said,) = (line for line in lines if line.startswith("warning"))
+    assert "120 of 120 rows held out have a text that is trained on too, as '" in said
+    assert said.endswith(f"leave them out of {data}")
+    other, clean = texts_file(tmp_path / "other.csv", rows=60, seed=9), []
+    prepare(options(tmp_path, data, valid=str(other)), clean.append)
+    assert not any(line.startswith("warning") for line in clean)
+
+
+def test_groups_that_part_rows_of_one_text_are_warned_of(tmp_path):
+    rows = [[f"some words of number {at // 2}", "ab"[at // 2 % 2], f"g{at}"] for at in range(80)]
+    data, lines = write_rows(tmp_path / "train.csv", ["text", "label", "who"], rows), []
+    prepare(options(tmp_path, data, group="who", text="text", vocabulary="100"), lines.append)
+    assert any("rows held out have a text that is trained on too" in line and "same who" in line for line in lines)
+
+
+def test_a_vocabulary_that_has_no_room_for_the_letters_is_refused(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    with pytest.raises(
+        DataError, match=r"vocabulary=3 is too small: the letters and signs of these texts are \d+ piec"
+    ):
+        prepare(options(tmp_path, data, vocabulary="3"), lambda line: None)
+
+
+def test_a_training_that_diverges_is_said_to_have_and_what_to_do(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=120)
+    with pytest.raises(TrainingError) as raised:
+        trained(tmp_path, data, "run", [], lr="1e25", epochs="2")
+    said = str(raised.value)
+    assert said.startswith("the training of encoder diverged: its answers are nan for 24 of 24 rows held out")
+    assert said.endswith("train with a smaller --lr than 1e+25, or without it")
+    assert "\n" not in said

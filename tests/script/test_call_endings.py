@@ -1,14 +1,11 @@
 """Losses of captured calls differentiated by a replay alone: the gradients of autograd, and torch's own where odd."""
 
-import functools
-
+import calling
 import pytest
 import torch
 import torch.nn.functional as F
 from calling import (
     CAPTURED,
-    CPU,
-    FakeRecorder,
     OfPythonAndNumpy,
     assert_equal_states,
     batches,
@@ -20,19 +17,14 @@ from torch import nn
 
 from hotlap.script import call_endings
 from hotlap.script.call_endings import SEEN, Endings
-from hotlap.script.calls import Call
 
 
-class Scripted:
-    """A module as a script under hotlap calls it, with endings in force."""
+class Scripted(calling.Scripted):
+    """With endings in force."""
 
     def __init__(self, module, plan=CAPTURED):
-        self.module, self.endings = module, Endings()
-        self.call = Call(module, device=CPU, make_recorder=FakeRecorder, endings=self.endings)
-        self.call.use(*plan)
-
-    def __call__(self, *args, **kwargs):
-        return self.call(functools.partial(nn.Module.__call__, self.module), args, kwargs)
+        self.endings = Endings()
+        super().__init__(module, plan, endings=self.endings)
 
     @property
     def graphs(self):

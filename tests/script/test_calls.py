@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import calling
 import numpy as np
 import pytest
 import torch
 from calling import (
     CAPTURED,
     CPU,
+    OWN,
     FakeRecorder,
     OfPythonAndNumpy,
     assert_equal_states,
@@ -36,7 +38,6 @@ from hotlap.script.call_traces import Drawn
 from hotlap.script.calls import Call
 from hotlap.tuner.stepping import without_dropout
 
-OWN = Numerics(), Execution()
 BF16 = Numerics(precision="bf16"), Execution()
 FP16 = Numerics(precision="fp16"), Execution()
 LAST = Numerics(layout="channels_last"), Execution()
@@ -48,21 +49,9 @@ def dropout_draws_from_the_device(monkeypatch):
     monkeypatch.setattr("hotlap.engine.watch.HostRandomness", OfPythonAndNumpy)
 
 
-class Scripted:
-    """A module as a script under hotlap calls it."""
-
+class Scripted(calling.Scripted):
     def __init__(self, module, plan=OWN, **settings):
-        self.module = module
-        self.recorders = []
-        self.call = Call(module, device=CPU, make_recorder=self._recorder, **settings)
-        self.call.use(*plan)
-
-    def _recorder(self, device):
-        self.recorders.append(FakeRecorder(device))
-        return self.recorders[-1]
-
-    def __call__(self, *args, **kwargs):
-        return self.call(functools.partial(nn.Module.__call__, self.module), args, kwargs)
+        super().__init__(module, plan, **settings)
 
     @property
     def replays(self):

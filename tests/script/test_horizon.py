@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hotlap.script.horizon import Horizon, _locals_of
+from hotlap.script.horizon import Horizon
+from hotlap.script.horizon_loops import locals_of
 
 LENGTH = 10
 
@@ -688,12 +689,12 @@ def test_locals_that_the_script_keeps_stay_as_they_are():
     def train(rate):
         kept = locals()
         exec("beside = 3")
-        _locals_of(sys._getframe())
+        locals_of(sys._getframe())
         return kept["rate"], eval("beside"), locals()["rate"]
 
     def plain(rate):
         exec("beside = 3")
-        found = _locals_of(sys._getframe())
+        found = locals_of(sys._getframe())
         return found["rate"], eval("beside"), locals()["rate"]
 
     assert train(0.1) == plain(0.1) == (0.1, 3, 0.1)

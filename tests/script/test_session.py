@@ -1,5 +1,6 @@
 """A session in this process: what it finds, what it leaves alone, and that nothing of its own ever reaches a script."""
 
+import json
 import random
 
 import numpy as np
@@ -204,7 +205,7 @@ def test_a_loop_without_a_loader_or_a_module(session, capsys):
     alone = loop()
     with session():
         assert torch.equal(loop(), alone)
-    assert "46 updates" in capsys.readouterr().err
+    assert "50 updates" in capsys.readouterr().err
 
 
 def test_no_training_is_a_result(session, capsys):
@@ -225,3 +226,34 @@ def test_evaluation_inside_the_loop_keeps_its_own_precision(session, tmp_path):
     with session(plan=plan_file(tmp_path, precision="bf16")):
         train(each=each)
     assert set(seen) == {torch.float32}
+
+
+# --- what it tells at the end ----------------------------------------------------------------------------
+
+
+def test_the_run_folder_is_where_the_script_was_started_whatever_it_does_then(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Session(Settings(name="test")):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        train(2)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"run folder runs/{folder.name}" in capsys.readouterr().err
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_all_updates_are_counted(session, capsys):
+    with session():
+        losses, _ = train(3)
+    assert f"{len(losses)} updates, all but the first 4 in " in capsys.readouterr().err
+
+
+def test_json_tells_what_the_words_tell(session, tmp_path, capsys):
+    with session(as_json=True):
+        losses, _ = train(3)
+    (told,) = json.loads(capsys.readouterr().err)["trainings"]
+    assert told["updates"] == len(losses)
+    assert told["step_s"] > 0
+    assert told["run_folder"] == str(tmp_path / "run")
+    assert told["notes"] == []

@@ -1,5 +1,6 @@
 """Calls of modules under capture without a GPU: what records and replays, and small models with their batches."""
 
+import functools
 from contextlib import contextmanager
 
 import torch
@@ -7,9 +8,10 @@ from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.data.randomness import HostRandomness
+from hotlap.script.calls import Call
 
 CPU = torch.device("cpu")
-CAPTURED = Numerics(), Execution(mode="captured")
+OWN, CAPTURED = (Numerics(), Execution()), (Numerics(), Execution(mode="captured"))
 
 
 class OfPythonAndNumpy(HostRandomness):
@@ -58,6 +60,28 @@ class FakeGraph:
             spoil(mine.outputs)
         spoil(grad for grad in mine._grads if grad is not None)
         self.work()
+
+
+class Scripted:
+    """A module as a script under hotlap calls it; on the CPU, recordings are pretended."""
+
+    def __init__(self, module, plan=CAPTURED, *, device=CPU, make_recorder=FakeRecorder, **settings):
+        self.module, self.recorders = module, []
+        if make_recorder is not None:
+            settings["make_recorder"] = lambda device: self._kept(make_recorder(device))
+        self.call = Call(module, device=device, **settings)
+        self.call.use(*plan)
+
+    def _kept(self, recorder):
+        self.recorders.append(recorder)
+        return recorder
+
+    def __call__(self, *args, **kwargs):
+        return self.call(functools.partial(nn.Module.__call__, self.module), args, kwargs)
+
+    @property
+    def evaluations(self):
+        return self.call._way._evaluations
 
 
 def spoil(tensors):

@@ -57,7 +57,50 @@ def test_a_step_longer_than_a_lap_is_a_lap():
 def test_the_device_is_waited_for_once_at_each_end_of_a_lap():
     driver = Driver()
     driver.lap()
-    assert driver.waits == 2
+    assert driver.waits == 3  # in the first one under a plan, its pace is looked at, too
+    driver.lap()
+    assert driver.waits == 5
+
+
+class Lagging(Driver):
+    """Asks a device for steps that take it many times as long as the asking."""
+
+    def __init__(self, *, device_s, **settings):
+        self.device_s, self.ready = device_s, 0.0
+        super().__init__(**settings)
+
+    def step(self, updates=1, **settings):
+        self.ready = max(self.ready, self.now) + self.device_s * updates
+        return super().step(updates, **settings)
+
+    def wait(self):
+        super().wait()
+        self.now = max(self.now, self.ready)
+
+
+def test_laps_are_no_longer_than_they_need_be_where_the_host_runs_ahead_of_the_device():
+    driver = Lagging(step_s=0.0005, device_s=0.02)
+    laps = [driver.lap() for _ in range(3)]
+    # To the host alone 0.05 s would be 100 steps, and 2 s to the device.
+    assert [lap.updates for lap in laps] == [5, 5, 5]
+    assert all(lap.step_s == pytest.approx(0.02, rel=0.05) for lap in laps)
+
+
+def test_a_plan_that_has_become_faster_has_laps_of_full_length_again():
+    driver = Lagging(step_s=0.0005, device_s=0.02)
+    driver.lap()
+    driver.device_s = 0.001
+    driver.lap()
+    lap = driver.lap()
+    assert (lap.updates - 1) * 0.001 == pytest.approx(LAP_S, abs=0.002)
+
+
+def test_each_plan_has_a_pace_of_its_own():
+    driver = Lagging(step_s=0.0005, device_s=0.02)
+    driver.lap()
+    driver.plan, driver.device_s = Plan().but(optimizer="fused"), 0.001
+    lap = driver.lap()
+    assert (lap.updates - 1) * 0.001 == pytest.approx(LAP_S, abs=0.002)
 
 
 def test_what_comes_first_under_a_plan_is_not_timed():

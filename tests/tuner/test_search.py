@@ -11,6 +11,7 @@ from torch import nn
 
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
+from hotlap.machine import Support
 from hotlap.moves import every, fused, resident
 from hotlap.tuner.budget import Length
 from hotlap.tuner.laps import Lap
@@ -285,6 +286,37 @@ def test_a_precision_that_a_gate_holds_back_at_first_is_judged_again_later():
     assert seen[1] - seen[0] >= 200
     assert rig.plan.numerics.precision == "bf16"
     assert any(isinstance(plan, Rest) for plan in asked)
+
+
+@pytest.fixture
+def has_16_bits(monkeypatch):
+    monkeypatch.setattr(
+        "hotlap.machine.dtype_support", lambda device: dict.fromkeys(("bf16", "fp16"), Support.HARDWARE)
+    )
+
+
+@pytest.mark.parametrize(
+    ("bound", "is_precision"), [("arithmetic", True), ("memory traffic", True), ("feeding", False)]
+)
+def test_where_the_device_bounds_a_training_what_makes_it_faster_comes_first(
+    bound, is_precision, has_16_bits, monkeypatch
+):
+    monkeypatch.setattr(CountingProbe, "bound", bound)
+    rig, gate = rig_for(), Gatekeeper()
+    drive(searching(rig, 5_000, gate=gate), lambda plan: (0.001, 0.005 if plan.numerics.precision == "bf16" else 0.01))
+    assert (gate.asked[0].numerics.precision == "bf16") == is_precision
+    assert (gate.asked[0].feed.kind == "resident") != is_precision
+    assert rig.plan.numerics.precision == "bf16"
+
+
+def test_a_bundle_that_did_not_pay_is_not_timed_again(has_16_bits, monkeypatch):
+    monkeypatch.setattr(CountingProbe, "bound", "arithmetic")
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(4))
+    model(torch.zeros(1, 3, 8, 8))
+    rig = Rig(model, lambda p: torch.optim.AdamW(p, fused=True), nn.CrossEntropyLoss(), device="cpu")
+    rig.feed((torch.randn(64, 3, 8, 8), torch.randint(4, (64,))), batch_size=8, epochs=1000)
+    drive(searching(rig, 100_000, gate=Gatekeeper()), lambda plan: (0.0, 0.01))
+    assert [entry.what for entry in rig.ledger].count("16-bit precision, channels last") == 1
 
 
 def test_a_dear_move_is_left_out_of_the_bundle_and_not_out_of_the_search(monkeypatch):

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from hotlap import __version__
 from hotlap.cli import demo, kit, machine, recipes, resume, run, store, stress, tune
-from hotlap.core.errors import HotlapError
+from hotlap.core.errors import HotlapError, UsageError
 
 
 class _Commands(TyperGroup):
@@ -76,7 +76,7 @@ def main() -> None:
         end_by(ended.number)
     except HotlapError as error:
         print(f"hotlap: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         print("hotlap: interrupted", file=sys.stderr)
         sys.exit(130)

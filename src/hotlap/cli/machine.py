@@ -36,12 +36,24 @@ def doctor(
     """
     from hotlap.machine import examine
 
+    _check(pretend)
     report = examine(pretend, require_gpu=require_gpu)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:
         print("\n".join(_report_lines(report)))
     raise typer.Exit(0 if report.fit else 1)
+
+
+def _check(pretend: str | None) -> None:
+    from hotlap.core.errors import MachineError, UsageError
+    from hotlap.machine import find_gpu
+
+    try:
+        if pretend is not None:
+            find_gpu(pretend)
+    except MachineError as error:
+        raise UsageError(str(error)) from None
 
 
 def gpus(
@@ -53,6 +65,7 @@ def gpus(
     """The catalogue of GPUs: memory, bandwidth, rates and number formats of each, and which is here."""
     from hotlap.machine import CATALOGUE, detect
 
+    _check(pretend)
     machine = detect(pretend)
     here = {gpu.model for gpu in machine.gpus}
     acting = machine.pretended.key if machine.pretended else None

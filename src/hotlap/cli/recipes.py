@@ -30,6 +30,7 @@ def train(
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
 ) -> None:
     """Train a ready system on a file: --data FILE --target COLUMN, and whatever `hotlap recipes NAME` lists."""
+    from hotlap.core.errors import JobError, UsageError
     from hotlap.recipes.every import recipe_named
     from hotlap.recipes.options import from_words, options_of, recipe_in
     from hotlap.recipes.training import REPORT
@@ -38,7 +39,10 @@ def train(
     chosen = recipe_named(recipe)
     if options is not None and recipe_in(options) not in (None, recipe):
         raise typer.BadParameter(f"{options} belongs to the recipe {recipe_in(options)}, not to {recipe}")
-    given = options_of(chosen.options, options, from_words(context.args))
+    try:
+        given = options_of(chosen.options, options, from_words(context.args))
+    except JobError as error:
+        raise UsageError(str(error)) from None
     folder = trained(
         chosen, given, out=out, retrain=retrain, say=(lambda line: None) if quiet else _say, progress=not quiet
     )
@@ -48,8 +52,10 @@ def train(
 def predict(
     run: Path = typer.Argument(help="The folder of a run."),
     data: Path = typer.Option(help="The file to predict; of pictures, a folder too."),
-    out: Path = typer.Option(help="The file to write."),
-    keep: list[str] = typer.Option([], help="Columns of the data to write beside the answers; as a rule all."),
+    out: Path = typer.Option(help="The file to write, CSV or Parquet."),
+    keep: list[str] = typer.Option(
+        [], help="Columns of the data to write beside the answers, with commas; as a rule all."
+    ),
     probabilities: bool = typer.Option(False, "--probabilities", help="Write the probability of each class too."),
     embeddings: Path | None = typer.Option(None, help="A new .npy file for a vector of each text."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hotlap.core.errors import HotlapError
+from hotlap.core.errors import HotlapError, UsageError
 
 if TYPE_CHECKING:
     from hotlap.core.job import Job
@@ -46,12 +46,25 @@ def resume(
     flags = {"--allow-changes": allow_changes, "--json": as_json, "--quiet": quiet}
     while training and training[0] in flags:
         flags[training.pop(0)] = True
+    if _is_of_a_script(folder):
+        raise HotlapError(
+            f"{run} is of `hotlap run`, which keeps no checkpoints: the script's own are its own affair; run it again, "
+            f"with --plan {shlex.quote(str(run))} under the plan that was found"
+        )
     if training and (training[0] == "-m" or ":" not in training[0] or training[0].endswith(".py")):
         _run_script(folder, training, flags)
         return
     job = named_job(training[0]) if training else _own_job(folder, checked_words(folder))
     finished = fit(job, resume=run, allow_changes=flags["--allow-changes"], progress=not flags["--quiet"])
     print_run(finished, flags["--json"])
+
+
+def _is_of_a_script(folder: RunFolder) -> bool:
+    """Whether `hotlap run` has left it; a folder that does not say how it was started is none of its."""
+    try:
+        return folder.read_started().get("command") == "run"
+    except HotlapError:
+        return False
 
 
 def print_run(run: Run, as_json: bool) -> None:
@@ -88,19 +101,19 @@ def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> 
 
     for flag in ("--allow-changes", "--json"):
         if flags[flag]:
-            raise HotlapError(f"{flag} does not reach {words[0]}; set it where that calls fit, or name module:job")
+            raise UsageError(f"{flag} does not reach {words[0]}; set it where that calls fit, or name module:job")
     if flags["--quiet"]:
         os.environ["HOTLAP_PROGRESS"] = "off"
     os.environ[RESUME] = str(folder.path.resolve())
     if words[0] == "-m":
         if len(words) < 2:
-            raise HotlapError("-m needs the name of a module")
+            raise UsageError("-m needs the name of a module")
         sys.argv = words[1:]
         sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         if not Path(words[0]).is_file():
-            raise HotlapError(f"{words[0]} is no file; name the script as you did when you started it")
+            raise UsageError(f"{words[0]} is no file; name the script as you did when you started it")
         sys.argv = list(words)
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -110,9 +111,15 @@ def _check(plan: str, out: Path | None) -> None:
     if Path(plan).is_dir():
         RunFolder.open(plan).read_ledger()
     elif plan not in ("auto", "max"):
+        if not Path(plan).exists():
+            _refuse(f"--plan {plan}: there is no such file or folder; auto, max and off need none")
         load_plan(plan)
     if out is not None:
+        made = [folder for folder in (out, *out.parents) if not folder.exists()]
         RunFolder.create(out)
+        with suppress(OSError):  # another run may have begun beside it
+            for folder in made:  # nothing is left where nothing is trained
+                folder.rmdir()
 
 
 def _seed() -> int | None:

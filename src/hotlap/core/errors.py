@@ -6,6 +6,7 @@
     ├── DataError      (ValueError)    the data cannot be read as batches
     ├── MachineError   (RuntimeError)  the machine lacks what was demanded
     ├── StoreError     (OSError)       a file or folder cannot be used as asked
+    ├── UsageError     (ValueError)    a command line makes no sense
     └── TrainingError  (RuntimeError)  the training itself cannot go on
 
 A message says what happened, the value seen, and what to do, in one line each.
@@ -55,6 +56,10 @@ class MachineError(HotlapError, RuntimeError):
 
 class StoreError(HotlapError, OSError):
     """A file or folder cannot be used as asked."""
+
+
+class UsageError(HotlapError, ValueError):
+    """A command line makes no sense: commands end with exit code 2."""
 
 
 class TrainingError(HotlapError, RuntimeError):

@@ -14,15 +14,20 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from hotlap.core.errors import DataError, HotlapError, shown
+from hotlap.data.bar import shown_bar
 from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import read_cpu
+
+if TYPE_CHECKING:
+    from hotlap.store.cache import Cache
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +59,8 @@ def parallel_map(
     items: Iterable[_Item],
     *,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = True,
+    cache: Cache | bool = False,
 ) -> list[_Result]:
     """`[f(item) for item in items]`, in several processes where that is faster.
 
@@ -63,27 +69,76 @@ def parallel_map(
     started afresh, not forked, so `f` has to be a function of a file; where it is none, or the script would be run
     anew by each of them, everything is done here, and the log says why. Raises DataError that names the item which
     `f` failed at; an error of hotlap's own says by itself where it arose. Ctrl-C ends the processes too.
+
+    `progress` is told how many are done; True shows a bar on stderr where the work takes long, None and False nothing.
+    With `cache` (True: hotlap's own) results are kept as they come, by the source of `f` and by the items, so that a
+    call that was interrupted goes on where it was; StoreError where there is no key to keep them by.
     """
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise DataError(f"workers={shown(workers)} must be a whole number of at least 1")
     given = list(items)
+    with contextlib.ExitStack() as stack:
+        told = stack.enter_context(shown_bar()) if progress is True else (progress or None)
+        if cache is False:
+            return cast("list[_Result]", _mapped(_Work(f, given, range(len(given)), told), workers))
+        from hotlap.data.kept_results import KeptResults  # imports torch
+
+        kept = stack.enter_context(KeptResults(f, given, None if cache is True else cache))
+        left = [at for at in range(len(given)) if at not in kept.found]
+        if told is not None and kept.found:
+            told(len(kept.found), len(given))
+        _mapped(_Work(f, [given[at] for at in left], left, told, kept.add, len(kept.found)), workers)
+        return cast("list[_Result]", [kept.found[at] for at in range(len(given))])
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is to be done, and who is told of it."""
+
+    f: Callable[..., Any]
+    items: list[Any]
+    numbers: Sequence[int]
+    """The number of each item among all that were given."""
+    progress: Progress | None = None
+    keep: Callable[[int, Any], None] | None = None
+    """Told the number of an item and its result, as they come."""
+    before: int = 0
+    """Items that were done before."""
+
+    def tell(self, done: int) -> None:
+        """Show how far it is."""
+        if self.progress is not None:
+            self.progress(self.before + done, self.before + len(self.items))
+
+    def came(self, at: int, results: Sequence[Any]) -> None:
+        """Results have come, of the items from there on."""
+        if self.keep is not None:
+            for here, result in enumerate(results, at):
+                self.keep(self.numbers[here], result)
+
+    def told(self, at: int, why: str) -> str:
+        """Where and why it failed."""
+        return f"item {self.numbers[at]}, {shown(self.items[at])}: {why}"
+
+
+def _mapped(work: _Work, workers: int | None) -> list[Any]:
     results: list[Any] = []
     most = workers or max(1, read_cpu().cores - 1)
     began = time.perf_counter()
-    for done in _done_here(f, given, results, progress):
-        took_s, left = time.perf_counter() - began, len(given) - done
+    for done in _done_here(work, results):
+        took_s, left = time.perf_counter() - began, len(work.items) - done
         # The first item tells how much to send at a time; half a second of them, whether to send any.
         saved_s = took_s / done * left * (1 - 1 / most) if took_s >= TRIED_S else 0.0
         if most == 1 or left == 0 or (workers is None and saved_s < START_S):
             continue
-        reason = why_not_apart(f)
+        reason = why_not_apart(work.f)
         if reason is None:
             size = max(1, min(int(GROUP_S * done / took_s), left // (4 * most)))
-            results += _done_apart(f, given, done, most, size, progress)
+            results += _done_apart(work, done, most, size)
             break
         log.warning("one process does all the work: %s", reason)
         most = 1
-    return cast("list[_Result]", results)
+    return results
 
 
 def why_not_apart(f: Callable[..., Any]) -> str | None:
@@ -106,29 +161,29 @@ def why_not_apart(f: Callable[..., Any]) -> str | None:
     return None
 
 
-def _done_here(f: Callable[..., Any], items: list[Any], results: list[Any], progress: Progress | None) -> Iterator[int]:
+def _done_here(work: _Work, results: list[Any]) -> Iterator[int]:
     """Do one item after the other into `results`; how many are done, after each."""
     told_s = time.perf_counter()
-    for at, item in enumerate(items):
+    for at, item in enumerate(work.items):
         try:
-            results.append(f(item))
+            results.append(work.f(item))
         except HotlapError:
             raise
         except Exception as error:
-            raise DataError(_told(at, item, _why(error))) from error
-        now_s, last = time.perf_counter(), at == len(items) - 1
-        if progress is not None and (last or now_s - told_s >= GROUP_S):
-            progress(at + 1, len(items))
+            raise DataError(work.told(at, _why(error))) from error
+        work.came(at, results[-1:])
+        now_s, last = time.perf_counter(), at == len(work.items) - 1
+        if last or now_s - told_s >= GROUP_S:
+            work.tell(at + 1)
             told_s = now_s
         yield at + 1
 
 
-def _done_apart(
-    f: Callable[..., Any], items: list[Any], first: int, workers: int, size: int, progress: Progress | None
-) -> list[Any]:
+def _done_apart(work: _Work, first: int, workers: int, size: int) -> list[Any]:
     """The results of all items from the first on, in order, from processes that get a group of items at a time."""
     # Started afresh: a fork would inherit CUDA, and the locks that other threads hold.
     context = multiprocessing.get_context("spawn")
+    items = work.items
     results: list[Any] = [None] * (len(items) - first)
     starts = iter(range(first, len(items), size))
     processes: list[SpawnProcess] = []
@@ -143,7 +198,7 @@ def _done_apart(
     try:
         for _ in range(min(workers, -(-len(results) // size))):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(f, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(work.f, theirs), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
@@ -153,11 +208,11 @@ def _done_apart(
                 process, start = busy.pop(ours)
                 found = _received(ours, process)
                 if isinstance(found, Failure):
-                    raise _raised(found, start, items)
+                    raise _raised(found, start, work)
                 results[start - first : start - first + len(found)] = found
+                work.came(start, found)
                 done += len(found)
-                if progress is not None:
-                    progress(done, len(items))
+                work.tell(done)
                 give(ours, process)
     finally:
         for process in processes:
@@ -195,9 +250,8 @@ def _group_done(f: Callable[..., Any], group: list[Any]) -> list[Any] | Failure:
     return found
 
 
-def _raised(failure: Failure, start: int, items: list[Any]) -> DataError:
-    at = None if failure.at is None else start + failure.at
-    error = DataError(failure.why if at is None else _told(at, items[at], failure.why))
+def _raised(failure: Failure, start: int, work: _Work) -> DataError:
+    error = DataError(failure.why if failure.at is None else work.told(start + failure.at, failure.why))
     error.add_note(f"In the worker process:\n{failure.trace}")
     return error
 
@@ -219,10 +273,6 @@ def _received(ours: Connection, process: SpawnProcess) -> Any:
         code = process.exitcode
         why = "it was killed, as for want of memory" if code == -signal.SIGKILL else "what it printed may say why"
         raise DataError(f"a worker process ended with exit code {code}: {why}; workers=1 works without any") from None
-
-
-def _told(at: int, item: Any, why: str) -> str:
-    return f"item {at}, {shown(item)}: {why}"
 
 
 def _why(error: BaseException) -> str:

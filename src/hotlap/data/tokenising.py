@@ -147,7 +147,7 @@ def _from(entry: Entry, began: float) -> Tokens:
     tensors, values = dict(entry.tensors), entry.values
     offsets = tensors.pop("offsets")
     return Tokens(
-        fields=tensors,
+        fields={name: tensors[name] for name in values.get("fields", sorted(tensors))},  # files keep no order
         offsets=offsets,
         truncated=values["truncated"],
         reused=True,
@@ -158,8 +158,9 @@ def _from(entry: Entry, began: float) -> Tokens:
 
 def _kept(tokens: Tokens, cache: Cache, key: str) -> Tokens:
     """The same tokens, in the cache too where it takes them."""
-    values = {"truncated": tokens.truncated, "took_s": tokens.took_s}
-    facts = {"texts": len(tokens), "tokens": int(tokens.offsets[-1]), **values}
+    figures = {"truncated": tokens.truncated, "took_s": tokens.took_s}
+    facts = {"texts": len(tokens), "tokens": int(tokens.offsets[-1]), **figures}
+    values = {**figures, "fields": list(tokens.fields)}
     try:
         cache.put(KIND, key, tensors={**tokens.fields, "offsets": tokens.offsets}, values=values, facts=facts)
     except StoreError as error:

@@ -260,5 +260,10 @@ class _Loop:
         rig = self._rig
         why = f"the training loss is {record['train_loss']} at step {record['step']}"
         rig.ledger.record(Entry(step=rig.steps, what="loss not finite", outcome="fault", plan=rig.plan, why=why))
-        cures = ["a smaller learning rate", "clip=1.0", "precision fp32", "skip_nonfinite=True"]
-        self._voice.say(f"warning: {why}; try {', '.join(cures[: 3 if self._job.skip_nonfinite else 4])}")
+        others = {
+            "clip=1.0": self._job.clip is None,
+            "precision fp32": rig.plan.numerics.precision != "fp32",
+            "skip_nonfinite=True": not self._job.skip_nonfinite,
+        }
+        cures = ["a smaller learning rate", *(cure for cure, is_new in others.items() if is_new)]
+        self._voice.say(f"warning: {why}; try {', '.join(cures)}")

@@ -74,7 +74,7 @@ def _told(value: Any, whole: bool, depth: int) -> str:
         spread = value if whole else value[:: max(1, len(value) // ENTRIES)]
         return f"{len(value)}[{','.join(_told(part, whole, depth + 1) for part in spread)}]"
     if isinstance(value, Mapping):
-        entries = list(value.items())
+        entries = sorted(value.items(), key=lambda entry: repr(entry[0]))  # one order, whoever has made it
         spread = entries if whole else entries[:: max(1, len(entries) // ENTRIES)]
         return f"{len(value)}{{{','.join(f'{key!r}:{_told(part, whole, depth + 1)}' for key, part in spread)}}}"
     parts = sorted(getattr(value, "__dict__", {}).items())

@@ -14,8 +14,9 @@ from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
 from hotlap.core.units import show_bytes, show_rate
 from hotlap.kit.bench import Bench, opened, room_on
+from hotlap.kit.catalogue import kind_of_model
 from hotlap.kit.child import Seen, Wish
-from hotlap.kit.prior import Prior, prior
+from hotlap.kit.prior import Prior, prior, remember
 from hotlap.kit.search import Search, Searched, Trial, fastest, knee
 from hotlap.kit.telling import sayer
 from hotlap.kit.visiting import RUNS, visit
@@ -102,7 +103,8 @@ class BatchFound:
             marks = [word for word, which in (("fastest", fast), ("knee", knee)) if which is one]
             if one.taken_bytes > self.allowed_bytes:
                 marks.append("less than the reserve is left")
-            figures = f"{show_bytes(one.peak_bytes):>10} {show_bytes(one.taken_bytes):>10}"
+            peak, taken = (show_bytes(count) if count else "–" for count in (one.peak_bytes, one.taken_bytes))
+            figures = f"{peak:>10} {taken:>10}"
             lines.append(
                 f"{one.size:>9,} {show_rate(one.samples_per_s):>11} {figures}  {bar:<24} {', '.join(marks)}".rstrip()
             )
@@ -113,7 +115,7 @@ class BatchFound:
             lines.append(f"largest    {largest.size:,} is {seen}: {self.searched.ended}")
         else:
             lines.append(f"largest    none: {self.searched.ended}")
-        if self.keeps_reserve is not None:
+        if self.keeps_reserve is not None and self.keeps_reserve.taken_bytes:
             kept = f"{show_bytes(self.allowed_bytes)} of {show_bytes(self.room_bytes)}"
             lines.append(f"reserve    up to {self.keeps_reserve.size:,} was seen to stay within {kept}")
         if fast is not None and knee is not None and fast.samples_per_s and knee.samples_per_s:
@@ -122,6 +124,9 @@ class BatchFound:
         own = "" if self.own_batch is None else f" ({self.own_batch:,} at once)"
         whole = "a batch sampler's own" if self.effective_batch is None else f"{self.effective_batch:,}{own}"
         lines.append(f"effective  {whole}; it stays as you set it")
+        lines.append(f"begun      with {self.began.size:,}: {self.began.why}")
+        if (line := self.searched.line) is not None:
+            lines.append(f"measured   {show_bytes(line.bytes_a_sample)} more for each sample more")
         lines.append(f"write      {self.advice}")
         lines += [f"note       {note}" for note in self.notes]
         return "\n".join(lines)
@@ -145,6 +150,7 @@ class BatchFound:
             "fastest": size(self.fastest),
             "knee": size(self.knee),
             "ended": self.searched.ended,
+            "measured": None if self.searched.line is None else dataclasses.asdict(self.searched.line),
             "room_bytes": self.room_bytes,
             "allowed_bytes": self.allowed_bytes,
             "write": self.advice,
@@ -174,10 +180,12 @@ def batch(
 def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) -> BatchFound:
     effective = bench.job.effective_batch
     own = bench.course.batch_size
-    where = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "the CPU"
-    began = Prior(own, "your own")
-    if bench.device.type == "cuda":
-        began = prior(bench.rig.model, bench.batch(1), bench.room_bytes, where, own=own)
+    allowed = (1 - RESERVE) * bench.room_bytes
+    most = min(bench.most, most or bench.most)
+    began = Prior(size=own, why="your own")
+    if bench.memory_ends:
+        guess = prior(bench.rig.model, bench.batch(1), allowed, bench.where)
+        began = dataclasses.replace(guess, size=min(guess.size, most))
     say(f"batch      begun with {began.size:,}: {began.why}; {bench.most:,} samples, {show_bytes(bench.room_bytes)}")
     until = time.monotonic() + seconds
 
@@ -190,14 +198,20 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
         attempt=attempt,
         start=began.size,
         least=bench.least,
-        most=min(bench.most, most or bench.most),
-        room_bytes=(1 - RESERVE) * bench.room_bytes,
-        by_speed=bench.device.type != "cuda",
+        most=most,
+        room_bytes=allowed,
+        by_speed=not bench.memory_ends,
         enough=lambda: f"{seconds:g} s were spent" if time.monotonic() > until else None,
     ).run()
-    knee_size = 0 if (one := knee(searched.within((1 - RESERVE) * bench.room_bytes))) is None else one.size
+    if bench.memory_ends and searched.line is not None:
+        remember(kind_of_model(bench.rig.model, bench.batch(1)), bench.where, searched.line)
+    knee_size = 0 if (one := knee(searched.within(allowed))) is None else one.size
     cautions = bench.rig.cautions(bench.rig.plan.but(micro_batch=knee_size)) if 0 < knee_size < (effective or 0) else []
-    notes = [*cautions, "speed is that of the step with its batch at hand; how batches get there: hotlap workers"]
+    notes = [
+        *cautions,
+        bench.longest.words,
+        "speed is that of the step with its batch at hand; how batches get there: hotlap workers",
+    ]
     if bench.device.type != "cuda":
         notes.append("memory is counted from the sizes of tensors: a CPU keeps no account of it")
     return BatchFound(
@@ -224,7 +238,12 @@ def told(one: Trial) -> str:
     if one.why_not is not None:
         return f"batch      {one.size:,} does not train: {one.why_not}"
     speed = "trains" if one.samples_per_s is None else f"{show_rate(one.samples_per_s)} samples/s"
-    return f"batch      {one.size:,}: {speed}, {show_bytes(one.taken_bytes)}"
+    return f"batch      {one.size:,}: {speed}, {_shown_bytes(one.taken_bytes)}"
+
+
+def _shown_bytes(count: int) -> str:
+    """What was seen of memory; a script may be over before it is looked at."""
+    return show_bytes(count) if count else "memory not seen"
 
 
 def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
@@ -244,7 +263,7 @@ def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
     if why_not is not None:
         return Trial(size=size, why_not=why_not)
     speed = size * pieces / step_s if timed else None
-    return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken)
+    return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken, rest_bytes=bench.rest_bytes)
 
 
 def batch_of_script(
@@ -257,7 +276,7 @@ def batch_of_script(
     say = say or sayer(progress)
     until = time.monotonic() + seconds
     say(f"batch      {target.name} is run as it is, to find its loader")
-    first = visit(target, Wish(counts=True))
+    first = visit(target, Wish(counts=True, lengths=True))
     if first.out_of_memory is not None:
         raise TrainingError(f"{target.name} runs out of memory as it is ({first.out_of_memory}); lower its batch size")
     if first.why_fixed is not None or first.batch_size is None:
@@ -266,12 +285,19 @@ def batch_of_script(
     room = first.room_bytes if on_gpu else room_on(torch.device("cpu"))
 
     def attempt(size: int, timed: bool) -> Trial:
-        wish = Wish(loader=first.loader, change={"batch_size": size}, laps=5 if timed else 1, counts=True)
-        one = of_visit(size, first if size == own else visit(target, wish))
+        wish = Wish(
+            loader=first.loader,
+            change={"batch_size": size},
+            longest=first.varies,
+            laps=5 if timed else 1,
+            counts=True,
+        )
+        seen = first if size == own and not first.varies else visit(target, wish)
+        one = of_visit(size, seen)
         say(told(one))
         return one
 
-    began = Prior(own, "the script's own")
+    began = Prior(size=own, why="the script's own")
     searched = Search(
         attempt=attempt,
         start=own,
@@ -284,7 +310,7 @@ def batch_of_script(
     notes = [
         RUNS,
         "speed is that of the script's own loop, its loading included; its accumulation was left as it is",
-        "batches are those that came first, and not the longest ones",
+        first.longest or "batches are those that came first: the lengths of samples are not known",
     ]
     if not on_gpu:
         notes.append("memory is counted from the sizes of tensors: a CPU keeps no account of it")
@@ -313,4 +339,5 @@ def of_visit(size: int, seen: Seen) -> Trial:
         samples_per_s=speeds[len(speeds) // 2],
         peak_bytes=seen.peak_bytes,
         taken_bytes=seen.taken_bytes,
+        rest_bytes=seen.rest_bytes,
     )

@@ -7,11 +7,9 @@ import dataclasses
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,23 +19,20 @@ from hotlap import machine
 from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
 from hotlap.data.batches import Batch
-from hotlap.data.buckets import lengths_in
 from hotlap.data.columns import tensors_in
 from hotlap.data.course import Course, training_course
-from hotlap.data.samples import Source
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import Window
 from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.fitting.task import OFF, set_up
 from hotlap.fitting.views import Silence
+from hotlap.kit.lengths import longest_first
 from hotlap.kit.live import LiveTensors
 from hotlap.machine.cuda import usable_bytes
 from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import read_memory
 
-LOOKED_AT = 256
-"""Samples that are fetched to find the longest, where nobody knows their lengths."""
 WARM, BLOCKS, BLOCK_S = 2, 5, 0.04
 """Updates before a block is timed; blocks, of which the middle one counts; and what a block takes at least."""
 
@@ -48,8 +43,23 @@ class Bench:
     def __init__(self, job: Job, course: Course, rig: Rig, kept: Kept) -> None:
         self.job, self.course, self.rig, self._kept = job, course, rig, kept
         self.device = rig.device
-        self._by_length = longest_first(course.source)
+        self.longest = longest_first(course.source)
         self.room_bytes = room_on(self.device)
+
+    @property
+    def memory_ends(self) -> bool:
+        """Whether too large a batch is refused; on the CPU the system takes it from others first."""
+        return self.device.type == "cuda"
+
+    @property
+    def where(self) -> str:
+        """What it runs on, in words."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "the CPU"
+
+    @property
+    def rest_bytes(self) -> int:
+        """What weights, their gradients and the optimizer's state take, however large the batch."""
+        return rest_of(parameters_of(self.rig), self.rig.optimizer)
 
     @property
     def most(self) -> int:
@@ -64,7 +74,7 @@ class Bench:
 
     def batch(self, size: int) -> Batch:
         """A batch of so many samples, the longest that there are."""
-        source, chosen = self.course.source, self._by_length[:size]
+        source, chosen = self.course.source, self.longest.order[:size]
         if source.why_not_gather() is None:
             return source.gather(torch.from_numpy(chosen))
         return source.fetch(chosen.tolist(), self.job.seed, 0)
@@ -229,40 +239,18 @@ def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
+def rest_of(weights: Sequence[Tensor], optimizer: Optimizer) -> int:
+    """What weights, their gradients and the optimizer's state take."""
+    gradients = (p for p in weights if p.requires_grad)
+    return sum(one.nbytes for part in (weights, gradients, state_of(optimizer)) for one in part)
+
+
 def room_on(device: torch.device) -> int:
     """Bytes that this process may take in all; on the CPU, what is free beside what it has."""
     if device.type != "cuda":
         return read_memory().free_bytes
     free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     return min(usable_bytes(device), free + held)
-
-
-def longest_first(source: Source) -> np.ndarray[Any, Any]:
-    """All samples, from the longest on: a batch that fits must be the largest of an epoch.
-
-    Where lengths are not known and samples come out of code, the longest of some are sought.
-    """
-    count = len(source)
-    lengths = lengths_in(source)
-    if lengths is None and source.why_not_gather() is not None:
-        looked = np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(np.int64))
-        sizes = [sum(tensor.numel() for tensor in tensors_in(sample)) for sample in _read(source, looked)]
-        lengths = np.zeros(count, dtype=np.int64)
-        lengths[looked] = sizes
-        if len(set(sizes)) == 1:
-            lengths = None
-    if lengths is None:
-        return np.arange(count)
-    found: np.ndarray[Any, Any] = np.argsort(-np.asarray(lengths), kind="stable")
-    return found
-
-
-def _read(source: Source, indices: np.ndarray[Any, Any]) -> list[Any]:
-    kept = Randomness(torch.device("cpu"))
-    try:
-        return source.aside().read(indices.tolist())
-    finally:
-        kept.restore()
 
 
 def _is_cpu_full(error: BaseException) -> bool:

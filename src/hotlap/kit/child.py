@@ -25,14 +25,17 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotlap.data.batches import count_samples
 from hotlap.fitting.rescue import is_out_of_memory
-from hotlap.kit.bench import room_on, state_of
+from hotlap.kit.bench import rest_of, room_on, state_of
+from hotlap.kit.growing import Turns
+from hotlap.kit.lengths import LongestFirst, longest_in
 from hotlap.kit.live import LiveTensors
-from hotlap.kit.watching import Watch, growth
+from hotlap.kit.transforms import costs_of
+from hotlap.kit.watching import Watch
 from hotlap.machine.kernels import first_line
 from hotlap.script.patches import Patches
 from hotlap.script.running import Target, run
@@ -55,10 +58,16 @@ class Wish:
     """Arguments of that loader in place of the script's own."""
     laps: int = 5
     lap_s: float = 0.1
+    longest: bool = False
+    """Whether every batch of that loader is to hold the longest samples of its dataset."""
     counts: bool = False
     """Whether the memory of one update is looked at."""
-    watches: int = 0
-    """In how many more updates it is looked for memory that grows; 0 looks for none, nor at kinds and layers."""
+    lengths: bool = False
+    """Whether it is looked whether the samples of the training's dataset differ in length."""
+    transforms: bool = False
+    """Whether the transforms of its dataset are timed."""
+    watches: bool = False
+    """Whether it is looked for memory that grows in more updates; without, nor at kinds and layers."""
 
 
 @dataclass(kw_only=True)
@@ -81,9 +90,17 @@ class Seen:
     pinned: bool = False
     samples: int | None = None
     """In its dataset."""
+    longest: str | None = None
+    """What is known of the lengths of its samples, in words; None where they were not looked at."""
+    varies: bool = False
+    """Whether these differ."""
+    transforms: list[tuple[str, float]] = field(default_factory=list)
+    """What each takes for a sample, in seconds."""
     device: str = "cpu"
     peak_bytes: int = 0
     taken_bytes: int = 0
+    rest_bytes: int = 0
+    """What weights, gradients and the optimizer's state take, however large the batch."""
     room_bytes: int = 0
     account: dict[str, Any] = field(default_factory=dict)
     """Where memory goes, where that was asked for."""
@@ -106,6 +123,7 @@ class Visitor:
         """How many updates had so many samples."""
         self._lap: tuple[float, int] | None = None
         self._watch: Watch | None = None
+        self._turns: Turns | None = None
         self._modules: list[nn.Module] = []
         self._asked: dict[int, float] = {}
         self._first_s: dict[int, float] = {}
@@ -146,13 +164,18 @@ class Visitor:
             self._number[id(loader)] = number
             if number == self._wish.loader:
                 given = signature.bind(loader, *args, **kwargs)
-                args, kwargs = (
-                    (),
-                    _changed({k: v for k, v in given.arguments.items() if k != "self"}, self._wish.change),
-                )
+                changed = _changed({k: v for k, v in given.arguments.items() if k != "self"}, self._wish.change)
+                args, kwargs = (), self._with_longest(changed) if self._wish.longest else changed
             original(loader, *args, **kwargs)
 
         return made
+
+    def _with_longest(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A loader's arguments with the longest samples in every batch."""
+        longest = longest_in(given["dataset"])
+        if longest is None:
+            return given
+        return {**given, "sampler": LongestFirst(longest.order, given.get("batch_size", 1)), "shuffle": False}
 
     def _iterated(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -246,7 +269,7 @@ class Visitor:
             self.seen.peak_bytes, self.seen.taken_bytes = self._peaks()
         self._open_watch(lines=False)
 
-    def _open_watch(self, *, lines: bool) -> None:
+    def _open_watch(self, *, lines: bool) -> LiveTensors:
         optimizer = self._optimizer
         assert optimizer is not None
         weights = [p for group in optimizer.param_groups for p in group["params"]]
@@ -256,10 +279,11 @@ class Visitor:
         live.know(state_of(optimizer), "optimizer")
         live.forget_peak()
         self._watch = Watch(live, weights, self._modules, sees_updates=False).__enter__()
+        return live
 
     def _count_ends(self) -> None:
         """An update was looked at; after the first one it is looked for memory that grows."""
-        watch, turns = self._watch, self._wish.watches
+        watch = self._watch
         assert watch is not None
         live = watch.live
         if not self.seen.account:
@@ -273,15 +297,16 @@ class Visitor:
                 "held": [],
             }
             watch.__exit__(None, None, None)
-            if not turns:
+            if not self._wish.watches:
                 self._end()
-            self._open_watch(lines=True)
-        elif live.turn <= turns:
-            live.turn += 1
-        else:
-            watch.__exit__(None, None, None)
-            self.seen.account["held"] = [asdict(one) for one in growth(live, 2, turns)]
-            self._end()
+            self._turns = Turns(self._open_watch(lines=True))
+        elif self._turns is not None:
+            self._wait()
+            self._turns.end()
+            if self._turns.are_done:
+                watch.__exit__(None, None, None)
+                self.seen.account["held"] = [asdict(one) for one in self._turns.growth()]
+                self._end()
 
     def _peaks(self) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -312,6 +337,10 @@ class Visitor:
 
     def _write(self) -> None:
         seen = self.seen
+        if self._optimizer is not None:
+            seen.rest_bytes = rest_of(
+                [p for group in self._optimizer.param_groups for p in group["params"]], self._optimizer
+            )
         seen.samples_an_update = max(self._sizes, key=lambda size: self._sizes[size], default=0)
         self._say_loader(seen)
         if self._on_gpu:
@@ -336,6 +365,10 @@ class Visitor:
             seen.samples = len(loader.dataset)  # type: ignore[arg-type]
         except TypeError:
             seen.samples = None
+        if self._wish.lengths:
+            self._say_lengths(seen, loader)
+        if self._wish.transforms:
+            seen.transforms = [(one.name, one.sample_s) for one in costs_of(loader.dataset)]
         if loader.batch_size is None:
             sampler = loader.batch_sampler
             # Accelerate, for one, makes a loader of the batches of another.
@@ -346,6 +379,19 @@ class Visitor:
                 seen.loader, seen.batch_size = first, sampler.batch_size
             else:
                 seen.why_fixed = f"a {type(sampler).__name__} makes its batches"
+
+    def _say_lengths(self, seen: Seen, loader: DataLoader[Any]) -> None:
+        """Whether its batches can be made of the longest samples. A sampler of the script's own is left to it."""
+        if type(loader.sampler) not in (RandomSampler, SequentialSampler, LongestFirst):
+            return
+        try:
+            longest = longest_in(loader.dataset)
+        except Exception as error:  # somebody's dataset, asked for samples that the script may never ask for
+            why = type(error).__name__
+            seen.longest = f"batches are those that came first: the lengths of samples cannot be read ({why})"
+            return
+        if longest is not None:
+            seen.longest, seen.varies = longest.words, longest.varies
 
 
 def _changed(given: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,11 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _STANDARD = str(Path(sys.modules["collections"].__file__ or "").parents[1])
 
 
+def is_users_file(file: str) -> bool:
+    """Whether code of this file is neither torch's nor hotlap's nor python's own."""
+    return not file.startswith((*_LIBRARIES, "<")) and (not file.startswith(_STANDARD) or "site-packages" in file)
+
+
 @dataclass
 class Piece:
     """The memory of one tensor, and of those that share it."""
@@ -47,7 +52,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device, *, lines: bool = False) -> None:
         """With `lines` it is noted which line of the user's own made each."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._lines = device, lines
+        self.device, self._lines = device, lines
         self._rounds = BLOCK if device.type == "cuda" else 1
         self.pieces: dict[int, Piece] = {}
         self.kind, self.layer, self.turn = "batch", "", 0
@@ -83,7 +88,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _is_here(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.type and tensor.layout is torch.strided
+        return tensor.device.type == self.device.type and tensor.layout is torch.strided
 
     def _note(self, tensor: Tensor, kind: str | None) -> None:
         storage = tensor.untyped_storage()
@@ -135,8 +140,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = sys._getframe(3)
         while frame is not None:
             file = frame.f_code.co_filename
-            theirs = file.startswith((*_LIBRARIES, "<")) or (file.startswith(_STANDARD) and "site-packages" not in file)
-            if not theirs:
+            if is_users_file(file):
                 return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
             if frame.f_back is None:
                 break

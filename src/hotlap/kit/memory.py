@@ -17,17 +17,16 @@ from hotlap.engine.blocks import repeated_blocks
 from hotlap.engine.precision import why_not_precision
 from hotlap.engine.step import Window
 from hotlap.kit.bench import Bench, know_training, opened, parameters_of
+from hotlap.kit.catalogue import DENSE, RECURRENT, TEXT, UNITS, kind_of_model
 from hotlap.kit.child import Wish
+from hotlap.kit.growing import Held, Turns
 from hotlap.kit.live import LiveTensors
 from hotlap.kit.picture import draw_course
-from hotlap.kit.prior import kind_of_model
 from hotlap.kit.telling import sayer
 from hotlap.kit.visiting import visit
-from hotlap.kit.watching import KINDS, Held, Watch, growth
+from hotlap.kit.watching import KINDS, Watch
 from hotlap.script.running import Target
 
-TURNS = 6
-"""Updates that are watched for memory that grows."""
 LAYERS = 10
 """So many layers are shown."""
 Say = Callable[[str], None]
@@ -87,6 +86,11 @@ class MemoryFound:
     notes: tuple[str, ...] = ()
 
     @property
+    def lasting_bytes(self) -> int:
+        """What tensors take between two updates."""
+        return self.course[-1][1] if self.course else 0
+
+    @property
     def unseen_bytes(self) -> int:
         """What the allocator gave beside the tensors that were seen: working memory of kernels, and its rounding."""
         return max(0, self.peak_bytes - self.counted_bytes)
@@ -98,21 +102,22 @@ class MemoryFound:
     def summary(self) -> str:
         """The account, for people."""
         lines = [
-            f"{'peak':<20} {show_bytes(self.peak_bytes):>10}  {self.samples:,} samples at once, after the first update"
+            f"{'peak':<21} {show_bytes(self.peak_bytes):>10}  {self.samples:,} samples at once, after the first update"
         ]
         whole = {**self.kinds, "unseen": self.unseen_bytes}
         for kind in (*KINDS, "unseen"):
             if whole.get(kind):
                 share = whole[kind] / max(1, self.peak_bytes)
                 lines.append(
-                    f"  {_TOLD[kind]:<18} {show_bytes(whole[kind]):>10}  {share:>4.0%} {'#' * round(24 * share)}"
+                    f"  {_TOLD[kind]:<19} {show_bytes(whole[kind]):>10}  {share:>4.0%} {'#' * round(24 * share)}"
                 )
+        lines.append(f"{'between updates':<21} {show_bytes(self.lasting_bytes):>10}  allocated all the time")
         if self.reserved_bytes is not None:
             beside = show_bytes(self.reserved_bytes - self.peak_bytes)
-            lines.append(f"{'taken by torch':<20} {show_bytes(self.reserved_bytes):>10}  {beside} of it kept for later")
+            lines.append(f"{'taken by torch':<21} {show_bytes(self.reserved_bytes):>10}  {beside} of it kept for later")
         left = self.room_bytes - (self.reserved_bytes if self.reserved_bytes is not None else 0)
         lines.append(
-            f"{'left':<20} {show_bytes(left):>10}  of {show_bytes(self.room_bytes)} that this process may take"
+            f"{'left':<21} {show_bytes(left):>10}  of {show_bytes(self.room_bytes)} that this process may take"
         )
         top = sorted(self.layers.items(), key=lambda one: -one[1])[:LAYERS]
         if top:
@@ -146,6 +151,7 @@ class MemoryFound:
             "samples": self.samples,
             "peak_bytes": self.peak_bytes,
             "counted_bytes": self.counted_bytes,
+            "lasting_bytes": self.lasting_bytes,
             "reserved_bytes": self.reserved_bytes,
             "room_bytes": self.room_bytes,
             "kinds": dict(self.kinds),
@@ -229,12 +235,13 @@ class _Account:
         return live
 
     def _grows(self) -> list[Held]:
-        live = self._live(self._window, lines=True)
-        with Watch(live, parameters_of(self._rig), self._rig.modules):
-            for live.turn in range(1, TURNS + 1):
+        turns = Turns(self._live(self._window, lines=True))
+        with Watch(turns.live, parameters_of(self._rig), self._rig.modules):
+            while not turns.are_done:
                 self._rig.step(self._window)
-        # The first update may fill what is kept for good: caches, masks.
-        return growth(live, 2, TURNS)
+                self._rig.wait()
+                turns.end()
+        return turns.growth()
 
     # --- what would bring it down ------------------------------------------------------------------
 
@@ -301,17 +308,16 @@ class _Account:
 
     def _smaller_samples(self, peak: int, step_s: float) -> list[Saving]:
         """Shorter sequences or smaller pictures, of which less is kept; that is another training."""
-        kind, shape, _ = kind_of_model(self._rig.model, self._window.pieces[0])
-        if kind is None:
+        kind = kind_of_model(self._rig.model, self._window.pieces[0])
+        if kind.name == DENSE:
             return []
         with_samples = self._kinds["activations"] + self._kinds["backward"] + self._kinds["batch"]
         # Half as many tokens, or three quarters of a side: about half of what is computed and kept.
-        part = 0.5 if kind == "attention over tokens" else 0.5625
-        count, unit = shape.split()
-        fewer = round(int(count) * (0.5 if unit == "tokens" else 0.75))
+        side = 0.5 if kind.name in (TEXT, RECURRENT) else 0.75
+        part = side if kind.name in (TEXT, RECURRENT) else side**2
         return [
             Saving(
-                what=f"{fewer} {unit} in place of {count}",
+                what=f"{round(side * kind.size)} {UNITS[kind.name]} in place of {kind.size}",
                 predicted_bytes=peak - round((1 - part) * with_samples),
                 predicted_step_s=part * step_s,
                 changes="it changes what is learnt",
@@ -326,7 +332,7 @@ def memory_of_script(target: Target, *, progress: bool = True, say: Say | None =
     """As `memory`, of somebody's script, which is run as it is for some updates in a process of its own."""
     say = say or sayer(progress)
     say(f"memory     {target.name} is run for some updates")
-    seen = visit(target, Wish(laps=1, counts=True, watches=TURNS))
+    seen = visit(target, Wish(laps=1, counts=True, watches=True))
     if seen.out_of_memory is not None:
         raise TrainingError(f"{target.name} runs out of memory as it is: {seen.out_of_memory}; lower its batch size")
     on_gpu = seen.device != "cpu"

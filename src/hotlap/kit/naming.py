@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotlap.core.errors import HotlapError, did_you_mean
+from hotlap.core.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from hotlap.core.job import Job
@@ -36,7 +36,7 @@ class Named:
 
 
 def named(words: Sequence[str], *, module: bool = False, say: Say = lambda line: None) -> Named:
-    """The training that these words name; `module`: they stand behind a `-m`. Raises HotlapError where there is none.
+    """The training that these words name; `module`: they stand behind a `-m`. Raises UsageError where there is none.
 
     Nothing is read or run yet, but for a script's file, which has to be there.
     """
@@ -44,9 +44,7 @@ def named(words: Sequence[str], *, module: bool = False, say: Say = lambda line:
     from hotlap.script.running import Target, look
 
     if not words:
-        raise HotlapError(
-            "which training? name module:job, a recipe with its options, train.py ARGS, or -m MODULE ARGS"
-        )
+        raise UsageError("which training? name module:job, a recipe with its options, train.py ARGS, or -m MODULE ARGS")
     first, *rest = words
     if module or first.endswith(".py") or (first not in (*NAMES, "demo") and Path(first).exists()):
         target = Target(args=rest, **{"module" if module else "path": first})
@@ -54,7 +52,7 @@ def named(words: Sequence[str], *, module: bool = False, say: Say = lambda line:
         return Named(name=target.name, target=target)
     if ":" in first:
         if rest:
-            raise HotlapError(f"{first} takes nothing behind it, and there is {' '.join(rest)!r:.60}")
+            raise UsageError(f"{first} takes nothing behind it, and there is {' '.join(rest)!r:.60}")
         return Named(name=first, job=lambda: named_job(first))
     if first == "demo":
         from hotlap.demo import digits_job
@@ -62,7 +60,7 @@ def named(words: Sequence[str], *, module: bool = False, say: Say = lambda line:
         return Named(name="demo", job=digits_job)
     if first in NAMES:
         return Named(name=first, job=lambda: recipe_job(first, rest, say))
-    raise HotlapError(
+    raise UsageError(
         f"{first!r:.60} names no training: it is no file, no module:job and no recipe"
         f"{did_you_mean(first, (*NAMES, 'demo'))}"
     )
@@ -78,18 +76,18 @@ def named_job(name: str) -> Job:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise HotlapError(f"{name}: {error}; name it as module:job, seen from this folder") from None
+        raise UsageError(f"{name}: {error}; name it as module:job, seen from this folder") from None
     except AttributeError:
-        raise HotlapError(f"{name}: {module} has no {attribute!r}") from None
+        raise UsageError(f"{name}: {module} has no {attribute!r}") from None
     if callable(found) and not isinstance(found, Job):
         try:
             inspect.signature(found).bind()
         except (TypeError, ValueError):  # one that takes arguments, or does not say which
-            raise HotlapError(f"{name} is no Job, and no function that gives one without arguments") from None
+            raise UsageError(f"{name} is no Job, and no function that gives one without arguments") from None
         found = found()
     job = found
     if not isinstance(job, Job):
-        raise HotlapError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
+        raise UsageError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
     return job
 
 
@@ -103,7 +101,7 @@ def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
     file = given.pop("options", None)
     options = options_of(recipe.options, None if file is None else Path(file), given)
     if not options.data:
-        raise HotlapError(f"no data is named; give --data FILE ({recipe.expects})")
+        raise UsageError(f"no data is named; give --data FILE ({recipe.expects})")
     prepared = recipe.prepare(options, say)
     first, *others = prepared.candidates
     if others:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+
+from hotlap.core.errors import TrainingError
 
 NO_GAIN = 2
 """Doublings without a gain after which, where memory never ends, larger batches are no longer tried."""
 GAIN = 1.03
 """What counts as one."""
+NEAR = 1.5
+"""Sizes that differ by no more than this factor are as good as one on the curve."""
 KNEE = 0.95
 """The knee is the smallest batch with so much of the best speed."""
 
@@ -25,11 +30,45 @@ class Trial:
     peak_bytes: int = 0
     taken_bytes: int = 0
     """What torch takes for it at the peak, which is more than tensors need."""
+    rest_bytes: int = 0
+    """What weights, gradients and the optimizer's state take, however large the batch."""
 
     @property
     def trains(self) -> bool:
         """Whether updates of this size could be made."""
         return self.why_not is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Memory as it grows with the batch: so much for each sample, and a rest."""
+
+    bytes_a_sample: float
+    rest_bytes: float
+
+    def bytes_at(self, size: int) -> float:
+        """What a batch of this size takes."""
+        return self.rest_bytes + self.bytes_a_sample * size
+
+    def size_at(self, room_bytes: float) -> int:
+        """The largest batch that takes no more; 1 at least."""
+        return max(1, int((room_bytes - self.rest_bytes) / self.bytes_a_sample))
+
+
+def line_through(fitting: Sequence[Trial]) -> Line | None:
+    """The line through the smallest and the largest batch that were measured; through the rest where it is but one.
+
+    None where larger ones take no more, so that nothing can be told from them.
+    """
+    if not fitting:
+        return None
+    low, high = fitting[0], fitting[-1]
+    if low.size == high.size:
+        size, low_bytes = 0, low.rest_bytes
+    else:
+        size, low_bytes = low.size, low.taken_bytes
+    slope = (high.taken_bytes - low_bytes) / (high.size - size)
+    return Line(bytes_a_sample=slope, rest_bytes=low_bytes - slope * size) if slope > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +87,11 @@ class Searched:
         """The largest that trains."""
         return max((one for one in self.trials if one.trains), key=lambda one: one.size, default=None)
 
+    @property
+    def line(self) -> Line | None:
+        """Memory over size, as it was measured; None where it does not grow."""
+        return line_through([one for one in self.trials if one.trains])
+
     def within(self, most_bytes: float) -> list[Trial]:
         """Timed ones that take no more."""
         return [one for one in self.trials if one.samples_per_s is not None and one.taken_bytes <= most_bytes]
@@ -65,8 +109,12 @@ def knee(trials: list[Trial]) -> Trial | None:
     return min(near, key=lambda one: one.size, default=None)
 
 
+class TooShortError(TrainingError):
+    """A training is over before it can be timed."""
+
+
 Try = Callable[[int, bool], Trial]
-"""Tries a size; timed where asked for, and where it trains."""
+"""Tries a size; timed where asked for, and where it trains. Raises TooShortError where nothing can be said of it."""
 Enough = Callable[[], str | None]
 """Why no more may be tried, where too much time was spent."""
 
@@ -90,10 +138,16 @@ class Search:
 
     def run(self) -> Searched:
         """Find it."""
-        ended, is_proven = self._up_and_down()
+        try:
+            ended, is_proven = self._up_and_down()
+        except TooShortError as error:
+            if not self.fitting:
+                raise
+            ended, is_proven = str(error), False
         if self.fitting:
-            self._keep_reserve()
-            self._time_smaller()
+            with suppress(TooShortError):
+                self._keep_reserve()
+                self._time_smaller()
         trials = tuple(self.found[size] for size in sorted(self.found))
         return Searched(trials=trials, ended=ended, found_largest=is_proven)
 
@@ -144,7 +198,7 @@ class Search:
                 return size, 0, why
             if size >= self.most:
                 return size, 0, f"none larger than {self.most:,} was to be tried, or the data has no more"
-            larger = min(2 * size, self.most)
+            larger = min(self._larger(size), self.most)
             if self.by_speed and _predicted(self.fitting, larger) > self.room_bytes:
                 return size, 0, "more would take more memory than is free"
             best = self._best
@@ -155,11 +209,24 @@ class Search:
             if self.by_speed and without_gain >= NO_GAIN:
                 return size, 0, "larger ones are no faster"
 
+    def _larger(self, size: int) -> int:
+        """What to try after a size that trains: twice it, or more where what was measured first shows room for more.
+
+        Where memory ends, the first size was a guess, and its bytes a sample say how far off.
+        """
+        line = None if self.by_speed or len(self.fitting) > 1 else line_through(self.fitting)
+        larger = 2 * size
+        while line is not None and line.bytes_at(2 * larger) <= self.room_bytes and larger < self.most:
+            larger *= 2
+        return larger
+
     def _time_smaller(self) -> None:
-        """Time smaller sizes too, as long as they are not clearly slower than the best."""
-        size, slower = self.fitting[0].size // 2, 0
+        """Time smaller sizes too: those that were leapt over, then smaller ones until they are clearly slower."""
+        smallest, size, slower = self.fitting[0].size, self.fitting[-1].size // 2, 0
         while size >= self.least and slower < NO_GAIN and self.enough() is None:
-            slower = slower + 1 if (self.tried(size).samples_per_s or 0.0) < KNEE * self._best else 0
+            near = [one for one in self.fitting if one.samples_per_s and size / NEAR <= one.size <= size * NEAR]
+            speed = (near[0] if near else self.tried(size)).samples_per_s or 0.0
+            slower = slower + 1 if size < smallest and speed < KNEE * self._best else 0
             size //= 2
 
     def _keep_reserve(self) -> None:
@@ -178,7 +245,5 @@ class Search:
 
 def _predicted(fitting: list[Trial], size: int) -> float:
     """What a size will take, in a straight line from the two largest that were tried."""
-    if len(fitting) < 2:
-        return fitting[-1].taken_bytes * size / fitting[-1].size
-    a, b = fitting[-2:]
-    return b.taken_bytes + (b.taken_bytes - a.taken_bytes) / (b.size - a.size) * (size - b.size)
+    line = line_through(fitting[-2:])
+    return fitting[-1].taken_bytes if line is None else line.bytes_at(size)

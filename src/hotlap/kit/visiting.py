@@ -10,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hotlap.core.errors import TrainingError
-from hotlap.kit.child import WARM, Seen, Wish
+from hotlap.kit.child import Seen, Wish
+from hotlap.kit.search import TooShortError
 from hotlap.script.running import Target
 
 MOST_S = 600.0
 """What one look may take, with all that the script does before it trains."""
-RUNS = "the script was run anew for each size, for some updates; what it writes before them was written each time"
+RUNS = "the script was run anew for each try, for some updates; what it writes before them was written each time"
 
 
 def visit(target: Target, wish: Wish) -> Seen:
@@ -40,8 +41,9 @@ def visit(target: Target, wish: Wish) -> Seen:
         why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
         raise TrainingError(f"{target.name} ended by an error: {why}")
     if seen.out_of_memory is None and not seen.laps:
-        raise TrainingError(
-            f"{target.name} ended after {seen.updates} updates, and {WARM + 1} at least have to be seen; "
-            "let it train longer"
+        changed = ", ".join(f"{name}={value}" for name, value in wish.change.items())
+        raise TooShortError(
+            f"{target.name} is over after {seen.updates:,} updates{f' with {changed}' if changed else ''}, "
+            "too few to be timed; let it train longer"
         )
     return seen

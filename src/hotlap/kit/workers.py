@@ -21,6 +21,7 @@ from hotlap.engine.step import Window
 from hotlap.kit.bench import Bench, opened
 from hotlap.kit.child import LAP_ROUNDS, Seen, Wish
 from hotlap.kit.telling import sayer
+from hotlap.kit.transforms import Cost, costs_of
 from hotlap.kit.visiting import RUNS, visit
 from hotlap.machine.limits import read_cpu
 from hotlap.script.running import Target
@@ -65,6 +66,8 @@ class WorkersFound:
     """How many times faster the best is than the training's own, from laps in turn."""
     verdict: str | None
     """As `Comparison.verdict` has it."""
+    transforms: tuple[Cost, ...] = ()
+    """What each of the dataset's own transforms takes for a sample, and all else."""
     notes: tuple[str, ...] = ()
     writes: Callable[[Feed], str] = field(repr=False, default=str)
 
@@ -119,6 +122,9 @@ class WorkersFound:
         lines += ["", f"cores      {self.cores}: more workers than that were not tried"]
         if self.best_count is not None and self.best.feed.kind != "loader":
             lines.append(f"workers    {self.best_count or 'none'} would be best, were it a loader's to bring batches")
+        if self.transforms:
+            whole = show_seconds(sum(one.sample_s for one in self.transforms))
+            lines.append(f"a sample   {whole} in one process: {', '.join(map(str, self.transforms))}")
         lines.append(f"write      {self.advice}")
         return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
 
@@ -130,6 +136,7 @@ class WorkersFound:
             "cores": self.cores,
             "settings": [dataclasses.asdict(one) for one in self.settings],
             "bare_step_s": self.bare_s,
+            "transforms": [dataclasses.asdict(one) for one in self.transforms],
             "best": self.best.words,
             "best_workers": self.best_count,
             "best_feed": dataclasses.asdict(self.best.feed),
@@ -190,8 +197,8 @@ class _Ways:
         own = self._rig.plan.feed
         bare_s = self._bare_s()
         settings = [self._first(feed, feed == own, bare_s) for feed in self._feeds(own)]
-        finer = self._finer(best_of(settings).feed)
-        settings += [self._first(feed, False, bare_s) for feed in finer if all(one.feed != feed for one in settings)]
+        others = finer(best_of(settings).feed, on_gpu=self._rig.device.type == "cuda")
+        settings += [self._first(feed, False, bare_s) for feed in others if all(one.feed != feed for one in settings)]
         # The other way round: what has drifted meanwhile has done so for the first as for the last.
         settings = [self._again(one) for one in reversed(settings)][::-1]
         self._rig.use(self._plan, outcome="measured")
@@ -209,6 +216,7 @@ class _Ways:
             bare_s=bare_s,
             compared=comparison.estimate if comparison is not None else None,
             verdict=comparison.verdict if comparison is not None else None,
+            transforms=costs_of(self._bench.course.source.samples) if self._bench.course.source.computes else (),
             notes=tuple(notes),
             writes=_loader_words if isinstance(self._bench.job.data, DataLoader) else _plan_words,
         )
@@ -221,13 +229,6 @@ class _Ways:
         ]
         whole = [Feed(kind=kind) for kind in ("gather", "stream", "resident")]
         return [own, *(feed for feed in (*by_workers, *whole) if feed != own)]
-
-    def _finer(self, feed: Feed) -> list[Feed]:
-        """What else can be chosen for the best number of workers: how much they keep ready, and pinning."""
-        if feed.kind != "loader":
-            return []
-        found = [dataclasses.replace(feed, pinned=not feed.pinned)] if self._rig.device.type == "cuda" else []
-        return [*found, dataclasses.replace(feed, prefetch=4)] if feed.workers else found
 
     def _bare_s(self) -> float:
         """Seconds an update whose batch is at hand: one that laps have too; all of them, where they differ."""
@@ -301,6 +302,14 @@ class _Ways:
         return (time.perf_counter() - begun) / made
 
 
+def finer(feed: Feed, *, on_gpu: bool) -> list[Feed]:
+    """What else can be chosen for the best number of workers: how much they keep ready, and pinning."""
+    if feed.kind != "loader":
+        return []
+    found = [dataclasses.replace(feed, pinned=not feed.pinned)] if on_gpu else []
+    return [*found, dataclasses.replace(feed, prefetch=4)] if feed.workers else found
+
+
 def words_of(feed: Feed) -> str:
     """A way to bring batches in a few words."""
     if feed.kind != "loader":
@@ -340,7 +349,7 @@ def workers_of_script(
     say = say or sayer(progress)
     until = time.monotonic() + seconds
     say(f"workers    {target.name} is run as it is, to find its loader")
-    first = visit(target, Wish())
+    first = visit(target, Wish(transforms=True))
     if first.loader is None:
         raise HotlapError(f"{target.name} has no loader to give workers to: {first.why_fixed}")
     on_gpu, cores = first.device != "cpu", read_cpu().cores
@@ -354,10 +363,16 @@ def workers_of_script(
         seen.setdefault(feed, []).append(visit(target, Wish(loader=first.loader, change=change)))
         say(f"workers    {words_of(feed)}: {show_seconds(_step_s(seen[feed]))} a step")
 
-    for feed in (*feeds[1:], *reversed(feeds)):
-        if time.monotonic() < until:
-            look(feed)
-    settings = [_setting(feed, seen.get(feed, []), feed == own, seconds) for feed in feeds]
+    def looked_at(several: Sequence[Feed]) -> list[Setting]:
+        for feed in several:
+            if time.monotonic() < until:
+                look(feed)
+        return [_setting(feed, seen.get(feed, []), feed == own, seconds) for feed in feeds]
+
+    best = best_of(looked_at((*feeds[1:], *reversed(feeds))))
+    others = [feed for feed in finer(best.feed, on_gpu=on_gpu) if feed not in feeds]
+    feeds += others
+    settings = looked_at((*others, *reversed(others)))
     best = best_of(settings)
     comparison = Comparison(most_quads=MOST_QUADS)
     if not best.is_own:
@@ -376,13 +391,15 @@ def workers_of_script(
         bare_s=None,
         compared=None if best.is_own else comparison.estimate,
         verdict=None if best.is_own else comparison.verdict,
-        notes=(RUNS, "prefetching, and data gathered or held on the device, are tried by: hotlap run"),
+        transforms=tuple(Cost(name=name, sample_s=sample_s) for name, sample_s in first.transforms),
+        notes=(RUNS, "data gathered at once or held on the device is tried by: hotlap run"),
         writes=_loader_words,
     )
 
 
 def _change(feed: Feed) -> dict[str, Any]:
-    return {"num_workers": feed.workers, "persistent_workers": feed.persistent, "pin_memory": feed.pinned}
+    change = {"num_workers": feed.workers, "persistent_workers": feed.persistent, "pin_memory": feed.pinned}
+    return change if feed.prefetch is None else {**change, "prefetch_factor": feed.prefetch}
 
 
 def _laps(seen: Seen) -> list[float]:

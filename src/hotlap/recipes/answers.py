@@ -12,11 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, StoreError
+from hotlap.core.errors import StoreError
 from hotlap.engine.rig import Rig
+from hotlap.recipes import parquet_files
 from hotlap.recipes.recipe import Numbers
 from hotlap.recipes.tables import Table, read_table
 from hotlap.store.files import write_bytes, write_text
+
+TABLES = ("", ".csv", ".tsv", ".txt", *parquet_files.SUFFIXES)
+"""How the name of a file of answers may end."""
+VECTORS = (".npy",)
 
 
 def outputs_of(
@@ -53,48 +58,57 @@ def chosen(scores: Numbers, threshold: Threshold | None) -> Numbers:
     return likeliest
 
 
-def refuse_written(path: Path) -> None:
-    """Refuse a file of answers that is there already, or whose folder is not: before anything is answered."""
+def check_name(path: Path, option: str, suffixes: Sequence[str]) -> None:
+    """Refuse a file that is there already, whose folder is not, or whose name says that it is something else.
+
+    That is for before anything is answered. A Parquet file needs pyarrow, too.
+    """
+    if path.suffix.lower() not in suffixes:
+        known = ", ".join(filter(None, suffixes))
+        raise StoreError(f"{path} is no file that can be written; give --{option} a name that ends in {known}")
     if path.exists():
-        raise StoreError(f"{path} is there already; name another file with --out")
+        raise StoreError(f"{path} is there already; name another file with --{option}")
     if not path.parent.is_dir():
         raise StoreError(f"there is no folder {path.parent} to write {path.name} into; make it, or name another")
+    if path.suffix.lower() in parquet_files.SUFFIXES:
+        parquet_files.libraries(path)
+
+
+def kept_names(table: Table, keep: Sequence[str]) -> list[str]:
+    """The columns to be written beside the answers: all, or those that are named, one by one or with commas."""
+    words = [name for word in keep for name in ([word] if word in table else word.split(","))]
+    return list(dict.fromkeys(table[word.strip()].name for word in words)) or list(table.columns)
 
 
 def write_answers(
-    path: Path,
-    data: Path,
-    table: Table,
-    rows: Numbers,
-    answers: Mapping[str, Sequence[Any]],
-    *,
-    keep: Sequence[str] = (),
+    path: Path, data: Path, table: Table, names: Sequence[str], rows: Numbers, answers: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Write the columns of a file (or those to `keep`) and the answers behind them, every row in its order.
+    """Write these columns of a file and the answers behind them, every row in its order: as CSV, or as Parquet.
 
-    `table` is what was read from it. Rows that were not answered have nothing there. A file that is there already is
-    refused.
+    `table` is what was read from the file. Rows that were not answered have nothing there.
     """
-    refuse_written(path)
-    twice = [name for name in keep if name in answers]
-    if twice:
-        raise DataError(f"keep names {twice[0]!r}, which is what the answers are called; leave it out, or rename it")
-    names = list(keep) or [name for name in table.columns if name not in answers]
-    # Read once more, as text: numbers and dates are to be as they were written.
-    plain = read_table(data, header=table.has_header, kinds={name: "text" for name in names if table[name]})
-    texts = [plain[name].texts() for name in names]
-    blank = [""] * len(table)
-    columns = []
-    for values in answers.values():
-        column = list(blank)
+    columns = {}
+    for name, values in answers.items():
+        columns[name] = cells = [None] * len(table)
         for row, value in zip(rows.tolist(), values, strict=True):
-            column[row] = f"{value:.6g}" if isinstance(value, float) else str(value)
-        columns.append(column)
+            cells[row] = value
+    if path.suffix.lower() in parquet_files.SUFFIXES:
+        parquet_files.write_parquet(path, [table[name] for name in names], columns)
+        return
+    # Read once more, as text: numbers and dates are to be as they were written.
+    plain = read_table(data, header=table.has_header, kinds=dict.fromkeys(names, "text"))
     lines = _Lines()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow([*names, *answers])
-    writer.writerows(zip(*texts, *columns, strict=True))
+    writer = csv.writer(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
+    writer.writerow([*names, *columns])
+    texts = [plain[name].texts() for name in names]
+    writer.writerows(zip(*texts, *(map(_written, column) for column in columns.values()), strict=True))
     write_text(path, "".join(lines))
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def write_vectors(path: Path, vectors: Tensor) -> None:

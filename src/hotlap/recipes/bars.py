@@ -196,7 +196,7 @@ def _numbers(name: str, column: Numbers, wrong: list[str]) -> Numbers:
         try:
             numbers[row] = np.nan if value in ("", None) else float(value)
         except (TypeError, ValueError):
-            wrong.append(f"row {row}: {name} is {shown(value)}, which is no number; mend it, or leave the row out")
+            wrong.append(f"row {row + 1}: {name} is {shown(value)}, which is no number; mend it, or leave the row out")
             break
     return numbers
 
@@ -220,7 +220,7 @@ def _times(column: Numbers, wrong: list[str]) -> Numbers:
             return np.asarray(numbers // next(unit for bound, unit in UNITS if largest < bound), dtype=np.int64)
         times = np.zeros(len(column), np.int64)
     if missing.any():
-        wrong.append(f"row {missing.argmax()}: its time is missing; mend it, or leave the row out")
+        wrong.append(f"row {missing.argmax() + 1}: its time is missing; mend it, or leave the row out")
     return times
 
 
@@ -231,7 +231,7 @@ def _read_times(column: Numbers, wrong: list[str]) -> Numbers:
         try:
             moment = datetime.fromisoformat(text[:10].replace(".", "-").replace("/", "-") + text[10:])
         except ValueError:
-            wrong.append(f"row {row}: its time is {shown(value)}; write it as 2024-01-31 15:45")
+            wrong.append(f"row {row + 1}: its time is {shown(value)}; write it as 2024-01-31 15:45")
             break
         times[row] = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     return times
@@ -244,7 +244,10 @@ def _usual_gap(times: Numbers) -> int:
 
 
 def _problems(times: Numbers, columns: Mapping[str, Numbers], seconds: int, symbol: str, rows: Numbers) -> list[str]:
-    """What is wrong with the bars of a symbol: a line for each kind of mistake, with the first row that has it."""
+    """What is wrong with the bars of a symbol: a line for each kind of mistake, with the first row that has it.
+
+    Rows are told as people count them: from 1, below the header.
+    """
     of = f"{symbol}, " if symbol else ""
     if not len(times):
         return [f"{of}there are no bars"]
@@ -254,9 +257,9 @@ def _problems(times: Numbers, columns: Mapping[str, Numbers], seconds: int, symb
         if bad.any():
             at, more = int(bad.argmax()), int(bad.sum()) - 1
             rest = f" (and {more:,} more like it)" if more else ""
-            found.append(f"{of}row {rows[at]}: {words.format(*(values[at] for values in shows))}{rest}")
+            found.append(f"{of}row {rows[at] + 1}: {words.format(*(values[at] for values in shows))}{rest}")
 
-    before, gaps = np.roll(rows, 1), np.diff(times)
+    before, gaps = np.roll(rows, 1) + 1, np.diff(times)
     doubled = np.append(False, gaps == 0)
     add(doubled, "its time {} is that of row {} too; keep one of them", times.astype("datetime64[s]"), before)
     if not is_whole(seconds) or seconds < 1:

@@ -49,8 +49,8 @@ def predict(
 ) -> int:
     """Write what the model of a run answers for each row of a file, and give the number of rows answered.
 
-    `out` is a new CSV file: the columns of `data`, or those to `keep`, and the answers behind them. `embeddings` is a
-    new .npy file for a vector of each text.
+    `out` is a new CSV or Parquet file: the columns of `data`, or those to `keep`, and the answers behind them, called
+    `predicted_…` where a column of their name is among them. `embeddings` is a new .npy file for a vector of each text.
     """
     return training.predict(
         Path(run),
@@ -58,7 +58,7 @@ def predict(
         Path(out),
         say=_say(progress),
         device=device,
-        keep=tuple(keep),
+        keep=(keep,) if isinstance(keep, str) else tuple(keep),
         probabilities=probabilities,
         embeddings=None if embeddings is None else Path(embeddings),
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hotlap.core.errors import JobError, MachineError, StoreError, shown
+from hotlap.core.errors import DataError, JobError, MachineError, StoreError, shown
 from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.recipe import Say
 from hotlap.store.cache import Cache, key_of
@@ -157,6 +157,12 @@ def encoder_in(folder: Path, config: dict[str, Any], *, weights: bool = False) -
 
 def _from_scratch(config: dict[str, Any], wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encoder:
     tokenizer = _learnt(texts, wanted.vocabulary)
+    least = tokenizer.get_vocab_size()
+    if least > wanted.vocabulary:
+        raise DataError(
+            f"vocabulary={wanted.vocabulary} is too small: the letters and signs of these texts are {least:,} pieces "
+            f"alone; give more than that, as {10 * least:,}"
+        )
     config |= {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 0}
     positions = int(config.get("max_position_embeddings") or 0)
     # RoBERTa counts positions from behind its padding token on.

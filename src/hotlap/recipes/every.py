@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from hotlap.core.errors import StoreError, did_you_mean, shown
+from hotlap.core.errors import UsageError, did_you_mean, shown
 from hotlap.recipes.recipe import Recipe
 
 NAMES = ("image", "temporal", "text")
@@ -13,6 +13,6 @@ NAMES = ("image", "temporal", "text")
 def recipe_named(name: str) -> Recipe:
     """The recipe of this name."""
     if name not in NAMES:
-        raise StoreError(f"no recipe is called {shown(name)}{did_you_mean(name, NAMES)}")
+        raise UsageError(f"no recipe is called {shown(name)}{did_you_mean(name, NAMES)}")
     found: Recipe = import_module(f"hotlap.recipes.{name}").RECIPE
     return found

@@ -17,20 +17,18 @@ from hotlap.data.decoding import FITS, Fit
 from hotlap.engine.augment import Augment
 from hotlap.recipes import checks
 from hotlap.recipes.options import MOST, Options, option, outside
-from hotlap.recipes.picture_files import CLASS, PATH, is_picture
+from hotlap.recipes.picture_files import CLASS, PATH
 from hotlap.recipes.picture_networks import BUILT_IN, NetworkPlan, begun, name_problem, plan_in
-from hotlap.recipes.picture_reader import PictureReader, most_views, written_as_onnx
+from hotlap.recipes.picture_reader import PictureReader, most_views, path_column, written_as_onnx
 from hotlap.recipes.picture_sides import rules, sides, warn_of_copies
 from hotlap.recipes.reading import refuse, shown_table
 from hotlap.recipes.recipe import Candidate, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
-from hotlap.recipes.tables import Table
+from hotlap.recipes.tables import Table, named_columns
 
 TARGETS = (CLASS, "label", "target", "category", "y")
 """Names of a column to predict, as people have them."""
-PATHS = (PATH, "file", "filename", "file_name", "image", "image_path", "image_id", "img", "id")
-"""Names of a column of paths, where the paths do not show it."""
 TASKS = ("auto", "classes", "numbers")
 MOST_VIEWS = 10
 
@@ -96,12 +94,14 @@ class ImageOptions(Options):
 def prepare(options: ImageOptions, say: Say) -> Prepared:
     """Read what names the pictures, decode them, and hold a part out."""
     table = shown_table(options.data, say)
-    target, path = _target(table, options), _path(table, options)
+    target, path = _target(table, options), _path(table, options.path)
     for name, other in (("path", path), ("group", options.group)):
         if other == target:
             raise DataError(f"{name} names {target}, which is the target; name another column")
     is_numbers = _is_numbers(table, target, options.task)
     refuse(_target_problems(table, target, is_numbers))
+    if is_numbers and options.smoothing != ImageOptions.smoothing:
+        raise DataError(f"smoothing={options.smoothing} is of classes, and {target} is a number; leave it out")
     classes = () if is_numbers else checks.classes_of(table[target])[0]
     for line in checks.target_warnings(table[target]) if classes else ():
         say(f"warning   {line}")
@@ -172,12 +172,26 @@ def _job(
         clip=1.0,
         batch_size=options.batch_size,
         epochs=options.epochs or (8 if is_begun else 30),
-        metrics=["accuracy", "macro_f1"] if reader.classes else ["mae", "rmse"],
-        monitor="macro_f1" if reader.classes else "rmse",
+        metrics=["accuracy", "macro_f1"]
+        if reader.classes
+        else {"mae": _Error(reader.spread), "mse": _Error(reader.spread, is_squared=True)},
+        monitor="macro_f1" if reader.classes else "mse",
+        better="higher" if reader.classes else "lower",
         patience=options.patience,
         seed=options.seed,
         device=options.device,
     )
+
+
+class _Error:
+    """How far outputs are off, in the units of the target; the network's own are around 0."""
+
+    def __init__(self, spread: float, *, is_squared: bool = False) -> None:
+        self._spread, self._is_squared = spread, is_squared
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        off = (output.double() - target.double()) * self._spread
+        return off.square() if self._is_squared else off.abs()
 
 
 def revive(state: Mapping[str, Any], folder: Path) -> PictureReader:
@@ -209,19 +223,14 @@ def _target(table: Table, options: ImageOptions) -> str:
     if len(found) != 1:
         if list(table.columns) == [PATH]:
             raise DataError(f"{table.path} has pictures and no folders of classes; sort them into one for each class")
-        raise DataError(f"which column of {table.path} is to be predicted? Say --target; there are {_named(table)}")
+        raise DataError(
+            f"which column of {table.path} is to be predicted? Say --target; there are {named_columns(table)}"
+        )
     return found[0]
 
 
-def _path(table: Table, options: ImageOptions) -> str:
-    if options.path:
-        return table[options.path].name
-    words = {name: column.rows(slice(0, 20)).texts() for name, column in table.columns.items()}
-    found = [name for name, texts in words.items() if any(is_picture(Path(text)) for text in texts if len(text) < 4096)]
-    found = found or [name for name in table.columns if name.lower() in PATHS][:1]
-    if len(found) != 1:
-        raise DataError(f"which column of {table.path} holds the paths? Say --path; there are {_named(table)}")
-    return found[0]
+def _path(table: Table, named: str) -> str:
+    return table[named].name if named else path_column(table, "say --path")
 
 
 def _is_numbers(table: Table, target: str, task: str) -> bool:
@@ -244,10 +253,6 @@ def _target_problems(table: Table, target: str, is_numbers: bool) -> list[str]:
             f"as {shown(column.texts()[0])}; name a column of classes, each with several rows, or say --task numbers"
         )
     return found
-
-
-def _named(table: Table) -> str:
-    return ", ".join(f"{name} ({column.kind})" for name, column in table.columns.items())
 
 
 RECIPE = Recipe(

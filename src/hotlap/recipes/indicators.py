@@ -122,7 +122,9 @@ def standardised(train_values: Numbers) -> Standard:
     rows = train_values.astype(np.float64)
     if not np.isfinite(rows).all():
         row = int(np.isfinite(rows).all(axis=1).argmin())
-        raise DataError(f"row {row} of the training has features that are not known; begin at the features' first row")
+        raise DataError(
+            f"row {row + 1} of the training has features that are not known; begin at the features' first row"
+        )
     spread = rows.std(axis=0)
     # The mean of equal numbers may be off by a rounding, and they would have a spread of that size.
     constant = (rows.max(axis=0) == rows.min(axis=0)) | (spread == 0)

@@ -1,7 +1,9 @@
-"""Parquet files, whose columns say what they are. They are read by pyarrow, which is imported when one is read."""
+"""Parquet files, whose columns say what they are. They are read and written by pyarrow, imported when one is."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,24 @@ import numpy as np
 
 from hotlap.core.errors import DataError
 from hotlap.recipes.kinds import Column, in_seconds, in_words, recognised
+from hotlap.store.files import write_bytes
 
 SUFFIXES = (".parquet", ".pq")
+
+
+def libraries(file: Path) -> tuple[Any, Any]:
+    """What reads and writes Parquet files; DataError where it is missing."""
+    try:
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise DataError(f"{file} needs pyarrow; install it: pip install pyarrow") from None
 
 
 class ParquetFile:
     """A Parquet file. Raises DataError in one line where it is none, or where pyarrow is missing."""
 
     def __init__(self, file: Path) -> None:
-        try:
-            arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-        except ImportError:
-            raise DataError(f"{file} needs pyarrow to be read; install it: pip install pyarrow") from None
+        arrow, parquet = libraries(file)
         self.file = file
         try:
             table = parquet.ParquetFile(file).read()
@@ -71,6 +79,22 @@ def _from_arrow(name: str, array: Any) -> Column | None:
     if types.is_string(kind) or types.is_large_string(kind):
         return in_words(name, [word or "" for word in array.to_pylist()])
     return None
+
+
+def write_parquet(path: Path, columns: Sequence[Column], more: Mapping[str, Sequence[Any]]) -> None:
+    """Write columns by their kinds, and more of them behind, in which None is nothing."""
+    arrow, parquet = libraries(path)
+    made = {column.name: _to_arrow(arrow, column) for column in columns}
+    made |= {name: arrow.array(values) for name, values in more.items()}
+    content = io.BytesIO()
+    parquet.write_table(arrow.table(made), content)
+    write_bytes(path, content.getvalue())
+
+
+def _to_arrow(arrow: Any, column: Column) -> Any:
+    if column.kind in ("category", "text"):
+        return arrow.array([text or None for text in column.texts()], arrow.string())
+    return arrow.array(column.values, mask=~column.present)
 
 
 def joined(columns: list[Column]) -> Column:

@@ -16,28 +16,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
+from hotlap.core.errors import DataError
 from hotlap.data.decoding import Fit
 from hotlap.data.pictures import Pictures, broken_told, decoded
 from hotlap.engine.augment import as_shares
 from hotlap.recipes.onnx_files import write_onnx
-from hotlap.recipes.picture_files import placed
+from hotlap.recipes.picture_files import PATH, is_picture, placed
 from hotlap.recipes.picture_networks import NetworkPlan, made
 from hotlap.recipes.recipe import Asked, Say
-from hotlap.recipes.tables import Kind, Table
+from hotlap.recipes.tables import Table, named_columns, read_table
 from hotlap.store.files import write_text
 
 TOLD_S = 5.0
 """Seconds between lines that tell how far decoding is."""
 CLOSE = 1e-4
 """How far an answer of an ONNX file may be from the network's: a probability, or a share of the numbers' spread."""
+PATHS = (PATH, "file", "filename", "file_name", "image", "image_path", "image_id", "img", "id")
+"""Names of a column of paths, where the paths do not show it."""
+LOOKED_AT = 20
+"""Rows of which one that names a picture shows a column of paths."""
 BROKEN = "broken.csv"
 """In a run's folder: the files that were left out, and why."""
 
 
 class PictureReader:
     """Pictures as a network takes them."""
-
-    has_header: bool | None = None
 
     def __init__(
         self,
@@ -61,10 +64,15 @@ class PictureReader:
         self.broken: dict[str, str] = {}
         """Files that gave no picture, and why; written into the run's folder."""
 
-    @property
-    def kinds(self) -> dict[str, Kind]:
-        """Paths are words, were they all numbers."""
-        return {self.path: "text"}
+    def table(self, data: Path) -> Table:
+        """A folder, or a file whose paths are words, were they all numbers."""
+        table = read_table(data)
+        name = self.path_in(table)
+        return table if table[name].kind in ("text", "category") else read_table(data, kinds={name: "text"})
+
+    def path_in(self, table: Table) -> str:
+        """The column of paths: that of the training, or else as there, by what is in it."""
+        return self.path if self.path in table else path_column(table, f"call it {self.path!r}, as in training")
 
     def state(self) -> dict[str, Any]:
         """All that it needs to be made again."""
@@ -85,7 +93,7 @@ class PictureReader:
 
     def pictures(self, table: Table, say: Say) -> Pictures:
         """The pictures that a table names, decoded, a row each; those that are none are told."""
-        paths = table[self.path].texts()
+        paths = table[self.path_in(table)].texts()
         files = placed(paths, table.path, self.root)
         found = decoded(files, size=self.network.size, fit=self.fit, progress=_progress(say))
         say(f"pictures  {found.line}")
@@ -116,6 +124,16 @@ class PictureReader:
     def embedded(self) -> None:
         """There is none of use."""
         return None
+
+
+def path_column(table: Table, cure: str) -> str:
+    """The column whose values are named as pictures are, or that is called as such columns are; DataError for none."""
+    words = {name: column.rows(slice(0, LOOKED_AT)).texts() for name, column in table.columns.items()}
+    found = [name for name, texts in words.items() if any(is_picture(Path(text)) for text in texts if len(text) < 4096)]
+    found = found or [name for name in table.columns if name.lower() in PATHS][:1]
+    if len(found) != 1:
+        raise DataError(f"which column of {table.path} holds the paths? There are {named_columns(table)}; {cure}")
+    return found[0]
 
 
 def most_views(crop: float, *, mirrors: bool) -> int:

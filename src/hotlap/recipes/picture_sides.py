@@ -87,7 +87,7 @@ def sides(options: Options, reader: PictureReader, table: Table, target: str, sa
             pictures=found,
             rows=found.whole,
             target=_answers(judged, target, reader.classes),
-            names=judged[reader.path].texts(),
+            names=judged[reader.path_in(judged)].texts(),
         )
         return side(np.arange(len(whole))), held
     split = _split(options, kept, answers, reader.classes, say)

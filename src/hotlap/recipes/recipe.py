@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hotlap.core.job import Job
 from hotlap.recipes.options import Options
-from hotlap.recipes.tables import Kind, Table
+from hotlap.recipes.tables import Table
 
 Say = Callable[[str], None]
 """Shows a line to the user."""
@@ -35,13 +35,8 @@ class Reader(Protocol):
     classes: tuple[str, ...]
     """The answers, in the order of the model's outputs; none where a number is answered."""
 
-    @property
-    def has_header(self) -> bool | None:
-        """Whether files name their columns, as that which was trained on does or does not; None: see each."""
-
-    @property
-    def kinds(self) -> dict[str, Kind]:
-        """What columns of a table are to be read as, where a few rows would not show it."""
+    def table(self, data: Path) -> Table:
+        """A file or folder, read as that which was trained on; one that lacks a column is refused with DataError."""
 
     def state(self) -> dict[str, Any]:
         """All that it needs to be made again, as JSON."""
@@ -53,7 +48,7 @@ class Reader(Protocol):
         """A model of this name with its first weights."""
 
     def asked(self, table: Table, say: Say) -> Asked:
-        """The rows of a table that can be answered; one that lacks a column is refused with DataError."""
+        """The rows of a table that can be answered."""
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """The model's outputs, a row of scores for each sample, or its number."""

@@ -277,12 +277,11 @@ def _numbers(name: str, values: Any) -> Array:
         found = found.astype(np.float64)
     if found.ndim not in (1, 2) or not len(found) or found.dtype.kind != "f":
         raise DataError(f"the {name} of shape {found.shape} and type {found.dtype} cannot be numbers; give one a row")
-    wrong = np.argwhere(~np.isfinite(found))
+    cells = found.reshape(len(found), -1)
+    wrong = np.flatnonzero(~np.isfinite(cells).all(1))
     if len(wrong):
-        place = tuple(wrong[0])
-        raise DataError(
-            f"there is {found[place]} in row {int(place[0]) + 1} of the {name}, the first of {len(wrong):,}"
-        )
+        cell = next(cell for cell in cells[wrong[0]] if not np.isfinite(cell))
+        raise DataError(f"there is {cell} in row {wrong[0] + 1:,} of the {name}, the first of {len(wrong):,} such rows")
     return found
 
 

@@ -100,6 +100,30 @@ def stratified(target: Any, share: float, seed: int = 0) -> Split:
     return _filled(Split(np.flatnonzero(~is_valid), np.flatnonzero(is_valid)), f"share={share}")
 
 
+def stratified_by_group(target: Any, groups: Any, share: float, seed: int = 0) -> Split:
+    """About `share` of the rows of each class is held out, by whole groups: no group is on both sides.
+
+    A group is of the class of its first row. A class of two or more groups is on both sides; a group that is alone in
+    its class, or larger than the share where there are others, is trained on.
+    """
+    _check_share(share)
+    labels, _ = _codes("the target", target)
+    codes, sizes = _codes("groups", groups)
+    classes = labels[np.unique(codes, return_index=True)[1]]
+    draw, held = np.random.default_rng(seed), list[Rows]()
+    for label in np.unique(classes):
+        mine = draw.permutation(np.flatnonzero(classes == label))
+        rows = int(sizes[mine].sum())
+        room = min(max(1, round(share * rows)), rows - 1)
+        small = mine[sizes[mine] <= room]
+        fits = small[np.cumsum(sizes[small]) <= room]
+        if not len(fits) and len(mine) > 1:
+            fits = mine[[sizes[mine].argmin()]]
+        held.append(fits)
+    is_valid = np.isin(codes, np.concatenate(held))
+    return _filled(Split(np.flatnonzero(~is_valid), np.flatnonzero(is_valid)), f"share={share}")
+
+
 def _courses(times: Any, symbols: Any) -> list[tuple[Rows, Rows]]:
     """The rows of each symbol in order of time, and their times."""
     times = _column("times", times)

@@ -17,7 +17,7 @@ from hotlap.recipes.kinds import Column, Kind, UnfitError, check_kinds, in_words
 from hotlap.recipes.parquet_files import ParquetFile
 from hotlap.recipes.picture_files import folder_columns
 
-__all__ = ["Column", "Kind", "Table", "columns_told", "read_table"]
+__all__ = ["Column", "Kind", "Table", "columns_told", "named_columns", "read_table"]
 
 SUFFIXES = csv_files.SUFFIXES + parquet_files.SUFFIXES
 FILE = "file"
@@ -109,6 +109,11 @@ def columns_told(table: Table) -> list[str]:
     widths = [max(map(len, part)) for part in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return [*lines, *(f"note: {note}" for note in table.notes)]
+
+
+def named_columns(table: Table) -> str:
+    """The names of all columns with their kinds, for a question about them."""
+    return ", ".join(f"{name} ({column.kind})" for name, column in table.columns.items())
 
 
 def _told(column: Column) -> tuple[str, str, str, str]:

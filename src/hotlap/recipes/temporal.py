@@ -30,12 +30,14 @@ from hotlap.recipes.reading import shown_table
 from hotlap.recipes.recipe import Asked, Candidate, Fold, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
-from hotlap.recipes.tables import Kind, Table
+from hotlap.recipes.tables import Table, read_table
 from hotlap.store.cache import Cache, key_of
 
 CLASSES = ("down", "flat", "up")
 MODELS = ("lstm", "transformer", "mlp")
 UNITS = {"m": 60, "h": 3600, "d": 86400}
+FRAMES = ("m5", "m15", "h1", "h4", "d1", "d7")
+"""Usual ones, to be named to those who name one that cannot be made."""
 EXAMPLES = 64
 """Windows that a written ONNX file is tried on."""
 LEAST = 50
@@ -53,9 +55,7 @@ class TemporalOptions(Options):
     threshold: float = option(1.0, "how far is up or down: a multiple of the volatility, or a share of the price")
     volatility: int = option(96, "bars over which the volatility is taken; 0: the threshold is a share of the price")
     models: tuple[str, ...] = option(MODELS, "which to train; the best is kept")
-    epochs: int = option(20, "times through the data")
     batch_size: int = option(256, "samples an update")
-    lr: float = option(1e-3, "the highest learning rate")
     patience: int = option(5, "evaluations without improvement before it stops")
     warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
     smoothing: float = option(0.05, "of labels")
@@ -107,15 +107,17 @@ class BarReader:
     """Bars as the networks take them: windows of features, standardised as in training."""
 
     classes: tuple[str, ...] = CLASSES
-    has_header: bool | None = None
 
-    def __init__(self, frames: Sequence[int], length: int, standard: Standard, names: Sequence[str]) -> None:
+    def __init__(
+        self, frames: Sequence[int], length: int, standard: Standard, names: Sequence[str], seconds: int | None
+    ) -> None:
         self._frames, self._length, self._standard, self._names = tuple(frames), length, standard, tuple(names)
+        self._seconds = seconds
+        """How long the bars were that were trained on; runs of an earlier hotlap do not say."""
 
-    @property
-    def kinds(self) -> dict[str, Kind]:
-        """Bars show what they are."""
-        return {}
+    def table(self, data: Path) -> Table:
+        """A file of bars, which show what they are."""
+        return read_table(data)
 
     def state(self) -> dict[str, Any]:
         """All that it needs to be made again."""
@@ -124,6 +126,7 @@ class BarReader:
             "length": self._length,
             "standard": self._standard.to_dict(),
             "features": list(self._names),
+            "seconds": self._seconds,
         }
 
     def keep_files(self, folder: Path) -> None:
@@ -149,7 +152,7 @@ class BarReader:
     def asked(self, table: Table, say: Say) -> Asked:
         """The bars that have enough before them; the others are said."""
         series, rows = [], []
-        for one, found in zip(*known_features(table, self._frames, say), strict=True):
+        for one, found in zip(*known_features(table, self._frames, say, seconds=self._seconds), strict=True):
             if len(one) - found.first < self._length:
                 continue
             series.append(self._standard(found.values[found.first :]))
@@ -172,16 +175,35 @@ class BarReader:
         return None
 
 
-def known_features(table: Table, frames: Sequence[int], say: Say) -> tuple[list[Bars], list[Features]]:
-    """The bars of a table by symbol, and their features: from the cache, where they were made before."""
+def known_features(
+    table: Table, frames: Sequence[int], say: Say, *, seconds: int | None = None
+) -> tuple[list[Bars], list[Features]]:
+    """The bars of a table by symbol, and their features: from the cache, where they were made before.
+
+    Bars are to be as long as those trained on, which are `seconds` long; without it, as those of the longest symbol.
+    """
     if len(table) < 2:
         raise DataError(f"{table.path} has a single bar; give more of them, at least {LEAST} windows are needed")
     bars = bars_from({name: _values(column) for name, column in table.columns.items()})
-    for seconds in frames:
-        if seconds < bars[0].seconds or seconds % bars[0].seconds:
+    own = seconds or max(bars, key=len).seconds
+    # What lies between a few bars may be a weekend; they have no features, and do no harm.
+    for one in bars:
+        if one.seconds != own and len(one) >= LEAST:
+            of = f" of {one.symbol}" if one.symbol else ""
+            others = "those trained on" if seconds else "the others"
             raise DataError(
-                f"frame {frame_name(seconds)} cannot be made of bars of {frame_name(bars[0].seconds)}, as in "
-                f"{table.path}; name multiples of it, such as --frames d1,d7, or none: --frames="
+                f"the bars{of} in {table.path} are {frame_name(one.seconds)}, and {others} {frame_name(own)}; "
+                f"give bars of {frame_name(own)}"
+            )
+    for longer in frames:
+        if longer < own or longer % own:
+            fitting = [name for name in FRAMES if (seconds_of(name) or 0) > own and not (seconds_of(name) or 0) % own]
+            such = (
+                f"name multiples of it, such as --frames {','.join(fitting[:2])}, or none" if fitting else "name none"
+            )
+            raise DataError(
+                f"frame {frame_name(longer)} cannot be made of bars of {frame_name(own)}, as in {table.path}; "
+                f"{such}: --frames="
             )
     began = time.perf_counter()
     arrays = [[one.times, one.open, one.high, one.low, one.close, one.volume, one.seconds] for one in bars]
@@ -201,7 +223,7 @@ def known_features(table: Table, frames: Sequence[int], say: Say) -> tuple[list[
 
     tensors, about = cache.get_or_make("features", key, make)
     took = show_seconds(time.perf_counter() - began)
-    count = f"{sum(map(len, bars)):,} bars of {frame_name(bars[0].seconds)}, {len(bars)} symbol{'s'[: len(bars) > 1]}"
+    count = f"{sum(map(len, bars)):,} bars of {frame_name(own)}, {len(bars)} symbol{'s'[: len(bars) > 1]}"
     how = f"in {took}" if made else f"from the cache, which saved {show_seconds(float(about['took_s']))}"
     say(f"features  {len(about['names'])} of {count}, {how}")
     return bars, [
@@ -223,12 +245,17 @@ class _Side:
 def prepare(options: TemporalOptions, say: Say) -> Prepared:
     """Read the bars, make features of them, and hold the last part of each symbol out."""
     table = shown_table(options.data, say)
+    if options.target in table:
+        raise DataError(
+            f"target={options.target} is a column of {options.data}; it is only how the answers are called, "
+            "which are whether prices fall, stay or rise: choose a name that is no column, or leave it out"
+        )
     frames = [seconds for name in options.frames if (seconds := seconds_of(name))]
     bars, found = known_features(table, frames, say)
     names = found[0].names
     train, held = _sides(options, table, list(zip(bars, found, strict=True)), frames, say)
     standard = standardised(np.concatenate([side.values for side in train]))
-    reader = BarReader(frames, options.length, standard, names)
+    reader = BarReader(frames, options.length, standard, names, max(bars, key=len).seconds)
     made, judged = (_windows(part, standard, options.length) for part in (train, held))
     labels, target = (_labels(part, options.length) for part in (train, held))
     counts = np.bincount(labels, minlength=len(CLASSES))
@@ -247,7 +274,7 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
         target_name=options.target,
         held_out=judged,
         target=target,
-        shown=lambda at: f"window {at:,} of those held out",
+        shown=lambda at: f"window {at + 1:,} of those held out",
         baselines={
             "most frequent class": np.full(len(target), counts.argmax()),
             "what it did last": np.concatenate([side.naive for side in held]),
@@ -327,7 +354,9 @@ def _sides(
 ) -> tuple[list[_Side], list[_Side]]:
     """What is trained on and what is held out: of each symbol the last part, or a file of its own."""
     if options.valid:
-        later = zip(*known_features(shown_table(options.valid, say), frames, say), strict=True)
+        length = max((one for one, _ in known), key=len).seconds
+        later = list(zip(*known_features(shown_table(options.valid, say), frames, say, seconds=length), strict=True))
+        _refuse_overlaps([one for one, _ in known], [one for one, _ in later], options)
         train = [_side(options, one, its, 0, len(one)) for one, its in known]
         held = [_side(options, one, its, 0, len(one)) for one, its in later]
     else:
@@ -343,6 +372,26 @@ def _sides(
         if count < LEAST:
             raise DataError(f"{path} has {count} windows {what}, and {LEAST} are needed; give more bars")
     return [side for side in train if side], [side for side in held if side]
+
+
+def _refuse_overlaps(trained: Sequence[Bars], held: Sequence[Bars], options: TemporalOptions) -> None:
+    """Bars of a symbol that are trained on and held out make a score too good."""
+    own = {one.symbol: one for one in trained}
+    for one in held:
+        if one.symbol not in own:
+            continue
+        theirs = own[one.symbol]
+        # The first bar trained on that has not ended when one begins: does it begin before that one ends?
+        next_one = np.searchsorted(theirs.ends, one.times, side="right")
+        both = np.append(theirs.times, np.iinfo(np.int64).max)[next_one] < one.ends
+        if both.any():
+            of = f" of {one.symbol}" if one.symbol else ""
+            first, last = one.times[both][[0, -1]].astype("datetime64[s]")
+            raise DataError(
+                f"{int(both.sum()):,} bars{of} in {options.valid}, from {first} to {last}, are of times that "
+                f"{options.data} has too, and trains on; leave them out of one of the two, or, where they are of "
+                "another symbol, name it in a column"
+            )
 
 
 def _cut(options: TemporalOptions, bars: Bars, known: Features) -> int:
@@ -381,7 +430,8 @@ def _values(column: Any) -> Any:
 
 def revive(state: Mapping[str, Any], folder: Path) -> BarReader:
     """The reader of a finished run."""
-    return BarReader(state["frames"], state["length"], Standard.from_dict(state["standard"]), state["features"])
+    standard = Standard.from_dict(state["standard"])
+    return BarReader(state["frames"], state["length"], standard, state["features"], state.get("seconds"))
 
 
 RECIPE = Recipe(

@@ -24,7 +24,7 @@ from hotlap.recipes.reading import refuse, shown_table
 from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
-from hotlap.recipes.tables import Kind, Table
+from hotlap.recipes.tables import Table, named_columns, read_table
 
 TARGETS = ("label", "target", "class", "category", "sentiment", "y")
 """Names of a column to predict, as people have them."""
@@ -94,10 +94,9 @@ class TextReader:
         self.encoder, self.columns, self.classes = encoder, tuple(columns), tuple(classes)
         self._most, self._dropout, self.has_header = most, dropout, has_header
 
-    @property
-    def kinds(self) -> dict[str, Kind]:
-        """Texts are texts, were they all numbers."""
-        return dict.fromkeys(self.columns, "text")
+    def table(self, data: Path) -> Table:
+        """A file of texts, were they all numbers."""
+        return read_table(data, header=self.has_header, kinds=dict.fromkeys(self.columns, "text"))
 
     def state(self) -> dict[str, Any]:
         """All that it needs to be made again."""
@@ -162,7 +161,7 @@ def prepare(options: TextOptions, say: Say) -> Prepared:
         say(f"warning   {line}")
     classes, labels = checks.classes_of(table[target])
     say(f"task      {target} ({len(classes)} classes) from {' and '.join(columns)}")
-    train, train_labels, held, held_labels = _parts(options, table, target, classes, labels, say)
+    train, train_labels, held, held_labels = _parts(options, table, target, columns, classes, labels, say)
     encoder = encoder_for(options, [text for name in columns for text in texts_of(train, name)], say)
     reader = TextReader(encoder, columns, classes, options.most, options.dropout, table.has_header)
     data = reader.sequences(train, say, {"labels": torch.from_numpy(train_labels)})
@@ -239,7 +238,9 @@ def _target(table: Table, options: TextOptions) -> str:
         return table[options.target].name
     found = [name for name in table.columns if name.lower() in TARGETS]
     if len(found) != 1:
-        raise DataError(f"which column of {table.path} is to be predicted? Say --target; there are {_named(table)}")
+        raise DataError(
+            f"which column of {table.path} is to be predicted? Say --target; there are {named_columns(table)}"
+        )
     return found[0]
 
 
@@ -249,7 +250,7 @@ def _columns(table: Table, options: TextOptions, target: str) -> list[str]:
     used = (target, options.group)
     found = [name for name, column in table.columns.items() if column.kind == "text" and name not in used]
     if not 1 <= len(found) <= 2:
-        raise DataError(f"which column of {table.path} holds the text? Say --text; there are {_named(table)}")
+        raise DataError(f"which column of {table.path} holds the text? Say --text; there are {named_columns(table)}")
     return found
 
 
@@ -265,14 +266,21 @@ def _target_problems(table: Table, target: str) -> list[str]:
     return found
 
 
-def _named(table: Table) -> str:
-    return ", ".join(f"{name} ({column.kind})" for name, column in table.columns.items())
-
-
 def _parts(
-    options: TextOptions, table: Table, target: str, classes: Sequence[str], labels: Numbers, say: Say
+    options: TextOptions,
+    table: Table,
+    target: str,
+    columns: Sequence[str],
+    classes: Sequence[str],
+    labels: Numbers,
+    say: Say,
 ) -> tuple[Table, Numbers, Table, Numbers]:
-    """What is trained on and what is held out, with labels: a file of its own, whole groups, a share of each class."""
+    """What is trained on and what is held out, with labels: a file of its own, whole groups, a share of each class.
+
+    Rows of one text are on one side where the split is free to have them so.
+    """
+    texts = _joined(table, columns)
+    places = {text: at for at, text in enumerate(dict.fromkeys(texts))}
     if options.valid:
         held = shown_table(options.valid, say, header=HEADERS[options.header])
         refuse(checks.mismatch_problems(table, held, ""))
@@ -285,18 +293,42 @@ def _parts(
             ]
         )
         known = np.asarray([classes.index(name) for name in theirs])[numbers]
+        _warn_of_copies(texts, _joined(held, columns), f"leave them out of {options.valid}", say)
         return table, labels, held, known
     if options.group:
         group = table[options.group]
         if group.missing is not None:
             raise DataError(f"group={group.name} is missing in {int(group.missing.sum()):,} rows; fill it in")
         split = splits.by_group(np.asarray(group.texts()), options.valid_share, options.seed)
-        for number in np.setdiff1d(labels[split.valid], labels[split.train]):
-            say(f"warning   all rows of {shown(classes[number])} are held out by their groups: it is never trained on")
+        train, held_out = ([texts[row] for row in rows] for rows in split)
+        _warn_of_copies(train, held_out, f"give rows of one text the same {group.name}, or leave copies out", say)
+    elif len(places) < len(texts):
+        copies = len(texts) - len(places)
+        say(f"copies    {copies:,} rows have the text of a row before them: all rows of a text are on one side")
+        groups = np.asarray([places[text] for text in texts])
+        split = splits.stratified_by_group(labels, groups, options.valid_share, options.seed)
     else:
         split = splits.stratified(labels, options.valid_share, options.seed)
+    for number in np.setdiff1d(labels[split.valid], labels[split.train]):
+        say(f"warning   all rows of {shown(classes[number])} are held out by their groups: it is never trained on")
     say(f"split     {len(split.train):,} rows to train on, {len(split.valid):,} held out")
     return table.rows(split.train), labels[split.train], table.rows(split.valid), labels[split.valid]
+
+
+def _joined(table: Table, columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """All that is read of each row."""
+    return list(zip(*(texts_of(table, name) for name in columns), strict=True))
+
+
+def _warn_of_copies(train: Sequence[Any], held: Sequence[Any], cure: str, say: Say) -> None:
+    """Texts that are on both sides make a score too good."""
+    seen = set(train)
+    copies = [text for text in held if text in seen]
+    if copies:
+        say(
+            f"warning   {len(copies):,} of {len(held):,} rows held out have a text that is trained on too, "
+            f"as {shown(copies[0][0])}; {cure}"
+        )
 
 
 def texts_of(table: Table, name: str) -> list[str]:

@@ -6,6 +6,7 @@ import gc
 import json
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, PlanError, StoreError, shown
+from hotlap.core.errors import DataError, PlanError, StoreError, TrainingError, UsageError, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.fitting.loop import fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
+from hotlap.machine.device import choose_device
 from hotlap.recipes import pictures, scores
 from hotlap.recipes.answers import (
+    TABLES,
+    VECTORS,
     Threshold,
+    check_name,
+    kept_names,
     outputs_of,
-    refuse_written,
     write_answers,
     write_vectors,
 )
 from hotlap.recipes.judging import answers_of, judge_of
 from hotlap.recipes.options import Options, as_file, recipe_in
-from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Reader, Recipe, Say
-from hotlap.recipes.tables import Table, read_table
+from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
 from hotlap.store.files import read_text, write_text
 from hotlap.store.loading import load_into
 from hotlap.store.run_folder import RunFolder, finite
@@ -64,12 +68,15 @@ class Judged:
 def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, say: Say, progress: bool) -> Path:
     """Train a recipe's models on its data, keep the best, and give the folder with all that was found."""
     if not options.data:
-        raise StoreError(f"no data is named; give --data FILE ({recipe.expects})")
+        raise UsageError(f"no data is named; give --data FILE ({recipe.expects})")
     _check_names(recipe, options, out)
+    choose_device(options.device)
     prepared = recipe.prepare(options, say)
     if options.test:
         # A mistake in it is to be known now, not after the training.
-        _asked(prepared.reader, Path(options.test), lambda line: None)
+        table = prepared.reader.table(Path(options.test))
+        say(f"test      {options.test}: {len(table):,} rows")
+        prepared.reader.asked(table, say)
     folder = _folder(recipe, options, out, say)
     try:
         return _trained(recipe, options, prepared, folder, retrain=retrain, say=say, progress=progress)
@@ -95,40 +102,45 @@ def _trained(
     for line in scores.told(best.report):
         say(line)
     if options.test:
-        predict(folder, Path(options.test), folder / "predictions.csv", say=say, device=options.device)
-        say(f"predictions of {options.test} in {folder / 'predictions.csv'}")
+        answers = folder / "predictions.csv"
+        predict(folder, Path(options.test), answers, say=say, device=options.device, was_shown=True)
+        say(f"predictions of {options.test} in {answers}")
     say(f"run       {folder}; predict with: hotlap predict {folder} --data FILE --out FILE")
     return folder
 
 
 def predict(
     folder: Path, data: Path, out: Path, *, say: Say, device: str = "auto", keep: tuple[str, ...] = (),
-    probabilities: bool = False, embeddings: Path | None = None,
+    probabilities: bool = False, embeddings: Path | None = None, was_shown: bool = False,
 ) -> int:  # fmt: skip
     """Write what the model of a run answers for each row of a file; how many rows were answered.
 
-    Also, where a file for them is named, the `embeddings` of these rows.
+    Also, where a file for them is named, the `embeddings` of these rows. What is read is told unless it `was_shown`.
     """
-    for path in filter(None, (out, embeddings)):
-        refuse_written(path)
+    check_name(out, "out", TABLES)
+    if embeddings is not None:
+        check_name(embeddings, "embeddings", VECTORS)
+    choose_device(device)
     state, reader, model = revived(folder)
     if embeddings is not None and reader.embedded is None:
         raise DataError(f"the recipe {state['recipe']} has no embeddings; the recipe text has")
-    table, asked = _asked(reader, data, say)
+    table = reader.table(data)
+    names = kept_names(table, keep)
+    asked = reader.asked(table, (lambda line: None) if was_shown else say)
     answers = answers_of(reader, model, asked.data, batch_size=state["batch_size"], device=device)
     threshold = Threshold(*state["threshold"]) if state["threshold"] is not None else None
-    columns = judge_of(reader.classes).written(state["target"], answers, threshold, all_of_it=probabilities)
-    write_answers(out, data, table, asked.rows, columns, keep=keep)
+    written = partial(judge_of(reader.classes).written, all_of_it=probabilities)
+    name, columns = state["target"], written(state["target"], answers, threshold)
+    while any(column in names for column in columns):
+        name = f"predicted_{name}"
+        columns = written(name, answers, threshold)
+    if name != state["target"]:
+        say(f"answers   are in {name!r}, since {data} has a column of its own for {state['target']!r}")
+    write_answers(out, data, table, names, asked.rows, columns)
     if embeddings is not None and reader.embedded is not None:
         vectors = outputs_of(reader.embedded, model, asked.data, batch_size=state["batch_size"], device=device)
         write_vectors(embeddings, vectors)
     return len(asked.rows)
-
-
-def _asked(reader: Reader, data: Path, say: Say) -> tuple[Table, Asked]:
-    """A file as the one that was trained on, and its rows as the model takes them."""
-    table = read_table(data, header=reader.has_header, kinds=reader.kinds)
-    return table, reader.asked(table, say)
 
 
 def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
@@ -213,9 +225,7 @@ def _walked(
     found = {}
     for fold in prepared.folds(name):
         run = _fitted(fold.job(), options, folder / "folds" / fold.name, retrain=retrain, progress=progress)
-        answers = answers_of(
-            prepared.reader, run.model, fold.held_out, batch_size=4 * options.batch_size, device=options.device
-        )
+        answers = _held_out_answers(fold.name, run, prepared, fold.held_out, options)
         judge = judge_of(prepared.reader.classes)
         said = judge.report(fold.target, answers, None)
         figures = ", ".join(f"{head} {said[name]:.3f}" for head, name in judge.columns)
@@ -235,8 +245,7 @@ def _judged(
     one: Candidate, prepared: Prepared, options: Options, out: Path, *, retrain: bool, progress: bool
 ) -> Judged:
     run = _fitted(one.job(), options, out, retrain=retrain, progress=progress)
-    batch = 4 * options.batch_size
-    answers = answers_of(prepared.reader, run.model, prepared.held_out, batch_size=batch, device=options.device)
+    answers = _held_out_answers(one.name, run, prepared, prepared.held_out, options)
     judge = judge_of(prepared.reader.classes)
     threshold = judge.threshold(answers, prepared.target)
     report = judge.report(prepared.target, answers, threshold)
@@ -255,6 +264,20 @@ def _judged(
         was_kept=was_kept,
         bytes_left=_bytes_left(),
     )
+
+
+def _held_out_answers(name: str, run: Run, prepared: Prepared, held_out: Any, options: Options) -> Numbers:
+    """What a trained model answers for data to judge by; TrainingError where that is nothing, since it diverged."""
+    batch = 4 * options.batch_size
+    answers = answers_of(prepared.reader, run.model, held_out, batch_size=batch, device=options.device)
+    wrong = int((~np.isfinite(answers.reshape(len(answers), -1)).all(1)).sum())
+    if wrong:
+        lower = f"than {options.lr:g}, or without it" if options.lr else "than the recipe's own, as 1e-5"
+        raise TrainingError(
+            f"the training of {name} diverged: its answers are nan for {wrong:,} of {len(answers):,} rows held out; "
+            f"train with a smaller --lr {lower}"
+        )
+    return answers
 
 
 def _bytes_left() -> int:

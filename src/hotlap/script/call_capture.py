@@ -20,6 +20,7 @@ from hotlap.engine.recording import NotRecordedError
 from hotlap.engine.watch import Watch
 from hotlap.script.call_eager import EagerCall, Original
 from hotlap.script.call_endings import SEEN, Endings
+from hotlap.script.call_evaluations import Evaluations
 from hotlap.script.call_graphs import CallGraph, Ending, Recording, Replayed
 from hotlap.script.call_habits import Habits
 from hotlap.script.call_passage import StandIns, passed
@@ -38,7 +39,8 @@ class Lanes:
     """Memory to record and replay in. In one lane a call has to be differentiated before the next is made."""
 
     def __init__(self, make_recorder: Callable[[], Recording]) -> None:
-        self._make_recorder = make_recorder
+        self.make_recorder = make_recorder
+        """Makes one more, with memory of its own beside the lanes."""
         self._recorders: list[Recording] = []
         self._turns: list[weakref.ref[Replayed] | None] = []
 
@@ -53,7 +55,7 @@ class Lanes:
     def recorder(self, lane: int) -> Recording:
         """What records in a lane."""
         if lane == len(self._recorders):
-            self._recorders.append(self._make_recorder())
+            self._recorders.append(self.make_recorder())
             self._turns.append(None)
         return self._recorders[lane]
 
@@ -111,8 +113,9 @@ class CapturedCall:
         """`endings` is told of what replays give to the script."""
         self._eager, self._module, self._device, self._lanes = eager, module, device, lanes
         self._endings = endings
-        self._kind = device.type
+        self._key = functools.partial(_key_of, device)
         self._adapted = adapt(module)
+        self._evaluations = Evaluations(eager, module, device, self._key, lanes.make_recorder)
         self._now = Recordings()
         self._before: Recordings | None = None
         self._rooms: GradientRooms | None = None
@@ -152,7 +155,7 @@ class CapturedCall:
         self._check_validity()
         if self._rooms is not None and not self._rooms.pay:
             self._lends, self._rooms = False, None
-            self.forget()
+            self._drop()
         lane = self._lanes.free()
         if lane is None:
             return self._eager(original, args, kwargs)
@@ -176,8 +179,10 @@ class CapturedCall:
         return outputs
 
     def plainly(self, original: Original, args: Any, kwargs: Any) -> Any:
-        """As `EagerCall.plainly`."""
-        return self._eager.plainly(original, args, kwargs)
+        """As `EagerCall.plainly`; evaluations without gradients are replayed, too, once they come often."""
+        if torch.is_grad_enabled() or self._module.training or self.given_up is not None:
+            return self._eager.plainly(original, args, kwargs)
+        return self._evaluations(original, args, kwargs)
 
     def prepare(self, original: Original, args: Any, kwargs: Any, used: Sequence[int]) -> None:
         """Have such a call recorded, whose outputs of these numbers get gradients. Raises NotRecordedError."""
@@ -200,31 +205,16 @@ class CapturedCall:
 
     def forget(self) -> None:
         """Drop all that was recorded."""
+        self._drop()
+        self._evaluations.forget()
+
+    def _drop(self) -> None:
+        """Drop what was recorded of calls that train."""
         self._now, self._before = Recordings(self._now.made_for, self._now.glance), None
 
     def _give_up(self, reason: str) -> None:
         self.forget()
         self._given_up = reason
-
-    def _key(self, args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
-        """What tells calls apart, and the tensors in this one. Raises Unfit where it cannot be recorded."""
-        values = [*args, *kwargs.values()] if kwargs else args
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        shape: Hashable = tuple(kwargs)
-        if len(tensors) != len(values):
-            tensors, shape = tensors_in((args, kwargs)), shape_of((args, kwargs))
-        facts = []
-        for tensor in tensors:
-            if tensor.device != self._device:
-                # It would be read by the host, which nobody sees: lengths, for one.
-                raise Unfit(f"an argument lies on {tensor.device}")
-            if type(tensor) not in (Tensor, nn.Parameter):
-                raise Unfit(f"an argument is a {type(tensor).__name__}")
-            if tensor.layout is not torch.strided:
-                raise Unfit
-            facts.append((tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad))
-        autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
-        return (shape, tuple(facts), autocast), tensors
 
     def _check_validity(self, *, for_trial: bool = False) -> None:
         """Drop what was recorded for other layers, modes, places in memory or settings.
@@ -240,7 +230,7 @@ class CapturedCall:
                 self._before = self._now if for_trial else None
                 self._now = Recordings(fingerprint([self._module]), Glance([self._module]))
         if self._now.was_set_back():
-            self.forget()
+            self._drop()
 
     def _habits_of(self, key: Hashable) -> Habits:
         self._in_vain = 0 if key in self._now.habits else self._in_vain + 1
@@ -361,6 +351,27 @@ class CapturedCall:
         self._surprises += 1
         if self._surprises > MOST_SURPRISES:
             self._give_up("the script does this with its outputs now, and then that")
+
+
+def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
+    """What tells calls apart, and the tensors in this one. Raises Unfit where it cannot be recorded."""
+    values = [*args, *kwargs.values()] if kwargs else args
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    shape: Hashable = tuple(kwargs)
+    if len(tensors) != len(values):
+        tensors, shape = tensors_in((args, kwargs)), shape_of((args, kwargs))
+    facts = []
+    for tensor in tensors:
+        if tensor.device != device:
+            # It would be read by the host, which nobody sees: lengths, for one.
+            raise Unfit(f"an argument lies on {tensor.device}")
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise Unfit(f"an argument is a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise Unfit
+        facts.append((tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad))
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return (shape, tuple(facts), autocast), tensors
 
 
 def _words(error: Unfit) -> str:

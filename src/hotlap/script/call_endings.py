@@ -19,6 +19,8 @@ from torch import Tensor
 
 from hotlap.script.call_graphs import CallGraph, Ending, Replayed
 from hotlap.script.patches import Patches
+from hotlap.script.readings import Readings
+from hotlap.tuner.gradients import gaps_between, whole
 
 LOSSES = (
     "cross_entropy",
@@ -71,8 +73,9 @@ class _Noted:
 class Endings:
     """Stands in for torch's losses and `Tensor.backward` while calls are captured: what is odd is torch's own."""
 
-    def __init__(self) -> None:
-        self._patches = Patches()
+    def __init__(self, readings: Readings | None = None) -> None:
+        """`readings` is told of each loss whose backward pass begins."""
+        self._patches, self._readings = Patches(), readings
         self._given: _Given | None = None
         self._noted: _Noted | None = None
         self._is_in = False
@@ -118,6 +121,8 @@ class Endings:
     def _backward(self, own: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(own)
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if self._readings is not None:
+                self._readings.passing(tensor)
             noted, self._noted = self._noted, None
             if noted is not None and noted.loss() is tensor and not args and not kwargs:
                 ended = self._ended(noted, tensor, functools.partial(own, tensor))
@@ -225,6 +230,8 @@ def _are_alike(mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -
     if [one is None for one in mine] != [one is None for one in theirs]:
         return False
     pairs = [(one, other) for one, other in zip(mine, theirs, strict=True) if one is not None and other is not None]
-    sizes = torch.stack([other.norm().double() for _, other in pairs])
-    gaps = torch.stack([(one - other).norm().double() for one, other in pairs])
-    return bool((gaps <= ALIKE * (sizes + ALIKE * sizes.norm())).all())
+    gaps = gaps_between(
+        {str(n): other for n, (_, other) in enumerate(pairs)}, {str(n): one for n, (one, _) in enumerate(pairs)}
+    )
+    least = ALIKE * whole(gaps).size
+    return all(gap.error <= ALIKE * (gap.size + least) for gap in gaps.values())

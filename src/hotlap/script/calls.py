@@ -1,8 +1,8 @@
 """The calls of a module that a script trains, made in the precision, the layout and the way of a plan.
 
 Only calls in training mode that record gradients are changed. In evaluation and without gradients a call stays in the
-script's own precision, and eager: metrics must not change. What a script gets back has the dtype, the layout and the
-containers that its own call gives.
+script's own precision, and runs its own kernels: metrics must not change. Under a capture, evaluation without gradients
+is replayed, too. What a script gets back has the dtype, the layout and the containers that its own call gives.
 """
 
 from __future__ import annotations

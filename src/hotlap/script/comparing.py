@@ -106,7 +106,7 @@ def told(without: Outcome, under: Outcome) -> list[str]:
 def figures(without: Outcome, under: Outcome) -> list[Figure]:
     """The last value of each figure in lines that are equal but for their numbers, without those that tell a time."""
     found = {}
-    for ours, theirs in ((without.out, under.out), (without.err, under.err)):
+    for ours, theirs in ((without.out, under.out), (_said(without.err), _said(under.err))):
         before, after = _last_values(ours), _last_values(theirs)
         for place, (name, value) in before.items():
             if place in after:
@@ -191,6 +191,11 @@ class _Pipe:
 def _lines(text: str) -> Iterator[str]:
     """Lines that say something; a bar that is drawn anew is one each time."""
     return filter(None, (" ".join(line.split()) for line in re.split(r"[\r\n]+", text)))
+
+
+def _said(err: str) -> str:
+    """What came on stderr before an error ended it, of which lines and numbers are no figures."""
+    return err.partition("Traceback (most recent call last)")[0]
 
 
 def _shape(line: str) -> str:

@@ -24,6 +24,8 @@ class Loop:
     """What the script calls while it trains, but for modules inside of these."""
     loaders: list[Any]
     """What its batches come from, as `Finder.served` was told."""
+    before: int = 0
+    """Steps that were made before it was known."""
 
 
 class Finder:
@@ -59,6 +61,7 @@ class Finder:
             optimizers=optimizers,
             modules=_outermost(modules),
             loaders=[loader for loader, when in self._served.values() if len(when) >= SEEN // 2],
+            before=self._steps[optimizer],
         )
 
     def _note(self, seen: dict[int, tuple[Any, set[int]]], what: Any) -> None:

@@ -21,7 +21,7 @@ from hotlap.machine.kernels import first_line
 from hotlap.script.calls import Call
 from hotlap.script.training import ScriptTraining
 from hotlap.tuner.gates import Judgement
-from hotlap.tuner.gradients import Agreement, Outcome, gaps_between, shown_cosine
+from hotlap.tuner.gradients import Agreement, Outcome, gaps_between, near, shown_cosine
 from hotlap.tuner.likeness import alike
 from hotlap.tuner.rounding import Noise, noise_of, same_maths
 from hotlap.tuner.stepping import roundoff, without_dropout
@@ -124,8 +124,13 @@ def _outcome(call: Call, plan: Plan) -> Outcome:
     args, kwargs = call.last_inputs
     outputs, gradients = call.trial(args, kwargs, call.last_output_grads, plan.numerics, plan.execution)
     pairs = zip(outputs, call.last_output_grads, strict=True)
-    loss = sum(float((out.detach().double() * grad.double()).sum()) for out, grad in pairs if grad is not None)
+    loss = sum(_weighed(out, grad) for out, grad in pairs if grad is not None)
     return Outcome(loss=loss, gradients=gradients)
+
+
+def _weighed(output: Tensor, grad: Tensor) -> float:
+    grad = near(grad)
+    return float((output.detach().to(grad.device).double() * grad.double()).sum())
 
 
 @contextmanager

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
 
 _NOTHING = object()
 
@@ -50,3 +53,12 @@ class Patches:
         """Remove all of them."""
         for key in list(self._undo):
             self.take_out(key)
+
+
+def untraced(patch: Any) -> Callable[..., Any]:
+    """What stands in for torch's own, and is not to be compiled where a compiled function falls back to Python."""
+    with suppress(AttributeError):  # an older torch has no such setting
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(patch.__code__, frames._FrameExecStrategy(skip, skip))
+    return cast("Callable[..., Any]", patch)

@@ -6,6 +6,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from hotlap import machine
 from hotlap.core.errors import HotlapError
@@ -25,7 +26,9 @@ class Teller:
 
     def __init__(self, *, name: str, out: Path | None, as_json: bool) -> None:
         self._name, self._out, self._as_json = name, out, as_json
+        self._home = Path().absolute()  # which the script may change
         self._trainings: list[tuple[Ledger, list[str]]] = []
+        self._figures: list[dict[str, Any]] = []
         self._faults: list[str] = []
         self._refusals: list[str] = []
 
@@ -43,19 +46,28 @@ class Teller:
     def trained(self, steering: Steering, advice: list[str]) -> None:
         """A training has ended; `advice` is what hotlap cannot do by itself."""
         training = steering.training
-        step_s = steering.seconds / max(1, training.steps - 1)
-        lines = [f"{training.steps:,} updates in {show_seconds(steering.seconds)}, {show_seconds(step_s)} each"]
+        updates, step_s = training.before + training.steps, steering.seconds / max(1, training.steps)
+        took = f"all but the first {training.before} in {show_seconds(steering.seconds)}"
+        lines = [f"{updates:,} updates, {took}, {show_seconds(step_s)} each"]
         lines += [*steering.evaluating.lines, *advice]
+        figures = {"updates": updates, "step_s": step_s, "notes": [*steering.evaluating.lines, *advice]}
         self._trainings.append((training.ledger, lines))
+        self._figures.append(figures)
         try:
-            lines.append(f"run folder {self._written(steering)}")
+            folder = self._written(steering)
+            lines.append(f"run folder {self._shown(folder)}")
+            figures["run_folder"] = str(folder)
         except (HotlapError, OSError) as error:
             self.fault(error)
+
+    def _shown(self, folder: Path) -> Path:
+        """As it is found from where the user has started the script."""
+        return folder.relative_to(self._home) if folder.is_relative_to(self._home) else folder
 
     def _written(self, steering: Steering) -> Path:
         number = len(self._trainings)
         out = self._out if number == 1 or self._out is None else self._out.with_name(f"{self._out.name}-{number}")
-        folder = RunFolder.create(out, name=self._name)
+        folder = RunFolder.create(out, name=self._name, home=self._home)
         folder.write_environment(machine.environment())
         folder.write_started({"command": "run", "script": self._name})
         folder.write_ledger(steering.training.ledger)
@@ -80,7 +92,9 @@ class Teller:
     def tell(self, error: BaseException | None = None) -> None:
         """Say all of it."""
         if self._as_json:
-            told = {"trainings": [as_json(ledger) for ledger, _ in self._trainings], "faults": self._faults}
+            pairs = zip(self._trainings, self._figures, strict=True)
+            trainings = [as_json(ledger) | figures for (ledger, _), figures in pairs]
+            told = {"trainings": trainings, "faults": self._faults, "refusals": self._refusals}
             lines = [json.dumps(told)]
         else:
             lines = [f"hotlap  {line}" if line else "" for line in self.lines()]

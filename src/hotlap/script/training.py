@@ -17,6 +17,7 @@ from hotlap.script.backwards import Backwards
 from hotlap.script.call_endings import Endings
 from hotlap.script.calls import Call
 from hotlap.script.finding import Loop
+from hotlap.script.readings import Readings
 from hotlap.script.serving import Serving
 from hotlap.script.updates import Updates
 
@@ -32,7 +33,8 @@ class ScriptTraining:
         first = next(p for group in loop.optimizers[0].param_groups for p in group["params"])
         self.device: torch.device = first.device
         self.updates, self._backwards = Updates(loop.optimizers), Backwards()
-        self.endings = Endings()
+        self.readings = Readings(self.device)
+        self.endings = Endings(self.readings)
         self.calls = [
             Call(one, device=self.device, optimizers=loop.optimizers, endings=self.endings) for one in loop.modules
         ]
@@ -45,7 +47,8 @@ class ScriptTraining:
         """The script's own plan."""
         self.computes_otherwise = False
         """Whether modules compute otherwise under the plan in force than under the script's own."""
-        self.steps = 0
+        self.steps, self.before = 0, loop.before
+        """Steps since it is known, and those before."""
         self._waited = 0
         self._told: set[str] = set()
 
@@ -163,6 +166,7 @@ class ScriptTraining:
                 serving.use(serving.own if plan.feed == self.own.feed else plan.feed)
         self.updates.use(plan.numerics.optimizer, captured=plan.execution.mode == "captured")
         self._backwards.use(here=plan.execution.mode == "captured")
+        self.readings.use(early=plan.execution.mode == "captured")
         if plan.execution.mode == "captured":
             self.endings.put()
         else:
@@ -230,5 +234,6 @@ class ScriptTraining:
             call.use(self.own.numerics, self.own.execution)
             call.forget()
         self.endings.take_out()
+        self.readings.close()
         self.updates.close()
         self._backwards.use(here=False)

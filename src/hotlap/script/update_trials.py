@@ -14,7 +14,7 @@ from hotlap.machine.kernels import first_line
 from hotlap.script.call_graphs import Recording
 from hotlap.script.update_capture import CapturedUpdate, hush, unhush
 from hotlap.script.update_graphs import Desk, UpdateGraph
-from hotlap.tuner.gradients import Parts, gaps_between, percent
+from hotlap.tuner.gradients import Parts, gaps_between, near, percent
 from hotlap.tuner.rounding import GRAIN, SAME
 
 SCALES = "_step_supports_amp_scaling"
@@ -89,13 +89,14 @@ def _moved(optimizer: Optimizer, *, fused: bool) -> Parts:
 
 
 def _moves(optimizer: Optimizer, before: dict[str, Tensor]) -> Parts:
-    return {name: now.detach() - before[name] for name, now in _named(optimizer)}
+    return {name: near(now) - near(before[name]) for name, now in _named(optimizer)}
 
 
 def _why_differ(optimizer: Optimizer, truth: Parts, made: Parts) -> str | None:
-    weights = dict(_named(optimizer))
+    weights = {name: tensor.detach() for name, tensor in _named(optimizer)}
+    sizes = gaps_between(weights, {})
     for name, gap in gaps_between(truth, made).items():
-        grain = GRAIN * float(torch.linalg.vector_norm(weights[name].detach())) * torch.finfo(weights[name].dtype).eps
+        grain = GRAIN * sizes[name].size * torch.finfo(weights[name].dtype).eps
         if not gap.error <= max(SAME * gap.size, grain):
             return f"the update of {name} differs by {percent(gap.relative)}"
     return None

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from operator import attrgetter
@@ -17,14 +16,14 @@ from pathlib import Path
 from statistics import median, median_low
 from sys import _getframe
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hotlap.core.units import show_seconds
-from hotlap.script.patches import Patches
+from hotlap.script.patches import Patches, untraced
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class Waits:
         self._thread = threading.get_ident()
         for call in (*_OF_TENSORS, *_OF_DEVICES):
             watch = self._of_tensor if call in _OF_TENSORS else self._of_device
-            self._patches.put(call.owner, call.name, _untraced(watch(call, getattr(call.owner, call.name))))
+            self._patches.put(call.owner, call.name, untraced(watch(call, getattr(call.owner, call.name))))
 
     def remove(self) -> None:
         """Leave everything as it was before `install`; what was noted stays."""
@@ -235,15 +234,6 @@ class _Usual:
     shown: str
     times: float
     blocked_s: float
-
-
-def _untraced(watched: Any) -> Callable[..., Any]:
-    """Where a compiled function falls back to Python, it calls what is watched: nothing of that is to be compiled."""
-    with suppress(AttributeError):  # an older torch has no such setting
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(watched.__code__, frames._FrameExecStrategy(skip, skip))
-    return cast("Callable[..., Any]", watched)
 
 
 def _place_of(frame: FrameType | None) -> _Place | None:

@@ -56,13 +56,14 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def create(cls, path: str | Path | None, name: str = "run") -> Self:
+    def create(cls, path: str | Path | None, name: str = "run", *, home: Path | None = None) -> Self:
         """A new folder; one that holds files already is refused, so that nothing is overwritten.
 
-        One that a crash left before anything was trained there is as good as new.
+        One that a crash left before anything was trained there is as good as new. Without a path it is a fresh one
+        under `runs` in `home`, which is the working directory as a rule.
         """
         if path is None:
-            return cls(_fresh(Path("runs"), name))
+            return cls(_fresh((home or Path()) / "runs", name))
         wanted = Path(path)
         try:
             if wanted.exists() and not wanted.is_dir():

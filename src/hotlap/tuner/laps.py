@@ -42,6 +42,9 @@ class Lap:
 class LapClock:
     """Times the laps of a training that somebody else drives.
 
+    The host may be far ahead of the device, so that a lap that is long enough to the host is many times too long. How
+    long steps take is therefore looked at early in the first lap under a plan, and known from then on.
+
     A lap lies inside an epoch: one that is cut by its end, by an evaluation or by a save is thrown away. Where the time
     between two of them is shorter than a lap, laps are whole numbers of such periods instead, and what is done between
     them is left out of the time.
@@ -53,6 +56,8 @@ class LapClock:
         self._training, self._period, self._clock = training, period, clock
         self._whole: set[Plan] = set()
         """Plans under which a lap does not fit between two ends."""
+        self._paces: dict[Plan, float] = {}
+        """Seconds an update under each plan, as last seen."""
         self._cut = 0
         self._timing = False
         self._asked = clock()
@@ -99,13 +104,18 @@ class LapClock:
         self._windows += 1
         if self._fed_at is not None:
             self._issue_s += now - self._fed_at
-        if self._training.plan in self._whole:
-            if not end or now - self._began - self._paused_s + self._paused_before < LAP_S:
+        plan = self._training.plan
+        if plan not in self._paces and self._windows == LEAST_WINDOWS:
+            self._training.wait()
+            self._paces[plan] = self._timed(self._clock()) / self._updates
+        took_s = max(self._timed(now), self._paces.get(plan, 0.0) * self._updates)
+        if plan in self._whole:
+            if not end or took_s < LAP_S:
                 return None
         elif end:
             self._void(1)
             return None
-        elif now - self._began < (LAP_S if self._windows >= LEAST_WINDOWS else LONG_S):
+        elif took_s < (LAP_S if self._windows >= LEAST_WINDOWS else LONG_S):
             return None
         asked = self._clock()
         self._training.wait()
@@ -116,15 +126,19 @@ class LapClock:
             if self._may_begin():
                 self._begin()
             return None
-        spent = now - self._began - (self._paused_s - self._paused_before)
+        step_s = self._paces[plan] = self._timed(now) / self._updates
         return Lap(
-            step_s=spent / self._updates,
+            step_s=step_s,
             updates=self._made,
             wall_s=now - self._asked - self._paused_s,
             feed_s=self._feed_s / self._updates if self._fed_at is not None else None,
             issue_s=self._issue_s / self._updates if self._fed_at is not None else None,
             behind_s=now - asked,
         )
+
+    def _timed(self, now: float) -> float:
+        """Seconds since the lap began, without pauses."""
+        return now - self._began - (self._paused_s - self._paused_before)
 
     def _may_begin(self) -> bool:
         at_pace = self._training.firsts == self._firsts or self._warmed >= MOST_WARM

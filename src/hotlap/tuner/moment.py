@@ -18,7 +18,7 @@ from hotlap.data.resident import Rows
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import Window
-from hotlap.tuner.gradients import Outcome, gaps_between
+from hotlap.tuner.gradients import Outcome, gaps_between, near
 
 MOST_UPDATES = 32
 """Updates that are compared at most; a plan that replays more at once is judged with so many."""
@@ -226,7 +226,7 @@ class Moment:
             gradients=_gradients(self._rig),
             weights={name: tensor for name, tensor in moved.items() if name in parameters},
             buffers={name: tensor for name, tensor in moved.items() if name not in parameters},
-            counts={name: tensor.clone() for name, tensor in now.items() if name not in moved},
+            counts={name: near(tensor).clone() for name, tensor in now.items() if name not in moved},
             skipped=skipped,
         )
 
@@ -249,6 +249,7 @@ def _gradients(rig: Rig) -> dict[str, Tensor]:
 
 
 def _moved(now: Tensor, before: Tensor) -> Tensor:
+    now, before = near(now), near(before)
     moved = now - before
     # A mask holds infinities, of which the difference is no number.
     return torch.where((now == before) | (now.isnan() & before.isnan()), torch.zeros_like(moved), moved)

@@ -2,7 +2,8 @@
 
 It is written as one run through that gives a plan wherever it needs a lap under it; whoever drives the training makes
 the steps. First everything that may help is tried together, since moves hide each other: a faster step shows nothing
-while batches are slow. What is kept is then taken out move by move, which tells what each gives.
+while batches are slow. Where the host waits for the device, what makes the device faster comes before that. What is
+kept is then taken out move by move, which tells what each gives.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
 ARITHMETIC = (precision.MOVE, layout.MOVE)
 """Moves that change how convolutions are computed: each alone may be slower, both together are not."""
+BOUND_BY_DEVICE = ("arithmetic", "memory traffic")
+"""Where that is what bounds a training, its host waits for the device."""
 ALIKE = 0.1
 """Laps of the user's own plan that differ by less are taken for its pace."""
 MOST_SETTLING = 8
 """Laps after which its pace is what it is."""
 GATE_UPDATES = 16
 """What a gate takes, in updates of the user's own, about."""
+FIRST_GATE_S = 0.25
+"""What the first one takes beside, on a GPU: kernels that nothing has used so far are loaded, 0.2 to 0.7 s of it."""
 RIPE, OFTEN = 200, 10
 """Updates after which a precision is judged again, in runs that have so many times as many left."""
 LEAST_REST = 20
@@ -73,6 +78,8 @@ class Search:
         self.gate, self._probe, self._known = gate, probe, known
         self._kept: list[Move] = []
         self._postponed: dict[Move, float] = {}
+        self._bundled: set[frozenset[str]] = set()
+        """Names of moves that were tried together."""
         self._doubted: list[Move] = []
         """Moves that a gate has held back for what may pass."""
         self.budget: Budget | None = None
@@ -100,6 +107,7 @@ class Search:
         self._rig.keep_plans()
         try:
             if not (yield from self._as_found_before()):
+                yield from self._for_the_device()
                 yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
                 yield from self._together(ARITHMETIC)
                 yield from self._one_by_one()
@@ -137,11 +145,24 @@ class Search:
         self._settle(found, moves, tried, known=1.0)
         return True
 
+    def _for_the_device(self) -> Laps:
+        """Where the device bounds the training, first what makes that faster, as far as it may be paid for by now."""
+        bound = self._probe.bound
+        if bound not in BOUND_BY_DEVICE:
+            return
+        yield from self._together(ARITHMETIC)
+        for move in MOVES:
+            is_open = move not in self._kept and move.name not in self._trials.refused
+            if bound in move.helps and is_open and self._why_not_worth(move) is None:
+                yield from self._try(move)
+
     def _together(self, moves: Sequence[Move]) -> Laps:
         """Moves that hide each other, all at once, if they can pay and a gate lets them through."""
         made: list[Move] = []
         setup_s = 0.0
-        possible = everything(self._rig, self.plan, moves).made
+        possible = [
+            move for move in everything(self._rig, self.plan, moves).made if move.name not in self._trials.refused
+        ]
 
         def order(move: Move) -> tuple[bool, float]:
             return self._probe.bound not in move.helps, move.setup_s(self._with([move]), self._rig)
@@ -153,6 +174,10 @@ class Search:
         if len(made) == 1:
             yield from self._try(made[0])
             return
+        names = frozenset(move.name for move in made)
+        if names in self._bundled:
+            return
+        self._bundled.add(names)
         made = self._let_through(made)
         if not made:
             return
@@ -163,8 +188,8 @@ class Search:
         elif len(made) == 1:
             self._trials.refuse(made[0], "rejected", tried.words, tried)
         else:
-            names = ", ".join(move.name for move in made)
-            self._trials.write(names, "rejected", why=tried.words, figures=tried.figures, cost_s=tried.cost_s)
+            what = ", ".join(move.name for move in made)
+            self._trials.write(what, "rejected", why=tried.words, figures=tried.figures, cost_s=tried.cost_s)
 
     def _one_by_one(self) -> Laps:
         """The moves that are left, each by itself, first those that help against what bounds the training.
@@ -174,7 +199,7 @@ class Search:
         moves = [move for move in (*MOVES, *OTHERS) if move not in self._kept]
         # What is recorded is not bound by its host any more, and what helps against that comes last.
         is_recorded = self.plan.execution.mode == "captured"
-        bounds = {"arithmetic", "memory traffic"} if is_recorded else {self._probe.bound}
+        bounds = set(BOUND_BY_DEVICE) if is_recorded else {self._probe.bound}
         # Compiling comes last of all: it is made for the plan that is in force by then.
         for move in sorted(moves, key=lambda move: (move is compiled.MOVE, bounds.isdisjoint(move.helps))):
             if move.name not in self._trials.refused:
@@ -298,7 +323,8 @@ class Search:
         if isinstance(proposed, str):
             return Doubt("not tried", proposed)
         budget = self._trials.budget
-        cost_s = move.setup_s(proposed, self._rig) + GATE_UPDATES * budget.base_s
+        first_s = FIRST_GATE_S if self._rig.device.type == "cuda" and not self.gate_s else 0.0
+        cost_s = move.setup_s(proposed, self._rig) + GATE_UPDATES * budget.base_s + first_s
         most, why = self._probe.most_gain(self.plan, proposed, self._lap)
         can_save_s = self._left_s * (1 - 1 / most)
         if most < LEAST_GAIN:

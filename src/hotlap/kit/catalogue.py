@@ -1,0 +1,116 @@
+"""What a sample takes of a GPU's memory, by kind of model and by size: where a search for a batch begins.
+
+Each row is an example of its kind, in fp32: the bytes of tensors that an update has more for each sample more, counted
+on the CPU (`python -m benchmarks.kit --only catalogue` counts them again). A model that is like none of them takes
+something else, so this is a guess and no finding: the first update that is measured corrects it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor, nn
+
+from hotlap.core.units import MIB
+from hotlap.data.batches import Batch
+from hotlap.data.columns import tensors_in
+
+CONVOLUTIONS: Final = "convolutions"
+VISION: Final = "attention over pictures"
+TEXT: Final = "attention over tokens"
+RECURRENT: Final = "recurrent layers"
+DENSE: Final = "dense layers"
+UNITS: Final = {CONVOLUTIONS: "pixels", VISION: "pixels", TEXT: "tokens", RECURRENT: "steps", DENSE: "numbers"}
+LEAST_SIDE, LEAST_CONVOLUTIONS = 16, 4
+"""Smaller pictures are taken for something else, and so is a network with fewer layers that convolve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What kind of model it is, and how large its samples are."""
+
+    name: str
+    size: int
+    """Pixels of a side, tokens or steps of a sequence, numbers of a row."""
+    parameters: int
+
+    @property
+    def sample(self) -> str:
+        """The size of a sample in words."""
+        return f"{self.size:,} {UNITS[self.name]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A model of a kind, and what a sample takes in it."""
+
+    kind: str
+    name: str
+    parameters: int
+    size: int
+    """Of its samples."""
+    bytes_a_sample: int
+
+    def bytes_at(self, size: int) -> int:
+        """What a sample of another size would take: pictures by their area, sequences by their length."""
+        power = {"pixels": 2, "tokens": 1, "steps": 1, "numbers": 0}[UNITS[self.kind]]
+        return max(1, round(self.bytes_a_sample * (size / self.size) ** power))
+
+
+def _example(kind: str, name: str, *, millions: float, size: int, mib: float) -> Example:
+    return Example(kind=kind, name=name, parameters=round(millions * 1e6), size=size, bytes_a_sample=round(mib * MIB))
+
+
+# fmt: off
+EXAMPLES: Final = (
+    _example(CONVOLUTIONS, "ResNet-18 of a quarter's width", millions=0.703, size=224, mib=5.65),
+    _example(CONVOLUTIONS, "ResNet-18", millions=11.2, size=224, mib=20.0),
+    _example(CONVOLUTIONS, "ResNet-50", millions=23.5, size=224, mib=79.8),
+    _example(CONVOLUTIONS, "ResNet-152", millions=58.2, size=224, mib=167),
+    _example(VISION, "the image recipe's ViT", millions=2.86, size=224, mib=15.1),
+    _example(VISION, "ViT-S/16", millions=21.7, size=224, mib=57.5),
+    _example(VISION, "ViT-B/16", millions=85.8, size=224, mib=114),
+    _example(VISION, "ViT-L/16", millions=303, size=224, mib=300),
+    _example(TEXT, "BERT-mini", millions=11.2, size=128, mib=9.77),
+    _example(TEXT, "BERT-base", millions=109, size=256, mib=167),
+    _example(RECURRENT, "LSTM 2×128, both ways", millions=0.559, size=20, mib=0.86),
+    _example(RECURRENT, "LSTM 2×512, both ways", millions=8.53, size=20, mib=3.38),
+    _example(DENSE, "MLP 100-256-128-64-3", millions=0.0681, size=100, mib=0.0043),
+    _example(DENSE, "MLP 560-1024-1024-1024-424", millions=3.11, size=560, mib=0.0334),
+)
+# fmt: on
+
+
+def kind_of_model(model: nn.Module, sample: Batch) -> Kind:
+    """What kind of model it is, by its layers and by what a batch of its samples holds."""
+    layers = list(model.modules())
+    parameters = sum(p.numel() for p in model.parameters())
+    attends = any(isinstance(layer, nn.MultiheadAttention) or "Attention" in type(layer).__name__ for layer in layers)
+    convolves = sum(isinstance(layer, nn.Conv2d) for layer in layers) >= LEAST_CONVOLUTIONS
+    tensors = tensors_in(sample)
+
+    def kind(name: str, size: int) -> Kind:
+        return Kind(name=name, size=size, parameters=parameters)
+
+    pictures = [one for one in tensors if one.ndim == 4 and min(one.shape[2:]) >= LEAST_SIDE]
+    if pictures and (attends or convolves):
+        return kind(VISION if attends else CONVOLUTIONS, max(pictures[0].shape[1:]))
+    sequences = [one for one in tensors if _is_sequence(one)]
+    if sequences and attends:
+        return kind(TEXT, sequences[0].shape[1])
+    if sequences and any(isinstance(layer, nn.RNNBase) for layer in layers):
+        return kind(RECURRENT, sequences[0].shape[1])
+    return kind(DENSE, max((one[0].numel() for one in tensors if one.ndim and len(one)), default=1))
+
+
+def example_of(kind: Kind) -> Example:
+    """The example of this kind whose number of parameters is nearest, as a factor."""
+    same = [one for one in EXAMPLES if one.kind == kind.name]
+    return min(same, key=lambda one: abs(math.log(one.parameters / max(1, kind.parameters))))
+
+
+def _is_sequence(tensor: Tensor) -> bool:
+    """Whether it holds rows of numbers, or of tokens, for each sample."""
+    return tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point() and tensor.shape[1] > 1)

@@ -1,0 +1,119 @@
+"""Losses read early on a real GPU: torch's own numbers, without waiting for what was asked for behind them."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from hotlap.core.plan import Execution, Numerics
+from hotlap.script.call_endings import Endings
+from hotlap.script.calls import Call
+from hotlap.script.readings import SEEN, Readings
+
+DEVICE = torch.device("cuda", 0)
+LONG = 2_000_000_000
+"""Ticks of the device's clock: about a second."""
+
+
+@pytest.fixture
+def readings():
+    made = Readings(DEVICE)
+    endings = Endings(made)
+    endings.put()
+    made.use(early=True)
+    yield made
+    endings.take_out()
+    made.close()
+
+
+def losses(count, dtype=torch.float32):
+    torch.manual_seed(0)
+    for _ in range(count):
+        weights = torch.randn(1000, device=DEVICE, dtype=dtype, requires_grad=True)
+        yield (weights * weights).mean()
+
+
+def learned():
+    for loss in losses(SEEN):
+        loss.backward()
+        loss.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_number_is_torchs_own(readings, dtype):
+    learned()
+    for loss in losses(50, dtype):
+        own = loss.detach().clone().item()
+        loss.backward()
+        assert loss.item() == own
+    assert readings.answered == 50
+
+
+def test_it_is_there_before_what_was_asked_for_behind_it(readings):
+    learned()
+    (loss,) = losses(1)
+    own = loss.detach().clone().item()
+    loss.backward()
+    torch.cuda._sleep(LONG)
+    end = torch.cuda.Event()
+    end.record()
+    assert loss.item() == own
+    is_done = end.query()
+    torch.cuda.synchronize()
+    assert readings.answered == 1
+    assert not is_done
+
+
+def test_losses_of_a_host_that_runs_ahead_keep_their_numbers(readings):
+    """Copies are still to come when the next losses are made, in memory that the last ones have left."""
+    learned()
+    expected = [loss.item() for loss in losses(200)]
+    torch.cuda._sleep(LONG // 4)
+    found = []
+    for loss in losses(200):
+        loss.backward()
+        found.append(loss.item())
+    assert found == expected
+
+
+def test_nothing_is_copied_while_somebody_captures(readings):
+    learned()
+    weights = torch.randn(100, device=DEVICE, requires_grad=True)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        (weights * weights).mean().backward()
+        weights.grad = None
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        loss = (weights * weights).mean()
+        loss.backward()
+    graph.replay()
+    assert loss.item() == (weights * weights).mean().item()
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_training_reads_the_losses_of_a_plain_one(is_captured, readings):
+    def trained(early):
+        readings.use(early=early)
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5)).to(DEVICE)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        call = Call(module, device=DEVICE, optimizers=[optimizer])
+        if is_captured:
+            call.use(Numerics(), Execution(mode="captured"))
+        own, draw, seen = functools.partial(nn.Module.__call__, module), torch.Generator().manual_seed(1), []
+        for _ in range(60):
+            x = torch.randn(32, 20, generator=draw).to(DEVICE)
+            y = torch.randint(5, (32,), generator=draw).to(DEVICE)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(call(own, (x,), {}), y)
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        return seen
+
+    plain, before = trained(early=False), readings.answered
+    assert trained(early=True) == plain
+    assert readings.answered - before >= 50
