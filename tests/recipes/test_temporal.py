@@ -10,7 +10,8 @@ from recipe_data import bars_file, write_rows
 from typer.testing import CliRunner
 
 from hotlap.cli import app
-from hotlap.core.errors import DataError, HotlapError, JobError
+from hotlap.core.errors import DataError, HotlapError, JobError, TrainingError
+from hotlap.recipes import temporal
 from hotlap.recipes.bars import bars_from, resampled
 from hotlap.recipes.every import recipe_named
 from hotlap.recipes.indicators import direction
@@ -128,6 +129,50 @@ def test_three_models_are_compared_and_the_best_is_the_one_that_is_kept(tmp_path
     state, reader, model = revived(folder)
     assert state["model"] == best
     assert type(model) is type(reader.model(best))
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Some models, by name, learn at a rate that leaves no numbers of them."""
+    names, made = set(), temporal._job
+
+    def job(options, reader, name, *rest):
+        found = made(options, reader, name, *rest)
+        if name in names:
+            found.optimizer.param_groups[0].update(lr=1e30, initial_lr=1e30)
+        return found
+
+    monkeypatch.setattr(temporal, "_job", job)
+    return names
+
+
+def test_one_model_that_diverges_is_left_out_and_all_that_do_are_an_error(tmp_path, hasty):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=1), []
+    hasty.add("lstm")
+    folder = trained(data, tmp_path / "run", lines, models="lstm,mlp", epochs="1")
+    assert [line for line in lines if line.startswith("left out  the training of lstm diverged: its answers are nan")]
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["best"], set(report["models"])) == ("mlp", {"mlp"})
+    with pytest.raises(TrainingError, match="the training of lstm diverged"):
+        trained(data, tmp_path / "alone", [], models="lstm", epochs="1")
+
+
+def test_a_fold_that_diverges_is_left_out_of_the_average(tmp_path, hasty, monkeypatch):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=900, symbols=1), []
+    folds = temporal._folds
+
+    def first_in_haste(options, reader, known, name):
+        first, *rest = folds(options, reader, known, name)
+        hasty.add(name)
+        yield first
+        hasty.discard(name)
+        yield from rest
+
+    monkeypatch.setattr(temporal, "_folds", first_in_haste)
+    folder = trained(data, tmp_path / "run", lines, folds="3", epochs="1")
+    assert [line for line in lines if line.startswith("left out  the training of fold 1 of 3 diverged")]
+    assert any(line.startswith("over 2 folds macro-F1 is") for line in lines)
+    assert list(json.loads((folder / "report.json").read_text())["folds"]) == ["fold 2 of 3", "fold 3 of 3"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from weakref import WeakSet
 
 import torch
@@ -17,11 +18,11 @@ class NotRecordedError(Exception):
 
 
 class Recorder:
-    """Records graphs that share their memory, on a stream of its own."""
+    """Records graphs that share their memory, on a stream that nothing else uses."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _recording_stream(self._number)
         self._pool = torch.cuda.graph_pool_handle()
         self._made: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
@@ -68,6 +69,12 @@ class Recorder:
     @property
     def _number(self) -> int:
         return self._device.index if self._device.index is not None else torch.cuda.current_device()
+
+
+@cache
+def _recording_stream(number: int) -> torch.cuda.Stream:
+    # One for the process: cuBLAS keeps memory for each stream it was ever used on.
+    return torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -47,6 +47,10 @@ FORMAT = 1
 """Of the state file; one of a newer hotlap is refused."""
 
 
+class DivergedError(TrainingError):
+    """A model was trained until its answers were no numbers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judged:
     """A trained candidate and how it did on what was held out."""
@@ -88,10 +92,7 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
 def _trained(
     recipe: Recipe, options: Options, prepared: Prepared, folder: Path, *, retrain: bool, say: Say, progress: bool
 ) -> Path:
-    found = [
-        _judged(one, prepared, options, folder / "models" / one.name, retrain=retrain, progress=progress)
-        for one in prepared.candidates
-    ]
+    found = _compete(prepared, options, folder, retrain=retrain, say=say, progress=progress)
     best = max(found, key=lambda one: judge_of(prepared.reader.classes).score(one.report))
     for line in _compared(found, prepared):
         say(line)
@@ -107,6 +108,24 @@ def _trained(
         say(f"predictions of {options.test} in {answers}")
     say(f"run       {folder}; predict with: hotlap predict {folder} --data FILE --out FILE")
     return folder
+
+
+def _compete(
+    prepared: Prepared, options: Options, folder: Path, *, retrain: bool, say: Say, progress: bool
+) -> list[Judged]:
+    """All candidates, trained and judged; one that diverges is told and left out, unless all do."""
+    found, diverged = [], []
+    for one in prepared.candidates:
+        out = folder / "models" / one.name
+        try:
+            found.append(_judged(one, prepared, options, out, retrain=retrain, progress=progress))
+        except DivergedError as error:
+            diverged.append(error)
+            if len(prepared.candidates) > 1:
+                say(f"left out  {error}")
+    if not found:
+        raise diverged[0]
+    return found
 
 
 def predict(
@@ -225,7 +244,11 @@ def _walked(
     found = {}
     for fold in prepared.folds(name):
         run = _fitted(fold.job(), options, folder / "folds" / fold.name, retrain=retrain, progress=progress)
-        answers = _held_out_answers(fold.name, run, prepared, fold.held_out, options)
+        try:
+            answers = _held_out_answers(fold.name, run, prepared, fold.held_out, options)
+        except DivergedError as error:
+            say(f"left out  {error}")
+            continue
         judge = judge_of(prepared.reader.classes)
         said = judge.report(fold.target, answers, None)
         figures = ", ".join(f"{head} {said[name]:.3f}" for head, name in judge.columns)
@@ -267,13 +290,13 @@ def _judged(
 
 
 def _held_out_answers(name: str, run: Run, prepared: Prepared, held_out: Any, options: Options) -> Numbers:
-    """What a trained model answers for data to judge by; TrainingError where that is nothing, since it diverged."""
+    """What a trained model answers for data to judge by; DivergedError where that is nothing, since it diverged."""
     batch = 4 * options.batch_size
     answers = answers_of(prepared.reader, run.model, held_out, batch_size=batch, device=options.device)
     wrong = int((~np.isfinite(answers.reshape(len(answers), -1)).all(1)).sum())
     if wrong:
         lower = f"than {options.lr:g}, or without it" if options.lr else "than the recipe's own, as 1e-5"
-        raise TrainingError(
+        raise DivergedError(
             f"the training of {name} diverged: its answers are nan for {wrong:,} of {len(answers):,} rows held out; "
             f"train with a smaller --lr {lower}"
         )
@@ -308,6 +331,11 @@ def _compared(found: list[Judged], prepared: Prepared) -> list[str]:
         why = "there may be nothing to learn here" if is_chance else "train longer, or on more rows"
         lines.append(f"no model is better than {' or '.join(beaten_by)}: {why}")
     return lines
+
+
+def _told(one: Judged) -> dict[str, Any]:
+    """What a report says of a training beside its scores."""
+    return {"train_s": one.train_s, "from_cache": one.was_kept, "device_bytes_left": one.bytes_left}
 
 
 def _figure(score: float) -> str:
@@ -345,7 +373,7 @@ def _write(
     prepared.reader.keep_files(folder)
     told = {
         "best": best.name,
-        "models": {one.name: {**one.report, "train_s": one.train_s, "from_cache": one.was_kept} for one in found},
+        "models": {one.name: {**one.report, **_told(one)} for one in found},
         "baselines": {
             name: judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines.items()
         },

@@ -1,0 +1,34 @@
+"""Recipes on a real GPU: what each of several models leaves of its memory once the next begins."""
+
+import json
+
+import pytest
+from recipe_data import bars_file
+
+from hotlap.recipes.options import options_of
+from hotlap.recipes.temporal import RECIPE
+from hotlap.recipes.training import train
+
+MODELS = ("lstm", "transformer", "mlp")
+SAME = 1 << 20
+"""Bytes that the allocator's own rounding may make of a difference."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("plan", ["off", "max"])
+def test_memory_is_the_same_after_each_model(tmp_path, plan):
+    data = bars_file(tmp_path / "bars.csv", rows=900, symbols=2)
+    given = {"data": str(data), "models": ",".join(MODELS), "epochs": "2", "frames": "h1", "batch_size": "64"}
+    options = options_of(RECIPE.options, None, {**given, "plan": plan, "device": "cuda"})
+    left = []
+    for run in ("warm-up", "measured"):
+        folder = train(RECIPE, options, out=tmp_path / run, retrain=True, say=lambda line: None, progress=False)
+        models = json.loads((folder / "report.json").read_text())["models"]
+        left.append([models[name]["device_bytes_left"] for name in MODELS])
+    # Libraries keep some memory from their first use on.
+    assert max(left[1]) - left[0][-1] <= SAME, left
+    assert max(left[1]) - min(left[1]) <= SAME, left
