@@ -29,33 +29,26 @@ import argparse
 import functools
 import gc
 import json
-import math
-import platform
-import statistics
 import sys
-import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import hotlap
 from benchmarks import rivals, text_rivals
-from benchmarks.paired import median_interval
+from benchmarks.laps import SHORTEST_LAP_S, Column, Lap, Laps, Ratio, in_turn
+from benchmarks.quality import quality, quality_lines
 from benchmarks.rivals import Steps, UnavailableError
 from benchmarks.texts import Paddings, TextWork, file_work, text_works
-from benchmarks.work import WORKS, Normalise, Work, called, channels_last
+from benchmarks.trainings import steps_of, told_by, whole_fit
+from benchmarks.versions import versions
+from benchmarks.work import WORKS, Work, called
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import HOME
-from hotlap.engine.attention import left_to_torch
 
 LOADERS = ("guide_before", "guide_after", "dynamic", "lightning", "hf_trainer")
 """These come first for all works: worker processes forked after a capture may die of what they inherit."""
@@ -76,97 +69,6 @@ CONTESTS = {
 """Which columns take turns: the rival first."""
 DYNAMIC_BATCHES = 16
 """In a lap of batches that are as wide as their longest text: one alone says little."""
-SHORTEST_LAP_S = 0.05
-LAST = 20
-"""Steps at the end of a quality run whose mean loss is told."""
-
-
-# --- plans and trainings -------------------------------------------------------------------------------
-
-
-def fast_plan(work: Work, device: torch.device) -> hotlap.Plan:
-    """The plan that suits a work; on the CPU whole batches out of memory and the fused optimizer."""
-    if device.type != "cuda":
-        return hotlap.Plan().but(kind="gather", optimizer="fused")
-    return hotlap.Plan().but(
-        kind="resident",
-        precision=work.precision,
-        optimizer="fused",
-        mode="captured",
-        replay_steps=work.plan_steps or work.replay_steps,
-        layout=work.layout,
-        autotune=work.images,
-    )
-
-
-def prepare_of(work: Work, plan: hotlap.Plan, device: torch.device) -> dict[str, Any]:
-    """The `prepare` of a Rig or Job, where the work has one; in the numbers that the plan computes in."""
-    if not work.images:
-        return {}
-    return {"prepare": Normalise(device, torch.bfloat16 if plan.numerics.precision == "bf16" else torch.float32)}
-
-
-def make_rig(work: Work, model: nn.Module, plan: hotlap.Plan, device: torch.device) -> hotlap.Rig:
-    """A work under a plan."""
-    return hotlap.Rig(
-        model,
-        work.optimizer(model),
-        work.loss,
-        plan=plan,
-        device=str(device),
-        **prepare_of(work, plan, device),
-    )
-
-
-def engine(
-    work: Work,
-    model: nn.Module,
-    device: torch.device,
-    plan: hotlap.Plan,
-    *,
-    column: str = "hotlap",
-    made: Callable[[hotlap.Rig], None] = lambda rig: None,
-) -> Steps:
-    """The work trained by hotlap; who wants to ask its rig anything is given it when it is `made`."""
-    with left_to_torch() if column == "torch_attention" else nullcontext():
-        rig = make_rig(work, model, plan, device)
-    made(rig)
-    given, settings = work.fed(column)
-    try:
-        for window in rig.feed(given, batch_size=work.batch, steps=10**9, drop_last=True, **settings):
-            before = rig.samples
-            rig.step(window)
-            yield rig.samples - before
-    finally:
-        rig.close()
-
-
-def steps_of(
-    column: str, work: Work, device: torch.device, made: Callable[[hotlap.Rig], None] = lambda rig: None
-) -> Steps:
-    """A column's training, from the work's first weights."""
-    model = work.build()
-    if isinstance(work, TextWork):
-        if column in ("guide_before", "guide_after", "dynamic", "by_hand"):
-            steps: Steps = getattr(text_rivals, column)(work, model, work.data(), device)
-            return steps
-    else:
-        theirs: dict[str, Callable[..., Steps]] = {
-            "guide_before": rivals.guide_before,
-            "guide_after": rivals.guide_after,
-            "loader": rivals.plain_loader,
-            "by_hand": rivals.by_hand,
-        }
-        if column == "by_hand" and device.type == "cpu":
-            work = replace(work, replay_steps=1)  # with nothing to replay, a batch is best gathered when it is needed
-        if column in theirs:
-            return theirs[column](work, model, work.data(), device)
-    plan = fast_plan(work, device)
-    if column in ("gather", "resident"):
-        plan = plan.but(kind=column)
-    elif column == "compiled":
-        plan = plan.but(compile=work.compiles)
-    return engine(work, model, device, plan, column=column, made=made)
 
 
 def applies(column: str, work: Work) -> bool:
@@ -186,227 +88,6 @@ def steps_a_round(work: Work, column: str) -> int:
     if isinstance(work, TextWork) and column not in ("guide_before", "guide_after"):
         return DYNAMIC_BATCHES if column == "dynamic" else work.epoch_batches
     return rivals.WORKERS.get(column, 1)
-
-
-# --- laps ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Lap:
-    """Whole steps between two waits for the device."""
-
-    samples: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Samples a second."""
-        return self.samples / self.seconds
-
-
-class Laps:
-    """A training in laps of a fixed number of `next`s, warmed up: clocks, autotuning and captures are behind it."""
-
-    def __init__(
-        self, steps: Iterator[int], device: torch.device, *, lap_s: float, warm_s: float, rounds: int = 1
-    ) -> None:
-        self._steps = steps
-        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        self._count = rounds
-        next(steps)  # starts workers, captures
-        begun = time.perf_counter()
-        recent: deque[float] = deque(maxlen=3)
-        while True:
-            # Laps grow until they are long enough; together they are the warm-up. Lengths go by the fastest of
-            # three: one slow lap, from whatever else the machine did, would leave all others too short.
-            recent.append(self.lap().seconds / self._count)
-            wanted = math.ceil(lap_s / min(recent) / rounds) * rounds
-            if len(recent) < 3 or wanted > self._count:
-                self._count = max(self._count, min(wanted, 8 * self._count))
-            elif time.perf_counter() - begun >= warm_s:
-                return
-
-    def lap(self) -> Lap:
-        """One lap."""
-        self._wait()
-        begun, samples = time.perf_counter(), 0
-        for _ in range(self._count):
-            samples += next(self._steps)
-        self._wait()
-        return Lap(samples, time.perf_counter() - begun)
-
-
-@dataclass
-class Column:
-    """What one training did, or why it did nothing."""
-
-    laps: list[Lap] = field(default_factory=list)
-    note: str = ""
-    failed: bool = False
-
-    @property
-    def rate(self) -> float:
-        """Samples a second: the median lap."""
-        return statistics.median(lap.rate for lap in self.laps)
-
-    def __str__(self) -> str:
-        return f"{self.rate:,.0f}" if self.laps else self.note
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How fast one column is as a multiple of another, by pairs of laps."""
-
-    value: float
-    low: float
-    high: float
-    pairs: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-def in_turn(rival: Laps, mine: Laps, pairs: int) -> tuple[list[Lap], list[Lap], Ratio]:
-    """Laps A B B A of both, and how fast the second is as a multiple of the first."""
-    theirs, ours = [], []
-    for number in range(pairs):
-        if number % 2 == 0:
-            theirs.append(rival.lap())
-            ours.append(mine.lap())
-        else:
-            ours.append(mine.lap())
-            theirs.append(rival.lap())
-    ratios = sorted(b.rate / a.rate for a, b in zip(theirs, ours, strict=True))
-    low, high = median_interval(pairs)
-    return theirs, ours, Ratio(statistics.median(ratios), ratios[low], ratios[high], pairs)
-
-
-# --- a whole fit, and quality --------------------------------------------------------------------------
-
-
-def whole_fit(work: Work, device: torch.device, steps: int) -> dict[str, float]:
-    """One call of `fit`: samples a second after its first epoch, which captures, and from call to return."""
-    model, plan = work.build(), fast_plan(work, device)
-    given, settings = work.fed()
-    job = hotlap.Job(
-        model=model,
-        data=given,
-        loss=work.loss,
-        optimizer=work.optimizer(model),
-        batch_size=work.batch,
-        steps=steps,
-        drop_last=True,
-        device=str(device),
-        **prepare_of(work, plan, device),
-        **settings,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        begun = time.perf_counter()
-        run = hotlap.fit(job, plan=plan, out=Path(folder) / "run", save_every=None, progress=False)
-        whole_s = time.perf_counter() - begun
-    return {
-        "steps": run.steps,
-        "samples": run.samples,
-        "train_s": run.train_s,
-        "whole_s": whole_s,
-        "steady": _steady(run),
-        "whole": run.samples / whole_s,
-    }
-
-
-def _steady(run: hotlap.Run) -> float:
-    """Samples a second from the end of the first epoch on, by its own record; in all, where that is one alone."""
-    first, last = run.history[0], run.history[-1]
-    if first["step"] == last["step"]:
-        return run.samples / run.train_s
-    rate: float = (last["samples"] - first["samples"]) / (last["elapsed_s"] - first["elapsed_s"])
-    return rate
-
-
-def trained(work: Work, plan: hotlap.Plan, device: torch.device, *, steps: int, masks: int) -> tuple[Any, nn.Module]:
-    """The work after so many steps from its first weights: mean loss of the last 20, and of samples held out.
-
-    `masks` seeds what dropout leaves out; the order of samples is always the same.
-    """
-    model = work.build()
-    given, settings = work.fed()
-    torch.manual_seed(masks)
-    rig = make_rig(work, model, plan, device)
-    for some in (max(0, steps - LAST), min(LAST, steps)):
-        rig.totals.reset()
-        for window in rig.feed(given, batch_size=work.batch, steps=some, drop_last=True, **settings) if some else ():
-            rig.step(window)
-    figures = {"steps": rig.steps, "last": rig.totals.mean(), "held_out": held_out(work, rig.model, device)}
-    rig.close()
-    return figures, rig.model
-
-
-def held_out(work: Work, model: nn.Module, device: torch.device) -> float:
-    """The loss over the samples kept apart, in evaluation mode and fp32 whatever the plan was."""
-    model.eval()
-    loss, samples = 0.0, 0
-    with torch.no_grad(), rivals.switches(tf32=False, cudnn_tf32=False, benchmark=False):
-        for batch, count in work.held_batches(device):
-            loss += count * float(work.judge(model, batch))
-            samples += count
-    model.train()
-    return loss / samples
-
-
-def gradient(work: Work, weights: dict[str, Tensor], precision: str, device: torch.device) -> Tensor:
-    """The gradient of one batch in a precision, all parameters in a row; no dropout, so that nothing is drawn."""
-    model = work.build()
-    model.load_state_dict(weights)
-    without_dropout(model.to(device)).train()
-    batch = work.first_batch(device)
-    if work.images and precision != "fp32":
-        model, batch = channels_last(model), (batch[0].to(memory_format=torch.channels_last), batch[1])
-    with rivals.switches(tf32=precision == "tf32", cudnn_tf32=precision != "fp32", benchmark=False):
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            loss = work.judge(model, batch)
-        torch.autograd.backward(loss)
-    return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with every dropout at 0."""
-    for layer in model.modules():
-        if isinstance(layer, nn.Dropout):
-            layer.p = 0.0
-        elif isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
-            layer.dropout = 0.0
-    return model
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether training draws masks."""
-    return any(getattr(layer, "dropout", 0.0) or isinstance(layer, nn.Dropout) for layer in model.modules())
-
-
-def quality(work: Work, device: torch.device, steps: int) -> dict[str, Any]:
-    """What the fast plan does to the numbers: losses after `steps`, and the gradient's cosine."""
-    plain = hotlap.Plan().but(kind="gather")
-    fast = fast_plan(work, device)
-    found: dict[str, Any] = {"steps": steps}
-    found["fp32"], model = trained(work, plain, device, steps=steps, masks=0)
-    first = {name: value.clone() for name, value in work.build().state_dict().items()}
-    last = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-    del model
-    found["fast"], _ = trained(work, fast, device, steps=steps, masks=0)
-    if has_dropout(work.build()):
-        # How far chance alone takes it.
-        found["fp32, other masks"], _ = trained(work, plain, device, steps=steps, masks=1)
-    precision = fast.numerics.precision
-    if precision != "fp32":
-        found["cosine"] = {
-            when: float(
-                F.cosine_similarity(
-                    gradient(work, weights, precision, device), gradient(work, weights, "fp32", device), dim=0
-                )
-            )
-            for when, weights in (("first weights", first), (f"after {steps} steps", last))
-        }
-    return found
 
 
 # --- the report ----------------------------------------------------------------------------------------
@@ -578,18 +259,6 @@ class Bench:
         return "done"
 
 
-def told_by(rigs: Sequence[hotlap.Rig]) -> str:
-    """What a column's rig has to say beside its pace: what compiling took, kernels, what is not as planned."""
-    told = []
-    for rig in rigs:
-        compiled_s = [entry.cost_s for entry in rig.ledger if entry.what == "compile"]
-        told += [f"compiling took {sum(compiled_s):.1f} s, which no lap has"] if compiled_s else []
-        kernels = [entry.why for entry in rig.ledger if entry.what == "attention"]
-        told += [f"attention: {kernels[-1]}"] if kernels else []
-        told += [f"not as planned: {rig.given_up}"] if rig.given_up else []
-    return "; ".join(told)
-
-
 def _timed(row: Row, name: str) -> bool:
     return name in row.columns and bool(row.columns[name].laps)
 
@@ -632,29 +301,6 @@ def alone_lines(name: str, row: Row) -> Iterator[str]:
     if others:
         told = ", ".join(f"{mine / row.columns[other].rate:.2f}x as fast as {other}" for other in others)
         yield f"{name}: hotlap is {told}"
-
-
-def quality_lines(name: str, found: dict[str, Any]) -> Iterator[str]:
-    """The quality of a work, for people."""
-    ways = [way for way in ("fp32", "fast", "fp32, other masks") if way in found]
-    steps, indent = found["steps"], " " * len(name)
-    last, held = (", ".join(f"{way} {found[way][key]:.4f}" for way in ways) for key in ("last", "held_out"))
-    yield f"{name}: loss of steps {max(0, steps - LAST) + 1}–{steps}: {last}"
-    yield f"{indent}  loss held out: {held}"
-    if "cosine" in found:
-        told = ", ".join(f"{value:.6f} ({when})" for when, value in found["cosine"].items())
-        yield f"{indent}  cosine of the gradient, fast against fp32: {told}"
-
-
-def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "hotlap": hotlap.__version__}
-    for name in ("torchvision", "lightning", "pytorch-lightning", "transformers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

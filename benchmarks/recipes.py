@@ -48,7 +48,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fast_path import versions
+from benchmarks.versions import versions
 from hotlap.core.table import as_json, table
 from hotlap.core.units import show_seconds
 from hotlap.recipes.simulated import simulated_bars

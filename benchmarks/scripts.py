@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.fast_path import versions
+from benchmarks.versions import versions
 from hotlap.core.plan import Feed, Plan
 from hotlap.store.plans import save_plan
 

@@ -32,8 +32,10 @@ import torch
 from torch import nn
 
 import hotlap
-from benchmarks.fast_path import all_works, steps_of, versions
+from benchmarks.fast_path import all_works
 from benchmarks.texts import LONG_RUN
+from benchmarks.trainings import steps_of
+from benchmarks.versions import versions
 from benchmarks.work import Normalise, Work, called
 from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger

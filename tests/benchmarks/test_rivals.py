@@ -14,7 +14,7 @@ from benchmarks.work import WORKS, Data, Lstm, Normalise, Transformer, Work, ima
 from torch import nn
 
 import hotlap
-from benchmarks import fast_path, rivals
+from benchmarks import fast_path, laps, quality, rivals, trainings
 from hotlap.data.randomness import mix
 from hotlap.engine import compiling
 
@@ -147,14 +147,14 @@ def test_rivals_see_the_batches_that_hotlap_sees():
 
 
 def test_the_engine_tells_the_samples_of_every_step():
-    plan = fast_path.fast_plan(WORK, CPU)
-    steps = fast_path.engine(WORK, WORK.build(), CPU, plan)
+    plan = trainings.fast_plan(WORK, CPU)
+    steps = trainings.engine(WORK, WORK.build(), CPU, plan)
     assert sum(next(steps) for _ in range(7)) == 7 * WORK.batch
     steps.close()
 
 
 def test_a_gpu_work_has_the_plan_that_suits_it():
-    plans = {work.name: fast_path.fast_plan(work, torch.device("cuda")) for work in WORKS}
+    plans = {work.name: trainings.fast_plan(work, torch.device("cuda")) for work in WORKS}
     assert all(plan.feed.kind == "resident" and plan.execution.mode == "captured" for plan in plans.values())
     mlp, resnet = plans["MLP, batch 256"], plans["ResNet-18, batch 32"]
     assert (mlp.numerics.precision, mlp.execution.replay_steps) == ("tf32", 32)
@@ -164,30 +164,30 @@ def test_a_gpu_work_has_the_plan_that_suits_it():
 @pytest.mark.parametrize(("make", "data"), [(Lstm, windows), (Transformer, windows)])
 def test_models_without_dropout_draw_nothing(make, data):
     x = data(8).x
-    model = fast_path.without_dropout(make()).train()
-    assert fast_path.has_dropout(make())
+    model = quality.without_dropout(make()).train()
+    assert quality.has_dropout(make())
     assert torch.equal(model(x), model(x))
 
 
 def test_quality_compares_trainings_that_learn():
-    found = fast_path.quality(WORK, CPU, 60)
+    found = quality.quality(WORK, CPU, 60)
     assert found["fp32"]["steps"] == found["fast"]["steps"] == 60
     assert found["fast"]["last"] == pytest.approx(found["fp32"]["last"], rel=0.05)
     assert found["fp32, other masks"] != found["fp32"]
-    assert found["fp32"]["held_out"] < fast_path.held_out(WORK, WORK.build(), CPU)
+    assert found["fp32"]["held_out"] < quality.held_out(WORK, WORK.build(), CPU)
 
 
 def test_gradients_of_lower_precision_point_the_same_way():
     given = WORK.build().state_dict()
-    bf16, fp32 = (fast_path.gradient(WORK, given, precision, CPU) for precision in ("bf16", "fp32"))
+    bf16, fp32 = (quality.gradient(WORK, given, precision, CPU) for precision in ("bf16", "fp32"))
     assert not torch.equal(bf16, fp32)
     assert F.cosine_similarity(bf16, fp32, dim=0) > 0.99
-    assert torch.equal(fp32, fast_path.gradient(WORK, given, "fp32", CPU))
+    assert torch.equal(fp32, quality.gradient(WORK, given, "fp32", CPU))
 
 
 def test_a_lap_has_whole_steps_and_all_their_samples():
-    laps = fast_path.Laps(itertools.repeat(24), CPU, lap_s=0.0, warm_s=0.0, rounds=3)
-    assert laps.lap().samples == 3 * 24
+    some = laps.Laps(itertools.repeat(24), CPU, lap_s=0.0, warm_s=0.0, rounds=3)
+    assert some.lap().samples == 3 * 24
 
 
 def test_laps_of_both_sides_come_in_turn():
@@ -199,9 +199,9 @@ def test_laps_of_both_sides_come_in_turn():
 
         def lap(self):
             calls.append(self.name)
-            return fast_path.Lap(100, self.seconds)
+            return laps.Lap(100, self.seconds)
 
-    theirs, ours, ratio = fast_path.in_turn(Fixed("a", 2.0), Fixed("b", 1.0), 4)
+    theirs, ours, ratio = laps.in_turn(Fixed("a", 2.0), Fixed("b", 1.0), 4)
     assert "".join(calls) == "abbaabba"
     assert (len(theirs), len(ours), ratio.value, ratio.low, ratio.high) == (4, 4, 2.0, 2.0, 2.0)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotlap
-from benchmarks import fast_path, text_rivals, texts, whole_run
+from benchmarks import fast_path, quality, text_rivals, texts, trainings, whole_run
 from hotlap.data.randomness import mix
 
 pytest.importorskip("transformers")
@@ -163,7 +163,7 @@ def test_by_hand_and_hotlap_have_the_same_losses_on_the_same_batches(work):
         hand.indices.copy_(chosen)
         hand.step(width)
         theirs.append(float(hand.running - before))
-    rig = fast_path.make_rig(work, work.build(), fast_path.fast_plan(work, CPU), CPU)
+    rig = trainings.make_rig(work, work.build(), trainings.fast_plan(work, CPU), CPU)
     given = data.train.sequences(widths=sorted(set(widths)))
     windows = rig.feed(given, batch_size=work.batch, epochs=1, drop_last=True, order=batches.flatten().tolist())
     mine = [float(rig.step(window)) for window in windows]
@@ -213,7 +213,7 @@ def test_hotlap_reorders_and_its_other_columns_do_not(work):
             lambda _, args, given, widths=widths: widths.append((args[0] if args else given["input_ids"]).shape[1]),
             with_kwargs=True,
         )
-        steps = fast_path.engine(work, model, CPU, fast_path.fast_plan(work, CPU), column=column)
+        steps = trainings.engine(work, model, CPU, trainings.fast_plan(work, CPU), column=column)
         assert [next(steps) for _ in range(work.epoch_batches)] == [work.batch] * work.epoch_batches
         steps.close()
         seen[column] = widths
@@ -287,7 +287,7 @@ def test_the_report_of_texts_tells_padding_ratios_and_quality(work, capsys, tmp_
     assert found["ratios"].keys() == {"hotlap/by_hand"}
     assert found["samples_per_s"].keys() == {"guide_before", "dynamic", "by_hand", "hotlap"}
     assert found["quality"]["fast"]["last"] == pytest.approx(found["quality"]["fp32"]["last"], rel=0.02)
-    assert found["quality"]["fp32"]["held_out"] < 0.9 * fast_path.held_out(work, work.build(), CPU)
+    assert found["quality"]["fp32"]["held_out"] < 0.9 * quality.held_out(work, work.build(), CPU)
 
 
 @EITHER
@@ -344,7 +344,7 @@ def test_two_works_are_compiled_under_a_capture_and_take_turns_with_hotlap():
     works = [work for work in fast_path.all_works() if fast_path.applies("compiled", work)]
     assert [work.name for work in works] == ["Transformer d128, batch 128", "ResNet-18, batch 256"]
     assert ("hotlap", "compiled") in fast_path.contests(works[0], torch.device("cuda"))
-    plan = fast_path.fast_plan(works[0], torch.device("cuda")).but(compile=works[0].compiles)
+    plan = trainings.fast_plan(works[0], torch.device("cuda")).but(compile=works[0].compiles)
     assert (plan.execution.mode, plan.execution.compile) == ("captured", "model")
 
 

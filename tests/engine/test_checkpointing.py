@@ -213,9 +213,12 @@ def test_a_decoder_of_transformers_with_its_cache_trains_alike():
     def steps(model, plan):
         torch.manual_seed(1)
         rig = Rig(model, torch.optim.AdamW, lambda m, b: m(input_ids=b, labels=b).loss, plan=plan, device="cpu")
-        return torch.stack([rig.step(tokens).clone() for _ in range(3)]), []
+        return torch.stack([rig.step(tokens).clone() for _ in range(3)])
 
-    assert_same(steps(mine, Plan().but(checkpoint=3)), steps(theirs, Plan()), mine, theirs)
+    torch.testing.assert_close(steps(mine, Plan().but(checkpoint=3)), steps(theirs, Plan()), rtol=1e-6, atol=1e-6)
+    # Gradients of what a block reads twice may be added in another order: on some CPUs the last bit differs.
+    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 # --- memory ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from benchmarks.text_rivals import BertByHand, PricedByHand, bucketed
 from tiny_texts import bert_work, deberta_work
 from waiting import no_waiting
 
-from benchmarks import fast_path, texts
+from benchmarks import quality, texts, trainings
 
 pytest.importorskip("transformers")
 DEVICE = torch.device("cuda")
@@ -21,7 +21,7 @@ EITHER = pytest.mark.parametrize("make", [bert_work, deberta_work], ids=["bert",
 
 
 def hand_of(work):
-    model = fast_path.without_dropout(work.build())
+    model = quality.without_dropout(work.build())
     return (PricedByHand if work.task is texts.PRICES else BertByHand)(work, model, work.data(), DEVICE)
 
 
@@ -51,8 +51,8 @@ def test_hotlap_has_the_losses_of_the_rival_by_hand_on_the_same_batches(make):
     work = make(precision="fp32", lr=1e-3)
     batches, widths = bucketed(work.data().train.lengths, work.batch, 0)
     theirs = losses_of(hand_of(work), work, captured=True, epochs=1)
-    model = fast_path.without_dropout(work.build())
-    rig = fast_path.make_rig(work, model, fast_path.fast_plan(work, DEVICE), DEVICE)
+    model = quality.without_dropout(work.build())
+    rig = trainings.make_rig(work, model, trainings.fast_plan(work, DEVICE), DEVICE)
     given = work.data().train.sequences(widths=sorted(set(widths)))
     settings = {"batch_size": work.batch, "epochs": 1, "drop_last": True, "order": batches.flatten().tolist()}
     mine = torch.stack([rig.step(window).double() for window in rig.feed(given, **settings)])
@@ -75,10 +75,10 @@ def test_a_replay_by_hand_waits_for_nothing(make):
 @pytest.mark.parametrize("column", ["guide_before", "dynamic", "by_hand", "hotlap", "one_width", "by_width"])
 def test_every_column_of_texts_trains_on_a_gpu(make, column):
     work, rigs = make(), []
-    steps = fast_path.steps_of(column, work, DEVICE, rigs.append)
+    steps = trainings.steps_of(column, work, DEVICE, rigs.append)
     assert [next(steps) for _ in range(14)] == [work.batch] * 14
     steps.close()
-    assert "not as planned" not in fast_path.told_by(rigs)
+    assert "not as planned" not in trainings.told_by(rigs)
 
 
 def test_rivals_with_workers_train_on_a_gpu(tmp_path):
