@@ -333,7 +333,7 @@ CHANGES = {
     "weights put in": assigned,
     "a new weight": lambda module: setattr(module[4], "weight", nn.Parameter(torch.randn(3, 64, device=DEVICE))),
     "to and fro": lambda module: module.double().float(),
-    "a new layer": lambda module: module.insert(3, nn.Sigmoid()),
+    "a new layer": lambda module: module.insert(3, nn.Sigmoid().eval()),
     "a hook": lambda module: module[2].register_forward_hook(lambda _, __, out: out * 2),
     "a setting": lambda module: setattr(module[1], "eps", 0.5),
 }
@@ -342,10 +342,13 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_in_the_module_makes_a_recording_void(change):
     model = warmed()
+    before = evaluation_graph(model)
     CHANGES[change](model.module)
     with torch.no_grad():
         for x in inputs(Mlp, 2 * WARM):
             assert torch.equal(model(x), model.module(x))
+    if change not in ("a hook", "to and fro"):  # what comes back may lie where it was
+        assert evaluation_graph(model) is not before
     assert model.recorded == (0 if change == "a hook" else 1), model.evaluations.refused
 
 
@@ -440,6 +443,21 @@ def test_what_cannot_be_replayed_is_refused_and_runs_as_ever(kind, mode):
     else:
         assert UNFIT[kind] in " ".join(model.evaluations.refused)
     assert model.call.given_up is None
+
+
+def test_a_copy_to_the_host_that_nobody_waits_for_is_none_of_a_replays():
+    class SendsAhead(Mlp):
+        def forward(self, x):
+            made = super().forward(x)
+            return made, made.to("cpu", non_blocking=True)
+
+    model = Scripted(SendsAhead().to(DEVICE).eval())
+    with torch.no_grad():
+        for x in inputs(Mlp, 2 * WARM):
+            made, sent = model(x)
+            torch.cuda.synchronize()
+            assert torch.equal(made.cpu(), sent)
+    assert model.evaluations.refused == ["not all of its outputs are on cuda:0"]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

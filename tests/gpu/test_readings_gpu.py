@@ -1,6 +1,7 @@
 """Losses read early on a real GPU: torch's own numbers, without waiting for what was asked for behind them."""
 
 import functools
+from collections import deque
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from hotlap.core.plan import Execution, Numerics
 from hotlap.script.call_endings import Endings
 from hotlap.script.calls import Call
-from hotlap.script.readings import SEEN, Readings
+from hotlap.script.readings import KEPT, SEEN, Readings
 
 DEVICE = torch.device("cuda", 0)
 LONG = 2_000_000_000
@@ -65,16 +66,62 @@ def test_it_is_there_before_what_was_asked_for_behind_it(readings):
     assert not is_done
 
 
-def test_losses_of_a_host_that_runs_ahead_keep_their_numbers(readings):
-    """Copies are still to come when the next losses are made, in memory that the last ones have left."""
+def test_losses_that_are_read_some_passes_late_keep_their_numbers(readings):
+    """Their copies are still to come when the next losses are made, in memory that the last ones have left."""
     learned()
     expected = [loss.item() for loss in losses(200)]
     torch.cuda._sleep(LONG // 4)
-    found = []
+    found, waiting = [], deque()
     for loss in losses(200):
         loss.backward()
-        found.append(loss.item())
+        waiting.append(loss)
+        if len(waiting) == KEPT:
+            found.append(waiting.popleft().item())
+    found += [loss.item() for loss in waiting]
     assert found == expected
+    assert readings.answered == 200
+
+
+def test_a_loss_of_another_stream_is_read_there_by_torch(readings):
+    """Its backward pass was asked for on this one, which has not waited for it."""
+    learned()
+    weights = torch.randn(1000, device=DEVICE, requires_grad=True)
+    own = (weights * weights).mean().item()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG // 4)
+        loss = (weights * weights).mean()
+    loss.backward()
+    with torch.cuda.stream(side):
+        assert loss.item() == own
+    assert readings.answered == 0
+
+
+@pytest.mark.parametrize("is_filled", [False, True], ids=["sent", "filled"])
+def test_what_is_sent_to_the_host_behind_the_backward_pass_is_there_once_the_loss_is_read(readings, is_filled):
+    learned()
+    room = torch.empty(1000, dtype=torch.long, pin_memory=True)
+    for number, loss in enumerate(losses(5), start=1):
+        loss.backward()
+        torch.cuda._sleep(LONG // 20)
+        made = torch.full((1000,), number, device=DEVICE)
+        sent = room.copy_(made, non_blocking=True) if is_filled else made.to("cpu", non_blocking=True)
+        loss.item()
+        assert sent.eq(number).all()
+
+
+def test_a_time_between_events_can_be_asked_for_right_behind_a_reading(readings):
+    learned()
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    (loss,) = losses(1)
+    begun.record()
+    loss.backward()
+    torch.cuda._sleep(LONG // 4)
+    ended.record()
+    loss.item()
+    assert begun.elapsed_time(ended) > 50
+    assert readings.answered == 1
 
 
 def test_nothing_is_copied_while_somebody_captures(readings):

@@ -868,7 +868,7 @@ class Seeded:
     """A generator as a GPU's is: a seed, and how far it has drawn."""
 
     def __init__(self):
-        self.seed, self.offset = 7, 100
+        self.seed, self.offset, self.seedings = 7, 100, 0
 
     def initial_seed(self):
         return self.seed
@@ -877,7 +877,7 @@ class Seeded:
         return self.offset
 
     def manual_seed(self, seed):
-        self.seed, self.offset = seed, 0
+        self.seed, self.offset, self.seedings = seed, 0, self.seedings + 1
 
     def set_offset(self, offset):
         self.offset = offset
@@ -908,7 +908,9 @@ def test_a_place_in_the_randomness_of_a_device_is_two_numbers():
     generator.manual_seed(3)
     assert Drawn(generator).was_set_since(drawn)
     drawn.put_back()
-    assert (generator.seed, generator.offset) == (7, 100)
+    assert (generator.seed, generator.offset, generator.seedings) == (7, 100, 2)
+    drawn.put_back()  # where nothing was drawn since, no seed is set: recurrent layers would begin their masks anew
+    assert generator.seedings == 2
 
 
 def test_nothing_recorded_outlives_its_plan_though_the_script_keeps_outputs():
@@ -1188,6 +1190,16 @@ def test_under_a_transform_of_torchs_a_call_is_the_scripts_own():
     made = torch.func.vmap(torch.func.grad(lambda one: model(one).sum()))(x)
     torch.testing.assert_close(made, module.weight.sum(0).expand(8, 6))
     assert model.replays == replays
+
+
+def test_with_weights_that_are_kept_for_a_while_a_call_is_the_scripts_own():
+    model = warmed(nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))
+    replays, x = model.replays, torch.randn(8, 6)
+    model(x).sum().backward()
+    assert model.replays == replays + 1
+    with nn.utils.parametrize.cached():
+        model(x).sum().backward()
+    assert model.replays == replays + 1
 
 
 def test_where_every_call_of_a_module_comes_by_it_is_asked_once(monkeypatch):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hotlap.script.call_endings import Endings
 from hotlap.script.calls import Call
-from hotlap.script.readings import KEPT, MOST, SEEN, Readings
+from hotlap.script.readings import KEPT, MOST, SEEN, PageLocked, Readings
 
 
 class Copied:
@@ -28,7 +28,7 @@ class Copied:
 
 @pytest.fixture
 def readings():
-    before = Tensor.item, Tensor.__float__, Tensor.backward
+    before = Tensor.item, Tensor.__float__, Tensor.to, Tensor.backward
     Copied.taken = Copied.read = 0
     made = Readings(CPU, Copied)
     endings = Endings(made)
@@ -37,7 +37,7 @@ def readings():
     yield made
     endings.take_out()
     made.close()
-    assert (Tensor.item, Tensor.__float__, Tensor.backward) == before
+    assert (Tensor.item, Tensor.__float__, Tensor.to, Tensor.backward) == before
 
 
 def losses(count, seed=0):
@@ -95,12 +95,127 @@ def test_what_was_written_to_since_is_read_as_it_is_now(readings):
     assert readings.answered == 0
 
 
-def test_a_second_reading_is_torchs_own(readings):
+def test_a_second_reading_waits_no_more_than_the_first(readings):
+    learned()
+    for loss in losses(3 * KEPT):
+        own = loss.detach().clone().item()
+        loss.backward()
+        assert (loss.item(), float(loss)) == (own, own)
+    assert readings.answered == 2 * 3 * KEPT
+
+
+def test_losses_that_are_read_in_every_second_step_are_no_habit(readings):
+    for number, loss in enumerate(losses(40)):
+        loss.backward()
+        if number % 2:
+            for _ in range(3):
+                loss.item()
+    assert Copied.taken == 0
+
+
+def test_on_another_stream_than_the_copy_torch_reads(readings, monkeypatch):
+    """There the loss may have been made after it was copied."""
+    learned()
+    here = ["one"]
+    monkeypatch.setattr(readings, "_stream_now", lambda: here[0])
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    first, second = losses(2)
+    first.backward()
+    here[0] = "other"
+    assert first.item() == first.detach().clone().item()
+    assert (Copied.taken, readings.answered) == (1, 0)
+    second.backward()  # copies of two streams could overtake each other
+    assert second.item() == second.detach().clone().item()
+    assert (Copied.taken, readings.answered) == (1, 0)
+    here[0] = "one"
+    first.item()
+    assert readings.answered == 1
+
+
+def test_a_loss_that_is_no_plain_number_is_left_alone(readings):
+    learned()
+    loss = torch.tensor(1 + 2j, requires_grad=True) * 1
+    loss.backward(torch.ones_like(loss))
+    assert loss.item() == 1 + 2j
+    with pytest.raises(RuntimeError, match="cannot be converted"):
+        float(loss)
+    assert Copied.taken == 0
+
+
+@pytest.mark.parametrize(
+    ("send", "answered"),
+    [
+        (lambda out: out.to("cpu", torch.float64, non_blocking=True), 0),
+        (lambda out: out.to("cpu", torch.float64, True), 0),
+        (lambda out: torch.zeros(3).copy_(out, non_blocking=True), 0),
+        (lambda out: torch.zeros(3).copy_(src=out, non_blocking=True), 0),
+        (lambda out: torch.zeros(3).copy_(out, True), 0),
+        (lambda out: torch.zeros(3).copy_(out), 1),
+        (lambda out: out.to("cpu", torch.float64), 1),
+        (lambda out: out.to("meta", non_blocking=True), 1),
+    ],
+)
+def test_behind_what_was_sent_to_the_host_and_not_waited_for_torch_reads(readings, send, answered):
+    """Its reading waits for all of it, as the script may count on."""
     learned()
     (loss,) = losses(1)
+    own = loss.detach().clone().item()
     loss.backward()
-    assert loss.item() == loss.item()
-    assert readings.answered == 1
+    send(torch.ones(3))
+    assert loss.item() == own
+    assert readings.answered == answered
+
+
+def test_where_something_is_sent_in_every_step_nothing_is_copied_any_more(readings):
+    learned()
+    for loss in losses(20):
+        loss.backward()
+        torch.ones(3).to(torch.float64, non_blocking=True)
+        loss.item()
+    assert Copied.taken == 1
+
+
+def test_the_end_of_a_copy_is_noted_on_the_stream_of_its_own_device(monkeypatch):
+    """torch's current device may be another, and its stream knows nothing of the copy."""
+
+    class Event:
+        def record(self, stream=None):
+            noted.append(stream)
+
+        def synchronize(self):
+            pass
+
+    noted = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr("hotlap.script.readings.current_stream", lambda device: f"stream of {device}")
+    unlocked = functools.partial(torch.zeros, ())
+    monkeypatch.setattr(torch, "empty", lambda *_, dtype, device, pin_memory: unlocked(dtype=dtype, device=device))
+    place = PageLocked()
+    place.take(torch.tensor(2.5, requires_grad=True))
+    assert noted == ["stream of cpu"]
+    assert place.value() == 2.5
+
+
+def test_a_time_between_events_is_told_once_the_second_is_over(monkeypatch):
+    """Behind `loss.item()` it was over; torch raises where it is not."""
+
+    class Event:
+        is_over = False
+
+        def synchronize(self):
+            self.is_over = True
+
+        def elapsed_time(self, end_event):
+            assert end_event.is_over
+            return 2.5
+
+    own = Event.elapsed_time
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    readings = Readings(CPU, Copied)
+    readings.use(early=True)
+    assert Event().elapsed_time(Event()) == Event().elapsed_time(end_event=Event()) == 2.5
+    readings.close()
+    assert Event.elapsed_time is own
 
 
 def test_losses_that_are_read_later_keep_their_numbers(readings):
@@ -173,7 +288,7 @@ def test_a_mode_sees_every_reading(readings):
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function.__name__)
+            seen.append(function)
             return function(*args, **(kwargs or {}))
 
     learned()
@@ -181,7 +296,7 @@ def test_a_mode_sees_every_reading(readings):
     loss.backward()
     with Mode():
         loss.item()
-    assert "item" in seen
+    assert torch._C.TensorBase.item in seen
 
 
 def test_a_tensor_that_takes_the_place_of_a_loss_in_memory_is_another(readings):
@@ -220,7 +335,10 @@ def test_nothing_is_copied_while_the_plan_is_another(readings):
     assert readings.answered == 1
 
 
-def test_a_training_of_captured_calls_reads_the_losses_of_a_plain_one(readings):
+def test_a_training_of_captured_calls_reads_the_losses_of_a_plain_one(readings, monkeypatch):
+    # The device is the host here: what is copied into a recording would be taken for something sent to the host.
+    monkeypatch.setattr(readings, "_note_sent", lambda source, made: None)
+
     def trained(call):
         torch.manual_seed(0)
         module = net()

@@ -4,7 +4,7 @@ import pytest
 
 from hotlap import Plan
 from hotlap.engine.route import Place
-from hotlap.tuner.laps import LAP_S, MOST_AGAIN, LapClock
+from hotlap.tuner.laps import ENOUGH, LAP_S, MOST_AGAIN, LapClock
 
 
 class Driver:
@@ -87,12 +87,24 @@ def test_laps_are_no_longer_than_they_need_be_where_the_host_runs_ahead_of_the_d
 
 
 def test_a_plan_that_has_become_faster_has_laps_of_full_length_again():
-    driver = Lagging(step_s=0.0005, device_s=0.02)
+    driver = Lagging(step_s=0.0005, device_s=0.02, epoch=100_000)
     driver.lap()
     driver.device_s = 0.001
     driver.lap()
     lap = driver.lap()
     assert (lap.updates - 1) * 0.001 == pytest.approx(LAP_S, abs=0.002)
+
+
+@pytest.mark.parametrize("epoch", [100_000, 7])
+def test_the_first_lap_of_a_plan_that_has_become_faster_is_of_full_length_too(epoch):
+    driver = Lagging(step_s=0.0005, device_s=0.02, epoch=epoch)
+    driver.lap()
+    driver.device_s, before = 0.001, driver.waits
+    lap = driver.lap()
+    assert (lap.updates - 1) * 0.001 >= ENOUGH * LAP_S
+    assert lap.step_s == pytest.approx(0.001, rel=0.1)
+    if epoch > 7:
+        assert driver.waits - before == 3  # its pace is looked at once
 
 
 def test_each_plan_has_a_pace_of_its_own():

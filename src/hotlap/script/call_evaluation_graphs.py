@@ -30,8 +30,9 @@ class EvaluationGraph:
     inside `Untouched`, in the autocast of the calls.
     """
 
-    def __init__(self, given: tuple[Any, Any]) -> None:
+    def __init__(self, given: tuple[Any, Any], device: torch.device) -> None:
         """To be made in the inference mode of the calls. Raises Unfit where arguments cannot be copied as they lie."""
+        self._device = device
         made: dict[int, Tensor] = {}
         self._given = map_tensors(given, lambda tensor: made.setdefault(id(tensor), _static(tensor)))
         if shape_of(self._given) != shape_of(given):
@@ -62,15 +63,15 @@ class EvaluationGraph:
         if self._shown not in (None, shown):
             return "its outputs hold values that change from call to call"
         self._shown = shown
-        return _why_not_given(outputs)
+        return _why_not_given(outputs, self._device)
 
-    def record(self, compute: Compute, module: nn.Module, device: torch.device, recorder: Recording) -> None:
+    def record(self, compute: Compute, module: nn.Module, recorder: Recording) -> None:
         """Raises NotRecordedError."""
         self._compute = compute
         with recorder.aside():
             self._make()
         before, arguments = self.outputs, marks(self._static)
-        with recorder.aside(), Watch([module], device) as watch:
+        with recorder.aside(), Watch([module], self._device) as watch:
             self._make()
         reason = watch.reason
         if arguments != marks(self._static):
@@ -81,8 +82,8 @@ class EvaluationGraph:
             reason = reason or "its outputs are views of each other in another dtype"
         if reason is not None:
             raise NotRecordedError(reason)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         # What torch keeps for the randomness of all graphs is made with the first one, and is written to by others.
         with torch.inference_mode(False), torch.no_grad():
             self._graph = recorder.record(self._make)
@@ -138,8 +139,8 @@ def why_other(theirs: Any, mine: Any) -> str | None:
     return None
 
 
-def _why_not_given(outputs: Any) -> str | None:
-    """Why outputs of an eager call cannot be what a replay gives."""
+def _why_not_given(outputs: Any, device: torch.device) -> str | None:
+    """Why outputs of an eager call cannot be what a replay on this device gives."""
     if any(_is_idle(part) for part in _within(outputs)):
         return "its outputs hold a container without tensors"  # the script might fill it
     found = leaves(outputs)
@@ -147,6 +148,8 @@ def _why_not_given(outputs: Any) -> str | None:
         return "it gives back no tensors"
     if any(type(output) is not Tensor or output.layout is not torch.strided for output in found):
         return "its outputs are more than plain tensors"
+    if any(output.device != device for output in found):
+        return f"not all of its outputs are on {device}"  # a copy to the host may still be under way
     if any(output.requires_grad or output.is_conj() or output.is_neg() for output in found):
         return "its outputs are more than numbers in memory"
     return None

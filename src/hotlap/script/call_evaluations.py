@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
 from hotlap.data.columns import tensors_in
@@ -40,6 +41,8 @@ SEEN = 8
 an epoch."""
 MOST_RECORDED = 4
 """Kinds of calls that are recorded at a time; one more takes the place of one that was not used for long."""
+MOST_MOVED = 8
+"""Times that one takes the place of another: kinds that take turns would be recorded over and over."""
 MOST_LOST = 3
 """Times that the module may change so that what was recorded is void, before nothing is recorded any more."""
 LEAST_FREE = 0.1
@@ -66,6 +69,21 @@ class _Kind:
         return self.graph is not None and self.graph.is_recorded
 
 
+class _Standing:
+    """What a module is at a time: its layers and settings, and where and how its tensors lie."""
+
+    def __init__(self, module: nn.Module) -> None:
+        held = [*module.parameters(), *module.buffers()]
+        self.made_for = fingerprint([module]), [tensor.shape for tensor in held], _forms_of(held)
+        self._glance = Glance([module])
+        self._matrices = [tensor for tensor in held if tensor.ndim > 1]
+        self._forms = _forms_of(self._matrices)
+
+    def still_holds(self) -> bool:
+        """Whether it is so still, as far as a glance tells."""
+        return self._glance.still_holds() and self._forms == _forms_of(self._matrices)
+
+
 class Evaluations:
     """Makes the calls of a module that have no gradients, where all of its layers are in evaluation mode.
 
@@ -86,12 +104,9 @@ class Evaluations:
         self._key_of, self._make_recorder = key_of, make_recorder
         self._recorder: Recording | None = None
         self._kinds: dict[Hashable, _Kind] = {}
-        self._made_for: tuple[Any, ...] = ()
-        self._glance: Glance | None = None
-        self._matrices: list[Tensor] = []
-        self._forms: tuple[Any, ...] = ()
+        self._standing: _Standing | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._calls = self._in_vain = self._lost = 0
+        self._calls = self._in_vain = self._moved = self._lost = 0
         self.given_up: str | None = None
         """Why nothing is recorded any more."""
 
@@ -132,7 +147,7 @@ class Evaluations:
             kind = self._kind_of(key)
             if kind.calls < SEEN or kind.refused is not None or not self._holds():
                 return None, []
-            return (kind, tensors) if kind.graph is not None or self._has_place() else (None, [])
+            return (kind, tensors) if kind.is_recorded or self._has_place() else (None, [])
         except Unfit:
             return None, []
         except Exception as error:  # of weights or arguments that do not like to be looked at
@@ -161,16 +176,12 @@ class Evaluations:
 
     def _holds(self) -> bool:
         """Whether all layers are in evaluation mode, and all is as it was; else what was recorded is dropped."""
-        if self._glance is not None and self._glance.still_holds() and self._forms == _forms_of(self._matrices):
+        if self._standing is not None and self._standing.still_holds():
             return True
         if any(layer.training for layer in self._module.modules()):
             return False
-        held = [*self._module.parameters(), *self._module.buffers()]
-        self._matrices = [tensor for tensor in held if tensor.ndim > 1]
-        self._forms = _forms_of(self._matrices)
-        made_for = (fingerprint([self._module]), [tensor.shape for tensor in held], _forms_of(held))
-        before, self._made_for, self._glance = self._made_for, made_for, Glance([self._module])
-        if before in (made_for, ()):
+        before, self._standing = self._standing, _Standing(self._module)
+        if before is None or before.made_for == self._standing.made_for:
             return True
         self._lost += self.recorded > 0
         self._drop()
@@ -193,8 +204,9 @@ class Evaluations:
         if self.recorded < MOST_RECORDED:
             return True
         oldest = min((kind for kind in self._kinds.values() if kind.is_recorded), key=attrgetter("last_used"))
-        if self._calls - oldest.last_used <= PATIENCE:
+        if self._calls - oldest.last_used <= PATIENCE or self._moved == MOST_MOVED:
             return False
+        self._moved += 1
         oldest.graph, oldest.calls = None, 0
         return True
 
@@ -215,7 +227,7 @@ class Evaluations:
         with self._refusing(kind):
             kind.refused = _why_not_recorded(self._module, self._device)
             if kind.refused is None:
-                graph, before = EvaluationGraph(given), self._traces(given)
+                graph, before = EvaluationGraph(given, self._device), self._traces(given)
         if kind.refused is not None:
             return self._eager.plainly(original, args, kwargs)
         with Watch([self._module], self._device) as watch, _sees_words() as said:
@@ -240,7 +252,7 @@ class Evaluations:
                 self._recorder = self._recorder or self._make_recorder()
                 with Untouched(self._module, self._device):
                     compute = functools.partial(self._eager.plainly, original)
-                    graph.record(compute, self._module, self._device, self._recorder)
+                    graph.record(compute, self._module, self._recorder)
                 kind.refused = why_other(outputs, graph.replay(tensors))
                 self._check_memory()
         if kind.refused is None and self.given_up is None:
@@ -300,6 +312,8 @@ def _forms_of(tensors: list[Tensor]) -> tuple[Any, ...]:
 def _is_odd() -> bool:
     """Whether calls are more than they seem: with hooks on every module, under modes, or with derivatives beside."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks or forward_ad._current_level >= 0:
+        return True
+    if parametrize._cache_enabled:  # weights are read from memory that is there for a while
         return True
     if torch._C._len_torch_function_stack() == 0:
         return False

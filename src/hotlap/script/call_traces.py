@@ -67,7 +67,8 @@ class Drawn:
         """Set the generator back to it."""
         if isinstance(self._place, Tensor):
             self._generator.set_state(self._place)
-        else:
+        elif self.now()._place != self._place:
+            # Not where nothing was drawn: recurrent layers begin their masks anew once the seed was set.
             seed, offset = self._place
             self._generator.manual_seed(seed)
             self._generator.set_offset(offset)

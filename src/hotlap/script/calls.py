@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from hotlap.core.errors import PlanError
@@ -347,9 +348,13 @@ class Call:
             untouched.restore()
 
     def _is_transformed(self) -> bool:
-        """Whether what is computed is not what it seems: under a transform or a mode of torch's, or recorded."""
+        """Whether what is computed is not what it seems: under a transform or a mode of torch's, or recorded.
+
+        Or from weights that `parametrize.cached` keeps for a while.
+        """
         return (
-            torch._C._functorch.peek_interpreter_stack() is not None
+            parametrize._cache_enabled > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None
             or torch._C._len_torch_dispatch_stack() > 0
             or (self._kind == "cuda" and torch._C._cuda_isCurrentStreamCapturing())
         )

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hotlap.script.patches import Patches, untraced
+from hotlap.script.streams import current_stream
 
 KEPT = 4
 """Losses that are remembered at a time: a GAN reads two of them at the end of a step."""
@@ -23,6 +25,8 @@ SEEN, MOST = 3, 6
 """Readings behind a backward pass, above those that did not come, from which on losses are copied; and what counts at
 most, so that it ends soon where they are read no more."""
 READS = ("item", "__float__")
+_copy = Tensor.copy_
+"""As it is before anybody patches it."""
 
 
 class Place(Protocol):
@@ -48,8 +52,8 @@ class PageLocked:
         self._dtype = number.dtype
         if self._dtype not in self._host:
             self._host[self._dtype] = torch.empty((), dtype=self._dtype, device="cpu", pin_memory=True)
-        self._host[self._dtype].copy_(number.detach(), non_blocking=True)
-        self._there.record()
+        _copy(self._host[self._dtype], number.detach(), non_blocking=True)
+        self._there.record(current_stream(number.device))  # which need not be that of torch's current device
 
     def value(self) -> Any:
         """The number, once it is here."""
@@ -60,14 +64,18 @@ class PageLocked:
 class _Kept:
     """A loss whose backward pass was asked for, and where it is copied to."""
 
-    __slots__ = ("_loss", "_version", "number", "place")
+    __slots__ = ("_loss", "_stream", "_version", "number", "place", "was_read")
 
-    def __init__(self, loss: Tensor, place: Place | None, number: int) -> None:
-        self._loss, self._version, self.place, self.number = weakref.ref(loss), loss._version, place, number
+    def __init__(self, loss: Tensor, place: Place | None, number: int, stream: object) -> None:
+        self._loss, self._version, self._stream = weakref.ref(loss), loss._version, stream
+        self.place, self.number, self.was_read = place, number, False
 
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether it is this very tensor, and nobody has written to it since."""
-        return self._loss() is tensor and tensor._version == self._version
+    def is_of(self, tensor: Tensor, stream: object) -> bool:
+        """Whether it is this very tensor, nobody has written to it since, and what is read is what was copied.
+
+        On another stream it may have been copied before it was made.
+        """
+        return self._loss() is tensor and tensor._version == self._version and self._stream == stream
 
 
 class Readings:
@@ -80,6 +88,8 @@ class Readings:
     def __init__(self, device: torch.device, make_place: Callable[[], Place] = PageLocked) -> None:
         self._device, self._make_place = device, make_place
         self._places = list[Place]()
+        self._stream: object = None
+        """Of all copies: those of two streams could overtake each other on their way to one place."""
         self._kept: dict[int, _Kept] = {}
         self._passes = self._habit = 0
         self._patches = Patches()
@@ -94,6 +104,9 @@ class Readings:
         if early and not self._patches.has("Tensor.item"):
             for name in READS:
                 self._patches.put(Tensor, name, untraced(self._read(getattr(Tensor, name))))
+            self._patches.put(Tensor, "to", untraced(self._sends(Tensor.to)))
+            self._patches.put(Tensor, "copy_", untraced(self._fills(Tensor.copy_)))
+            self._patches.put(torch.cuda.Event, "elapsed_time", _waiting(torch.cuda.Event.elapsed_time))
 
     def close(self) -> None:
         """Leave torch as it was. (Where others have patched on top, what lies beneath only passes on.)"""
@@ -104,15 +117,27 @@ class Readings:
         """Told that a backward pass begins at a loss."""
         if not self._is_on or type(loss) is not Tensor or loss.dim() or loss.device != self._device:
             return
+        if not loss.is_floating_point():
+            return
         self._passes += 1
-        last = self._passes - KEPT
-        for key in [key for key, kept in self._kept.items() if kept.number <= last or key == id(loss)]:
-            del self._kept[key]  # nobody has read it, and its place is needed
-            self._habit = max(0, self._habit - 1)
-        self._kept[id(loss)] = _Kept(loss, self._copied(loss) if self._habit >= SEEN else None, self._passes)
+        last = self._passes - KEPT  # whose place is needed
+        self._forget([key for key, kept in list(self._kept.items()) if kept.number <= last or key == id(loss)])
+        place = self._copied(loss) if self._habit >= SEEN else None
+        self._kept[id(loss)] = _Kept(loss, place, self._passes, self._stream_now())
+
+    def _forget(self, keys: list[int]) -> None:
+        for key in keys:
+            kept = self._kept.pop(key, None)  # another thread of the script's may have been there
+            if kept is not None and not kept.was_read:
+                self._habit = max(0, self._habit - 1)
+
+    def _stream_now(self) -> object:
+        return current_stream(self._device) if self._device.type == "cuda" else None
 
     def _copied(self, loss: Tensor) -> Place | None:
-        if self._device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+        stream = self._stream_now()
+        self._stream = self._stream or stream
+        if stream != self._stream or (stream is not None and torch._C._cuda_isCurrentStreamCapturing()):
             return None
         try:
             if not self._places:
@@ -127,14 +152,58 @@ class Readings:
     def _read(self, own: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         @functools.wraps(own)
         def read(tensor: Tensor) -> Any:
+            if has_torch_function_unary(tensor):
+                # Subclasses and modes know a call by the function they are given: that has to be torch's own.
+                return handle_torch_function(own, (tensor,), tensor)
             kept = self._kept.get(id(tensor))
-            if kept is None or not kept.is_of(tensor) or torch._C._len_torch_function_stack():
+            if kept is None or not kept.is_of(tensor, self._stream_now()):
                 return own(tensor)
-            del self._kept[id(tensor)]
-            self._habit = min(MOST, self._habit + 1)
+            if not kept.was_read:
+                kept.was_read = True
+                self._habit = min(MOST, self._habit + 1)
             if kept.place is None:
                 return own(tensor)
             self.answered += 1
             return kept.place.value()
 
         return read
+
+    def _sends(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What is sent to the host without waiting is there once torch has read a loss, and not before."""
+
+        @functools.wraps(own)
+        def to(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+            made = own(tensor, *args, **kwargs)
+            is_ahead = kwargs.get("non_blocking") or any(value is True for value in args)
+            if is_ahead and made is not tensor:
+                self._note_sent(tensor, made)
+            return made
+
+        return to
+
+    def _fills(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """So is what memory of the host is filled with."""
+
+        @functools.wraps(own)
+        def copy_(tensor: Tensor, /, src: Tensor, non_blocking: bool = False) -> Tensor:
+            made = own(tensor, src, non_blocking)
+            if non_blocking:
+                self._note_sent(src, made)
+            return made
+
+        return copy_
+
+    def _note_sent(self, source: Any, made: Tensor) -> None:
+        if made.device.type == "cpu" and isinstance(source, Tensor) and source.device == self._device:
+            self._forget(list(self._kept))
+
+
+def _waiting(own: Callable[..., float]) -> Callable[..., float]:
+    """The time between two events, the second of which may be still to come: `loss.item()` used to wait for it."""
+
+    @functools.wraps(own)
+    def elapsed_time(self: torch.cuda.Event, end_event: torch.cuda.Event) -> float:
+        end_event.synchronize()
+        return own(self, end_event)
+
+    return elapsed_time

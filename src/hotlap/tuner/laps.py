@@ -15,6 +15,8 @@ LEAST_WINDOWS = 4
 """And the least it has: one step tells little of the next."""
 LONG_S = 0.5
 """Unless it takes so long."""
+ENOUGH = 0.8
+"""Of that length, what a lap may turn out to have taken; one that was shorter goes on."""
 MOST_WARM = 64
 """Windows after which a plan is timed, whether it is at its pace or not: some never come to it."""
 MOST_AGAIN = 8
@@ -109,24 +111,26 @@ class LapClock:
             self._training.wait()
             self._paces[plan] = self._timed(self._clock()) / self._updates
         took_s = max(self._timed(now), self._paces.get(plan, 0.0) * self._updates)
-        if plan in self._whole:
-            if not end or took_s < LAP_S:
-                return None
-        elif end:
+        least_s = LAP_S if self._windows >= LEAST_WINDOWS or plan in self._whole else LONG_S
+        if end and plan not in self._whole:
             self._void(1)
             return None
-        elif took_s < (LAP_S if self._windows >= LEAST_WINDOWS else LONG_S):
+        if took_s < least_s or (plan in self._whole and not end):
             return None
         asked = self._clock()
         self._training.wait()
-        now, self._timing = self._clock(), False
+        now = self._clock()
         if self._training.firsts != self._firsts and self._again < MOST_AGAIN:
+            self._timing = False
             self._again, self._warm, self._warmed = self._again + 1, 0, 0
             self._firsts = self._training.firsts
             if self._may_begin():
                 self._begin()
             return None
         step_s = self._paces[plan] = self._timed(now) / self._updates
+        if self._timed(now) < ENOUGH * least_s:
+            return None  # the device is faster than when it was last looked at
+        self._timing = False
         return Lap(
             step_s=step_s,
             updates=self._made,
