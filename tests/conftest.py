@@ -5,7 +5,10 @@ first: with a file to each process, the one that is begun last is waited for.
 """
 
 import os
+import sys
 from pathlib import Path
+
+import pytest
 
 os.environ["HOTLAP_PLAN"] = "off"
 
@@ -31,3 +34,13 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     turns = {Path(__file__).parent / name: turn for turn, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
+@pytest.fixture(autouse=True)
+def _onednn_stays_on():
+    """torch turns it off for good where it fails, and later tests would compute otherwise."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch._C._get_mkldnn_enabled():
+        torch._C._set_mkldnn_enabled(True)
+        pytest.fail("oneDNN was turned off, and not on again")

@@ -19,6 +19,7 @@ from hotlap.core.plan import Execution, Numerics
 from hotlap.engine import steps as steps_module
 from hotlap.engine.encoders import adapt
 from hotlap.engine.fingerprint import Glance, fingerprint
+from hotlap.engine.precision import Switches
 from hotlap.engine.watch import Watch
 from hotlap.script.calls import Call
 
@@ -30,9 +31,10 @@ def trained(model, given, *, precision=None, seed=3):
     """Loss and gradients of one step, with the dropout of that seed."""
     model.zero_grad()
     torch.manual_seed(seed)
-    with torch.autocast("cpu", dtype=precision) if precision else nullcontext():
-        loss = model(**given).loss
-    loss.backward()
+    with Switches(Numerics(precision="bf16" if precision else "fp32"), Execution(), CPU):
+        with torch.autocast("cpu", dtype=precision) if precision else nullcontext():
+            loss = model(**given).loss
+        loss.backward()
     return loss.detach(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 

@@ -11,10 +11,15 @@ from torch import nn
 
 from hotlap.core.plan import PRECISIONS, Execution, Numerics
 from hotlap.engine.precision import Switches, precision_context, why_not_precision
+from hotlap.machine import dtype_facts
+from hotlap.machine.dtypes import DtypeFact, Support
 from hotlap.machine.tf32 import Tf32
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+
+IS_EMULATED = dtype_facts(CPU)["bf16"].support is Support.EMULATED
+"""Whether this CPU has no instructions for bf16."""
 
 needs_tree = pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="this torch has the old switches only")
 
@@ -123,6 +128,21 @@ def test_a_switch_that_stood_by_itself_still_does():
     assert MATMUL.fp32_precision == "ieee"
 
 
+@pytest.mark.parametrize(
+    ("precision", "support", "is_on"),
+    [("bf16", Support.EMULATED, False), ("bf16", Support.HARDWARE, True), ("fp32", Support.EMULATED, True)],
+)
+def test_where_a_cpu_has_no_bf16_torch_does_not_try_onednn_and_leave_it_off(precision, support, is_on, monkeypatch):
+    fact = DtypeFact(support=support, reason="", kernel="ran")
+    monkeypatch.setattr("hotlap.machine.dtype_facts", lambda device: dict.fromkeys(("bf16", "fp32"), fact))
+    mine = switches(precision, device=CPU)
+    assert bool(mine) is not is_on
+    for _ in range(2):
+        with mine, mine:
+            assert torch._C._get_mkldnn_enabled() is is_on
+        assert torch._C._get_mkldnn_enabled()
+
+
 def test_the_same_switches_can_be_entered_again_also_inside_themselves():
     mine = switches("tf32", autotune=True)
     before = seen()
@@ -166,7 +186,7 @@ def test_in_every_other_precision_the_users_switches_stay_as_they_are(precision,
 @pytest.mark.parametrize(("precision", "autotune"), list(itertools.product(PRECISIONS, [True, False])))
 def test_switches_are_false_exactly_where_there_is_nothing_to_switch(precision, autotune):
     assert bool(switches(precision, autotune)) is (precision == "tf32" or autotune)
-    assert not switches(precision, autotune, CPU)
+    assert bool(switches(precision, autotune, CPU)) is (precision == "bf16" and IS_EMULATED)
 
 
 def test_torch_before_the_new_switches_is_switched_by_the_old_ones(monkeypatch):

@@ -17,8 +17,8 @@ from hotlap.core.errors import TrainingError
 from hotlap.kit import batch as kit
 from hotlap.kit import catalogue
 from hotlap.kit.bench import opened
-from hotlap.kit.child import Wish
 from hotlap.kit.lengths import longest_in, size_of
+from hotlap.kit.looks import Wish
 from hotlap.kit.prior import prior, remember
 from hotlap.kit.search import Line, Search
 from hotlap.kit.visiting import visit

@@ -1,6 +1,7 @@
 """`hotlap memory`: an account that adds up, by kind and layer, what would bring it down, and what grows."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,12 +15,16 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hotlap
-from hotlap import Job
+from hotlap import Job, machine
 from hotlap.cli import app
 from hotlap.core.errors import HotlapError
+from hotlap.kit import memory as kit
+from hotlap.kit import savings
 from hotlap.kit.growing import FIRST, TURNS, Turns, grown
+from hotlap.kit.looks import Seen
 from hotlap.kit.memory import memory_of_script
 from hotlap.kit.picture import draw_course
+from hotlap.kit.script_savings import ScriptTrials
 from hotlap.script.running import Target
 
 WIDTH, LENGTH, BATCH, BLOCKS = 16, 8, 32, 3
@@ -98,13 +103,68 @@ def test_activations_of_a_plain_network_are_what_its_layers_give():
 
 def test_what_would_bring_it_down_is_predicted_and_the_first_two_are_tried(found):
     smaller, checkpointed = found.savings[:2]
-    assert smaller.what.startswith("micro-batches of 16")
+    assert smaller.what == "micro-batches of 16, 2 accumulated"
     assert checkpointed.what == f"all {BLOCKS} blocks checkpointed"
     for one in (smaller, checkpointed):
         assert one.peak_bytes < found.peak_bytes
         assert one.step_s > 0
         assert abs(one.predicted_bytes - one.peak_bytes) < 0.2 * one.peak_bytes
-    assert all(one.peak_bytes is None for one in found.savings[2:])
+    (shorter,) = found.savings[3:]
+    assert shorter.what == f"{LENGTH // 2} tokens in place of {LENGTH}"
+    assert shorter.predicted_step_s == found.step_s / 2
+    assert shorter.peak_bytes is None
+    as_it_is, *lines = savings.table(found.savings, found.peak_bytes, found.step_s)[1:]
+    assert as_it_is.strip().startswith("as it is")
+    assert [line.endswith("not tried: it changes what is learnt") for line in lines] == [False, False, False, True]
+
+
+def with_bf16(monkeypatch, support):
+    """Has the CPU as one that has bf16 so."""
+    facts = machine.dtype_facts(torch.device("cpu"))
+    facts = {**facts, "bf16": replace(facts["bf16"], support=support, reason="it says so")}
+    monkeypatch.setattr(savings.machine, "dtype_facts", lambda device: facts)
+
+
+@pytest.fixture
+def without_onednn():
+    """It fails on a CPU that is only said to have bf16."""
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(True)
+
+
+def test_half_precision_is_timed_where_the_hardware_has_it(monkeypatch, without_onednn):
+    with_bf16(monkeypatch, machine.Support.HARDWARE)
+    model = nn.Sequential(nn.Linear(10, 200), nn.ReLU(), nn.Linear(200, 3))
+    found = hotlap.memory(job(model, data=(torch.randn(64, 10), torch.randint(3, (64,)))), progress=False)
+    cast = found.savings[2]
+    assert cast.what == "bf16 autocast"
+    assert cast.predicted_step_s is None
+    assert 0 < cast.peak_bytes < found.peak_bytes
+    assert cast.step_s > 0
+
+
+def test_half_precision_is_predicted_and_not_tried_where_it_is_emulated(monkeypatch):
+    with_bf16(monkeypatch, machine.Support.EMULATED)
+    facts = savings.model_facts(nn.Linear(2, 2), None, torch.device("cpu"))
+    kinds = {"parameters": 10, "activations": 60}
+    figures = {"samples": 1, "effective_batch": 1, "peak_bytes": 100, "step_s": 1.0}
+    update = savings.Update(kinds=kinds, layers={}, outputs={}, **figures)
+    cast, smaller = savings.savings(update, facts, trials=None)[2:]
+    assert (cast.predicted_bytes, cast.peak_bytes, cast.why_not) == (75, None, "it says so")
+    assert smaller.why_not == "how large they are was not seen"
+
+
+def test_what_cannot_be_had_is_told_with_its_reason():
+    model = nn.Sequential(nn.Linear(10, 3))
+    plain = job(model, data=(torch.randn(64, 10), torch.randint(3, (64,))), batch_size=1)
+    found = hotlap.memory(plain, progress=False)
+    reasons = {one.what: one.why_not for one in found.savings if one.predicted_bytes is None}
+    assert reasons == {
+        "micro-batches": "1 at once is the least that trains",
+        "checkpointing": "Sequential has no blocks that it repeats",
+    }
+    assert "not to be had: Sequential has no blocks" in found.summary()
 
 
 def test_the_job_is_left_as_it_was():
@@ -173,9 +233,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-model = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 2))
+block = lambda: nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU())
+model = nn.Sequential(nn.Linear(10, 100), block(), block(), block(), nn.Linear(100, 2))
 optimizer = torch.optim.Adam(model.parameters())
-loader = DataLoader(TensorDataset(torch.randn(640, 10), torch.randint(2, (640,))), batch_size=32)
+loader = DataLoader(TensorDataset(torch.randn(2560, 10), torch.randint(2, (2560,))), batch_size=256)
 losses = []
 for epoch in range(1000):
     for x, y in loader:
@@ -187,18 +248,56 @@ for epoch in range(1000):
 """
 
 
-def test_a_scripts_memory_is_told_and_what_it_holds_is_found(tmp_path):
-    path = tmp_path / "mine.py"
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("script") / "mine.py"
     path.write_text(SCRIPT)
-    found = memory_of_script(Target(path=str(path)), progress=False)
-    weights = (10 * 50 + 50 + 50 * 2 + 2) * 4
+    return Target(path=str(path))
+
+
+@pytest.fixture(scope="module")
+def found_of_script(script):
+    return memory_of_script(script, progress=False)
+
+
+def test_a_scripts_memory_is_told_and_what_it_holds_is_found(found_of_script):
+    found = found_of_script
+    weights = (10 * 100 + 100 + 6 * (100 * 100 + 100) + 100 * 2 + 2) * 4
     assert found.kinds["parameters"] == weights
-    assert found.kinds["optimizer"] == 2 * weights + 4 * 4
-    assert found.layers["1"] == 32 * 50 * 4
+    assert found.kinds["optimizer"] == 2 * weights + 4 * 16
+    assert found.layers["1.1"] == found.layers["1.3"] == 256 * 100 * 4
     assert sum(found.kinds.values()) == found.peak_bytes
+    # Samples are views of the dataset, which is there whatever the batch.
+    assert found.kinds["before"] == 2560 * (10 + 2) * 4
     (held,) = found.held
-    assert held.line.endswith("mine.py:13 in <module>")
+    assert held.line.endswith("mine.py:14 in <module>")
     assert held.holder == "__main__.losses"
+
+
+def test_what_would_bring_a_scripts_memory_down_is_predicted_and_tried(found_of_script):
+    found = found_of_script
+    smaller, checkpointed, cast = found.savings
+    assert smaller.what == "micro-batches of 128, 2 accumulated"
+    assert checkpointed.what == "all 3 blocks checkpointed"
+    for one in (smaller, checkpointed):
+        assert one.peak_bytes < found.peak_bytes
+        assert one.step_s > 0
+        assert one.predicted_step_s >= found.step_s
+        assert abs(one.predicted_bytes - one.peak_bytes) < 0.08 * one.peak_bytes
+    # Gradients lie beside the activations of every micro-batch, as while they are accumulated: a fifth of it all.
+    assert found.kinds["parameters"] > 0.15 * smaller.peak_bytes
+    assert cast.what == "bf16 autocast"
+    assert cast.predicted_bytes < found.peak_bytes
+    assert "checkpointing: torch.utils.checkpoint around each block" in found.summary()
+    assert json.loads(json.dumps(found.to_dict()))["savings"][0]["peak_bytes"] == smaller.peak_bytes
+
+
+def test_a_script_is_tried_in_half_precision_as_hotlap_run_has_it(script, found_of_script):
+    own = Seen(samples_an_update=256, loader=0)
+    tried = ScriptTrials(script, own, say=lambda line: None).in_precision("bf16")
+    assert tried.why_not is None
+    assert tried.peak_bytes < found_of_script.peak_bytes
+    assert tried.step_s > 0
 
 
 LEAKS = """
@@ -214,8 +313,8 @@ kept, outputs = [], torch.zeros(0)
 
 def main(how):
     global outputs
-    total = 0.0
-    for number in range(100_000):
+    total, number = 0.0, 0
+    for epoch in range(100_000):
         for x, y in loader:
             optimizer.zero_grad()
             out = model(x)
@@ -247,7 +346,8 @@ main(sys.argv[1])
         ("every second", "leaks.py:18 in main", 32 * 2 * 4 // 2, "(0.5 tensors)"),
     ],
 )
-def test_other_ways_to_grow_are_told_with_what_can_be_seen_of_them(tmp_path, how, line, size, said):
+def test_other_ways_to_grow_are_told_with_what_can_be_seen_of_them(tmp_path, monkeypatch, how, line, size, said):
+    monkeypatch.setattr(kit, "savings", lambda *_: [])
     path = tmp_path / "leaks.py"
     path.write_text(LEAKS)
     (held,) = memory_of_script(Target(path=str(path), args=[how]), progress=False).held
@@ -260,7 +360,8 @@ def test_other_ways_to_grow_are_told_with_what_can_be_seen_of_them(tmp_path, how
 
 
 @pytest.mark.parametrize("how", ["the last two", "numbers"])
-def test_what_is_let_go_of_does_not_grow(tmp_path, how):
+def test_what_is_let_go_of_does_not_grow(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(kit, "savings", lambda *_: [])
     path = tmp_path / "leaks.py"
     path.write_text(LEAKS)
     assert memory_of_script(Target(path=str(path), args=[how]), progress=False).held == ()

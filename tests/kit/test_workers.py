@@ -13,9 +13,14 @@ from typer.testing import CliRunner
 import hotlap
 from hotlap import Feed, Job, Sequences
 from hotlap.cli import app
+from hotlap.kit import script_workers as scripts
 from hotlap.kit import transforms
 from hotlap.kit import workers as kit
+from hotlap.kit.child import Visitor
+from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.visiting import visit
 from hotlap.kit.workers import Setting, WorkersFound, best_of, counts, words_of
+from hotlap.script.running import Target
 from hotlap.tuner.stats import Estimate
 
 WAIT_S = 0.004
@@ -172,11 +177,16 @@ for epoch in range(1000):
 
 def test_a_scripts_loader_is_tried_with_other_workers(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(SCRIPT)
-    monkeypatch.setattr(kit, "counts", lambda cores: [0, 2])
+    monkeypatch.setattr(scripts, "counts", lambda cores: [0, 2])
     done = CliRunner().invoke(app, ["workers", "--json", "--quiet", str(tmp_path / "mine.py")])
     assert (done.exit_code, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    own, two, *finer = found["settings"]
+    own, two, *others = found["settings"]
+    finer = [one for one in others if one["feed"]["kind"] == "loader"]
+    refused = {one["feed"]["kind"]: one["why_not"] for one in others if one["why_not"]}
+    assert set(refused) == {"gather", "stream", "resident"}
+    assert refused["gather"] == "Slow draws from torch's generator"
+    assert refused["resident"] == "the script trains on the CPU"
     assert (own["is_own"], own["feed"]["workers"], two["feed"]["workers"]) == (True, 0, 2)
     assert min(own["step_s"], own["start_s"]) > 4 * 0.003  # samples of a batch are waited for one by one
     assert min(two["step_s"], two["start_s"]) > 0
@@ -184,6 +194,84 @@ def test_a_scripts_loader_is_tried_with_other_workers(tmp_path, monkeypatch):
     two_are_best = own["step_s"] > kit.NEAR * two["step_s"]
     assert [(one["feed"]["workers"], one["feed"]["prefetch"]) for one in finer] == ([(2, 4)] if two_are_best else [])
     assert all(one["step_s"] > 0 for one in finer)
+
+
+IN_MEMORY = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+loader = DataLoader(TensorDataset(torch.randn(400, 6), torch.arange(400) % 3), batch_size=4, shuffle=True)
+for epoch in range(1000):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+def test_a_scripts_batches_are_gathered_as_hotlap_run_does_and_it_is_seen_that_they_are(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(IN_MEMORY)
+    monkeypatch.chdir(tmp_path)
+    seen = visit(Target(path="mine.py"), Wish(laps=2, lap_s=0.02, feed="gather"))
+    assert seen.why_not is None
+    assert set(seen.refused) == {"stream", "resident"}
+    assert len(seen.laps) == 2
+    assert (seen.loader, seen.batch_size, seen.samples_an_update) == (0, 4, 4)
+    assert seen.first_batch_s > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]  # no run folder is left
+
+
+def test_a_loader_that_is_made_anew_for_each_epoch_is_changed_each_time_and_no_other_is(tmp_path):
+    data, few = TensorDataset(torch.arange(12)), TensorDataset(torch.arange(4))
+    made = lambda dataset: DataLoader(dataset, batch_size=2)  # noqa: E731
+    visitor = Visitor(Wish(loader=1, change={"batch_size": 3}), tmp_path / "seen.json", "mine")
+    with visitor:
+        sizes = [[made(few).batch_size, DataLoader(data).batch_size, made(data).batch_size] for _ in range(3)]
+        by_name = {name: made(one).batch_size for name, one in (("train", data), ("valid", few))}
+    assert sizes == [[2, 3, 2]] * 3
+    assert by_name == {"train": 2, "valid": 2}
+
+
+class Script:
+    """Somebody's script that takes made-up times under each feed, and cannot be streamed to."""
+
+    def __init__(self, monkeypatch, times):
+        self.times, self.asked = times, []
+        monkeypatch.setattr(scripts, "visit", self.visit)
+        monkeypatch.setattr(scripts, "counts", lambda cores: [0, 1])
+
+    def visit(self, target, wish):
+        way = wish.feed or wish.change.get("num_workers", 0)
+        self.asked.append(way)
+        refused = {"stream": "it cannot be"} if wish.feed else {}
+        if isinstance(self.times[way], str):
+            return Seen(why_not=self.times[way], refused=refused)
+        laps = [[self.times[way], 4]] * 5
+        return Seen(laps=laps, samples_an_update=4, loader=0, device="cuda:0", first_batch_s=0.5, refused=refused)
+
+
+def test_where_another_feed_pays_a_script_is_told_the_command_that_has_it(monkeypatch):
+    made_up = Script(monkeypatch, {0: 0.04, 1: 0.05, "gather": 0.02, "resident": 0.01})
+    found = scripts.workers_of_script(Target(path="my train.py", args=["--epochs", "3"]), progress=False)
+    assert found.best.feed.kind == "resident"
+    assert found.best.start_s == 0.5
+    assert found.advice.startswith("`hotlap run 'my train.py' --epochs 3`, which tries that by itself: 4x")
+    assert {one.feed.kind: one.why_not for one in found.settings if one.why_not} == {"stream": "it cannot be"}
+    assert "stream" not in made_up.asked  # that it cannot be was known before
+    assert made_up.asked.count("resident") == made_up.asked.count("gather") == 2
+
+
+def test_a_feed_that_was_not_obeyed_is_not_counted_and_not_tried_again(monkeypatch):
+    made_up = Script(monkeypatch, {0: 0.04, 1: 0.01, "gather": "given up", "resident": "given up, too"})
+    found = scripts.workers_of_script(Target(path="train.py"), progress=False)
+    reasons = {one.feed.kind: one.why_not for one in found.settings if one.why_not}
+    assert reasons == {"gather": "given up", "stream": "it cannot be", "resident": "given up, too"}
+    assert made_up.asked.count("resident") == made_up.asked.count("gather") == 1
+    assert "not tried: given up, too" in found.summary()
+    assert found.advice.startswith("DataLoader(num_workers=1")
 
 
 @pytest.mark.parametrize(

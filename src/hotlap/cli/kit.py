@@ -61,9 +61,9 @@ def workers(
 ) -> None:
     """Find how many workers pay, or whether batches should come without any, by the real step."""
     from hotlap.kit.naming import named
+    from hotlap.kit.script_workers import workers_of_script
     from hotlap.kit.telling import sayer
     from hotlap.kit.workers import workers as of_job
-    from hotlap.kit.workers import workers_of_script
 
     say = sayer(not quiet)
     chosen = named(training or (), module=module, say=say)

@@ -28,7 +28,8 @@ def precision_context(precision: str, device: torch.device) -> Callable[[], Abst
 class Switches:
     """The process-wide switches that a plan asks for, set inside and put back as they were afterwards.
 
-    TF32 where the precision is `tf32`, cuDNN's own timing of convolutions where they are to be autotuned. All else
+    TF32 where the precision is `tf32`, cuDNN's own timing of convolutions where they are to be autotuned; no oneDNN
+    where a CPU has no instructions for `bf16`, since torch would try it, warn, and do without it from then on. All else
     stays as the user has it: fp32 means as the model is, and what autocast leaves in fp32 is the user's too. Can be
     entered again, also inside itself. False where there is nothing to switch, so that a step can leave it out.
     """
@@ -37,10 +38,11 @@ class Switches:
         on_gpu = device.type == "cuda"
         self._tf32 = Tf32() if numerics.precision == "tf32" and on_gpu else None
         self._autotune = execution.autotune and on_gpu
+        self._without_onednn = not on_gpu and numerics.precision == "bf16" and _is_emulated("bf16", device)
         self._before: list[bool] = []
 
     def __bool__(self) -> bool:
-        return self._tf32 is not None or self._autotune
+        return self._tf32 is not None or self._autotune or self._without_onednn
 
     def __enter__(self) -> None:
         if self._tf32 is not None:
@@ -48,8 +50,13 @@ class Switches:
         if self._autotune:
             self._before.append(torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = True
+        if self._without_onednn:
+            self._before.append(torch._C._get_mkldnn_enabled())
+            torch._C._set_mkldnn_enabled(False)
 
     def __exit__(self, *_: object) -> None:
+        if self._without_onednn:
+            torch._C._set_mkldnn_enabled(self._before.pop())
         if self._autotune:
             torch.backends.cudnn.benchmark = self._before.pop()
         if self._tf32 is not None:
@@ -60,12 +67,16 @@ def why_not_precision(precision: str, device: torch.device) -> str | None:
     """Why a training on this device cannot be in this precision, or None where it can."""
     fact = machine.dtype_facts(device)[precision]
     # A CPU without instructions for it still trains in bf16 or fp16, slowly; on a GPU that is never wanted.
-    here = fact.support is machine.Support.EMULATED and device.type == "cpu" and machine.detect().pretended is None
+    here = _is_emulated(precision, device) and device.type == "cpu" and machine.detect().pretended is None
     if fact.support is not machine.Support.HARDWARE and not here:
         return f"{precision} is {fact.support} on this {device.type}: {fact.reason}"
     if precision in _AUTOCAST and not _autocasts(device.type, _AUTOCAST[precision]):
         return f"torch {torch.__version__} has no autocast to {precision} on {device.type}"
     return None
+
+
+def _is_emulated(precision: str, device: torch.device) -> bool:
+    return machine.dtype_facts(device)[precision].support is machine.Support.EMULATED
 
 
 @cache

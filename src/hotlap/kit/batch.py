@@ -15,7 +15,7 @@ from hotlap.core.job import Job
 from hotlap.core.units import show_bytes, show_rate
 from hotlap.kit.bench import Bench, opened, room_on
 from hotlap.kit.catalogue import kind_of_model
-from hotlap.kit.child import Seen, Wish
+from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.prior import Prior, prior, remember
 from hotlap.kit.search import Search, Searched, Trial, fastest, knee
 from hotlap.kit.telling import sayer

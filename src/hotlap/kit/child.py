@@ -1,7 +1,7 @@
 """A look at somebody's script from inside: it is run in this process, watched for some updates, and ended.
 
-`python -m hotlap.kit.child SETTINGS train.py args`. One of its DataLoaders may be made otherwise than it says; nothing
-else is changed. What was seen is written to a file.
+`python -m hotlap.kit.child SETTINGS train.py args`. It is changed as the wish says, and in nothing else. What was
+seen is written to a file.
 """
 
 from __future__ import annotations
@@ -14,108 +14,58 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hotlap.data.batches import count_samples
+from hotlap.data.batches import Batch, count_samples, map_tensors
+from hotlap.engine.blocks import repeated_blocks
+from hotlap.engine.checkpointing import Checkpointing
 from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.kit.bench import rest_of, room_on, state_of
 from hotlap.kit.growing import Turns
-from hotlap.kit.lengths import LongestFirst, longest_in
 from hotlap.kit.live import LiveTensors
+from hotlap.kit.loaders import maker_of, tell_lengths, tell_of, with_change, with_longest
+from hotlap.kit.looks import LAP_ROUNDS, Seen, Wish
+from hotlap.kit.obeying import Obeying
+from hotlap.kit.savings import model_facts
 from hotlap.kit.transforms import costs_of
 from hotlap.kit.watching import Watch
 from hotlap.machine.kernels import first_line
+from hotlap.script.call_refusals import why_not_changed
 from hotlap.script.patches import Patches
 from hotlap.script.running import Target, run
+from hotlap.script.serving_epoch import Served
 from hotlap.store.files import write_text
 
 WARM = 3
 """Updates before anything is timed: the first has no state of the optimizer's yet."""
 
-LAP_ROUNDS = 8
-"""Batches of each worker in a lap at least: they come in bursts, and two of each may have been ready before it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What is to be looked at."""
-
-    loader: int | None = None
-    """Which of its loaders is to be made otherwise, by the order in which they are made."""
-    change: dict[str, Any] = field(default_factory=dict)
-    """Arguments of that loader in place of the script's own."""
-    laps: int = 5
-    lap_s: float = 0.1
-    longest: bool = False
-    """Whether every batch of that loader is to hold the longest samples of its dataset."""
-    counts: bool = False
-    """Whether the memory of one update is looked at."""
-    lengths: bool = False
-    """Whether it is looked whether the samples of the training's dataset differ in length."""
-    transforms: bool = False
-    """Whether the transforms of its dataset are timed."""
-    watches: bool = False
-    """Whether it is looked for memory that grows in more updates; without, nor at kinds and layers."""
-
-
-@dataclass(kw_only=True)
-class Seen:
-    """What was."""
-
-    updates: int = 0
-    laps: list[list[float]] = field(default_factory=list)
-    """Seconds and samples of each lap."""
-    samples_an_update: int = 0
-    first_batch_s: float | None = None
-    """From asking the loader for an iterator to its first batch."""
-    loader: int | None = None
-    """Which of its loaders brings the training's batches."""
-    batch_size: int | None = None
-    """Of that one; None where a batch sampler decides it."""
-    why_fixed: str | None = None
-    """Why its batch size cannot be set."""
-    workers: int = 0
-    pinned: bool = False
-    samples: int | None = None
-    """In its dataset."""
-    longest: str | None = None
-    """What is known of the lengths of its samples, in words; None where they were not looked at."""
-    varies: bool = False
-    """Whether these differ."""
-    transforms: list[tuple[str, float]] = field(default_factory=list)
-    """What each takes for a sample, in seconds."""
-    device: str = "cpu"
-    peak_bytes: int = 0
-    taken_bytes: int = 0
-    rest_bytes: int = 0
-    """What weights, gradients and the optimizer's state take, however large the batch."""
-    room_bytes: int = 0
-    account: dict[str, Any] = field(default_factory=dict)
-    """Where memory goes, where that was asked for."""
-    out_of_memory: str | None = None
-    error: str | None = None
+NUMBER = "_hotlap_number"
+"""The attribute that tells loaders apart, and their iterators, by the order in which the first of each is made."""
 
 
 class Visitor:
     """Watches a script while it trains, and ends it once enough was seen."""
 
-    def __init__(self, wish: Wish, report: Path) -> None:
+    def __init__(self, wish: Wish, report: Path, name: str) -> None:
         self._wish, self._report, self.seen = wish, report, Seen()
+        self._obeying = Obeying(name, wish, report.parent) if wish.has_plan else None
         self._patches = Patches()
-        self._loaders: list[DataLoader[Any]] = []
-        self._number: dict[int, int] = {}
+        self._makers: dict[Hashable, int] = {}
+        self._loaders: dict[int, DataLoader[Any]] = {}
+        """The last ones that were made, by their number."""
         self._optimizer: Optimizer | None = None
         self._served: Counter[int] = Counter()
         self._samples = self._samples_before = 0
@@ -125,6 +75,9 @@ class Visitor:
         self._watch: Watch | None = None
         self._turns: Turns | None = None
         self._modules: list[nn.Module] = []
+        self._sample: Batch | None = None
+        """A batch of the training's, its shapes and kinds alone."""
+        self._is_giving = False
         self._asked: dict[int, float] = {}
         self._first_s: dict[int, float] = {}
         self._stepped_at = 0.0
@@ -137,7 +90,13 @@ class Visitor:
         put(DataLoader, "__init__", self._made(DataLoader.__init__))
         put(DataLoader, "_get_iterator", self._iterated(DataLoader._get_iterator))
         put(_BaseDataLoaderIter, "__next__", self._given(_BaseDataLoaderIter.__next__))
-        if self._wish.watches:
+        if self._obeying is not None:
+            self._obeying.start()
+            put(Served, "__next__", self._given(Served.__next__))
+        if self._wish.keeps_gradients:
+            for kind in (Optimizer, nn.Module):
+                put(kind, "zero_grad", _in_place(kind.zero_grad))
+        if self._wish.watches or self._wish.checkpoint:
             self._patches.hooked("model", register_module_forward_pre_hook(self._called))
         self._patches.hooked("steps", register_optimizer_step_pre_hook(self._steps))
         self._patches.hooked("step", register_optimizer_step_post_hook(self._stepped))
@@ -159,31 +118,24 @@ class Visitor:
 
         @functools.wraps(original)
         def made(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-            number = len(self._loaders)
-            self._loaders.append(loader)
-            self._number[id(loader)] = number
+            given = signature.bind(loader, *args, **kwargs).arguments
+            number = self._makers.setdefault(maker_of(given["dataset"]), len(self._makers))
+            self._loaders[number] = loader
+            vars(loader)[NUMBER] = number  # which copies have too
             if number == self._wish.loader:
-                given = signature.bind(loader, *args, **kwargs)
-                changed = _changed({k: v for k, v in given.arguments.items() if k != "self"}, self._wish.change)
-                args, kwargs = (), self._with_longest(changed) if self._wish.longest else changed
+                changed = with_change({k: v for k, v in given.items() if k != "self"}, self._wish.change)
+                args, kwargs = (), with_longest(changed) if self._wish.longest else changed
             original(loader, *args, **kwargs)
 
         return made
 
-    def _with_longest(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A loader's arguments with the longest samples in every batch."""
-        longest = longest_in(given["dataset"])
-        if longest is None:
-            return given
-        return {**given, "sampler": LongestFirst(longest.order, given.get("batch_size", 1)), "shuffle": False}
-
     def _iterated(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def iterated(loader: DataLoader[Any]) -> Any:
-            number = self._number.get(id(loader), -1)
+            number = vars(loader).get(NUMBER, -1)
             self._asked.setdefault(number, time.perf_counter())
             iterator = original(loader)
-            iterator._hotlap_number = number
+            vars(iterator)[NUMBER] = number
             return iterator
 
         return iterated
@@ -191,17 +143,32 @@ class Visitor:
     def _given(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def given(iterator: Any) -> Any:
+            if self._is_giving:  # for another one, whose batches the script gets
+                return original(iterator)
             self._pause(not torch.is_grad_enabled())
-            batch = original(iterator)
-            number = getattr(iterator, "_hotlap_number", -1)
+            asked, self._is_giving = time.perf_counter(), True
+            try:
+                batch = original(iterator)
+            finally:
+                self._is_giving = False
+            number = getattr(iterator, NUMBER, -1)
             if number not in self._first_s and number in self._asked:
                 self._first_s[number] = time.perf_counter() - self._asked[number]
             if torch.is_grad_enabled():  # else it is an evaluation's
                 self._served[number] += 1
                 self._samples += count_samples(batch) or 0
+                self._note(batch, time.perf_counter() - asked)
             return batch
 
         return given
+
+    def _note(self, batch: Batch, seconds: float) -> None:
+        """Told of a batch that the training was given, for which it waited so long."""
+        if self._obeying is not None:
+            self._obeying.gave(seconds)
+        if self._wish.watches and self._sample is None:
+            with suppress(Exception):  # batches may be whatever the script likes
+                self._sample = map_tensors(batch, lambda tensor: tensor.to("meta"))
 
     def _pause(self, evaluates: bool) -> None:
         """Told whether the next batch is an evaluation's, whose time is no part of a lap."""
@@ -234,26 +201,51 @@ class Visitor:
         seen.updates += 1
         self._sizes[self._samples - self._samples_before] += 1
         self._samples_before = self._samples
+        if self._obeying is not None:
+            self._obeying.stepped()
+            if self._obeying.why_given_up() is not None:
+                self._end()
+        if self._wish.checkpoint and seen.updates == 1:
+            self._checkpoint()
         if self._watch is not None:
             self._count_ends()
-        elif seen.updates == WARM:
+        elif self._lap is not None:
+            self._lap_goes_on(*self._lap)
+        elif seen.updates >= WARM and (self._obeying is None or self._obeying.has_settled):
             self._begin()
-        elif seen.updates > WARM and self._lap is not None:
-            began, samples = self._lap
-            # A lap ends with the device's work done: to look at the clock before would flatter it.
-            self._lap_updates += 1
-            spent_s = time.perf_counter() - began - self._paused_s
-            workers = self._workers
-            is_round = self._lap_updates >= LAP_ROUNDS * workers and self._lap_updates % max(1, workers) == 0
-            if spent_s >= self._wish.lap_s and is_round:
-                self._wait()
-                seen.laps.append([time.perf_counter() - began - self._paused_s, self._samples - samples])
-                self._begin()
-            if len(seen.laps) >= self._wish.laps:
-                self._lap = None
-                self._count_begins() if self._wish.counts else self._end()
+
+    def _lap_goes_on(self, began: float, samples: int) -> None:
+        """An update of a lap was made, which has begun then, after so many samples."""
+        # A lap ends with the device's work done: to look at the clock before would flatter it.
+        self._lap_updates += 1
+        spent_s = time.perf_counter() - began - self._paused_s
+        workers = self._workers
+        is_round = self._lap_updates >= LAP_ROUNDS * workers and self._lap_updates % max(1, workers) == 0
+        if spent_s >= self._wish.lap_s and is_round:
+            self._wait()
+            self.seen.laps.append([time.perf_counter() - began - self._paused_s, self._samples - samples])
+            self.seen.lap_updates.append(self._lap_updates)
+            self._begin()
+        if len(self.seen.laps) >= self._wish.laps:
+            self._lap = None
+            self._count_begins() if self._wish.counts else self._end()
+
+    @property
+    def _model(self) -> nn.Module | None:
+        """Of the modules that the script calls, the one with the most parameters."""
+        sizes = [sum(p.numel() for p in one.parameters()) for one in self._modules]
+        return self._modules[sizes.index(max(sizes))] if any(sizes) else None
+
+    def _checkpoint(self) -> None:
+        """From here on the blocks of its model are checkpointed; where that cannot be, the look ends."""
+        model = self._model
+        self.seen.why_not = "it calls no module as a whole" if model is None else why_not_changed(model)
+        if model is None or self.seen.why_not is not None:
+            self._end()
+        Checkpointing(model, len(repeated_blocks(model))).__enter__()
 
     def _begin(self) -> None:
+        self._patches.take_out("model")  # which takes time
         self._wait()
         if self._on_gpu and not self.seen.laps:
             torch.cuda.empty_cache()
@@ -267,6 +259,8 @@ class Visitor:
             self._end()
         if self._on_gpu:
             self.seen.peak_bytes, self.seen.taken_bytes = self._peaks()
+        if self._obeying is not None:
+            self._obeying.cast_here()
         self._open_watch(lines=False)
 
     def _open_watch(self, *, lines: bool) -> LiveTensors:
@@ -293,6 +287,7 @@ class Visitor:
                 "peak_bytes": live.peak_bytes,
                 "kinds": live.at_peak,
                 "layers": live.layers_at_peak,
+                "outputs": watch.outputs,
                 "course": live.course,
                 "held": [],
             }
@@ -323,11 +318,23 @@ class Visitor:
         number = max(self._served, key=lambda one: self._served[one], default=-1)
         return self._loaders[number].num_workers if number >= 0 else 0
 
+    def _say_loader(self) -> None:
+        seen, number = self.seen, max(self._served, key=lambda one: self._served[one], default=-1)
+        if number < 0:
+            seen.why_fixed = "its batches do not come from a DataLoader"
+            return
+        seen.first_batch_s = self._first_s.get(number)
+        tell_of(self._loaders, number, seen)
+        if self._wish.lengths:
+            tell_lengths(self._loaders[number], seen)
+        if self._wish.transforms:
+            seen.transforms = [(one.name, one.sample_s) for one in costs_of(self._loaders[number].dataset)]
+
     def _wait(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize()
 
-    def _end(self) -> None:
+    def _end(self) -> NoReturn:
         """Enough was seen. The script is not to clean up, save or evaluate: the process ends here."""
         self._write()
         sys.stdout.flush()
@@ -342,7 +349,13 @@ class Visitor:
                 [p for group in self._optimizer.param_groups for p in group["params"]], self._optimizer
             )
         seen.samples_an_update = max(self._sizes, key=lambda size: self._sizes[size], default=0)
-        self._say_loader(seen)
+        self._say_loader()
+        if self._obeying is not None:
+            seen.refused, seen.first_batch_s = self._obeying.refused, self._obeying.start_s
+            seen.why_not = self._obeying.why_not_obeyed()
+        model = self._model
+        if self._wish.watches and model is not None:
+            seen.model = asdict(model_facts(model, self._sample, next(model.parameters()).device))
         if self._on_gpu:
             device = torch.device("cuda", torch.cuda.current_device())
             seen.device, seen.room_bytes = str(device), room_on(device)
@@ -352,55 +365,15 @@ class Visitor:
             seen.room_bytes = room_on(torch.device("cpu"))
         write_text(self._report, json.dumps(asdict(seen)))
 
-    def _say_loader(self, seen: Seen) -> None:
-        number = max(self._served, key=lambda one: self._served[one], default=-1)
-        if number < 0:
-            seen.why_fixed = "its batches do not come from a DataLoader"
-            return
-        loader = self._loaders[number]
-        seen.first_batch_s, seen.workers = self._first_s.get(number), loader.num_workers
-        seen.pinned = bool(loader.pin_memory)
-        seen.loader, seen.batch_size = number, loader.batch_size
-        try:
-            seen.samples = len(loader.dataset)  # type: ignore[arg-type]
-        except TypeError:
-            seen.samples = None
-        if self._wish.lengths:
-            self._say_lengths(seen, loader)
-        if self._wish.transforms:
-            seen.transforms = [(one.name, one.sample_s) for one in costs_of(loader.dataset)]
-        if loader.batch_size is None:
-            sampler = loader.batch_sampler
-            # Accelerate, for one, makes a loader of the batches of another.
-            first = next(
-                (n for n, one in enumerate(self._loaders) if one.batch_sampler is sampler and n < number), None
-            )
-            if first is not None and type(sampler) is BatchSampler:
-                seen.loader, seen.batch_size = first, sampler.batch_size
-            else:
-                seen.why_fixed = f"a {type(sampler).__name__} makes its batches"
 
-    def _say_lengths(self, seen: Seen, loader: DataLoader[Any]) -> None:
-        """Whether its batches can be made of the longest samples. A sampler of the script's own is left to it."""
-        if type(loader.sampler) not in (RandomSampler, SequentialSampler, LongestFirst):
-            return
-        try:
-            longest = longest_in(loader.dataset)
-        except Exception as error:  # somebody's dataset, asked for samples that the script may never ask for
-            why = type(error).__name__
-            seen.longest = f"batches are those that came first: the lengths of samples cannot be read ({why})"
-            return
-        if longest is not None:
-            seen.longest, seen.varies = longest.words, longest.varies
+def _in_place(original: Callable[..., None]) -> Callable[..., None]:
+    """A `zero_grad` that keeps the memory of gradients."""
 
+    @functools.wraps(original)
+    def zero_grad(owner: Any, set_to_none: bool = True) -> None:
+        original(owner, set_to_none=False)
 
-def _changed(given: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """A loader's arguments with some in their place; those that go with workers alone leave with them."""
-    given = {**given, **given.pop("kwargs", {}), **change}
-    if not given.get("num_workers"):
-        for name in ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"):
-            given.pop(name, None)
-    return given
+    return zero_grad
 
 
 def main() -> None:
@@ -410,7 +383,7 @@ def main() -> None:
     report = Path(settings.pop("report"))
     is_module = words[0] == "-m"
     target = Target(args=words[2:], module=words[1]) if is_module else Target(args=words[1:], path=words[0])
-    sys.exit(abs(run(target, Visitor(Wish(**settings), report))))
+    sys.exit(abs(run(target, Visitor(Wish(**settings), report, target.name))))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 BLOCK = 512
 """torch gives a GPU's memory out in multiples of so many bytes."""
+BEFORE = "before"
+"""The kind of what was there before, and is none that anybody has told of."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _STANDARD = str(Path(sys.modules["collections"].__file__ or "").parents[1])
 
@@ -84,8 +86,16 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         for leaf in [made] if isinstance(made, Tensor) else tree_leaves(made):
             if isinstance(leaf, Tensor) and self._is_here(leaf):
-                self._note(leaf, None)
+                self._note(leaf, BEFORE if self._was_there(leaf, (args, kwargs)) else None)
         return made
+
+    def _was_there(self, made: Tensor, given: Any) -> bool:
+        """Whether it is a view of something that was there before anybody looked: a dataset in memory, for one."""
+        key = made.untyped_storage()._cdata
+        if key in self.pieces:
+            return False
+        inputs = (one for one in tree_leaves(given) if isinstance(one, Tensor) and self._is_here(one))
+        return any(one.untyped_storage()._cdata == key for one in inputs)
 
     def _is_here(self, tensor: Tensor) -> bool:
         return tensor.device.type == self.device.type and tensor.layout is torch.strided

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
 from hotlap.core.plan import Plan
-from hotlap.core.units import show_bytes, show_seconds
+from hotlap.core.units import show_bytes
 from hotlap.data.columns import tensors_in
-from hotlap.engine.blocks import repeated_blocks
-from hotlap.engine.precision import why_not_precision
 from hotlap.engine.step import Window
 from hotlap.kit.bench import Bench, know_training, opened, parameters_of
-from hotlap.kit.catalogue import DENSE, RECURRENT, TEXT, UNITS, kind_of_model
-from hotlap.kit.child import Wish
 from hotlap.kit.growing import Held, Turns
 from hotlap.kit.live import LiveTensors
+from hotlap.kit.looks import Wish
 from hotlap.kit.picture import draw_course
+from hotlap.kit.savings import ModelFacts, Saving, Tried, Update, model_facts, savings, table
+from hotlap.kit.script_savings import LAP_S, LAPS, ScriptTrials, words_on
+from hotlap.kit.search import TooShortError
 from hotlap.kit.telling import sayer
-from hotlap.kit.visiting import visit
+from hotlap.kit.visiting import RUNS, visit
 from hotlap.kit.watching import KINDS, Watch
 from hotlap.script.running import Target
 
@@ -38,23 +38,9 @@ _TOLD = {
     "backward": "backward pass",
     "update": "the update itself",
     "batch": "batch, and all else",
+    "before": "there before: data",
     "unseen": "within kernels",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saving:
-    """Something that would bring the peak down."""
-
-    what: str
-    predicted_bytes: int
-    predicted_step_s: float | None = None
-    """None where it cannot be told without trying."""
-    peak_bytes: int | None = None
-    """As it was measured; None where it was not tried."""
-    step_s: float | None = None
-    changes: str = ""
-    """What it changes in the training beyond rounding, if anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +94,8 @@ class MemoryFound:
         for kind in (*KINDS, "unseen"):
             if whole.get(kind):
                 share = whole[kind] / max(1, self.peak_bytes)
-                lines.append(
-                    f"  {_TOLD[kind]:<19} {show_bytes(whole[kind]):>10}  {share:>4.0%} {'#' * round(24 * share)}"
-                )
+                bar = "#" * round(24 * share)
+                lines.append(f"  {_TOLD[kind]:<19} {show_bytes(whole[kind]):>10}  {share:>4.0%} {bar}".rstrip())
         lines.append(f"{'between updates':<21} {show_bytes(self.lasting_bytes):>10}  allocated all the time")
         if self.reserved_bytes is not None:
             beside = show_bytes(self.reserved_bytes - self.peak_bytes)
@@ -124,24 +109,12 @@ class MemoryFound:
             lines += ["", "activations at the peak, by layer"]
             lines += [f"  {show_bytes(size):>10}  {name}" for name, size in top if size]
         if self.savings:
-            lines += ["", "what would bring it down"]
-            lines += [f"  {self._saving(one)}" for one in self.savings]
+            lines += ["", *table(self.savings, self.peak_bytes, self.step_s)]
         lines.append("")
         lines += [f"grows      {one}" for one in self.held] or [
             "grows      nothing: no memory is held from update to update"
         ]
         return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
-
-    def _saving(self, one: Saving) -> str:
-        guess = f"{show_bytes(one.predicted_bytes)} predicted"
-        if one.predicted_step_s is not None:
-            guess += f", {show_seconds(one.predicted_step_s)} a step"
-        if one.peak_bytes is None:
-            seen = "not tried"
-        else:
-            pace = "" if one.step_s is None else f", {show_seconds(one.step_s)} a step"
-            seen = f"{show_bytes(one.peak_bytes)} measured{pace}"
-        return f"{one.what}: {guess}; {seen}" + (f"; {one.changes}" if one.changes else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under stable keys."""
@@ -180,8 +153,6 @@ class _Account:
         self._bench, self._rig, self._say = bench, bench.rig, say
         self._size = min(bench.course.batch_size, bench.most)
         self._window = bench.window(self._size, bench.job.accumulate)
-        self._kinds: dict[str, int] = {}
-        self._outputs: dict[str, int] = {}
 
     def found(self, name: str) -> MemoryFound:
         bench, rig = self._bench, self._rig
@@ -193,9 +164,18 @@ class _Account:
             )
         peak, reserved = bench.peak_bytes(self._window)
         step_s = bench.step_s(self._window)
-        live = self._watched(self._window)
-        self._kinds = {kind: live.at_peak.get(kind, 0) for kind in KINDS}
+        live, outputs = self._watched(self._window)
+        kinds = {kind: live.at_peak.get(kind, 0) for kind in KINDS}
         on_gpu = rig.device.type == "cuda"
+        update = Update(
+            samples=self._size,
+            effective_batch=sum(self._window.sizes),
+            peak_bytes=peak if on_gpu else live.peak_bytes,
+            step_s=step_s,
+            kinds=kinds,
+            layers={layer: size for layer, size in live.layers_at_peak.items() if size},
+            outputs=outputs,
+        )
         held = self._grows()
         for one in held:
             self._say(f"memory     grows: {one}")
@@ -204,15 +184,15 @@ class _Account:
             name=name,
             device=str(rig.device),
             samples=self._size,
-            peak_bytes=peak if on_gpu else live.peak_bytes,
+            peak_bytes=update.peak_bytes,
             counted_bytes=live.peak_bytes,
             reserved_bytes=reserved if on_gpu else None,
             room_bytes=bench.room_bytes,
-            kinds=self._kinds,
-            layers={layer: size for layer, size in live.layers_at_peak.items() if size},
+            kinds=update.kinds,
+            layers=update.layers,
             course=tuple(live.course),
             step_s=step_s,
-            savings=tuple(self._savings(peak if on_gpu else live.peak_bytes, step_s)),
+            savings=tuple(savings(update, model_facts(rig.model, self._window.pieces[0], rig.device), self)),
             held=tuple(held),
             notes=tuple(notes),
         )
@@ -225,14 +205,14 @@ class _Account:
         live.know((tensor for piece in window.pieces for tensor in tensors_in(piece)), "batch")
         return live
 
-    def _watched(self, window: Window) -> LiveTensors:
+    def _watched(self, window: Window) -> tuple[LiveTensors, dict[str, int]]:
+        """What lived over an update, and the bytes that each module gave."""
         live = self._live(window)
         live.forget_peak()
         with Watch(live, parameters_of(self._rig), self._rig.modules) as watch:
             self._rig.step(window)
             self._rig.wait()
-        self._outputs = watch.outputs
-        return live
+        return live, watch.outputs
 
     def _grows(self) -> list[Held]:
         turns = Turns(self._live(self._window, lines=True))
@@ -245,115 +225,85 @@ class _Account:
 
     # --- what would bring it down ------------------------------------------------------------------
 
-    def _savings(self, peak: int, step_s: float) -> list[Saving]:
-        found = []
-        if self._size > self._bench.least:
-            found.append(self._smaller_pieces(peak, step_s))
-        blocks = len(repeated_blocks(self._rig.model))
-        plan = self._rig.plan.but(checkpoint=blocks)
-        if blocks and self._rig.supports(plan) is None:
-            found.append(self._checkpointed(plan, blocks, peak, step_s))
-        for precision in ("bf16", "fp16"):
-            if self._rig.plan.numerics.precision == "fp32" and why_not_precision(precision, self._rig.device) is None:
-                kept = self._kinds["activations"] // 2 - self._kinds["parameters"] // 2
-                found.append(Saving(what=f"{precision} autocast", predicted_bytes=peak - max(0, kept)))
-                break
-        return [*found, *self._smaller_samples(peak, step_s)]
+    def in_pieces(self, size: int) -> Tried:
+        """Updates of the same samples, of which so many go through the model at once."""
+        plan, pieces = self._rig.plan.but(micro_batch=size), -(-sum(self._window.sizes) // size)
+        tried = self._tried(plan, self._bench.window(size, pieces))
+        return replace(tried, changes="; ".join(self._rig.cautions(plan)))
 
-    def _smaller_pieces(self, peak: int, step_s: float) -> Saving:
-        half = max(self._bench.least, -(-self._size // 2))
-        with_samples = self._kinds["activations"] + self._kinds["backward"] + self._kinds["batch"]
-        cautions = self._rig.cautions(self._rig.plan.but(micro_batch=half))
-        plan, pieces = self._rig.plan.but(micro_batch=half), -(-sum(self._window.sizes) // half)
-        seen = self._tried(plan, self._bench.window(half, pieces))
-        # All pieces but the first have the gradients of those before them beside their activations.
-        gradients = self._kinds["parameters"] - self._kinds["gradients"]
-        predicted = peak - round(with_samples * (1 - half / self._size)) + max(0, gradients)
-        return Saving(
-            what=f"micro-batches of {half:,}, the same effective batch",
-            predicted_bytes=predicted,
-            predicted_step_s=step_s,
-            changes="; ".join(cautions),
-            **seen,
-        )
+    def checkpointed(self, blocks: int) -> Tried:
+        """Updates with all blocks checkpointed."""
+        return self._tried(self._rig.plan.but(checkpoint=blocks), self._window)
 
-    def _checkpointed(self, plan: Plan, blocks: int, peak: int, step_s: float) -> Saving:
-        names = {id(part): name for name, part in self._rig.model.named_modules()}
-        rows = [names[id(block)] for block in repeated_blocks(self._rig.model)]
-        live = self._watched(self._window)
-        inside = {
-            row: sum(s for layer, s in live.layers_at_peak.items() if layer == row or layer.startswith(f"{row}."))
-            for row in rows
-        }
-        kept = sum(self._outputs.get(row, 0) for row in rows)
-        saved = max(0, sum(inside.values()) - kept - max(inside.values()))
-        share = sum(inside.values()) / max(1, self._kinds["activations"])
-        return Saving(
-            what=f"all {blocks} blocks checkpointed",
-            predicted_bytes=peak - saved,
-            predicted_step_s=step_s * (1 + min(1.0, share) / 3),
-            **self._tried(plan, self._window),
-        )
+    def in_precision(self, precision: str) -> Tried:
+        """Updates under autocast."""
+        return self._tried(self._rig.plan.but(precision=precision), self._window)
 
-    def _tried(self, plan: Plan, window: Window) -> dict[str, Any]:
+    def _tried(self, plan: Plan, window: Window) -> Tried:
         """Peak and pace under a plan, of real updates."""
         before = self._rig.plan
+        why_not = self._rig.supports(plan)
+        if why_not is not None:
+            return Tried(why_not=why_not)
         self._rig.use(plan, outcome="measured")
         try:
-            if self._bench.trains(window) is not None:
-                return {}
-            return {"peak_bytes": self._bench.peak_bytes(window)[0], "step_s": self._bench.step_s(window)}
+            why_not = self._bench.trains(window)
+            if why_not is not None:
+                return Tried(why_not=why_not)
+            return Tried(peak_bytes=self._bench.peak_bytes(window)[0], step_s=self._bench.step_s(window))
         finally:
             self._rig.use(before, outcome="measured")
-
-    def _smaller_samples(self, peak: int, step_s: float) -> list[Saving]:
-        """Shorter sequences or smaller pictures, of which less is kept; that is another training."""
-        kind = kind_of_model(self._rig.model, self._window.pieces[0])
-        if kind.name == DENSE:
-            return []
-        with_samples = self._kinds["activations"] + self._kinds["backward"] + self._kinds["batch"]
-        # Half as many tokens, or three quarters of a side: about half of what is computed and kept.
-        side = 0.5 if kind.name in (TEXT, RECURRENT) else 0.75
-        part = side if kind.name in (TEXT, RECURRENT) else side**2
-        return [
-            Saving(
-                what=f"{round(side * kind.size)} {UNITS[kind.name]} in place of {kind.size}",
-                predicted_bytes=peak - round((1 - part) * with_samples),
-                predicted_step_s=part * step_s,
-                changes="it changes what is learnt",
-            )
-        ]
 
 
 # --- scripts ---------------------------------------------------------------------------------------------
 
 
 def memory_of_script(target: Target, *, progress: bool = True, say: Say | None = None) -> MemoryFound:
-    """As `memory`, of somebody's script, which is run as it is for some updates in a process of its own."""
+    """As `memory`, of somebody's script, which is run for some updates in a process of its own, and so for each try."""
     say = say or sayer(progress)
     say(f"memory     {target.name} is run for some updates")
-    seen = visit(target, Wish(laps=1, counts=True, watches=True))
+    first = Wish(laps=LAPS, lap_s=LAP_S, counts=True, watches=True)
+    seen = visit(target, replace(first, lengths=True))
+    if seen.varies and seen.loader is not None and seen.out_of_memory is None:
+        say("memory     again with its longest samples")
+        seen = replace(
+            visit(target, replace(first, loader=seen.loader, longest=True)), longest=seen.longest, varies=True
+        )
     if seen.out_of_memory is not None:
         raise TrainingError(f"{target.name} runs out of memory as it is: {seen.out_of_memory}; lower its batch size")
-    on_gpu = seen.device != "cpu"
-    spent, samples = seen.laps[0]
-    account = seen.account
+    if not seen.account:
+        raise TooShortError(f"{target.name} is over before its memory was looked at; let it train longer")
+    on_gpu, account = seen.device != "cpu", seen.account
+    update = Update(
+        samples=seen.batch_size or seen.samples_an_update,
+        effective_batch=seen.samples_an_update,
+        peak_bytes=seen.peak_bytes if on_gpu else account["peak_bytes"],
+        step_s=seen.step_s,
+        kinds=account["kinds"],
+        layers=account["layers"],
+        outputs=account["outputs"],
+        why_whole=seen.why_fixed,
+    )
+    found = savings(update, ModelFacts(**seen.model), ScriptTrials(target, seen, say)) if seen.model else []
+    notes = [
+        RUNS,
+        *([seen.longest] if seen.varies and seen.longest else []),
+        *words_on(found),
+        *([] if on_gpu else ["on the CPU memory is counted from the sizes of tensors, not measured"]),
+    ]
     return MemoryFound(
         name=target.name,
         device=seen.device,
-        samples=seen.batch_size or seen.samples_an_update,
-        peak_bytes=seen.peak_bytes if on_gpu else account["peak_bytes"],
+        samples=update.samples,
+        peak_bytes=update.peak_bytes,
         counted_bytes=account["peak_bytes"],
         reserved_bytes=seen.taken_bytes if on_gpu else None,
         room_bytes=seen.room_bytes,
-        kinds=account["kinds"],
-        layers=account["layers"],
+        kinds=update.kinds,
+        layers=update.layers,
         course=tuple((kind, size) for kind, size in account["course"]),
-        step_s=spent * seen.samples_an_update / samples if samples else None,
+        step_s=update.step_s,
+        savings=tuple(found),
         held=tuple(Held(**one) for one in account["held"]),
-        notes=(
-            "the script was run for some updates and then ended; what it writes before them was written",
-            "what would bring it down is told of a job alone; which batch fits a script: hotlap batch",
-            *(() if on_gpu else ("on the CPU memory is counted from the sizes of tensors, not measured",)),
-        ),
+        notes=tuple(notes),
     )

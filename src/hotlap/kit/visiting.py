@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hotlap.core.errors import TrainingError
-from hotlap.kit.child import Seen, Wish
+from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.search import TooShortError
 from hotlap.script.running import Target
 
@@ -40,7 +40,7 @@ def visit(target: Target, wish: Wish) -> Seen:
     if seen is None or seen.error is not None:
         why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
         raise TrainingError(f"{target.name} ended by an error: {why}")
-    if seen.out_of_memory is None and not seen.laps:
+    if seen.out_of_memory is None and seen.why_not is None and not seen.laps:
         changed = ", ".join(f"{name}={value}" for name, value in wish.change.items())
         raise TooShortError(
             f"{target.name} is over after {seen.updates:,} updates{f' with {changed}' if changed else ''}, "

@@ -19,12 +19,10 @@ from hotlap.data.buckets import lengths_in
 from hotlap.engine.rig import Place
 from hotlap.engine.step import Window
 from hotlap.kit.bench import Bench, opened
-from hotlap.kit.child import LAP_ROUNDS, Seen, Wish
+from hotlap.kit.looks import LAP_ROUNDS
 from hotlap.kit.telling import sayer
 from hotlap.kit.transforms import Cost, costs_of
-from hotlap.kit.visiting import RUNS, visit
 from hotlap.machine.limits import read_cpu
-from hotlap.script.running import Target
 from hotlap.tuner.stats import LEAST_GAIN, Comparison, Estimate
 
 MOST_S = 120.0
@@ -218,7 +216,7 @@ class _Ways:
             verdict=comparison.verdict if comparison is not None else None,
             transforms=costs_of(self._bench.course.source.samples) if self._bench.course.source.computes else (),
             notes=tuple(notes),
-            writes=_loader_words if isinstance(self._bench.job.data, DataLoader) else _plan_words,
+            writes=loader_words if isinstance(self._bench.job.data, DataLoader) else _plan_words,
         )
 
     def _feeds(self, own: Feed) -> list[Feed]:
@@ -321,7 +319,7 @@ def words_of(feed: Feed) -> str:
     return ", ".join([*words, *(["pinned"] if feed.pinned else [])])
 
 
-def _loader_words(feed: Feed) -> str:
+def loader_words(feed: Feed) -> str:
     if feed.kind != "loader":
         return f"fit(job, plan={{'kind': '{feed.kind}'}}), or leave it to fit, which tries that by itself"
     return f"DataLoader({', '.join(_arguments(feed))})"
@@ -337,83 +335,3 @@ def _arguments(feed: Feed) -> list[str]:
 def _plan_words(feed: Feed) -> str:
     changed = {name: value for name, value in dataclasses.asdict(feed).items() if value != getattr(Feed(), name)}
     return f"fit(job, plan={changed or {'kind': feed.kind}}), or leave it to fit, which tries that by itself"
-
-
-# --- scripts ---------------------------------------------------------------------------------------------
-
-
-def workers_of_script(
-    target: Target, *, seconds: float = MOST_S, progress: bool = True, say: Say | None = None
-) -> WorkersFound:
-    """As `workers`, of somebody's script: its training loader is made with other workers, in a process each time."""
-    say = say or sayer(progress)
-    until = time.monotonic() + seconds
-    say(f"workers    {target.name} is run as it is, to find its loader")
-    first = visit(target, Wish(transforms=True))
-    if first.loader is None:
-        raise HotlapError(f"{target.name} has no loader to give workers to: {first.why_fixed}")
-    on_gpu, cores = first.device != "cpu", read_cpu().cores
-    own = Feed(kind="loader", workers=first.workers, pinned=first.pinned and on_gpu)
-    others = [Feed(kind="loader", workers=n, persistent=n > 0, pinned=on_gpu) for n in counts(cores)]
-    feeds = [own, *(feed for feed in others if (feed.workers, feed.pinned) != (own.workers, own.pinned))]
-    seen: dict[Feed, list[Seen]] = {own: [first]}
-
-    def look(feed: Feed) -> None:
-        change = {} if feed == own else _change(feed)
-        seen.setdefault(feed, []).append(visit(target, Wish(loader=first.loader, change=change)))
-        say(f"workers    {words_of(feed)}: {show_seconds(_step_s(seen[feed]))} a step")
-
-    def looked_at(several: Sequence[Feed]) -> list[Setting]:
-        for feed in several:
-            if time.monotonic() < until:
-                look(feed)
-        return [_setting(feed, seen.get(feed, []), feed == own, seconds) for feed in feeds]
-
-    best = best_of(looked_at((*feeds[1:], *reversed(feeds))))
-    others = [feed for feed in finer(best.feed, on_gpu=on_gpu) if feed not in feeds]
-    feeds += others
-    settings = looked_at((*others, *reversed(others)))
-    best = best_of(settings)
-    comparison = Comparison(most_quads=MOST_QUADS)
-    if not best.is_own:
-        for feed in (best.feed, own):  # each was seen twice, unless time was up
-            if len(seen[feed]) < 2:
-                look(feed)
-        (a1, a2), (b1, b2) = seen[own][:2], seen[best.feed][:2]
-        for quad in zip(_laps(a1), _laps(b1), _laps(b2), _laps(a2), strict=False):
-            if comparison.verdict is None:
-                comparison.add(*quad)
-    return WorkersFound(
-        name=target.name,
-        device=first.device,
-        cores=cores,
-        settings=tuple(settings),
-        bare_s=None,
-        compared=None if best.is_own else comparison.estimate,
-        verdict=None if best.is_own else comparison.verdict,
-        transforms=tuple(Cost(name=name, sample_s=sample_s) for name, sample_s in first.transforms),
-        notes=(RUNS, "data gathered at once or held on the device is tried by: hotlap run"),
-        writes=_loader_words,
-    )
-
-
-def _change(feed: Feed) -> dict[str, Any]:
-    change = {"num_workers": feed.workers, "persistent_workers": feed.persistent, "pin_memory": feed.pinned}
-    return change if feed.prefetch is None else {**change, "prefetch_factor": feed.prefetch}
-
-
-def _laps(seen: Seen) -> list[float]:
-    """Seconds an update in each lap."""
-    return [spent / (samples / seen.samples_an_update) for spent, samples in seen.laps]
-
-
-def _step_s(several: Sequence[Seen]) -> float:
-    every = [sorted(_laps(seen))[len(seen.laps) // 2] for seen in several]
-    return sum(every) / len(every)
-
-
-def _setting(feed: Feed, several: Sequence[Seen], is_own: bool, seconds: float) -> Setting:
-    one = Setting(words=words_of(feed), feed=feed, is_own=is_own)
-    if not several:
-        return dataclasses.replace(one, why_not=f"{seconds:g} s were spent")
-    return dataclasses.replace(one, start_s=several[0].first_batch_s, step_s=_step_s(several))

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -51,8 +51,9 @@ class Settings:
 
     name: str
     """Of the script, as words and the run folder show it."""
-    plan: str | None = None
-    """`auto` (None), `max`, a plan file or a run folder; `off` never comes here."""
+    plan: str | Callable[[ScriptTraining], str] | None = None
+    """`auto` (None), `max`, a plan file or a run folder, or what names one of these once the training is found; `off`
+    never comes here."""
     out: Path | None = None
     """The run folder; None: a fresh one under `runs/`."""
     tune_s: float | None = None
@@ -113,6 +114,11 @@ class Session:
             self._teller.fault(fault)
         self._patches.take_out_all()
         self._teller.tell(error)
+
+    @property
+    def is_steering(self) -> bool:
+        """Whether a training has been found, and nothing has gone wrong since."""
+        return self._steering is not None
 
     def so_far(self) -> list[str]:
         """Where it stands, in lines for people."""
@@ -269,7 +275,9 @@ class Session:
         for serving in training.servings:  # it may have been seen before the script chose its device
             serving.device, serving.sending = training.device, self._sending_to(training.device)
         self._calls = {id(call.module): call for call in training.calls}
-        self._steering = Steering(training, plan=self.settings.plan, tune_s=self.settings.tune_s, length=self._length)
+        asked = self.settings.plan
+        plan = asked(training) if callable(asked) else asked
+        self._steering = Steering(training, plan=plan, tune_s=self.settings.tune_s, length=self._length)
 
     def _length(self) -> Length:
         steps = self._steering.training.steps if self._steering is not None else 0

@@ -1,0 +1,104 @@
+"""What is to be looked at in somebody's script, and what was seen: plain values that pass between two processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LAP_ROUNDS = 8
+"""Batches of each worker in a lap at least: they come in bursts, and two of each may have been ready before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is to be looked at."""
+
+    loader: int | None = None
+    """Which of its loaders is to be made otherwise, by the order in which the first of each is made."""
+    change: dict[str, Any] = field(default_factory=dict)
+    """Arguments of that loader in place of the script's own."""
+    laps: int = 5
+    lap_s: float = 0.1
+    longest: bool = False
+    """Whether every batch of that loader is to hold the longest samples of its dataset."""
+    counts: bool = False
+    """Whether the memory of one update is looked at."""
+    lengths: bool = False
+    """Whether it is looked whether the samples of the training's dataset differ in length."""
+    transforms: bool = False
+    """Whether the transforms of its dataset are timed."""
+    watches: bool = False
+    """Whether it is looked for memory that grows in more updates; without, nor at kinds and layers."""
+    feed: str | None = None
+    """The kind of feed that its batches are to come by, as `hotlap run --plan` brings them."""
+    precision: str | None = None
+    """What its modules are to compute in, as under `hotlap run --plan`."""
+    checkpoint: bool = False
+    """Whether the blocks that its model repeats are checkpointed."""
+    keeps_gradients: bool = False
+    """Whether gradients are set to zero in place of none: so they lie in memory as while they are accumulated."""
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether hotlap has to be around the script for it."""
+        return self.feed is not None or self.precision is not None
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What was."""
+
+    updates: int = 0
+    laps: list[list[float]] = field(default_factory=list)
+    """Seconds and samples of each lap."""
+    lap_updates: list[int] = field(default_factory=list)
+    """Updates of each lap."""
+    samples_an_update: int = 0
+    first_batch_s: float | None = None
+    """From asking the loader for an iterator to its first batch."""
+    loader: int | None = None
+    """Which of its loaders brings the training's batches."""
+    batch_size: int | None = None
+    """Of that one; None where a batch sampler decides it."""
+    why_fixed: str | None = None
+    """Why its batch size cannot be set."""
+    workers: int = 0
+    pinned: bool = False
+    samples: int | None = None
+    """In its dataset."""
+    longest: str | None = None
+    """What is known of the lengths of its samples, in words; None where they were not looked at."""
+    varies: bool = False
+    """Whether these differ."""
+    transforms: list[tuple[str, float]] = field(default_factory=list)
+    """What each takes for a sample, in seconds."""
+    device: str = "cpu"
+    peak_bytes: int = 0
+    taken_bytes: int = 0
+    rest_bytes: int = 0
+    """What weights, gradients and the optimizer's state take, however large the batch."""
+    room_bytes: int = 0
+    account: dict[str, Any] = field(default_factory=dict)
+    """Where memory goes, where that was asked for."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """The model, as `ModelFacts` has it, where its memory was watched."""
+    why_not: str | None = None
+    """Why it could not be looked at as wished."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Kinds of feed that hotlap cannot bring its batches by, and why; where one was wished for."""
+    out_of_memory: str | None = None
+    error: str | None = None
+
+    @property
+    def sample_s(self) -> float | None:
+        """Seconds a sample, in the middle one of its laps; None where there was none."""
+        every = sorted(spent / samples for spent, samples in self.laps if samples)
+        return every[len(every) // 2] if every else None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds an update; by its samples where they are known, since some updates have fewer. It needs a lap."""
+        if self.sample_s is not None:
+            return self.sample_s * self.samples_an_update
+        every = sorted(spent / count for (spent, _), count in zip(self.laps, self.lap_updates, strict=True))
+        return every[len(every) // 2]
