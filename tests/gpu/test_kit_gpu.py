@@ -13,7 +13,9 @@ import hotlap
 from hotlap import Job, TrainingError
 from hotlap.kit.batch import batch_of_script
 from hotlap.kit.bench import opened
+from hotlap.kit.looks import Wish
 from hotlap.kit.memory import memory_of_script
+from hotlap.kit.visiting import visit
 from hotlap.script.running import Target
 
 DEVICE = "cuda"
@@ -301,3 +303,18 @@ def test_a_scripts_account_adds_up(tmp_path):
     # Of the peak, cuBLAS and cuBLASLt have up to 32 MiB each to themselves.
     assert abs(found.peak_bytes - found.counted_bytes) < 0.05 * found.peak_bytes + 65 * MIB, found.summary()
     assert found.held == ()
+    half = next(one for one in found.savings if "autocast" in one.what)
+    assert half.why_not is None, half
+    assert half.step_s > 0
+    assert half.peak_bytes < found.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["gather", "stream", "resident"])
+def test_a_scripts_batches_come_as_hotlap_run_brings_them(tmp_path, kind):
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    seen = visit(Target(path=str(path)), Wish(laps=2, lap_s=0.05, feed=kind))
+    assert seen.why_not is None
+    assert seen.refused == {}
+    assert len(seen.laps) == 2
+    assert seen.device.startswith("cuda")
