@@ -261,7 +261,21 @@ def test_where_another_feed_pays_a_script_is_told_the_command_that_has_it(monkey
     assert found.advice.startswith("`hotlap run 'my train.py' --epochs 3`, which tries that by itself: 4x")
     assert {one.feed.kind: one.why_not for one in found.settings if one.why_not} == {"stream": "it cannot be"}
     assert "stream" not in made_up.asked  # that it cannot be was known before
-    assert made_up.asked.count("resident") == made_up.asked.count("gather") == 2
+    assert made_up.asked.count("gather") == 2
+    assert made_up.asked[-4:] == [0, "resident", "resident", 0]
+
+
+@pytest.mark.parametrize(("seconds", "is_told"), [(120, False), (0, True)])
+def test_a_script_that_was_lucky_where_it_was_chosen_is_not_told_of_a_gain_while_there_is_time(
+    seconds, is_told, monkeypatch
+):
+    made_up = Script(monkeypatch, {0: 0.04, 1: 0.05, "gather": 0.05, "resident": 0.02})
+    first = scripts._Looks(Target(path="train.py"), made_up.visit(None, scripts.Wish()), say=lambda line: None)
+    resident = Feed(kind="resident")
+    for feed in (resident, resident, first.own):
+        first.look(feed)
+    made_up.times["resident"] = 0.04
+    assert (first.compared(resident, time.monotonic() + seconds).verdict == "accepted") is is_told
 
 
 def test_a_feed_that_was_not_obeyed_is_not_counted_and_not_tried_again(monkeypatch):

@@ -63,7 +63,7 @@ def workers_of_script(
     feeds += others
     settings = looked_at((*others, *reversed(others)))
     best = best_of(settings)
-    comparison = None if best.is_own else looks.compared(best.feed)
+    comparison = None if best.is_own else looks.compared(best.feed, until)
     return WorkersFound(
         name=target.name,
         device=first.device,
@@ -119,13 +119,16 @@ class _Looks:
             return dataclasses.replace(one, why_not=why_not)
         return dataclasses.replace(one, start_s=several[0].first_batch_s, step_s=_step_s(several))
 
-    def compared(self, best: Feed) -> Comparison:
-        """Laps of the best feed and of the script's own in turn, until it is decided."""
-        for feed in (best, self.own):  # each was seen twice, unless time was up
-            if len(self._seen[feed]) < 2:
+    def compared(self, best: Feed, until: float) -> Comparison:
+        """Laps of the best feed and of the script's own in turn, until it is decided.
+
+        In looks of their own, while there is time: those by which it was chosen flatter it.
+        """
+        for feed in (self.own, best, best, self.own):
+            if time.monotonic() < until or len(self._seen[feed]) < 2:
                 self.look(feed)
         comparison = Comparison(most_quads=MOST_QUADS)
-        own, other = self._seen[self.own][:2], self._seen[best][:2]
+        own, other = self._seen[self.own][-2:], self._seen[best][-2:]
         for quad in zip(_laps(own[0]), _laps(other[0]), _laps(other[-1]), _laps(own[-1]), strict=False):
             if comparison.verdict is None:
                 comparison.add(*quad)
