@@ -1,7 +1,9 @@
 """`hotlap batch` on a job and on a script: real updates, the longest samples, and nothing left behind."""
 
+import gc
 import json
 import textwrap
+import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from hotlap.cli import app
 from hotlap.core.errors import TrainingError
 from hotlap.kit import batch as kit
 from hotlap.kit import catalogue
-from hotlap.kit.bench import opened
+from hotlap.kit.bench import only_new_garbage, opened
 from hotlap.kit.lengths import longest_in, size_of
 from hotlap.kit.looks import Wish
 from hotlap.kit.prior import prior, remember
@@ -122,6 +124,24 @@ def test_out_of_memory_is_caught_and_the_largest_that_trains_is_found(monkeypatc
     assert found.searched.found_largest
     assert "78 does not train: CUDA out of memory" in found.searched.ended
     assert 78 in model.seen
+
+
+def test_garbage_of_a_search_is_found_and_somebodys_own_frozen_objects_stay_so():
+    class Ring:
+        def __init__(self):
+            self.me = self
+
+    with only_new_garbage():
+        assert gc.get_freeze_count() > 0
+        gone = weakref.ref(Ring())
+        gc.collect()
+        assert gone() is None
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    with only_new_garbage():
+        pass
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
 
 
 def test_an_error_that_is_no_lack_of_memory_is_the_users_to_see():

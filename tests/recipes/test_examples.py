@@ -1,4 +1,4 @@
-"""The examples run as they are, from a file to predictions."""
+"""The examples run as they are, from a file to predictions; a notebook finds the models that its script has trained."""
 
 import csv
 import os
@@ -25,8 +25,13 @@ for cell in book.cells:
 """
 
 
-def run(folder, *words):
-    own = {"HOTLAP_CACHE": str(folder / "cache"), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src")}
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(folder, cache, *words):
+    own = {"HOTLAP_CACHE": str(cache), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src")}
     environ = {**os.environ, **own, "CUDA_VISIBLE_DEVICES": "", "HOTLAP_PROGRESS": "lines"}
     done = subprocess.run(
         [sys.executable, *words], env=environ, cwd=folder, capture_output=True, text=True, check=False
@@ -73,31 +78,31 @@ def check_pictures(folder, said):
     assert "circle/broken.png,is empty" in broken.read_text()
 
 
-def test_from_folders_of_pictures_to_predictions(tmp_path):
+def test_from_folders_of_pictures_to_predictions(tmp_path, cache):
     pytest.importorskip("PIL")
-    check_pictures(tmp_path, run(tmp_path, str(EXAMPLES / "image.py")))
+    check_pictures(tmp_path, run(tmp_path, cache, str(EXAMPLES / "image.py")))
 
 
-def test_from_a_file_of_texts_to_predictions(tmp_path):
+def test_from_a_file_of_texts_to_predictions(tmp_path, cache):
     pytest.importorskip("transformers")
-    check_texts(tmp_path, run(tmp_path, str(EXAMPLES / "text.py")))
+    check_texts(tmp_path, run(tmp_path, cache, str(EXAMPLES / "text.py")))
 
 
-def test_from_a_file_of_bars_to_predictions(tmp_path):
-    check_bars(tmp_path, run(tmp_path, str(EXAMPLES / "temporal.py")))
+def test_from_a_file_of_bars_to_predictions(tmp_path, cache):
+    check_bars(tmp_path, run(tmp_path, cache, str(EXAMPLES / "temporal.py")))
 
 
 @pytest.mark.parametrize(
     ("name", "check"), [("text", check_texts), ("temporal", check_bars), ("image", check_pictures)]
 )
-def test_the_notebook_does_the_same_and_shows_pictures(tmp_path, name, check):
+def test_the_notebook_does_the_same_and_shows_pictures(tmp_path, cache, name, check):
     pytest.importorskip("ipykernel")
     pytest.importorskip("nbclient")
     if name == "text":
         pytest.importorskip("transformers")
     if name == "image":
         pytest.importorskip("PIL")
-    said = run(tmp_path, "-c", NOTEBOOK, str(EXAMPLES / f"{name}.ipynb"))
+    said = run(tmp_path, cache, "-c", NOTEBOOK, str(EXAMPLES / f"{name}.ipynb"))
     check(tmp_path, said)
     assert said.splitlines().count("picture") == 2
 

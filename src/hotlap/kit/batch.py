@@ -13,7 +13,7 @@ import torch
 from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
 from hotlap.core.units import show_bytes, show_rate
-from hotlap.kit.bench import Bench, opened, room_on
+from hotlap.kit.bench import Bench, only_new_garbage, opened, room_on
 from hotlap.kit.catalogue import kind_of_model
 from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.prior import Prior, prior, remember
@@ -173,7 +173,7 @@ def batch(
     shown and never changed. Raises HotlapError where the job will not do.
     """
     say = say or sayer(progress)
-    with opened(job) as bench:
+    with opened(job) as bench, only_new_garbage():
         return _found(bench, name, most, seconds, say)
 
 

@@ -180,6 +180,20 @@ def opened(job: Job) -> Iterator[Bench]:
         kept.put_back()
 
 
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """Inside, garbage is looked for in what was made since: to look through all that libraries hold takes a while."""
+    if gc.get_freeze_count():  # somebody does so already
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class Kept:
     """What the job came with, on the host, so that on the device there is as much room as in the training itself."""
 
