@@ -403,7 +403,7 @@ def test_a_perfect_model_is_not_scolded_for_a_rule_that_is_perfect_too():
 
 def test_a_training_that_was_interrupted_goes_on_with_the_same_options_and_folder(tmp_path):
     data = texts_file(tmp_path / "train.csv", rows=60)
-    given = {**quick(tmp_path), "epochs": 50, "patience": 50}
+    given = {**quick(tmp_path), "epochs": 30, "patience": 30}
     words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-c", "from hotlap.cli import main; main()"]
     words = [*command, "train", "text", "--data", str(data), "--out", "run", *words]

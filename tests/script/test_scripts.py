@@ -29,8 +29,11 @@ from hotlap.store.run_folder import RunFolder
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 NAMES = [*sorted(path.name for path in SCRIPTS.glob("*.py")), "module_pkg"]
 NEEDS = {"hf_trainer.py": "transformers", "lightning_fit.py": "lightning", "accelerate_loop.py": "accelerate"}
-PRELOADED = {"hf_trainer.py": "transformers.trainer", "lightning_fit.py": "lightning"}
-"""What takes long to be imported, by the only script that does."""
+PRELOADED = {
+    "accelerate_loop.py": "transformers.trainer", "hf_trainer.py": "transformers.trainer",
+    "lightning_fit.py": "lightning",
+}  # fmt: skip
+"""What takes long to be imported, by the scripts that do; accelerate is imported by the Trainer."""
 FRESH = {"plain_loop.py"}
 """Scripts that run in processes of their own from the start."""
 KEEPS = {
@@ -82,7 +85,7 @@ class Pythons:
         self._preloaded = {}
         if torch.cuda.is_available():
             return  # libraries may have asked for the GPU by the time they are imported: no fork could use it
-        for library in (None, *(PRELOADED[name] for name in PRELOADED if is_there(name))):
+        for library in {None, *(PRELOADED[name] for name in PRELOADED if is_there(name))}:
             modules = ["hotlap.cli", "hotlap.script.session", *([library] if library else [])]
             self._preloaded[library] = Preloaded(*modules, environment=self._environment)
 
