@@ -8,6 +8,7 @@ import calling
 import pytest
 import torch
 from calling import CAPTURED, OWN
+from small_networks import Cnn, Lstm, Mlp
 from torch import nn
 from waiting import no_waiting
 
@@ -37,53 +38,6 @@ class Scripted(calling.Scripted):
     def recorded(self):
         """Kinds of evaluation calls."""
         return self.evaluations.recorded
-
-
-class Mlp(nn.Sequential):
-    shape = (20,)
-
-    def __init__(self, dropout=0.1):
-        torch.manual_seed(0)
-        super().__init__(
-            nn.Linear(20, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 3)
-        )
-
-
-class Cnn(nn.Module):
-    shape = (3, 16, 16)
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1, bias=False),
-            nn.BatchNorm2d(16),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1, bias=False),
-            nn.BatchNorm2d(32),
-            nn.ReLU(inplace=True),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Dropout(0.1),
-        )
-        self.head = nn.Linear(32, 3)
-
-    def forward(self, x):
-        return self.head(self.layers(x))
-
-
-class Lstm(nn.Module):
-    shape = (9, 16)
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        torch.manual_seed(0)
-        self.lstm = nn.LSTM(16, 32, num_layers=2, dropout=dropout, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(64, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
 
 
 class Transformer(nn.Module):

@@ -10,6 +10,7 @@ import calling
 import pytest
 import torch
 from calling import CAPTURED, OWN
+from small_networks import Cnn, Lstm, Mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from waiting import no_waiting
@@ -42,18 +43,6 @@ def plan_of(precision="fp32", mode="captured", **numerics):
     return Numerics(precision=precision, **numerics), Execution(mode=mode)
 
 
-class Mlp(nn.Sequential):
-    """No bias before a batch norm: its gradient is rounding alone, which Adam blows up."""
-
-    def __init__(self, dropout=0.0):
-        torch.manual_seed(0)
-        super().__init__(
-            nn.Linear(20, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 3)
-        )
-
-    shape = (20,)
-
-
 class Transformer(nn.Module):
     shape = (12, 16)
 
@@ -65,43 +54,6 @@ class Transformer(nn.Module):
 
     def forward(self, x):
         return self.head(self.layers(x).mean(1))
-
-
-class Lstm(nn.Module):
-    shape = (9, 16)
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        torch.manual_seed(0)
-        self.lstm = nn.LSTM(16, 32, num_layers=2, dropout=dropout, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(64, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-class Cnn(nn.Module):
-    shape = (3, 16, 16)
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1, bias=False),
-            nn.BatchNorm2d(16),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1, bias=False),
-            nn.BatchNorm2d(32),
-            nn.ReLU(inplace=True),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Dropout(dropout),
-        )
-        self.head = nn.Linear(32, 3)
-
-    def forward(self, x):
-        return self.head(self.layers(x))
 
 
 MODELS = [Mlp, Transformer, Lstm, Cnn]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from calling import (
     OfPythonAndNumpy,
+    giving_transformers_output,
     net,
 )
 from evaluations import WARM, Scripted, inputs, moved, warmed
@@ -187,17 +188,6 @@ class Nested(nn.Module):
         }[self.kind]()
 
 
-def transformers_output():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-
-    class Model(Nested):
-        def forward(self, x):
-            hidden = self.first(x)
-            return outputs.SequenceClassifierOutput(logits=self.last(hidden), hidden_states=(hidden, hidden))
-
-    return Model("transformers")
-
-
 def tensors_of(tree):
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -214,7 +204,7 @@ def share_memory(one, other):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", ["tuple", "named", "dataclass", "views", "expanded", "empty", "nan", "transformers"])
 def test_outputs_come_in_the_containers_and_lie_as_the_scripts_own(kind, mode):
-    module = transformers_output() if kind == "transformers" else Nested(kind)
+    module = giving_transformers_output(Nested, "transformers") if kind == "transformers" else Nested(kind)
     model = warmed(module, mode=mode)
     (x,) = inputs(1, seed=9)
     with mode():

@@ -21,6 +21,7 @@ from calling import (
     OfPythonAndNumpy,
     assert_equal_states,
     batches,
+    giving_transformers_output,
     gradients,
     net,
     state_of,
@@ -120,21 +121,10 @@ class Nested(nn.Module):
         }[self.kind]()
 
 
-def transformers_output():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-
-    class Model(Nested):
-        def forward(self, x):
-            hidden = self.first(x)
-            return outputs.SequenceClassifierOutput(logits=self.last(hidden), hidden_states=(hidden, hidden))
-
-    return Model("output")
-
-
 @pytest.mark.parametrize("kind", ["tuple", "named", "dataclass", "output", "transformers"])
 @pytest.mark.parametrize("plan", [BF16, CAPTURED, (BF16[0], CAPTURED[1])])
 def test_outputs_come_in_the_dtypes_and_containers_of_the_scripts_own(kind, plan):
-    module = transformers_output() if kind == "transformers" else Nested(kind)
+    module = giving_transformers_output(Nested, "output") if kind == "transformers" else Nested(kind)
     model, x = Scripted(module), torch.randn(4, 6)
     theirs = model(x)
     model.call.use(*plan)

@@ -3,6 +3,7 @@
 import functools
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
@@ -115,3 +116,15 @@ def assert_equal_states(mine, theirs):
 
 def gradients(module):
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def giving_transformers_output(nested, kind):
+    """Of a class with two layers, `first` and `last`, a module that gives back what transformers' models do."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Model(nested):
+        def forward(self, x):
+            hidden = self.first(x)
+            return outputs.SequenceClassifierOutput(logits=self.last(hidden), hidden_states=(hidden, hidden))
+
+    return Model(kind)
