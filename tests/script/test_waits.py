@@ -283,6 +283,8 @@ def test_what_others_patched_meanwhile_stays_and_works(monkeypatch):
     assert LOSS.item() == 1.0
     waits.stepped()
     assert not waits._seen
+    monkeypatch.undo()
+    del Tensor.item  # what lay beneath, and is torch's own by inheritance
 
 
 def test_calls_return_what_they_return_without():
