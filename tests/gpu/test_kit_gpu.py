@@ -93,7 +93,7 @@ def test_a_search_begins_by_the_catalogue_and_the_next_one_by_what_was_measured(
     assert line.bytes_a_sample > LENGTH * WIDTH * 4
     # Memory is a line of the batch: what it says of the largest is what was found, but for what the allocator leaves
     # between its blocks, which is less where memory is short.
-    assert abs(line.size_at(first.allowed_bytes) - first.keeps_reserve.size) <= 0.2 * first.keeps_reserve.size
+    assert abs(line.size_at(first.allowed_bytes) - first.keeps_reserve.size) <= 0.3 * first.keeps_reserve.size
     assert second.began.size <= line.size_at(second.allowed_bytes) * 1.1 < 2.3 * second.began.size
     assert abs(second.largest.size - first.largest.size) <= 0.05 * first.largest.size
 

@@ -415,6 +415,34 @@ def test_a_scripts_batches_are_of_its_longest_samples_where_lengths_can_be_read(
     assert seen.peak_bytes > 4 * 50 * 16 * 4
 
 
+UNEVEN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+model = nn.Linear(8, 512)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sizes = SIZES
+starts = [sum(sizes[:n]) for n in range(len(sizes))]
+batches = [list(range(start, start + size)) for start, size in zip(starts, sizes)]
+loader = DataLoader(TensorDataset(torch.randn(sum(sizes), 8)), batch_sampler=batches)
+for epoch in range(10_000):
+    for (x,) in loader:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("sizes", ([64, 3], [3, 64], [64, 64, 3], [64, 3, 64], [3, 64, 64]))
+def test_memory_is_that_of_a_whole_batch_and_not_of_an_epochs_last(tmp_path, sizes):
+    path = tmp_path / "uneven.py"
+    path.write_text(UNEVEN.replace("SIZES", str(sizes)))
+    seen = visit(Target(path=str(path)), Wish(laps=1, lap_s=0.0, counts=True))
+    assert seen.samples_an_update == 64
+    assert seen.peak_bytes > 64 * 512 * 4
+
+
 def test_a_sampler_of_the_scripts_own_is_left_to_it(tmp_path):
     path = tmp_path / "ragged.py"
     sampler = "sampler=torch.utils.data.SubsetRandomSampler(range(64))"

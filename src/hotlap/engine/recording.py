@@ -61,7 +61,8 @@ class Recorder:
             generator.graphsafe_set_state(before)
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._number, self._pool)
-            torch.cuda.synchronize(self._device)
+            with suppress(RuntimeError):  # it may tell of that recording once more
+                torch.cuda.synchronize(self._device)
             raise NotRecordedError(why_recording_failed(error)) from error
         self._made.add(graph)
         return graph

@@ -51,6 +51,8 @@ from hotlap.store.files import write_text
 
 WARM = 3
 """Updates before anything is timed: the first has no state of the optimizer's yet."""
+MOST_SHORT = 3
+"""Updates that are left out while memory is looked at, since they have fewer samples than most: an epoch's last."""
 
 NUMBER = "_hotlap_number"
 """The attribute that tells loaders apart, and their iterators, by the order in which the first of each is made."""
@@ -68,7 +70,7 @@ class Visitor:
         """The last ones that were made, by their number."""
         self._optimizer: Optimizer | None = None
         self._served: Counter[int] = Counter()
-        self._samples = self._samples_before = 0
+        self._samples = self._samples_before = self._samples_last = 0
         self._sizes: Counter[int] = Counter()
         """How many updates had so many samples."""
         self._lap: tuple[float, int] | None = None
@@ -84,6 +86,7 @@ class Visitor:
         self._paused_at: float | None = None
         """When an evaluation began that has not ended."""
         self._paused_s, self._lap_updates = 0.0, 0
+        self._left_out = 0
 
     def __enter__(self) -> None:
         put = self._patches.put
@@ -199,7 +202,8 @@ class Visitor:
             return
         seen, self._stepped_at = self.seen, time.perf_counter()
         seen.updates += 1
-        self._sizes[self._samples - self._samples_before] += 1
+        self._samples_last = self._samples - self._samples_before
+        self._sizes[self._samples_last] += 1
         self._samples_before = self._samples
         if self._obeying is not None:
             self._obeying.stepped()
@@ -276,11 +280,16 @@ class Visitor:
         return live
 
     def _count_ends(self) -> None:
-        """An update was looked at; after the first one it is looked for memory that grows."""
+        """An update was looked at; after the first whole one it is looked for memory that grows."""
         watch = self._watch
         assert watch is not None
         live = watch.live
         if not self.seen.account:
+            if self._samples_last < self._samples_an_update and self._left_out < MOST_SHORT:
+                self._left_out += 1
+                watch.__exit__(None, None, None)
+                self._open_watch(lines=False)
+                return
             if not self._on_gpu:
                 self.seen.peak_bytes = self.seen.taken_bytes = live.peak_bytes
             self.seen.account = {
@@ -311,6 +320,12 @@ class Visitor:
         if self._optimizer is None:
             return False
         return any(p.is_cuda for group in self._optimizer.param_groups for p in group["params"])
+
+    @property
+    def _samples_an_update(self) -> int:
+        """As most of them have; where several numbers are about as frequent, the largest of those."""
+        most = max(self._sizes.values(), default=0)
+        return max((size for size, count in self._sizes.items() if 2 * count >= most), default=0)
 
     @property
     def _workers(self) -> int:
@@ -348,7 +363,7 @@ class Visitor:
             seen.rest_bytes = rest_of(
                 [p for group in self._optimizer.param_groups for p in group["params"]], self._optimizer
             )
-        seen.samples_an_update = max(self._sizes, key=lambda size: self._sizes[size], default=0)
+        seen.samples_an_update = self._samples_an_update
         self._say_loader()
         if self._obeying is not None:
             seen.refused, seen.first_batch_s = self._obeying.refused, self._obeying.start_s

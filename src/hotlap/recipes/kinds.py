@@ -265,7 +265,7 @@ def _dates(words: Collection[str]) -> Parsed:
     return _moments(words, bare, np.array(offsets, dtype="timedelta64[s]"))
 
 
-def _moments(words: Collection[str], bare: list[str], offsets: Any = 0) -> Parsed:
+def _moments(words: Collection[str], bare: list[str], offsets: Any = np.timedelta64(0, "s")) -> Parsed:
     """Microseconds since 1970 of each word, which is `bare` without its zone."""
     try:
         moments = np.array(bare, dtype="datetime64[us]") - offsets

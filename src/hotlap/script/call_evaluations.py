@@ -27,6 +27,7 @@ from hotlap.engine.capture import PATIENCE
 from hotlap.engine.fingerprint import Glance, fingerprint
 from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.watch import Watch
+from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.machine.kernels import first_line
 from hotlap.script.call_eager import EagerCall, Original
 from hotlap.script.call_evaluation_graphs import EvaluationGraph, why_other
@@ -281,7 +282,7 @@ class Evaluations:
             yield
         except Exception as error:
             kind.refused = first_line(error)
-            if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 self._give_up(kind.refused)
 
 
