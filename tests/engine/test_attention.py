@@ -21,8 +21,10 @@ from hotlap.engine import attention, attention_kernels
 from hotlap.engine import capture as capture_module
 from hotlap.engine.attention import Attention, Choice, in_words, left_to_torch
 from hotlap.engine.attention_kernels import Call, alike, as_finite, candidates, fastest, own_kernel
+from hotlap.engine.attention_masks import Masks, masks_of
 from hotlap.engine.capture import WARM_UPDATES, CapturedStep
 from hotlap.engine.graph import Left, signature
+from hotlap.engine.precision import Switches
 from hotlap.engine.step import Window
 
 MATH, FLASH, EFFICIENT = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
@@ -288,6 +290,161 @@ def test_what_the_user_compiled_has_its_numbers_inside_and_outside(clock):
     assert all(torch.equal(made, expected) for made in (inside, outside, again))
     assert len(graphs) <= 2
     torch.compiler.reset()
+
+
+# --- masks -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """For each call that torch was left to choose the kernel of: whether it might have been cuDNN's."""
+    may_be = []
+
+    def noted(*args, **kwargs):
+        may_be.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return OWN(*args, **kwargs)
+
+    monkeypatch.setattr(attention_kernels, "TORCHS_OWN", noted)
+    return may_be
+
+
+def switches(precision="bf16", **execution):
+    plan = Plan().but(precision=precision, **execution)
+    return Switches(plan.numerics, plan.execution, torch.device("cuda"))
+
+
+def attend(dropout=0.5):
+    return F.scaled_dot_product_attention(*tensors(grad=True), dropout_p=dropout)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_attention_that_drops_in_16_bits_is_never_made_by_cudnn(cudnn, precision):
+    mine = switches(precision)
+    with mine, mine:
+        attend()
+        attend(0.0)
+        nn.TransformerEncoderLayer(8, 2, dropout=0.1, batch_first=True)(torch.randn(2, 5, 8))
+        nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True)(torch.randn(2, 5, 8))
+    assert cudnn == [False, True, False, True]
+    assert F.scaled_dot_product_attention is OWN
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_in_the_users_own_precision_torch_chooses_as_ever(cudnn, precision):
+    with switches(precision):
+        assert F.scaled_dot_product_attention is OWN
+
+
+def test_where_kernels_are_timed_cudnn_is_none_of_them_if_it_drops(monkeypatch, cudnn):
+    clock = Clock(monkeypatch, seconds=(1.0, 2.0))
+    with switches(), Attention(silent):
+        attend()
+        attend(0.0)
+    with Attention(silent), switches():
+        attend()
+    assert cudnn == [False, True, False]
+    assert clock.timed == [6, 6]
+
+
+@pytest.mark.parametrize(("dropout", "good", "chosen"), [(0.0, False, CUDNN), (0.5, True, CUDNN), (0.5, False, None)])
+def test_cudnn_is_chosen_only_where_its_masks_are_seen_to_be_good(monkeypatch, dropout, good, chosen):
+    monkeypatch.setattr(attention_kernels, "candidates", lambda call, own: [CUDNN])
+    monkeypatch.setattr(attention_kernels, "timed", lambda call, kernels: dict.fromkeys(kernels, 1.0) | {None: 2.0})
+    monkeypatch.setattr(attention, "masks_of", lambda *_: Masks(distinct=1.0, spread=1.0 if good else 3.0, limit=1.5))
+    assert attention._chosen(call_of(*tensors(), dropout=dropout)).kernel == chosen
+
+
+def test_a_kernel_whose_masks_cannot_be_seen_is_left_out(monkeypatch):
+    monkeypatch.setattr(attention_kernels, "candidates", lambda call, own: [CUDNN])  # which no CPU has
+    assert attention._chosen(call_of(*tensors(), dropout=0.5)).kernel is None
+
+
+SHAPES = {
+    "as usual": (3, 4, 10, 16),
+    "one sample": (1, 2, 12, 8),
+    "fewer values": (2, 2, 20, 4),
+    "long": (2, 2, 600, 8),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_of_their_own_are_good_masks(shape, dtype):
+    torch.manual_seed(1)
+    found = masks_of(call_of(*torch.randn(3, *shape, dtype=dtype), dropout=0.1), MATH)
+    assert found.distinct == 1.0
+    assert found.are_good, found
+
+
+class Faulty:
+    """Attention whose masks come again: between heads, between samples, from row to row, or in another place."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def by(self, call, kernel):
+        samples, heads, rows, _ = call.query.shape
+        columns = call.key.shape[-2]
+        kept = (torch.rand(samples, heads, rows, columns) >= call.dropout).to(call.value.dtype)
+        match self.fault:
+            case "heads":
+                kept[:, 1:] = kept[:, :1]
+            case "samples":
+                kept[1:] = kept[:1]
+            case "rows":
+                kept[:, :, 1::2] = kept[:, :, ::2]
+            case "a part":
+                kept[:, 0, 0] = kept[:, 1, -1]
+            case "elsewhere":  # as where counters of two heads overlap
+                kept[:, 1].view(samples, -1)[:, :-7] = kept[:, 0].reshape(samples, -1)[:, 7:]
+            case "never alone":  # no two places are the same
+                kept *= (torch.rand(samples, 1, 1, 1) >= 0.1).to(kept.dtype)
+                kept.view(-1)[torch.rand(kept.numel()) < 0.1] = 1.0
+        return kept / (1 - call.dropout) / columns @ call.value
+
+
+@pytest.mark.parametrize("fault", ["none", "heads", "samples", "rows", "a part", "elsewhere", "never alone"])
+def test_masks_that_come_again_are_seen(monkeypatch, fault):
+    monkeypatch.setattr(Call, "by", lambda call, kernel: Faulty(fault).by(call, kernel))
+    torch.manual_seed(2)
+    found = masks_of(call_of(*torch.randn(3, 4, 4, 20, 32), dropout=0.1), CUDNN)
+    assert found.are_good is (fault == "none"), found
+
+
+def test_an_error_leaves_torchs_switches_as_they_were(cudnn):
+    with pytest.raises(RuntimeError, match="size"), switches():
+        F.scaled_dot_product_attention(*(torch.randn(1, 1, 3, 4 + n) for n in range(3)), dropout_p=0.5)
+    assert F.scaled_dot_product_attention is OWN
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_switches_that_end_in_another_order_are_all_taken_out():
+    first, second = switches(), switches()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    assert F.scaled_dot_product_attention is not OWN
+    second.__exit__()
+    assert F.scaled_dot_product_attention is OWN
+
+
+def test_where_the_user_allows_for_nothing_else_cudnn_it_is(cudnn):
+    with sdpa_kernel([CUDNN]), switches(), pytest.raises(RuntimeError):  # which no CPU has
+        attend()
+    with sdpa_kernel([CUDNN]), switches(compile="model"):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert cudnn == [True]
+
+
+def test_what_is_compiled_is_never_left_to_cudnn():
+    mine = switches(compile="blocks")
+    with mine:
+        with mine:
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert F.scaled_dot_product_attention is OWN
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 # --- choosing --------------------------------------------------------------------------------------------

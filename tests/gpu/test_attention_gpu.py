@@ -12,7 +12,9 @@ from hotlap import Plan, Rig
 from hotlap.engine import attention, attention_kernels
 from hotlap.engine.attention import NAMES, Attention, left_to_torch
 from hotlap.engine.attention_kernels import Call, candidates, own_kernel, timed, without_a_trace
+from hotlap.engine.attention_masks import masks_of
 from hotlap.engine.capture import CapturedStep
+from hotlap.engine.precision import Switches
 from hotlap.engine.recording import Recorder
 from hotlap.tuner.gates import Gate
 
@@ -130,6 +132,70 @@ def test_nothing_is_chosen_while_a_recording_is_under_way():
         expected = F.scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(answers[0], expected, rtol=2e-2, atol=2e-2)
     assert len(attention._known) == 1
+
+
+# --- masks -----------------------------------------------------------------------------------------------
+
+SHAPES = [(128, 4, 20, 32), (16, 12, 48, 64), (16, 12, 64, 64), (16, 12, 192, 64), (2, 8, 1024, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernel", NAMES, ids=NAMES.values())
+def test_the_kernels_that_torch_is_left_to_drop_well(kernel, shape):
+    call = Call(*torch.randn(3, *shape, device=DEVICE, dtype=torch.bfloat16), None, 0.1, False, None, False)
+    before = torch.cuda.get_rng_state(DEVICE)
+    try:
+        with without_a_trace(DEVICE):
+            found = masks_of(call, kernel)
+    except RuntimeError as error:
+        pytest.skip(str(error).splitlines()[0])
+    print(f"\n{NAMES[kernel]} at {shape}: {found}")
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
+    if kernel is attention_kernels.POOR_MASKS:
+        return  # whichever it is: it is looked at before it is chosen
+    assert found.are_good, found
+
+
+def kernels_of(work):
+    """The kinds of attention that ran, as torch names them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        work()
+    names = [event.name for event in seen.events() if event.name.startswith("aten::_scaled_dot_product")]
+    return {name for name in names if not name.endswith("backward")}
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_in_16_bits_attention_that_drops_is_not_left_to_cudnn(dropout):
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=dropout, batch_first=True).to(DEVICE)
+    x = torch.randn(8, 20, 64, device=DEVICE)
+
+    def plainly():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            layer(x).sum().backward()
+
+    own = kernels_of(plainly)
+    with Switches(EAGER.numerics, EAGER.execution, DEVICE):
+        mine = kernels_of(plainly)
+    print(f"\ndropout {dropout}: torch's own {own}, here {mine}")
+    assert own
+    assert mine
+    if dropout:
+        assert not any("cudnn" in name for name in mine)
+    else:
+        assert mine == own
+    assert kernels_of(plainly) == own
+
+
+@pytest.mark.parametrize("plan", [EAGER, EAGER.but(compile="blocks")], ids=["eager", "compiled"])
+def test_a_training_in_16_bits_does_not_drop_by_cudnn(plan):
+    rig = made(plan)
+    for given in batches(4, widths=(16,)):
+        rig.step(given)
+    window = next(batches(1, widths=(16,)))
+    found = kernels_of(lambda: rig.step(window))
+    assert found
+    assert not any("cudnn" in name for name in found), found
+    rig.close()
 
 
 # --- in a training ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 
 from hotlap.engine import attention_kernels
 from hotlap.engine.attention_kernels import TORCHS_OWN, Call
+from hotlap.engine.attention_masks import masks_of
 
 NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -33,7 +34,7 @@ MOST_SHAPES = 64
 
 _NAME = "scaled_dot_product_attention"
 _known: dict[Hashable, Choice] = {}
-_in_force: list[Attention] = []
+_in_force: list[GoodMasks] = []
 _left_to_torch = False
 
 
@@ -56,18 +57,15 @@ class Choice:
         return f"torch's own ({NAMES[self.own]})" if self.own in NAMES else "torch's own"
 
 
-class Attention:
-    """Inside `with`, calls of attention are answered by the kernels chosen for them; can be entered again, and nested.
+class GoodMasks:
+    """Inside `with`, attention that drops is made by kernels whose masks are good; can be entered again, and nested.
 
-    Only for steps that are recorded: choosing, and looking up what was chosen, takes time. `tell` hears in words which
-    kernels there are now, and the seconds it took to choose, where some are not torch's own choice. Seen are calls of
-    `torch.nn.functional.scaled_dot_product_attention`, as `nn.MultiheadAttention` and `transformers` make them.
+    Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, as `nn.MultiheadAttention` and `transformers`
+    make them.
     """
 
-    def __init__(self, tell: Callable[[str, float], None]) -> None:
-        self._tell, self._is_off = tell, _left_to_torch
-        self._seen: dict[Choice, None] = {}
-        self._told, self._untold_s = "", 0.0
+    def __init__(self) -> None:
+        self._is_off = _left_to_torch
 
     def __enter__(self) -> None:
         # Where somebody else has put a function of their own there, that is what the user wants.
@@ -76,11 +74,45 @@ class Attention:
             setattr(F, _NAME, _answered)
 
     def __exit__(self, *_: object) -> None:
-        if not _in_force or _in_force[-1] is not self:
+        places = [number for number, one in enumerate(_in_force) if one is self]
+        if not places:
             return
-        _in_force.pop()
+        del _in_force[places[-1]]
         if not _in_force and vars(F)[_NAME] is _answered:
             setattr(F, _NAME, TORCHS_OWN)
+
+
+class WithoutPoorMasks:
+    """Inside `with`, no attention at all is left to that kernel; can be entered again, and nested."""
+
+    def __init__(self) -> None:
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before.append(torch._C._get_cudnn_sdp_enabled())
+        if attention_kernels.allowed() != [attention_kernels.POOR_MASKS]:
+            torch._C._set_sdp_use_cudnn(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_sdp_use_cudnn(self._before.pop())
+
+
+class Attention(GoodMasks):
+    """Inside `with`, all calls of attention are answered by the kernels chosen for them.
+
+    Only for steps that are recorded: choosing, and looking up what was chosen, takes time. `tell` hears in words which
+    kernels there are now, and the seconds it took to choose, where some are not torch's own choice.
+    """
+
+    def __init__(self, tell: Callable[[str, float], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._seen: dict[Choice, None] = {}
+        self._told, self._untold_s = "", 0.0
+
+    def __exit__(self, *how: object) -> None:
+        """As its base has it, and tell what is new."""
+        super().__exit__(*how)
         told = in_words(self._seen)
         if told != self._told:
             self._tell(told, self._untold_s)
@@ -141,8 +173,9 @@ def _answered(
         )
         return compiled
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    chooser = next((one for one in reversed(_in_force) if isinstance(one, Attention)), None)
     with _as_torch_has_it():
-        choice = None if _is_left_alone(call) else _choice_for(call)
+        choice = None if chooser is None or _is_left_alone(call) else _choice_for(call, chooser)
         if choice is None or choice.kernel is None:
             return call.by(None)
         try:
@@ -152,23 +185,32 @@ def _answered(
             return call.by(None)
 
 
-def _choice_for(call: Call) -> Choice | None:
+def _choice_for(call: Call, chooser: Attention) -> Choice | None:
     """The choice for a call, made where there is none yet; None while a recording is under way, which must not wait."""
     shape, begun = call.shape(), time.perf_counter()
     if shape not in _known and not _is_recording() and len(_known) < MOST_SHAPES:
         _known[shape] = _chosen(call)
     choice = _known.get(shape)
-    if choice is not None and _in_force:
-        _in_force[-1].note(choice, time.perf_counter() - begun)
+    if choice is not None:
+        chooser.note(choice, time.perf_counter() - begun)
     return choice
 
 
 def _chosen(call: Call) -> Choice:
     with attention_kernels.without_a_trace(call.query.device):
         own = attention_kernels.own_kernel(call)
-        kernels = attention_kernels.candidates(call, own)
+        kernels = [kernel for kernel in attention_kernels.candidates(call, own) if _drops_well(call, kernel)]
         kernel = attention_kernels.fastest(attention_kernels.timed(call, kernels)) if kernels else None
     return Choice(call.query.shape[-2], kernel, own)
+
+
+def _drops_well(call: Call, kernel: SDPBackend) -> bool:
+    if call.dropout == 0 or kernel is not attention_kernels.POOR_MASKS:
+        return True
+    try:
+        return masks_of(call, kernel).are_good
+    except RuntimeError:  # short of memory, for one
+        return False
 
 
 def _is_left_alone(call: Call) -> bool:

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from hotlap.engine.recording import NotRecordedError, Recorder
 from hotlap.engine.watch import meant
 
 TORCHS_OWN: Any = torch._C._nn.scaled_dot_product_attention
+POOR_MASKS = SDPBackend.CUDNN_ATTENTION
+"""Not left to torch where attention drops: a training by its masks ended with twice the loss of those by any other
+kernel's, on an H200 under torch 2.11 (`benchmarks/attention_masks.py`). Torch's own choice there, in 16 bits."""
 CLEARLY = 1.05
 """How many times as fast as torch's own choice another kernel has to be."""
 ALIKE = 0.05
@@ -58,7 +61,7 @@ class Call:
 
     def by(self, kernel: SDPBackend | None) -> Tensor:
         """The answer of a kernel, or as torch chooses. Raises RuntimeError where that kernel cannot give it."""
-        with nullcontext() if kernel is None else sdpa_kernel(kernel):
+        with good_masks(self.dropout) if kernel is None else sdpa_kernel(kernel):
             answer: Tensor = TORCHS_OWN(
                 *self.inputs,
                 attn_mask=self.mask,
@@ -118,7 +121,7 @@ def fastest(seconds: Mapping[SDPBackend | None, float]) -> SDPBackend | None:
 
 
 def own_kernel(call: Call) -> SDPBackend | None:
-    """Torch's own choice for a call; None where it does not say."""
+    """Torch's own choice for a call, out of those with good masks where it drops; None where it does not say."""
     device = call.query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     query, key, value = (tensor.to(dtype or tensor.dtype) for tensor in call.inputs)
@@ -126,9 +129,10 @@ def own_kernel(call: Call) -> SDPBackend | None:
     if mask is not None and mask.is_floating_point():
         mask = mask.to(dtype or mask.dtype)
     try:
-        number = torch._fused_sdp_choice(
-            query, key, value, mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
-        )
+        with good_masks(call.dropout):
+            number = torch._fused_sdp_choice(
+                query, key, value, mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
+            )
         return SDPBackend(number)
     except (RuntimeError, TypeError, ValueError):
         return None
@@ -161,6 +165,19 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
         if fits:
             found.append(kernel)
     return found
+
+
+@contextmanager
+def good_masks(dropout: float) -> Iterator[None]:
+    """Inside, torch chooses for attention that drops a kernel whose masks are good, where the user allows for one."""
+    if dropout == 0 or not torch._C._get_cudnn_sdp_enabled() or allowed() == [POOR_MASKS]:
+        yield
+        return
+    torch._C._set_sdp_use_cudnn(False)
+    try:
+        yield
+    finally:
+        torch._C._set_sdp_use_cudnn(True)
 
 
 def allowed() -> list[SDPBackend]:

@@ -12,6 +12,7 @@ import torch
 
 from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
+from hotlap.engine.attention import GoodMasks, WithoutPoorMasks
 from hotlap.machine.tf32 import Tf32
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,21 +29,26 @@ def precision_context(precision: str, device: torch.device) -> Callable[[], Abst
 class Switches:
     """The process-wide switches that a plan asks for, set inside and put back as they were afterwards.
 
-    TF32 where the precision is `tf32`, cuDNN's own timing of convolutions where they are to be autotuned; no oneDNN
-    where a CPU has no instructions for `bf16`, since torch would try it, warn, and do without it from then on. All else
-    stays as the user has it: fp32 means as the model is, and what autocast leaves in fp32 is the user's too. Can be
-    entered again, also inside itself. False where there is nothing to switch, so that a step can leave it out.
+    TF32 where the precision is `tf32`, cuDNN's own timing of convolutions where they are to be autotuned; good masks
+    for attention in 16 bits, which torch would leave to another kernel than in 32; no oneDNN where a CPU has no
+    instructions for `bf16`, since torch would try it, warn, and do without it from then on. All else stays as the user
+    has it: fp32 means as the model is, and what autocast leaves in fp32 is the user's too. Can be entered again, also
+    inside itself. False where there is nothing to switch, so that a step can leave it out.
     """
 
     def __init__(self, numerics: Numerics, execution: Execution, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._tf32 = Tf32() if numerics.precision == "tf32" and on_gpu else None
         self._autotune = execution.autotune and on_gpu
+        self._masks: AbstractContextManager[Any] | None = None
+        if on_gpu and numerics.precision in _AUTOCAST:
+            # torch's compiler would trace what looks at calls, so that it chooses without that kernel altogether.
+            self._masks = GoodMasks() if execution.compile == "no" else WithoutPoorMasks()
         self._without_onednn = not on_gpu and numerics.precision == "bf16" and _is_emulated("bf16", device)
         self._before: list[bool] = []
 
     def __bool__(self) -> bool:
-        return self._tf32 is not None or self._autotune or self._without_onednn
+        return self._tf32 is not None or self._autotune or self._masks is not None or self._without_onednn
 
     def __enter__(self) -> None:
         if self._tf32 is not None:
@@ -50,6 +56,8 @@ class Switches:
         if self._autotune:
             self._before.append(torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = True
+        if self._masks is not None:
+            self._masks.__enter__()
         if self._without_onednn:
             self._before.append(torch._C._get_mkldnn_enabled())
             torch._C._set_mkldnn_enabled(False)
@@ -57,6 +65,8 @@ class Switches:
     def __exit__(self, *_: object) -> None:
         if self._without_onednn:
             torch._C._set_mkldnn_enabled(self._before.pop())
+        if self._masks is not None:
+            self._masks.__exit__(None, None, None)
         if self._autotune:
             torch.backends.cudnn.benchmark = self._before.pop()
         if self._tf32 is not None:

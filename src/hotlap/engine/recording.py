@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -52,7 +53,8 @@ class Recorder:
                 try:
                     work()
                 except BaseException:
-                    with suppress(RuntimeError):
+                    with suppress(RuntimeError), warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # that the graph is empty, for one
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -61,8 +63,7 @@ class Recorder:
             generator.graphsafe_set_state(before)
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._number, self._pool)
-            with suppress(RuntimeError):  # it may tell of that recording once more
-                torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self._device)
             raise NotRecordedError(why_recording_failed(error)) from error
         self._made.add(graph)
         return graph

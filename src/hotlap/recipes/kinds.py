@@ -42,6 +42,7 @@ _DATE = re.compile(
     r"([0-9]{4}([-/.])[0-9]{2}(?:\2[0-9]{2}(?:[ T][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,9})?)?)?)?)"
     r" ?(Z|UTC|[-+][0-9]{2}:?[0-9]{2}|[-+][0-9]{2})?"
 )
+_NO_OFFSET = np.timedelta64(0, "s")
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 _PAIRS = (("false", "true"), ("no", "yes"))
 MOST_FLAGS = 12
@@ -265,7 +266,7 @@ def _dates(words: Collection[str]) -> Parsed:
     return _moments(words, bare, np.array(offsets, dtype="timedelta64[s]"))
 
 
-def _moments(words: Collection[str], bare: list[str], offsets: Any = np.timedelta64(0, "s")) -> Parsed:
+def _moments(words: Collection[str], bare: list[str], offsets: Any = _NO_OFFSET) -> Parsed:
     """Microseconds since 1970 of each word, which is `bare` without its zone."""
     try:
         moments = np.array(bare, dtype="datetime64[us]") - offsets
