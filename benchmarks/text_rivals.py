@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -262,12 +262,23 @@ def by_hand(work: TextWork, model: nn.Module, data: TextData, device: torch.devi
 
 # --- the Trainer of transformers -----------------------------------------------------------------------
 
-TRAINER_WAYS: dict[str, tuple[str, bool]] = {
-    "grouped by length": ("group_by_length", True),
-    "to each batch's longest": ("random", True),
-    "to the longest of all": ("random", False),
+
+class TrainerWay(NamedTuple):
+    """How a Trainer makes its batches."""
+
+    sampling: str
+    is_dynamic: bool
+    """Whether they are padded to their longest text, to a multiple of 8; else to the maximum."""
+    as_it_comes: bool = False
+    """Whether it clips, looks for losses that are not finite, and notes losses, as it does unless told otherwise."""
+
+
+TRAINER_WAYS = {
+    "grouped by length": TrainerWay("group_by_length", True),
+    "to each batch's longest": TrainerWay("random", True),
+    "to the longest of all": TrainerWay("random", False),
+    "to the longest of all with clipping and checks, as it comes": TrainerWay("random", False, True),
 }
-"""How batches are made up and whether they are padded dynamically, to a multiple of 8; else to the maximum."""
 
 
 def hf_trainer(
@@ -283,11 +294,12 @@ def hf_trainer(
 
     Timed by a callback from the end of one step to the end of a later one, with a wait for the device at both, once
     it has trained for `warm_s` and for a whole round. A round is what the workers bring in a burst, or, grouped by
-    length, the batches that were sorted together. No logging, no checkpoints, no clipping, and nothing that looks for
-    losses that are not finite.
+    length, the batches that were sorted together. No checkpoints, and unless it is as it comes no logging, no clipping,
+    and nothing that looks for losses that are not finite.
     """
     transformers = _transformers()
-    sampling, is_dynamic = TRAINER_WAYS[way]
+    sampling, is_dynamic, as_it_comes = TRAINER_WAYS[way]
+    bare = {} if as_it_comes else {"max_grad_norm": 0.0, "logging_nan_inf_filter": False, "logging_strategy": "no"}
     data = work.data()
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     a_round = WINDOW if sampling == "group_by_length" else TRAINER_WORKERS
@@ -327,7 +339,6 @@ def hf_trainer(
             weight_decay=0.01,
             lr_scheduler_type="constant",
             optim="adamw_torch_fused",
-            max_grad_norm=0.0,
             bf16=device.type == "cuda",
             use_cpu=device.type != "cuda",
             train_sampling_strategy=sampling,
@@ -335,11 +346,10 @@ def hf_trainer(
             dataloader_persistent_workers=True,
             dataloader_drop_last=True,
             remove_unused_columns=False,
-            logging_strategy="no",
-            logging_nan_inf_filter=False,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            **bare,
         )
         trainer = Loss(
             model=work.build(),

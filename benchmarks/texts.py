@@ -327,7 +327,14 @@ class TextWork(Work):
 def bert_work(data: Callable[[], TextData], *, name: str = "BERT-base, batch 16", **settings: Any) -> TextWork:
     """BERT-base on some texts, with batches of 16."""
     return TextWork(
-        name=name, model=functools.partial(bert, **settings), data=data, batch=16, lr=5e-5, task=CLASSES, lap_s=1.0
+        name=name,
+        model=functools.partial(bert, **settings),
+        data=data,
+        batch=16,
+        lr=5e-5,
+        task=CLASSES,
+        lap_s=1.0,
+        compiles="blocks",
     )
 
 

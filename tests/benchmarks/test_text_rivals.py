@@ -240,7 +240,7 @@ def test_the_trainer_is_timed_in_whole_rounds_and_pads_as_it_is_told(way, monkey
     assert len(found) == 2
     assert all(samples % (a_round * work.batch) == 0 and seconds >= 0.2 for samples, seconds in found)
     assert len(widths) == a_round + sum(samples for samples, _ in found) // work.batch
-    if way == "to the longest of all":
+    if not text_rivals.TRAINER_WAYS[way].is_dynamic:
         assert set(widths) == {work.data().longest}
     else:
         assert {width % 8 for width in widths} == {0}
@@ -309,12 +309,12 @@ def test_a_lap_of_batches_of_several_widths_is_a_whole_epoch():
 
 
 def test_the_best_of_the_trainers_settings_is_its_column_and_all_are_told(monkeypatch, capsys):
-    rates = dict(zip(text_rivals.TRAINER_WAYS, (300, 200, 100), strict=True))
+    rates = dict(zip(text_rivals.TRAINER_WAYS, (300, 200, 100, 50), strict=True))
     monkeypatch.setattr(text_rivals, "hf_trainer", lambda work, way, *_, **__: [(rates[way], 1.0)] * 3)
     assert fast_path.main([*SHORT, "--columns", "hf_trainer,by_hand,hotlap"], [bert_work()]) == 0
     told = capsys.readouterr().out
-    best = "best of 300 grouped by length, 200 to each batch's longest, 100 to the longest of all"
-    assert f"BERT, tiny, hf_trainer: {best}\n" in told
+    best = "best of 300 grouped by length, 200 to each batch's longest, 100 to the longest of all, 50 to the longest of all"
+    assert f"BERT, tiny, hf_trainer: {best} with clipping and checks, as it comes\n" in told
     assert "x as fast as hf_trainer" in told
 
 

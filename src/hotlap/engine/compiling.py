@@ -44,8 +44,8 @@ MOST_BREAKS = 8
 """Places in one forward pass at which the compiler may leave it to Python."""
 MOST_RECOMPILES = 8
 """Windows of shapes that had been compiled, and were compiled again all the same."""
-MOST_SHAPES = 8
-"""Shapes of windows that are compiled; the others run as they are."""
+MOST_SHAPES = 12
+"""Shapes of windows that are compiled; the others run as they are. Sequences come in so many widths at most."""
 RARE = 20
 """A shape that fewer windows than one in so many have is not worth compiling: the last, shorter batch of an epoch."""
 LEAST_CAPABILITY = (7, 0)
