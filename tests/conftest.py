@@ -4,6 +4,7 @@ Nor does a property test depend on it: on a busy machine drawing examples may ta
 first: with a file to each process, the one that is begun last is waited for.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     turns = {Path(__file__).parent / name: turn for turn, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
+def pytest_collection_finish():
+    """What was imported by now stays: looking through it for garbage again and again takes a part of all time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -364,7 +364,7 @@ SHAPES = {
     "as usual": (3, 4, 10, 16),
     "one sample": (1, 2, 12, 8),
     "fewer values": (2, 2, 20, 4),
-    "long": (2, 2, 600, 8),
+    "long": (2, 2, 200, 8),
 }
 
 

@@ -16,6 +16,7 @@ from hotlap.engine.attention_masks import masks_of
 from hotlap.engine.capture import CapturedStep
 from hotlap.engine.precision import Switches
 from hotlap.engine.recording import Recorder
+from hotlap.script.attending import Attending
 from hotlap.tuner.gates import Gate
 
 DEVICE = torch.device("cuda", 0)
@@ -184,6 +185,27 @@ def test_in_16_bits_attention_that_drops_is_not_left_to_cudnn(dropout):
     else:
         assert mine == own
     assert kernels_of(plainly) == own
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_a_script_that_drops_by_cudnn_is_seen_by_its_graph(dropout):
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=dropout, batch_first=True).to(DEVICE)
+    x, outputs = torch.randn(8, 20, 64, device=DEVICE), []
+
+    def plainly():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            outputs.append(layer(x))
+
+    by_cudnn = any("cudnn" in name for name in kernels_of(plainly))
+    seen = Attending()
+    seen.see(outputs[-1])
+    before = torch.cuda.get_rng_state(DEVICE)
+    advice = seen.advice()
+    print(f"\ndropout {dropout}, by cuDNN {by_cudnn}: {advice}")
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
+    assert (seen._call is not None) is (by_cudnn and dropout > 0)
+    if seen._call is not None:
+        assert seen._call.query.shape == (8, 4, 20, 16)
 
 
 @pytest.mark.parametrize("plan", [EAGER, EAGER.but(compile="blocks")], ids=["eager", "compiled"])

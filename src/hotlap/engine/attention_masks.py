@@ -42,6 +42,11 @@ class Masks:
         """Whether every place was drawn for by itself."""
         return self.distinct >= LEAST_DISTINCT and self.spread <= self.limit
 
+    def __str__(self) -> str:
+        return (
+            f"{self.distinct:.0%} of places by themselves, their number {self.spread:.2g} times as uneven as by chance"
+        )
+
 
 @torch.no_grad()
 def masks_of(call: Call, kernel: SDPBackend) -> Masks:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger
 from hotlap.machine.kernels import first_line
+from hotlap.script.attending import Attending
 from hotlap.script.calls import Call
 from hotlap.script.finding import Finder, Loop
 from hotlap.script.horizon import Horizon
@@ -77,6 +78,7 @@ class Session:
         self._horizon = Horizon()
         self._steering: Steering | None = None
         self._sending: Sending | None = None
+        self._attending = Attending()
         self._waits: Waits | None = None
         self._looked, self._looked_from = 0, 0.0
         self._advice: list[str] = []
@@ -269,6 +271,7 @@ class Session:
     def _take_up(self, loop: Loop) -> None:
         """The loop is known: steer it."""
         self._finder, self._strange = None, 0
+        self._advice = self._attending.advice()
         training = ScriptTraining(loop, loop.loaders, Ledger())
         if not training.servings:
             self._horizon.began_steps(sys._getframe(1))
@@ -310,7 +313,7 @@ class Session:
         self._waits.stepped()
         if self._looked > LOOKED:
             self._waits.remove()
-            self._advice = self._waits.lines((time.perf_counter() - self._looked_from) / LOOKED)
+            self._advice += self._waits.lines((time.perf_counter() - self._looked_from) / LOOKED)
 
     # --- calls of modules ------------------------------------------------------------------------
 
@@ -323,13 +326,17 @@ class Session:
                 if self._is_ours:
                     return call(functools.partial(original, module), args, kwargs)
             elif self._finder is not None and not depth[0] and self._is_ours:
-                if module.training and torch.is_grad_enabled():
+                is_trained = module.training and torch.is_grad_enabled()
+                if is_trained:
                     self._finder.called(module)
                 depth[0] += 1
                 try:
-                    return original(module, *args, **kwargs)
+                    outputs = original(module, *args, **kwargs)
                 finally:
                     depth[0] -= 1
+                if is_trained:
+                    self._attending.see(outputs)
+                return outputs
             return original(module, *args, **kwargs)
 
         self._patches.put(nn.Module, "__call__", called)
