@@ -6,7 +6,6 @@ and raises torch's own error where they are more than it has.
 
 import dataclasses
 import functools
-import gc
 import sys
 import weakref
 
@@ -103,15 +102,6 @@ def needs(checkpoint=0, micro_batch=None, **model):
         tuple(column[:BATCH] for column in job.data)
     )
     return device.most
-
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_else_to_collect():
-    """Every answer collects garbage, which takes half a second where all of torch is looked through."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
