@@ -18,28 +18,50 @@ POOR = Masks(distinct=0.31, spread=3.2, limit=1.3)
 class Node:
     """Stands in for a node of autograd's."""
 
-    def __init__(self, name="AddBackward0", *before, dropout=None):
+    def __init__(self, name="AddBackward0", *before, dropout=None, shape=()):
         self._name, self.next_functions = name, tuple((one, 0) for one in before)
+        here = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+        self._input_metadata = [SimpleNamespace(shape=list(shape), **here)]
         if dropout is not None:
             self._saved_dropout_p = dropout
-            self._saved_query = self._saved_key = torch.ones(2, 3, 5, 4, dtype=torch.bfloat16)
-            self._saved_value = torch.ones(2, 3, 5, 8, dtype=torch.bfloat16)
+
+    _saved_query = property(lambda self: pytest.fail("what was saved was asked for, which runs hooks of the user's"))
 
     def name(self):
         return self._name
 
 
-def attention(dropout):
-    return Node(f"{NODE}0", None, dropout=dropout)
+def attention(dropout, key=(2, 3, 7, 4)):
+    query, key = Node(shape=(2, 3, 5, 4)), Node(shape=key) if key else None
+    return Node(f"{NODE}0", query, key, None, dropout=dropout, shape=(2, 3, 5, 8))
 
 
 def test_a_call_that_drops_is_found_wherever_it_is_and_nothing_of_it_is_held():
     both = Node("MulBackward0", attention(0.0), None, Node("ViewBackward0", attention(0.25)))
     found = dropping_call([Node(), Node("AddBackward0", both, both)])
     assert found.dropout == 0.25
-    assert [tuple(one.shape) for one in found.inputs] == [(2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 8)]
+    assert [tuple(one.shape) for one in found.inputs] == [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 8)]
     assert {one.dtype for one in found.inputs} == {torch.bfloat16}
     assert all(one.untyped_storage().nbytes() == 2 for one in found.inputs)
+
+
+def test_where_keys_are_not_learnt_there_are_as_many_as_places_that_ask():
+    found = dropping_call([attention(0.5, key=None)])
+    assert [tuple(one.shape) for one in found.inputs] == [(2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 8)]
+
+
+def test_real_nodes_tell_shapes_without_what_they_saved():
+    asked = []
+    packed = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: asked.append(1) or tensor)
+    tensors = [torch.randn(2, 3, 5, 4, requires_grad=True) for _ in range(3)]
+    with packed:
+        node = torch.nn.functional.scaled_dot_product_attention(*tensors).grad_fn
+    call = attending._call_of(node)
+    assert [tuple(one.shape) for one in call.inputs] == [(2, 3, 5, 4)] * 3
+    assert call.dropout == 0.0
+    assert not asked
+    assert node._saved_query is not None
+    assert asked  # or this would prove nothing
 
 
 @pytest.mark.parametrize("node", [Node(), attention(0.0), Node("AddBackward0", attention(0.0), attention(0.0))])

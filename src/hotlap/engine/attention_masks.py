@@ -62,10 +62,10 @@ def masks_of(call: Call, kernel: SDPBackend) -> Masks:
         answer = probe.by(kernel)[..., :columns]
         kept = answer.float() * probe.key.shape[-2] > 0.5 / (1 - RATE)
         code = 2 * code + kept.flatten()
-        sums.append([kept.sum(dim=_but(axis)).double() for axis in range(4)])
+        sums.append([kept.sum().view(1), *(kept.sum(dim=_but(axis)) for axis in range(4))])
     worst = (-math.inf, 0.0, 0.0)
-    for axis in range(5):
-        counts = torch.stack([one[axis % 4] if axis < 4 else one[0].sum()[None] for one in sums])
+    for draws in zip(*sums, strict=True):
+        counts = torch.stack(draws).double()
         size = places / counts.shape[1]
         spread = float((counts - size * (1 - RATE)).square().mean()) / (size * RATE * (1 - RATE))
         limit = SPREAD + DEVIATIONS * math.sqrt(2 / counts.numel())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hotlap.data.columns import tensors_in
 from hotlap.engine import attention_kernels
@@ -34,7 +33,7 @@ class Attending:
             if tensors:
                 self._has_looked = True
                 self._call = dropping_call([tensor.grad_fn for tensor in tensors])
-        except Exception:  # outputs may be whatever the script likes, and saved tensors be gone
+        except Exception:  # outputs may be whatever the script likes
             self._has_looked = True
 
     def advice(self) -> list[str]:
@@ -61,14 +60,20 @@ def dropping_call(nodes: list[Any]) -> Call | None:
     while ahead and len(seen) < MOST_NODES:
         node = ahead.pop()
         if node.name().startswith(NODE) and node._saved_dropout_p > 0:
-            query, key, value = (_hollow(getattr(node, f"_saved_{name}")) for name in ("query", "key", "value"))
-            return Call(query, key, value, None, node._saved_dropout_p, False, None, False)
+            return _call_of(node)
         before = {one for one, _ in node.next_functions if one is not None} - seen
         seen |= before
         ahead += before
     return None
 
 
-def _hollow(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape that takes up no memory."""
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+def _call_of(node: Any) -> Call:
+    """The call that left a node, by the shapes on its edges: to ask for what it saved would run the user's hooks."""
+    answer = node._input_metadata[0]
+    shapes = [one._input_metadata[number].shape if one is not None else None for one, number in node.next_functions]
+    query = shapes[0] or answer.shape
+    key = shapes[1] or query
+    # Each is a number that lies everywhere, and takes up no memory.
+    number = torch.zeros((), dtype=answer.dtype, device=answer.device)
+    q, k, v = (number.expand(tuple(shape)) for shape in (query, key, (*key[:-1], answer.shape[-1])))
+    return Call(q, k, v, None, node._saved_dropout_p, False, None, False)
