@@ -128,7 +128,7 @@ PLANTED = """
         moments = trials.moments()
         for event in list(moments)[3:5]:
             trials.at_call(event, moments[event])
-        for _ in range(8):
+        for _ in range(40):  # when a kill comes is chance, and so is what it hits
             if not trials.tally.lost:
                 trials.at_random()
         print(json.dumps(trials.tally.lost), flush=True)
