@@ -1,5 +1,6 @@
 """Kernels of attention on a real GPU: timed without a trace, the same numbers, and recorded as they were chosen."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -159,8 +160,10 @@ def test_the_kernels_that_torch_is_left_to_drop_well(kernel, shape):
 
 def kernels_of(work):
     """The kinds of attention that ran, as torch names them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        work()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11, the first time in a process
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            work()
     names = [event.name for event in seen.events() if event.name.startswith("aten::_scaled_dot_product")]
     return {name for name in names if not name.endswith("backward")}
 
