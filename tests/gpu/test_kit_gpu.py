@@ -13,6 +13,7 @@ import hotlap
 from hotlap import Job, TrainingError
 from hotlap.kit.batch import batch_of_script
 from hotlap.kit.bench import opened
+from hotlap.kit.live import LiveTensors
 from hotlap.kit.looks import Wish
 from hotlap.kit.memory import memory_of_script
 from hotlap.kit.visiting import visit
@@ -154,6 +155,22 @@ def test_the_account_adds_up_to_the_allocators_peak():
         assert one.peak_bytes < 0.8 * found.peak_bytes, found.summary()
         assert abs(one.predicted_bytes - one.peak_bytes) < 0.25 * one.peak_bytes, found.summary()
     assert any("autocast" in one.what for one in found.savings)
+
+
+def test_what_an_operation_takes_for_itself_is_in_the_account():
+    x = torch.rand(4 * 2**20, device=DEVICE)
+    x.sort()
+    live = LiveTensors(torch.device(DEVICE))
+    live.know([x], "batch")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    x.sort()
+    peak = torch.cuda.max_memory_allocated() - before + x.nbytes
+    with live:
+        x.sort()
+    assert live.at_peak["kernels"] > x.nbytes
+    assert sum(live.at_peak.values()) == live.peak_bytes
+    assert abs(live.peak_bytes - peak) < 0.01 * peak
 
 
 class Keeps(nn.Module):

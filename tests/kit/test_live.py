@@ -24,6 +24,19 @@ def test_the_peak_is_that_of_all_that_lived_at_once():
     assert counted.bytes == 4000
 
 
+def test_what_an_operation_takes_for_itself_is_part_of_the_peak_and_not_of_what_lasts(monkeypatch):
+    """The allocator's account is made up: an operation had 700 bytes more than was left when it ended."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    a = torch.zeros(10)
+    counted = LiveTensors(torch.device("cuda"))
+    with counted:
+        a + 1
+    assert (counted.peak_bytes, counted.at_peak["kernels"]) == (700, 700)
+    assert [size for _, size in counted.course] == [700, 0]
+
+
 def test_views_and_writes_in_place_take_nothing():
     a = torch.zeros(100)
     counted = LiveTensors(CPU)

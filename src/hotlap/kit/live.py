@@ -1,7 +1,7 @@
 """Counts the memory of tensors on a device as they come and go: what lives, what it is for, and who made it.
 
 Every operation of torch is looked at, which takes time: it is for counting, never for timing. What an operation takes
-for itself and gives back before it ends is not seen.
+for itself and gives back before it ends is seen on a GPU, by the peak that torch's allocator has had meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ BLOCK = 512
 """torch gives a GPU's memory out in multiples of so many bytes."""
 BEFORE = "before"
 """The kind of what was there before, and is none that anybody has told of."""
+KERNELS = "kernels"
+"""The kind of what an operation takes for itself while it is at work."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _STANDARD = str(Path(sys.modules["collections"].__file__ or "").parents[1])
 
@@ -83,10 +85,18 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count what it gives."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         made = func(*args, **(kwargs or {}))
+        meanwhile = torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
         for leaf in [made] if isinstance(made, Tensor) else tree_leaves(made):
             if isinstance(leaf, Tensor) and self._is_here(leaf):
                 self._note(leaf, BEFORE if self._was_there(leaf, (args, kwargs)) else None)
+        working = meanwhile - torch.cuda.memory_allocated(self.device) if on_gpu else 0
+        if working > 0:
+            self._look(working)
+            self.course.append((self.kind, self.bytes))
         return made
 
     def _was_there(self, made: Tensor, given: Any) -> bool:
@@ -137,11 +147,12 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "activations":
             self.layers[layer] += size
 
-    def _look(self) -> None:
-        self.course.append((self.kind, self.bytes))
-        if self.bytes > self.peak_bytes:
-            self.peak_bytes = self.bytes
-            self.at_peak, self.layers_at_peak = dict(self.kinds), dict(self.layers)
+    def _look(self, working: int = 0) -> None:
+        """Note what lives, and what an operation has taken for itself beside it."""
+        self.course.append((self.kind, self.bytes + working))
+        if self.bytes + working > self.peak_bytes:
+            self.peak_bytes = self.bytes + working
+            self.at_peak, self.layers_at_peak = {**self.kinds, KERNELS: working}, dict(self.layers)
 
     def _line(self) -> str:
         """The innermost line at work that is neither torch's nor hotlap's nor python's own."""

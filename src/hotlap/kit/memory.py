@@ -39,7 +39,8 @@ _TOLD = {
     "update": "the update itself",
     "batch": "batch, and all else",
     "before": "there before: data",
-    "unseen": "within kernels",
+    "kernels": "within kernels",
+    "unseen": "beside all tensors",
 }
 
 
@@ -54,7 +55,7 @@ class MemoryFound:
     peak_bytes: int
     """The most that tensors took in an update; on a GPU by torch's allocator, else counted."""
     counted_bytes: int
-    """The most that the tensors that were seen took: what `kinds` add up to."""
+    """The most that tensors and operations were seen to take: what `kinds` add up to."""
     reserved_bytes: int | None
     """What torch had taken from the GPU at most; None on the CPU."""
     room_bytes: int
@@ -78,7 +79,7 @@ class MemoryFound:
 
     @property
     def unseen_bytes(self) -> int:
-        """What the allocator gave beside the tensors that were seen: working memory of kernels, and its rounding."""
+        """What the allocator gave beside all that was seen: what libraries keep for themselves, and its rounding."""
         return max(0, self.peak_bytes - self.counted_bytes)
 
     def draw(self, path: str | Path) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hotlap.kit.live import BEFORE, LiveTensors
+from hotlap.kit.live import BEFORE, KERNELS, LiveTensors
 from hotlap.script.patches import Patches
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "backward", "update", "batch", BEFORE)
+KINDS = ("parameters", "gradients", "optimizer", "activations", "backward", "update", "batch", BEFORE, KERNELS)
 """What memory is for: `backward` are gradients of activations, `update` what an update needs while it is made, `before`
-what was there before and is only read: data, for one."""
+what was there before and is only read: data, for one, `kernels` what an operation has to itself while it is at work."""
 
 
 class Watch:
