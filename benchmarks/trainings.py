@@ -19,6 +19,7 @@ from benchmarks.rivals import Steps
 from benchmarks.texts import TextWork
 from benchmarks.work import Normalise, Work
 from hotlap.engine.attention import left_to_torch
+from hotlap.engine.overlap import overlapping
 
 
 def fast_plan(work: Work, device: torch.device) -> hotlap.Plan:
@@ -65,7 +66,8 @@ def engine(
     made: Callable[[hotlap.Rig], None] = lambda rig: None,
 ) -> Steps:
     """The work trained by hotlap; who wants to ask its rig anything is given it when it is `made`."""
-    with left_to_torch() if column == "torch_attention" else nullcontext():
+    otherwise = {"torch_attention": left_to_torch, "overlapped": overlapping}.get(column, nullcontext)
+    with otherwise():
         rig = make_rig(work, model, plan, device)
     made(rig)
     given, settings = work.fed(column)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class CapturedStep:
 
     Recorded is the whole update, or, where the optimizer cannot be (`why_split`), all but its step. `note` is told
     why nothing, or less than the whole, is recorded. What comes before a recording, and the recording, run inside
-    `attention`.
+    `attention`, and inside the `overlap` of the eager step.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class CapturedStep:
         note: Callable[[str], None],
     ) -> None:
         self._eager, self._device, self._attention, self._note = eager, device, attention, note
+        self._overlap: AbstractContextManager[None] = eager.overlap or nullcontext()
         self.split = why_split is not None or eager.waits
         if self.split:
             self._note(f"the optimizer's step stays outside the capture: {why_split or 'it waits for the device'}")
@@ -130,6 +131,8 @@ class CapturedStep:
         """Drop all that was recorded: the memory it was made for is no longer the training's."""
         self._graphs.clear()
         self._seen.clear()
+        if self._eager.overlap is not None:
+            self._eager.overlap.forget()
 
     def _check_validity(self) -> None:
         """Drop what was recorded for other layers, modes, places in memory or settings of the optimizer."""
@@ -156,7 +159,7 @@ class CapturedStep:
 
         The very first update is not watched: libraries wait for the device while they set themselves up.
         """
-        with self._recorder.aside(), self._attention:
+        with self._recorder.aside(), self._attention, self._overlap:
             for number in range(window.updates):
                 one = window.update(number)
                 if not self._warm:
@@ -189,7 +192,7 @@ class CapturedStep:
     def _recorded(self, window: Window, key: Hashable) -> StepGraph | None:
         try:
             norms = self._norms.settled(key)
-            with self._attention:
+            with self._attention, self._overlap:
                 return StepGraph(self._eager, window, self._left, self._recorder, norms, whole=not self.split)
         except NotRecordedError as error:
             self._eager.optimizer.zero_grad(set_to_none=True)

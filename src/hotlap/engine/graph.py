@@ -96,7 +96,9 @@ class StepGraph:
 
     def _work(self) -> None:
         eager, window = self._eager, self._window
-        with eager.switches if eager.switches else nullcontext():
+        overlap = eager.overlap
+        leaving = overlap.leaving(self._left.grad_of) if overlap is not None and self._whole else nullcontext()
+        with eager.switches if eager.switches else nullcontext(), leaving:
             for number, pieces in enumerate(self._batches()):
                 with counted_at_once(self._norms):
                     loss, self._scores = eager.gradients(pieces, window.sizes, window.all_count)
@@ -114,8 +116,9 @@ class StepGraph:
     def _leave_gradients(self) -> None:
         with_grad = [parameter for parameter in self._parameters if parameter.grad is not None]
         rooms = [self._left.grad_of(parameter) for parameter in with_grad]
-        if rooms:
-            torch._foreach_copy_(rooms, [parameter.grad for parameter in with_grad if parameter.grad is not None])
+        moves = [(room, p.grad) for room, p in zip(rooms, with_grad, strict=True) if p.grad is not room]
+        if moves:
+            torch._foreach_copy_([room for room, _ in moves], [grad for _, grad in moves if grad is not None])
         places = dict(zip(map(id, with_grad), rooms, strict=True))
         self._grads = [places.get(id(parameter)) for parameter in self._parameters]
 

@@ -15,12 +15,13 @@ from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.attention import GoodMasks, WithoutPoorMasks
 from hotlap.machine.tf32 import Tf32
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What forward passes are cast to, by precision."""
 
 
 def precision_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """What forward passes run inside, made anew for each."""
-    dtype = _AUTOCAST.get(precision)
+    dtype = AUTOCAST.get(precision)
     if dtype is None:  # TF32 is a switch of the process, set around the whole step
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=dtype)
@@ -41,7 +42,7 @@ class Switches:
         self._tf32 = Tf32() if numerics.precision == "tf32" and on_gpu else None
         self._autotune = execution.autotune and on_gpu
         self._masks: AbstractContextManager[Any] | None = None
-        if on_gpu and numerics.precision in _AUTOCAST:
+        if on_gpu and numerics.precision in AUTOCAST:
             # torch's compiler would trace what looks at calls, so that it chooses without that kernel altogether.
             self._masks = GoodMasks() if execution.compile == "no" else WithoutPoorMasks()
         self._without_onednn = not on_gpu and numerics.precision == "bf16" and _is_emulated("bf16", device)
@@ -80,7 +81,7 @@ def why_not_precision(precision: str, device: torch.device) -> str | None:
     here = _is_emulated(precision, device) and device.type == "cpu" and machine.detect().pretended is None
     if fact.support is not machine.Support.HARDWARE and not here:
         return f"{precision} is {fact.support} on this {device.type}: {fact.reason}"
-    if precision in _AUTOCAST and not _autocasts(device.type, _AUTOCAST[precision]):
+    if precision in AUTOCAST and not _autocasts(device.type, AUTOCAST[precision]):
         return f"torch {torch.__version__} has no autocast to {precision} on {device.type}"
     return None
 

@@ -17,6 +17,7 @@ from hotlap.data.batches import Batch, to_device
 from hotlap.data.resident import Rows
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Scored, Totals
+from hotlap.engine.overlap import Overlap
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.rates import Rates
 from hotlap.engine.scaling import LossScale, skipping
@@ -105,6 +106,8 @@ class EagerStep:
         self.modules = [m for m in (objective.model, objective.loss) if isinstance(m, nn.Module)]
         self.look: Callable[[Tensor], None] | None = None
         """Shown every loss before it is differentiated."""
+        self.overlap: Overlap | None = None
+        """Makes the gradients, where what a step does is recorded."""
         self._known: tuple[int, ...] = ()
         self._all: list[Tensor] = []
         self._strangers: list[Tensor] = []
@@ -231,7 +234,11 @@ class EagerStep:
     def _backward(self, loss: Tensor) -> None:
         if self.look is not None:
             self.look(loss)
-        torch.autograd.backward(self._scale.scaled(loss) if self._scaled and self._scale is not None else loss)
+        scaled = self._scale.scaled(loss) if self._scaled and self._scale is not None else loss
+        if self.overlap is None:
+            torch.autograd.backward(scaled)
+        else:
+            self.overlap.backward(scaled)
 
     def _divide_gradients(self, count: Tensor | float) -> None:
         grads = self._gradients()

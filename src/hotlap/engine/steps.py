@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Numerics, Plan
+from hotlap.engine import overlap
 from hotlap.engine.attention import Attention
 from hotlap.engine.capture import CapturedStep
 from hotlap.engine.checkpointing import Checkpointing
@@ -22,6 +23,7 @@ from hotlap.engine.guards import Guards
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.optimizers import has_step_hooks, why_not_captured
+from hotlap.engine.precision import AUTOCAST
 from hotlap.engine.rates import Rates, moves_rates_only
 from hotlap.engine.recording import Recorder
 from hotlap.engine.schedules import Schedule
@@ -55,7 +57,7 @@ class Steps:
         self._objective, self._optimizer, self._schedule, self._totals = objective, optimizer, schedule, totals
         self._modules, self._device, self._layout, self._guards = modules, device, layout, guards
         self._compiling, self._clip, self._note = compiling, clip, note
-        self._attention = Attention(tell_attention)
+        self._attention, self._overlaps = Attention(tell_attention), overlap.is_on()
         self._made: dict[tuple[Numerics, Execution, int], Step] = {}
         self._recorder: Recorder | None = None
         self._left: Left | None = None
@@ -131,6 +133,9 @@ class Steps:
         if blocks:
             checkpointing = Checkpointing(self._objective.model, blocks)
             eager.gradients = checkpointing.during(eager.gradients)  # type: ignore[method-assign]
+        elif captured and execution.compile == "no" and self._overlaps:
+            # torch's compiler casts by itself, and what is computed again would not find what was cast.
+            eager.overlap = overlap.Overlap(self._device, AUTOCAST.get(numerics.precision))
         return self._recording(eager, why_split, execution) if captured else eager
 
     def _recording(self, eager: EagerStep, why_split: str | None, execution: Execution) -> CapturedStep:

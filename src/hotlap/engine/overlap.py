@@ -1,0 +1,335 @@
+"""Weights cast together, and their gradients made beside those of activations: for steps that are recorded.
+
+Under autocast each weight is cast by a kernel of its own, and its gradient is cast back by another; in small models
+that is a fifth of all kernels. Here groups of weights are cast at once, and so are their gradients. And of a layer's
+gradients only that of its input is waited for by the layers before it: that of its weights is made on a second stream,
+which in a recorded step costs nothing. Every number comes from the same operation as without, so that it is the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GROUP_BYTES = 64 * 2**20
+"""Weights that are cast at once: their gradients in 16 bits live until the last of them is there."""
+MOST_BEHIND = 16
+"""Layers whose gradients may be under way on the second stream: what they read is kept as long."""
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+Room = Callable[[Tensor], Tensor]
+_is_on = False
+
+
+class Overlap:
+    """Inside `with`, `F.linear` and convolutions take weights that were cast together.
+
+    A step's gradients have to be made by `backward`. What it knows of a weight it learns when it first sees it; until
+    then, and wherever something unusual goes on, torch does as ever. `dtype` is what autocast computes in, None where
+    there is none; then only the second stream is left to gain by.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        number = torch.cuda.current_device() if device.type == "cuda" else None
+        self._device = device if number is None or device.index is not None else torch.device("cuda", number)
+        self._dtype = dtype
+        self._stream = _second_stream(self._device) if device.type == "cuda" else None
+        self._groups: list[list[Tensor]] = []
+        self._group_of: dict[int, int] = {}
+        self._ready: dict[int, Tensor] = {}
+        self._uses: Counter[int] = Counter()
+        self._behind: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+        self._is_forked = self._is_last = False
+        self._room: Room | None = None
+        self._patched: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._patch("linear", self._linear)
+        if self._dtype is not None:
+            for name in _CONVOLUTIONS:
+                self._patch(name, self._convolution)
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self._patched.items():
+            setattr(F, name, original)
+        self._patched.clear()
+        self._let_go()
+
+    def forget(self) -> None:
+        """Know no weights any longer."""
+        self._groups.clear()
+        self._group_of.clear()
+        self._let_go()
+
+    @contextmanager
+    def leaving(self, room: Room | None) -> Iterator[None]:
+        """Inside, gradients are left in the memory that `room` has for a parameter."""
+        before, self._room = self._room, room
+        try:
+            yield
+        finally:
+            self._room = before
+
+    def backward(self, loss: Tensor) -> None:
+        """Make the gradients of a loss; all of them are there for whatever comes next on the stream."""
+        self._is_last = True
+        try:
+            torch.autograd.backward(loss)
+        finally:
+            self._is_last = False
+            self._join()
+            self._let_go()
+
+    # --- weights ---------------------------------------------------------------------------------------
+
+    def _patch(self, name: str, made: Callable[[Any], Any]) -> None:
+        # Where somebody else has put a function of their own there, that is what the user wants.
+        if vars(F)[name] is _TORCHS_OWN[name]:
+            self._patched[name] = _TORCHS_OWN[name]
+            setattr(F, name, made(_TORCHS_OWN[name]))
+
+    def _linear(self, original: Any) -> Any:
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 -- torch's name
+            made: Tensor
+            if not (self._may_answer(input) and input.dim() > 1 and self._knows(weight, bias)):
+                made = original(input, weight, bias)
+                return made
+            given = input if self._dtype is None else input.to(self._dtype)
+            made = _Linear.apply(self, (id(weight), id(bias)), given, *self._cast(weight, bias))  # type: ignore[no-untyped-call]
+            return made
+
+        return linear
+
+    def _convolution(self, original: Any) -> Any:
+        def convolution(
+            input: Tensor,  # noqa: A002 -- torch's name
+            weight: Tensor,
+            bias: Tensor | None = None,
+            *more: Any,
+            **named: Any,
+        ) -> Tensor:
+            if self._may_answer(input) and self._knows(weight, bias):
+                weight, bias = self._cast(weight, bias)
+            made: Tensor = original(input, weight, bias, *more, **named)
+            return made
+
+        return convolution
+
+    def _may_answer(self, x: Tensor) -> bool:
+        """Whether a call is of the usual kind: nobody looks on, and nothing of it will be computed again."""
+        if type(x) not in (Tensor, nn.Parameter) or x.device != self._device or not torch.is_grad_enabled():
+            return False
+        kind = self._device.type
+        casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if casts != self._dtype or x.dtype not in (torch.float32, self._dtype):
+            return False
+        if casts is not None and x.is_leaf and x.requires_grad:  # which autocast casts once for all its uses
+            return False
+        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            return False
+        is_again = torch._C._current_graph_task_id() != -1
+        return not is_again and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    def _knows(self, *weights: Tensor | None) -> bool:
+        """Whether all of them are in groups; from the next pass on they are."""
+        there = [weight for weight in weights if weight is not None]
+        if not all(map(_is_usual, there)):
+            return False
+        is_known = all(id(weight) in self._group_of for weight in there)
+        if not is_known and not _is_recording(self._device):
+            for weight in there:
+                self._learn(weight)
+        # A group that has grown since it was cast is cast as it is now at the next pass.
+        return is_known and all(id(w) in self._ready or self._group_is_fresh(w) for w in there)
+
+    def _learn(self, weight: Tensor) -> None:
+        if id(weight) in self._group_of:
+            return
+        if not self._groups or sum(one.nbytes for one in self._groups[-1]) + weight.nbytes > GROUP_BYTES:
+            self._groups.append([])
+        self._groups[-1].append(weight)
+        self._group_of[id(weight)] = len(self._groups) - 1
+
+    def _group_is_fresh(self, weight: Tensor) -> bool:
+        return not any(id(one) in self._ready for one in self._groups[self._group_of[id(weight)]])
+
+    def _cast(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        for one in (weight, bias):
+            if one is None:
+                continue
+            self._uses[id(one)] += 1
+            if id(one) not in self._ready:
+                group = self._groups[self._group_of[id(one)]]
+                made = _Weights.apply(self, *group)  # type: ignore[no-untyped-call]
+                self._ready.update(zip(map(id, group), made, strict=True))
+        return self._ready[id(weight)], None if bias is None else self._ready[id(bias)]
+
+    def made_of(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """A group as operations take it."""
+        if self._dtype is None:
+            return tuple(weight.detach() for weight in weights)
+        made = [torch.empty_like(weight, dtype=self._dtype) for weight in weights]
+        torch._foreach_copy_(made, list(weights))
+        return tuple(made)
+
+    # --- gradients -------------------------------------------------------------------------------------
+
+    def forks(self, weights: tuple[int, ...]) -> bool:
+        """Whether weights' gradients may be made on the second stream: nobody reads them before all are there."""
+        if self._stream is None or not self._is_last or torch.is_grad_enabled():
+            return False
+        return all(self._uses[weight] <= 1 for weight in weights)  # else torch adds those of all uses up
+
+    @contextmanager
+    def beside(self, *read: Tensor) -> Iterator[None]:
+        """Inside, work is on the second stream, after all that is on this one; what it reads is kept until then."""
+        assert self._stream is not None
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        self._is_forked = True
+        with torch.cuda.stream(self._stream):
+            yield
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        self._behind.append((done, read))
+        if len(self._behind) > MOST_BEHIND:
+            # What is read is let go of after the wait, not before.
+            oldest = self._behind.popleft()
+            here.wait_event(oldest[0])
+
+    def returned(self, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What torch is to add to the weights' gradients: nothing, where that is done here."""
+        if torch.is_grad_enabled() or not self._is_last:
+            return [None if grad is None else grad.to(w.dtype) for w, grad in zip(weights, grads, strict=True)]
+        there = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if grad is not None]
+        if not there:
+            return [None] * len(weights)
+        if self._stream is None:
+            made = self._cast_back(there)
+        else:
+            with self.beside(*(grad for _, grad in there)):
+                made = self._cast_back(there)
+        for (weight, _), grad in zip(there, made, strict=True):
+            if weight.grad is None:
+                weight.grad = grad
+            else:
+                self._join()
+                weight.grad.add_(grad)
+        return [None] * len(weights)
+
+    def _cast_back(self, there: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        grads = [grad for _, grad in there]
+        if self._dtype is None and self._room is None:
+            return grads
+        made = [
+            torch.empty_like(weight) if self._room is None or weight.grad is not None else self._room(weight)
+            for weight, _ in there
+        ]
+        torch._foreach_copy_(made, grads)
+        return made
+
+    def _join(self) -> None:
+        if self._is_forked:
+            assert self._stream is not None
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._is_forked = False
+
+    def _let_go(self) -> None:
+        self._behind.clear()
+        self._ready.clear()
+        self._uses.clear()
+        self._is_forked = False
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Trainings made inside record their steps so; others do not yet, until it has been seen to pay on a GPU."""
+    global _is_on
+    before, _is_on = _is_on, True
+    try:
+        yield
+    finally:
+        _is_on = before
+
+
+def is_on() -> bool:
+    """Whether trainings that are made now have it."""
+    return _is_on
+
+
+class _Weights(torch.autograd.Function):
+    """A group of weights, cast, and their gradients, cast back."""
+
+    @staticmethod
+    def forward(ctx: Any, overlap: Overlap, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.overlap, ctx.weights = overlap, weights
+        ctx.set_materialize_grads(False)
+        return overlap.made_of(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.overlap.returned(ctx.weights, grads))
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose weights' gradients may be made beside that of its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, overlap: Overlap, keys: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.overlap, ctx.keys = overlap, keys
+        ctx.save_for_backward(x, weight)
+        made: Tensor = _TORCHS_OWN["linear"](x, weight, bias)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+
+        def of_weights() -> tuple[Tensor | None, Tensor | None]:
+            of_weight = rows.t().mm(x.reshape(-1, x.shape[-1])) if wants_weight else None
+            return of_weight, rows.sum(0) if wants_bias else None
+
+        if ctx.overlap.forks(ctx.keys):
+            with ctx.overlap.beside(rows, x):
+                of_weight, of_bias = of_weights()
+        else:
+            of_weight, of_bias = of_weights()
+        of_x = rows.mm(weight).view(x.shape) if wants_x else None
+        return None, None, of_x, of_weight, of_bias
+
+
+def _is_usual(weight: Tensor) -> bool:
+    """Whether a weight is trained as most are, and nobody is told of its gradient."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.requires_grad
+        and weight.dtype is torch.float32
+        and weight.layout is torch.strided
+        and not weight._backward_hooks
+        and not getattr(weight, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def _is_recording(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    # One for the process: cuBLAS keeps memory for each stream it was ever used on.
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+_TORCHS_OWN = {name: vars(F)[name] for name in ("linear", *_CONVOLUTIONS)}
