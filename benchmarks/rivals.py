@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from benchmarks.work import Data, Normalise, Work, channels_last
@@ -33,6 +34,9 @@ WORKERS = {"guide_after": 2, "lightning": 8}
 """Loader processes of those that have any."""
 WARM_REPLAYS = 3
 """Replays' worth of real steps that `by_hand` makes before it captures; its first `next` tells them too."""
+GOOD_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""By hand, kernels of attention, in torch's order. cuDNN's, which it would take in 16 bits, drops by masks that repeat:
+see `attention_masks`."""
 
 
 class UnavailableError(Exception):
@@ -190,7 +194,7 @@ class ByHand:
         losses = []
         for x, y in zip(xs.chunk(self._steps), ys.chunk(self._steps), strict=True):
             self._optimizer.zero_grad(set_to_none=True)
-            with self._autocast():
+            with self._autocast(), sdpa_kernel(GOOD_MASKS):
                 loss = F.cross_entropy(self.model(x), y)
             torch.autograd.backward(loss)
             self._optimizer.step()

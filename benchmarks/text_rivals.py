@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.rivals import EndlessOrder, Steps, UnavailableError
+from benchmarks.rivals import GOOD_MASKS, EndlessOrder, Steps, UnavailableError
 from benchmarks.texts import Batch, Priced, TextData, Texts, TextWork, padded
 from hotlap.data.randomness import mix
 
@@ -175,7 +176,7 @@ class TextByHand:
         is_there = self._places[:width] < self._lengths.index_select(0, self.indices).unsqueeze(1)
         columns = {name: column.index_select(0, self.indices) for name, column in self._columns.items()}
         self._optimizer.zero_grad(set_to_none=True)
-        with self._autocast():
+        with self._autocast(), sdpa_kernel(GOOD_MASKS):
             loss = self._task.judged(self.output(ids, is_there, columns), columns["labels"])
         torch.autograd.backward(loss)
         self._optimizer.step()
