@@ -355,9 +355,11 @@ def main(arguments: Sequence[str] | None = None, works: Sequence[Work] | None = 
     if options.threads:
         torch.set_num_threads(options.threads)
     # Large works on a CPU would take minutes, and hotlap does nothing for them there.
-    chosen = called((work for work in works if on_gpu or work.small or options.texts), options.only)
+    there = [work for work in works if on_gpu or work.small or options.texts]
+    chosen = called(there, options.only)
     if not chosen:
-        print(f"no work is called {options.only}; there are {'; '.join(work.name for work in works)}", file=sys.stderr)
+        names = "; ".join(work.name for work in there)
+        print(f"no work here is called {options.only}; there are {names}", file=sys.stderr)
         return 2
     where = torch.cuda.get_device_name(device) if on_gpu else f"{torch.get_num_threads()} CPU threads"
     begun = time.perf_counter()

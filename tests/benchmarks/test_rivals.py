@@ -247,6 +247,13 @@ def test_without_lightning_its_column_says_so_and_nothing_fails(monkeypatch, cap
     assert "MLP, small, lightning: not installed" in capsys.readouterr().out
 
 
+def test_a_work_that_is_not_there_is_one_line_with_those_that_are(capsys):
+    assert fast_path.main(["--device", "cpu", "--only", "nobody"], [WORK]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == f"no work here is called nobody; there are {WORK.name}\n"
+
+
 def test_lightning_is_timed_in_whole_rounds_of_its_workers(monkeypatch):
     class Trainer:
         """As much of Lightning's as the clock sees."""

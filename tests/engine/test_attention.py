@@ -176,7 +176,7 @@ def test_a_kernel_that_fails_after_all_is_given_up(monkeypatch):
 def test_a_shape_first_seen_while_recording_is_left_to_torch(clock, forced, monkeypatch):
     with Attention(silent):
         F.scaled_dot_product_attention(*tensors(6))
-        monkeypatch.setattr(attention, "_is_recording", lambda: True)
+        monkeypatch.setattr(attention, "is_recording", lambda: True)
         F.scaled_dot_product_attention(*tensors(6))
         F.scaled_dot_product_attention(*tensors(9))
     assert forced == [MATH, MATH, None]

@@ -22,6 +22,8 @@ from torch.nn.attention import SDPBackend
 from hotlap.engine import attention_kernels
 from hotlap.engine.attention_kernels import TORCHS_OWN, Call
 from hotlap.engine.attention_masks import masks_of
+from hotlap.engine.recording import is_recording
+from hotlap.engine.watch import is_looked_into
 
 NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -188,7 +190,7 @@ def _answered(
 def _choice_for(call: Call, chooser: Attention) -> Choice | None:
     """The choice for a call, made where there is none yet; None while a recording is under way, which must not wait."""
     shape, begun = call.shape(), time.perf_counter()
-    if shape not in _known and not _is_recording() and len(_known) < MOST_SHAPES:
+    if shape not in _known and not is_recording() and len(_known) < MOST_SHAPES:
         _known[shape] = _chosen(call)
     choice = _known.get(shape)
     if choice is not None:
@@ -222,17 +224,8 @@ def _is_left_alone(call: Call) -> bool:
         return True
     if torch.are_deterministic_algorithms_enabled():
         return True
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
-        return True
-    # Checkpointed: computed again in the backward pass, where the same masks have to be drawn. Before that it runs
-    # with hooks on what is saved, or without gradients.
-    is_again = torch._C._current_graph_task_id() != -1
-    is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return is_again or is_hooked or (call.dropout > 0 and not torch.is_grad_enabled())
-
-
-def _is_recording() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # What is computed again has to draw the same masks; before that it may have run without gradients.
+    return is_looked_into() or (call.dropout > 0 and not torch.is_grad_enabled())
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from hotlap.engine.watch import meant
 
 TORCHS_OWN: Any = torch._C._nn.scaled_dot_product_attention
 POOR_MASKS = SDPBackend.CUDNN_ATTENTION
-"""Torch's own choice for 16 bits on an H200 (2.11), and not left to it where attention drops: trials by its masks ended
-with twice the loss of those by any other kernel's. `benchmarks/attention_masks.py` is there to see it."""
+"""Torch's own choice for 16 bits on an H200 (2.11), and not left to it where attention drops: it draws once for about
+four places, and trainings by it end with twice the loss of those by any other (`benchmarks/attention_masks.py`)."""
 CLEARLY = 1.05
 """How many times as fast as torch's own choice another kernel has to be."""
 ALIKE = 0.05

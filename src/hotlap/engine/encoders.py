@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hotlap.engine.recording import is_recording
 from hotlap.engine.rewiring import Rewiring, decorated, names_in, python_of
 from hotlap.engine.watch import meant
 
@@ -213,15 +214,11 @@ class _Positions:
     def _given(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         if key in self._kept:
             return self._kept[key]
-        if torch.compiler.is_compiling() or _is_recording():
+        if torch.compiler.is_compiling() or is_recording():
             return make()  # its memory would be the recording's own
         with meant(), torch.inference_mode(False), torch.no_grad():
             self._kept[key] = made = make()
         return made
-
-
-def _is_recording() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _size_of(value: Any) -> Hashable:

@@ -1,9 +1,9 @@
 """Weights cast together, and their gradients made beside those of activations: for steps that are recorded.
 
-Under autocast each weight is cast by a kernel of its own, and its gradient is cast back by another; in small models
-that is a fifth of all kernels. Here groups of weights are cast at once, and so are their gradients. And of a layer's
-gradients only that of its input is waited for by the layers before it: that of its weights is made on a second stream,
-which in a recorded step costs nothing. Every number comes from the same operation as without, so that it is the same.
+Under autocast each weight is cast by a kernel of its own, and its gradient is cast back by another. Here groups of
+weights are cast at once, and so are their gradients. And of a layer's gradients only that of its input is waited for by
+the layers before it: that of its weights is made on a second stream. Every number comes from the same operation as
+without. Whether it pays, and whether bits are the same on a GPU, has not been seen yet, so that it is switched off.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hotlap.engine.recording import is_recording
+from hotlap.engine.watch import is_looked_into
 
 GROUP_BYTES = 64 * 2**20
 """Weights that are cast at once: their gradients in 16 bits live until the last of them is there."""
@@ -131,12 +134,9 @@ class Overlap:
             return False
         if casts is not None and x.is_leaf and x.requires_grad:  # which autocast casts once for all its uses
             return False
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch.compiler.is_compiling() or torch._C._len_torch_function_stack():
             return False
-        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-            return False
-        is_again = torch._C._current_graph_task_id() != -1
-        return not is_again and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        return not is_looked_into()
 
     def _knows(self, *weights: Tensor | None) -> bool:
         """Whether all of them are in groups; from the next pass on they are."""
@@ -144,7 +144,7 @@ class Overlap:
         if not all(map(_is_usual, there)):
             return False
         is_known = all(id(weight) in self._group_of for weight in there)
-        if not is_known and not _is_recording(self._device):
+        if not is_known and not is_recording():
             for weight in there:
                 self._learn(weight)
         # A group that has grown since it was cast is cast as it is now at the next pass.
@@ -320,10 +320,6 @@ def _is_usual(weight: Tensor) -> bool:
         and not weight._backward_hooks
         and not getattr(weight, "_post_accumulate_grad_hooks", None)
     )
-
-
-def _is_recording(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @cache

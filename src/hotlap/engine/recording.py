@@ -14,6 +14,11 @@ import torch
 from hotlap.engine.watch import why_recording_failed
 
 
+def is_recording() -> bool:
+    """Whether what runs now on this stream is recorded, and not executed."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class NotRecordedError(Exception):
     """What could not be recorded, and at which line of the user's."""
 

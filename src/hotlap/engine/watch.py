@@ -98,6 +98,15 @@ def stranger_in(loss: Tensor, known: Sequence[Tensor], *, parameters_only: bool 
     return None
 
 
+def is_looked_into() -> bool:
+    """Whether somebody looks on at what runs now, or it is computed twice, as checkpointed layers are."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+        return True
+    is_again = torch._C._current_graph_task_id() != -1
+    # The first time it runs with hooks on what is saved.
+    return is_again or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def why_recording_failed(error: BaseException) -> str:
     """What an error while recording says, and at which line of the user's it happened."""
     text = str(error).strip().splitlines()
