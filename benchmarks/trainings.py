@@ -18,8 +18,8 @@ from benchmarks import rivals, text_rivals
 from benchmarks.rivals import Steps
 from benchmarks.texts import TextWork
 from benchmarks.work import Normalise, Work
+from hotlap.engine import overlap
 from hotlap.engine.attention import left_to_torch
-from hotlap.engine.overlap import overlapping
 
 
 def fast_plan(work: Work, device: torch.device) -> hotlap.Plan:
@@ -66,7 +66,7 @@ def engine(
     made: Callable[[hotlap.Rig], None] = lambda rig: None,
 ) -> Steps:
     """The work trained by hotlap; who wants to ask its rig anything is given it when it is `made`."""
-    otherwise = {"torch_attention": left_to_torch, "overlapped": overlapping}.get(column, nullcontext)
+    otherwise = {"torch_attention": left_to_torch, "not_overlapped": overlap.switched_off}.get(column, nullcontext)
     with otherwise():
         rig = make_rig(work, model, plan, device)
     made(rig)

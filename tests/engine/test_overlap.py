@@ -30,6 +30,20 @@ class Tied(nn.Module):
         return self.again(F.relu(self.first(x))) + F.linear(x, self.first.weight * 0.5)
 
 
+class Shared(nn.Module):
+    """One layer used again and again, whose bias another has too."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.bias = self.one.bias
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.one(x).tanh()
+        return self.other(x)
+
+
 class Attends(nn.Module):
     def __init__(self):
         super().__init__()
@@ -98,7 +112,7 @@ class Sometimes(nn.Module):
         return self.often(x) + (self.seldom(x) if self.calls % 2 else 0)
 
 
-MODELS = [layers, Tied, Attends, Pictures, PartlyFrozen, Checkpointed, Penalised, Sometimes]
+MODELS = [layers, Tied, Shared, Attends, Pictures, PartlyFrozen, Checkpointed, Penalised, Sometimes]
 
 
 def gradients_of(make, dtype, overlap, pieces=1, into=None):
@@ -137,6 +151,14 @@ def test_gradients_are_torchs_own(make, dtype, pieces):
             assert (a is None) == (b is None)
             if a is not None:
                 torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_all_uses_of_a_weight_are_added_up_in_torchs_order(dtype):
+    for one, other in zip(
+        gradients_of(Shared, dtype, None), gradients_of(Shared, dtype, Overlap(CPU, dtype)), strict=True
+    ):
+        assert same(one, other)
 
 
 @pytest.mark.parametrize("group", [1, 300, room.GROUP_BYTES])

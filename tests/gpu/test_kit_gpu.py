@@ -317,8 +317,8 @@ def test_a_scripts_account_adds_up(tmp_path):
     path.write_text(textwrap.dedent(SCRIPT).replace("batch_size=1024", "batch_size=4096"))
     found = memory_of_script(Target(path=str(path)), progress=False)
     assert found.device.startswith("cuda")
-    # Of the peak, cuBLAS and cuBLASLt have up to 32 MiB each to themselves.
-    assert abs(found.peak_bytes - found.counted_bytes) < 0.05 * found.peak_bytes + 65 * MIB, found.summary()
+    assert abs(found.peak_bytes - found.counted_bytes) < 0.05 * found.peak_bytes, found.summary()
+    assert found.kinds["libraries"] > 0
     assert found.held == ()
     half = next(one for one in found.savings if "autocast" in one.what)
     assert half.why_not is None, half

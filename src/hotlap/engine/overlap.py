@@ -3,7 +3,7 @@
 Under autocast each weight is cast by a kernel of its own, and its gradient is cast back by another. Here groups of
 weights are cast at once, and so are their gradients. And of a layer's gradients only that of its input is waited for by
 the layers before it: that of its weights is made on a second stream. Every number comes from the same operation as
-without. Whether it pays, and whether bits are the same on a GPU, has not been seen yet, so that it is switched off.
+without, and is the same, bit by bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_BEHIND = 16
 """Layers whose gradients may be under way on the second stream: what they read is kept as long."""
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 Room = Callable[[Tensor], Tensor]
-_is_on = False
+_is_on = True
 
 
 class Overlap:
@@ -45,6 +45,7 @@ class Overlap:
         self._stream = _second_stream(self._device) if device.type == "cuda" else None
         self._groups: list[list[Tensor]] = []
         self._group_of: dict[int, int] = {}
+        self._new: set[int] = set()
         self._ready: dict[int, Tensor] = {}
         self._uses: Counter[int] = Counter()
         self._behind: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
@@ -143,7 +144,9 @@ class Overlap:
         there = [weight for weight in weights if weight is not None]
         if not all(map(_is_usual, there)):
             return False
-        is_known = all(id(weight) in self._group_of for weight in there)
+        # Those of a pass that saw one for the first time are torch's to the end: a shared weight's uses are added up by
+        # one of the two, in its order.
+        is_known = all(id(weight) in self._group_of and id(weight) not in self._new for weight in there)
         if not is_known and not is_recording():
             for weight in there:
                 self._learn(weight)
@@ -157,6 +160,7 @@ class Overlap:
             self._groups.append([])
         self._groups[-1].append(weight)
         self._group_of[id(weight)] = len(self._groups) - 1
+        self._new.add(id(weight))
 
     def _group_is_fresh(self, weight: Tensor) -> bool:
         return not any(id(one) in self._ready for one in self._groups[self._group_of[id(weight)]])
@@ -245,15 +249,16 @@ class Overlap:
     def _let_go(self) -> None:
         self._behind.clear()
         self._ready.clear()
+        self._new.clear()
         self._uses.clear()
         self._is_forked = False
 
 
 @contextmanager
-def overlapping() -> Iterator[None]:
-    """Trainings made inside record their steps so; others do not yet, until it has been seen to pay on a GPU."""
+def switched_off() -> Iterator[None]:
+    """Trainings made inside record their steps as torch makes them, to be compared with others."""
     global _is_on
-    before, _is_on = _is_on, True
+    before, _is_on = _is_on, False
     try:
         yield
     finally:

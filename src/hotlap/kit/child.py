@@ -272,6 +272,7 @@ class Visitor:
         assert optimizer is not None
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         live = LiveTensors(weights[0].device, lines=lines)
+        live.know_libraries()
         live.know(weights, "parameters")
         live.know((p.grad for p in weights), "gradients")
         live.know(state_of(optimizer), "optimizer")

@@ -25,6 +25,8 @@ BEFORE = "before"
 """The kind of what was there before, and is none that anybody has told of."""
 KERNELS = "kernels"
 """The kind of what an operation takes for itself while it is at work."""
+LIBRARIES = "libraries"
+"""The kind of what cuBLAS keeps to work in, from its first use on."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _STANDARD = str(Path(sys.modules["collections"].__file__ or "").parents[1])
 
@@ -76,6 +78,15 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if tensor is not None and self._is_here(tensor):
                 self._note(tensor, kind)
+
+    def know_libraries(self) -> None:
+        """Count what cuBLAS keeps to work in: it is let go of, and taken anew when it is next needed."""
+        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        torch.cuda.synchronize(self.device)  # while somebody is at work in it, it stays
+        before = torch.cuda.memory_allocated(self.device)
+        torch._C._cuda_clearCublasWorkspaces()
+        self._add(LIBRARIES, "", before - torch.cuda.memory_allocated(self.device))
 
     def forget_peak(self) -> None:
         """From here on the peak is sought anew."""

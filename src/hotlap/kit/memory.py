@@ -40,6 +40,7 @@ _TOLD = {
     "batch": "batch, and all else",
     "before": "there before: data",
     "kernels": "within kernels",
+    "libraries": "kept by cuBLAS",
     "unseen": "beside all tensors",
 }
 
@@ -202,6 +203,7 @@ class _Account:
         """Counts what is there before an update: its batch too, where it is on the device already."""
         self._bench.tidy()
         live = LiveTensors(self._rig.device, lines=lines)
+        live.know_libraries()
         know_training(live, self._rig)
         live.know((tensor for piece in window.pieces for tensor in tensors_in(piece)), "batch")
         return live

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hotlap.kit.live import BEFORE, KERNELS, LiveTensors
+from hotlap.kit.live import BEFORE, KERNELS, LIBRARIES, LiveTensors
 from hotlap.script.patches import Patches
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "backward", "update", "batch", BEFORE, KERNELS)
+KINDS = (
+    *("parameters", "gradients", "optimizer", "activations", "backward", "update", "batch"),
+    *(BEFORE, KERNELS, LIBRARIES),
+)
 """What memory is for: `backward` are gradients of activations, `update` what an update needs while it is made, `before`
-what was there before and is only read: data, for one, `kernels` what an operation has to itself while it is at work."""
+what was there before and is only read: data, for one, `kernels` what an operation has to itself while it is at work,
+`libraries` what cuBLAS keeps all the time."""
 
 
 class Watch:
