@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hotlap.engine import overlap as room
-from hotlap.engine.optimizers import in_portions, takes_portions
 from hotlap.engine.overlap import Overlap
 
 CPU = torch.device("cpu")
@@ -198,65 +197,6 @@ def test_gradients_are_left_where_there_is_room_for_them():
     assert norm.weight.grad is not rooms[id(norm.weight)]
 
 
-OPTIMIZERS = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=0.1),
-    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
-    "two groups": lambda parameters: torch.optim.AdamW(
-        [{"params": (every := list(parameters))[:1]}, {"params": every[1:], "lr": 1e-3}], lr=1e-2, weight_decay=0.1
-    ),
-}
-
-
-def weights_of(make, dtype, optimizer, overlap):
-    """After some updates, and how many weights were updated before all gradients were there, in each."""
-    torch.manual_seed(0)
-    model = make()
-    optimizer, early = optimizer(model.parameters()), []
-    with overlap or nullcontext():
-        for number in range(6):
-            torch.manual_seed(number)
-            optimizer.zero_grad(set_to_none=True)
-            early.append(0)
-            with in_portions(optimizer) as update:
-
-                def counted(weights, update=update):
-                    early[-1] += len(weights)
-                    update(weights)
-
-                with overlap.updating(counted) if overlap else nullcontext():
-                    with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
-                        loss = model(torch.randn(12, 8)).float().pow(2).mean()
-                    (overlap.backward if overlap else torch.autograd.backward)(loss)
-                    optimizer.step()
-    return [p.detach().clone() for p in model.parameters()], early
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("group", [300, room.GROUP_BYTES])
-def test_weights_that_are_updated_early_end_where_they_would_have(dtype, optimizer, group, monkeypatch):
-    monkeypatch.setattr(room, "GROUP_BYTES", group)
-    plain, _ = weights_of(layers, dtype, optimizer, None)
-    beside, early = weights_of(layers, dtype, optimizer, Overlap(CPU, dtype))
-    assert same(plain, beside)
-    assert early == [0, 0, 5, 5, 5, 5]
-
-
-@pytest.mark.parametrize("make", [Tied, Shared, Attends, Pictures, PartlyFrozen, Checkpointed, Sometimes])
-def test_so_do_those_of_models_that_do_other_things(make):
-    plain, _ = weights_of(make, None, OPTIMIZERS["SGD"], None)
-    beside, _ = weights_of(make, None, OPTIMIZERS["SGD"], Overlap(CPU, None))
-    for one, other in zip(plain, beside, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_a_weight_that_is_used_elsewhere_too_waits_for_all_of_its_gradient():
-    _, early = weights_of(Tied, None, OPTIMIZERS["SGD"], Overlap(CPU, None))
-    assert early == [0, 0, 2, 2, 2, 2]  # the two biases, and not the weight that both layers have
-
-
 def test_a_weight_whose_gradient_somebody_hears_of_is_left_to_torch():
     model, overlap, heard = layers(), Overlap(CPU, None), []
     model[0].weight.register_hook(lambda grad: heard.append("hook"))
@@ -296,33 +236,3 @@ def test_a_pass_that_breaks_leaves_nothing_to_the_next():
         model(torch.randn(12, 9))
     plain = gradients_of(layers, None, None)
     assert same(plain[-1], gradients_of(layers, None, overlap)[-1])
-
-
-def test_torchs_own_optimizers_take_portions_and_no_others():
-    weights = [nn.Parameter(torch.ones(2, 2))]
-
-    class Mine(torch.optim.SGD):
-        pass
-
-    scheduled = torch.optim.SGD(weights, lr=0.1)
-    torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    patched = torch.optim.SGD(weights, lr=0.1)
-    patched.step = lambda: None
-    assert takes_portions(torch.optim.AdamW(weights))
-    assert takes_portions(scheduled)
-    assert not takes_portions(Mine(weights, lr=0.1))
-    assert not takes_portions(torch.optim.LBFGS(weights))
-    assert not takes_portions(patched)
-
-
-def test_the_optimizer_has_all_its_weights_again_after_portions():
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-    optimizer = torch.optim.SGD(weights, lr=0.1)
-    for weight in weights:
-        weight.grad = torch.ones(2)
-    with pytest.raises(ZeroDivisionError), in_portions(optimizer) as update:
-        update(weights[:1])
-        optimizer.step()
-        1 / 0  # noqa: B018
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in weights]
-    assert all(torch.equal(weight, torch.full((2,), 0.9)) for weight in weights)

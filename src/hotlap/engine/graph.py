@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from hotlap.data.columns import tensors_in
 from hotlap.data.resident import Rows, narrowed, sample_bytes
 from hotlap.engine.norms import counted_at_once
 from hotlap.engine.objective import Scored
-from hotlap.engine.optimizers import in_portions
 from hotlap.engine.recording import Recorder
 from hotlap.engine.step import EagerStep, Window
 
@@ -101,10 +100,11 @@ class StepGraph:
         leaving = overlap.leaving(self._left.grad_of) if overlap is not None and self._whole else nullcontext()
         with eager.switches if eager.switches else nullcontext(), leaving:
             for number, pieces in enumerate(self._batches()):
-                with self._updating(number):
-                    with counted_at_once(self._norms):
-                        loss, self._scores = eager.gradients(pieces, window.sizes, window.all_count)
-                    if self._whole:
+                with counted_at_once(self._norms):
+                    loss, self._scores = eager.gradients(pieces, window.sizes, window.all_count)
+                if self._whole:
+                    assert eager.rates is not None
+                    with eager.rates.given(number):
                         eager.finish(self._scores)
             if self._whole:
                 self._leave_gradients()
@@ -112,21 +112,6 @@ class StepGraph:
         self._left.loss_dtype = loss.dtype
         if window.is_held:
             self._left.place.add_(window.samples)
-
-    @contextmanager
-    def _updating(self, number: int) -> Iterator[None]:
-        """Inside, this update's rates are given; weights may be updated before all gradients are there."""
-        eager = self._eager
-        if not self._whole:
-            yield
-            return
-        assert eager.rates is not None
-        with eager.rates.given(number):
-            if eager.overlap is None or len(self._window.sizes) > 1 or not eager.may_update_early:
-                yield
-                return
-            with in_portions(eager.optimizer) as update, eager.overlap.updating(update):
-                yield
 
     def _leave_gradients(self) -> None:
         with_grad = [parameter for parameter in self._parameters if parameter.grad is not None]

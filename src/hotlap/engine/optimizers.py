@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -193,38 +193,6 @@ def recording(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
             group["lr"] = rate_before
             if flag is not None:
                 group["capturable"] = flag
-
-
-def takes_portions(optimizer: Optimizer) -> bool:
-    """Whether a weight's update asks nothing of other weights: so it is with torch's own, at their own step."""
-    kind, own_step = type(optimizer), vars(optimizer).get("step")
-    is_own = own_step is None or hasattr(own_step, "_wrapped_by_lr_sched")
-    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS and is_own
-
-
-@contextmanager
-def in_portions(optimizer: Optimizer) -> Iterator[Callable[[Sequence[Tensor]], None]]:
-    """Gives a function that updates some weights; inside, the optimizer's own step then updates those that are left."""
-    groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
-
-    def update(weights: Sequence[Tensor]) -> None:
-        chosen, before = set(map(id, weights)), [group["params"] for group in groups]
-        _set_parameters(groups, [[p for p in some if id(p) in chosen] for some in before])
-        try:
-            optimizer.step()
-        finally:
-            _set_parameters(groups, [[p for p in some if id(p) not in chosen] for some in before])
-
-    try:
-        yield update
-    finally:
-        _set_parameters(groups, whole)
-
-
-def _set_parameters(groups: list[dict[str, Any]], parameters: list[list[Tensor]]) -> None:
-    for group, some in zip(groups, parameters, strict=True):
-        group["params"] = some
 
 
 def _counts_to_device(optimizer: Optimizer, group: dict[str, Any]) -> None:

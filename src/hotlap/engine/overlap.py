@@ -2,16 +2,15 @@
 
 Under autocast each weight is cast by a kernel of its own, and its gradient is cast back by another. Here groups of
 weights are cast at once, and so are their gradients. And of a layer's gradients only that of its input is waited for by
-the layers before it: that of its weights is made on a second stream, and there these weights are updated too, where all
-of a step is recorded and nothing has to be known of other gradients first. Every number comes from the same operation
-as without, and is the same, bit by bit.
+the layers before it: that of its weights is made on a second stream. Every number comes from the same operation as
+without, and is the same, bit by bit.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -28,7 +27,6 @@ MOST_BEHIND = 16
 """Layers whose gradients may be under way on the second stream: what they read is kept as long."""
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 Room = Callable[[Tensor], Tensor]
-Update = Callable[[Sequence[Tensor]], None]
 _is_on = True
 
 
@@ -53,10 +51,6 @@ class Overlap:
         self._behind: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self._is_forked = self._is_last = False
         self._room: Room | None = None
-        self._update: Update | None = None
-        self._alone: dict[int, bool] = {}
-        """Whether all that is known of a weight's gradient is made here."""
-        self._given: list[tuple[Tensor, Tensor, int]] = []
         self._patched: dict[str, Any] = {}
 
     def __enter__(self) -> None:
@@ -75,7 +69,6 @@ class Overlap:
         """Know no weights any longer."""
         self._groups.clear()
         self._group_of.clear()
-        self._alone.clear()
         self._let_go()
 
     @contextmanager
@@ -87,21 +80,11 @@ class Overlap:
         finally:
             self._room = before
 
-    @contextmanager
-    def updating(self, update: Update) -> Iterator[None]:
-        """Inside, `update` is given weights whose gradients are complete, and is on the second stream meanwhile."""
-        before, self._update = self._update, update
-        try:
-            yield
-        finally:
-            self._update = before
-
     def backward(self, loss: Tensor) -> None:
         """Make the gradients of a loss; all of them are there for whatever comes next on the stream."""
         self._is_last = True
         try:
             torch.autograd.backward(loss)
-            self._see_late()
         finally:
             self._is_last = False
             self._join()
@@ -233,18 +216,17 @@ class Overlap:
         there = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if grad is not None]
         if not there:
             return [None] * len(weights)
-        with self.beside(*(grad for _, grad in there)) if self._stream is not None else nullcontext():
+        if self._stream is None:
             made = self._cast_back(there)
-            complete = [weight for weight, _ in there if weight.grad is None and self._alone.get(id(weight))]
-            for (weight, _), grad in zip(there, made, strict=True):
-                weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
-            if complete and self._update is not None:
-                self._update(complete)
-            self._given += [(w, w.grad, w.grad._version) for w, _ in there if w.grad is not None]
-        # Of a weight that is used elsewhere too, torch adds another gradient to this one, on the other stream. Whether
-        # there is such a use is seen before anything is recorded.
-        if not (is_recording() and all(self._alone.get(id(weight)) for weight, _ in there)):
-            self._join()
+        else:
+            with self.beside(*(grad for _, grad in there)):
+                made = self._cast_back(there)
+        for (weight, _), grad in zip(there, made, strict=True):
+            if weight.grad is None:
+                weight.grad = grad
+            else:
+                self._join()
+                weight.grad.add_(grad)
         return [None] * len(weights)
 
     def _cast_back(self, there: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -258,14 +240,6 @@ class Overlap:
         torch._foreach_copy_(made, grads)
         return made
 
-    def _see_late(self) -> None:
-        """Look which weights were given more gradients after those that were made here."""
-        for weight, grad, version in self._given:
-            is_alone = weight.grad is grad and grad._version == version
-            if is_recording() and self._alone.get(id(weight)) and not is_alone:
-                raise RuntimeError("a weight is used elsewhere too, and was not in the updates before")
-            self._alone[id(weight)] = is_alone and self._alone.get(id(weight), True)
-
     def _join(self) -> None:
         if self._is_forked:
             assert self._stream is not None
@@ -274,7 +248,6 @@ class Overlap:
 
     def _let_go(self) -> None:
         self._behind.clear()
-        self._given.clear()
         self._ready.clear()
         self._new.clear()
         self._uses.clear()

@@ -17,7 +17,6 @@ from hotlap.data.batches import Batch, to_device
 from hotlap.data.resident import Rows
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Scored, Totals
-from hotlap.engine.optimizers import takes_portions
 from hotlap.engine.overlap import Overlap
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.rates import Rates
@@ -112,11 +111,6 @@ class EagerStep:
         self._known: tuple[int, ...] = ()
         self._all: list[Tensor] = []
         self._strangers: list[Tensor] = []
-
-    @property
-    def may_update_early(self) -> bool:
-        """Whether a weight may be updated as soon as its own gradient is there: nothing is asked of all of them."""
-        return self._clip is None and self._scale is None and takes_portions(self.optimizer)
 
     @property
     def waits(self) -> bool:
