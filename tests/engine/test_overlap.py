@@ -236,3 +236,30 @@ def test_a_pass_that_breaks_leaves_nothing_to_the_next():
         model(torch.randn(12, 9))
     plain = gradients_of(layers, None, None)
     assert same(plain[-1], gradients_of(layers, None, overlap)[-1])
+
+
+def test_a_weight_that_is_used_elsewhere_too_is_known():
+    model, overlap = Tied(), Overlap(CPU, None)
+    for _ in range(PASSES):
+        model.zero_grad(set_to_none=True)
+        with overlap:
+            overlap.backward(model(torch.randn(12, 8)).sum())
+    named = {name: overlap._alone[id(p)] for name, p in model.named_parameters()}
+    assert named == {"first.weight": False, "first.bias": True, "again.bias": True}
+
+
+def test_a_use_that_comes_only_while_a_step_is_recorded_ends_the_recording(monkeypatch):
+    model, overlap = nn.Linear(8, 8), Overlap(CPU, None)
+
+    def step(penalty):
+        model.zero_grad(set_to_none=True)
+        with overlap:
+            loss = model(torch.randn(12, 8)).sum()
+            overlap.backward(loss + penalty * model.weight.pow(2).sum() if penalty else loss)
+
+    for _ in range(PASSES):
+        step(0.0)
+    monkeypatch.setattr(room, "is_recording", lambda: True)
+    step(0.0)
+    with pytest.raises(RuntimeError, match="used elsewhere too"):
+        step(0.1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -51,6 +51,9 @@ class Overlap:
         self._behind: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self._is_forked = self._is_last = False
         self._room: Room | None = None
+        self._alone: dict[int, bool] = {}
+        """Whether all that is known of a weight's gradient is made here."""
+        self._given: list[tuple[Tensor, Tensor, int]] = []
         self._patched: dict[str, Any] = {}
 
     def __enter__(self) -> None:
@@ -69,6 +72,7 @@ class Overlap:
         """Know no weights any longer."""
         self._groups.clear()
         self._group_of.clear()
+        self._alone.clear()
         self._let_go()
 
     @contextmanager
@@ -85,6 +89,7 @@ class Overlap:
         self._is_last = True
         try:
             torch.autograd.backward(loss)
+            self._see_late()
         finally:
             self._is_last = False
             self._join()
@@ -216,17 +221,14 @@ class Overlap:
         there = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if grad is not None]
         if not there:
             return [None] * len(weights)
-        if self._stream is None:
-            made = self._cast_back(there)
-        else:
-            with self.beside(*(grad for _, grad in there)):
-                made = self._cast_back(there)
-        for (weight, _), grad in zip(there, made, strict=True):
-            if weight.grad is None:
-                weight.grad = grad
-            else:
-                self._join()
-                weight.grad.add_(grad)
+        with self.beside(*(grad for _, grad in there)) if self._stream is not None else nullcontext():
+            for (weight, _), grad in zip(there, self._cast_back(there), strict=True):
+                weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+                self._given.append((weight, weight.grad, weight.grad._version))
+        # Of a weight that is used elsewhere too, torch adds another gradient to this one, on the other stream. Whether
+        # there is such a use is seen before anything is recorded.
+        if not (is_recording() and all(self._alone.get(id(weight)) for weight, _ in there)):
+            self._join()
         return [None] * len(weights)
 
     def _cast_back(self, there: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -240,6 +242,14 @@ class Overlap:
         torch._foreach_copy_(made, grads)
         return made
 
+    def _see_late(self) -> None:
+        """Look which weights were given more gradients after those that were made here."""
+        for weight, grad, version in self._given:
+            is_alone = weight.grad is grad and grad._version == version
+            if is_recording() and self._alone.get(id(weight)) and not is_alone:
+                raise RuntimeError("a weight is used elsewhere too, and was not in the updates before")
+            self._alone[id(weight)] = is_alone and self._alone.get(id(weight), True)
+
     def _join(self) -> None:
         if self._is_forked:
             assert self._stream is not None
@@ -248,6 +258,7 @@ class Overlap:
 
     def _let_go(self) -> None:
         self._behind.clear()
+        self._given.clear()
         self._ready.clear()
         self._new.clear()
         self._uses.clear()

@@ -80,8 +80,9 @@ class Recorder:
 
 @cache
 def _recording_stream(number: int) -> torch.cuda.Stream:
-    # One for the process: cuBLAS keeps memory for each stream it was ever used on.
-    return torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
+    # One for the process: cuBLAS keeps memory for each stream it was ever used on. What is recorded on it goes before
+    # what is recorded beside it, and is waited for.
+    return torch.cuda.Stream(number, priority=-1)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
