@@ -81,10 +81,15 @@ def engine(
 
 
 def steps_of(
-    column: str, work: Work, device: torch.device, made: Callable[[hotlap.Rig], None] = lambda rig: None
+    column: str,
+    work: Work,
+    device: torch.device,
+    made: Callable[[hotlap.Rig], None] = lambda rig: None,
+    *,
+    model: nn.Module | None = None,
 ) -> Steps:
-    """A column's training, from the work's first weights."""
-    model = work.build()
+    """A column's training, from the work's first weights, or from those of a model that somebody wants to have."""
+    model = model if model is not None else work.build()
     if isinstance(work, TextWork):
         if column in ("guide_before", "guide_after", "dynamic", "by_hand"):
             steps: Steps = getattr(text_rivals, column)(work, model, work.data(), device)

@@ -8,7 +8,8 @@ fp32, plain AdamW; images are normalised by the job's `prepare`. Texts come as `
 reorder them, and without a loader. Then the rival once more, so that drift of the machine shows. Every training has a
 process of its own, and caches that are empty: nothing is known, nothing is warm.
 
-Imports, random data, the first weights and the CUDA context come before the clock starts, on both sides. The rival
+Imports, random data, the first weights and the CUDA context come before the clock starts, on both sides; the loss of
+samples that were held out, for which both are judged in fp32, comes after it. The rival
 takes whole batches only. The user's loader does not, unless `--drop-last`: its epochs end in an odd one.
 
 Results are written after every training, as far as they are there. The exit code is 1 where one failed.
@@ -33,6 +34,7 @@ from torch import nn
 
 import hotlap
 from benchmarks.fast_path import all_works
+from benchmarks.quality import held_out
 from benchmarks.texts import LONG_RUN
 from benchmarks.trainings import steps_of
 from benchmarks.versions import versions
@@ -68,7 +70,8 @@ def made_ready(device: torch.device) -> Callable[[], None]:
 def by_hand(work: Work, device: torch.device, *, steps: int | None, seconds: float) -> dict[str, Any]:
     """The rival from construction to the end of its last step: for so many steps, or as many as the seconds hold."""
     wait = made_ready(device)
-    training = steps_of("by_hand", work, device)
+    model = work.build()
+    training = steps_of("by_hand", work, device, model=model)
     done, look_at, first_s = 0, 1, 0.0
     begun = time.perf_counter()
     for rounds, samples in enumerate(training, 1):
@@ -87,7 +90,8 @@ def by_hand(work: Work, device: torch.device, *, steps: int | None, seconds: flo
     wait()
     took = time.perf_counter() - begun
     training.close()
-    return {"seconds": took, "steps": done, "samples": done * work.batch, **({"first_s": first_s} if first_s else {})}
+    found = {"seconds": took, "steps": done, "samples": done * work.batch, **({"first_s": first_s} if first_s else {})}
+    return {**found, "held_out": held_out(work, model, device)}
 
 
 def user_job(work: Work, device: torch.device, *, steps: int, drop_last: bool) -> hotlap.Job:
@@ -104,7 +108,7 @@ def user_job(work: Work, device: torch.device, *, steps: int, drop_last: bool) -
     )
 
 
-def fitted(job: hotlap.Job, device: torch.device, *, plan: str, out: Path) -> dict[str, Any]:
+def fitted(work: Work, job: hotlap.Job, device: torch.device, *, plan: str, out: Path) -> dict[str, Any]:
     """One call of `fit`, with the progress and the checkpoints it has by itself."""
     wait = made_ready(device)
     begun = time.perf_counter()
@@ -112,6 +116,7 @@ def fitted(job: hotlap.Job, device: torch.device, *, plan: str, out: Path) -> di
     wait()
     return {
         "seconds": time.perf_counter() - begun,
+        "held_out": held_out(work, run.model, device),
         "steps": run.steps,
         "samples": run.samples,
         "train_s": run.train_s,
@@ -126,9 +131,11 @@ def fitted(job: hotlap.Job, device: torch.device, *, plan: str, out: Path) -> di
 
 def own_pace(work: Work, device: torch.device, *, seconds: float, drop_last: bool, out: Path) -> dict[str, Any]:
     """Some seconds of the user's own plan: long enough to know how long a step takes."""
-    short = fitted(user_job(work, device, steps=FEW_STEPS, drop_last=drop_last), device, plan="off", out=out / "short")
+    job = user_job(work, device, steps=FEW_STEPS, drop_last=drop_last)
+    short = fitted(work, job, device, plan="off", out=out / "short")
     steps = max(FEW_STEPS, round(seconds * FEW_STEPS / short["train_s"]))
-    found = fitted(user_job(work, device, steps=steps, drop_last=drop_last), device, plan="off", out=out / "long")
+    job = user_job(work, device, steps=steps, drop_last=drop_last)
+    found = fitted(work, job, device, plan="off", out=out / "long")
     return {**found, "step_s": found["train_s"] / found["steps"]}
 
 
@@ -147,7 +154,7 @@ def train_alone(options: argparse.Namespace) -> None:
         found = by_hand(work, device, steps=options.steps, seconds=options.seconds)
     elif options.alone == "fit":
         job = user_job(work, device, steps=options.steps, drop_last=options.drop_last)
-        found = fitted(job, device, plan=options.plan, out=folder / RUN_FOLDER)
+        found = fitted(work, job, device, plan=options.plan, out=folder / RUN_FOLDER)
     else:
         found = own_pace(work, device, seconds=options.plain_seconds, drop_last=options.drop_last, out=folder)
     on_gpu = device.type == "cuda"
@@ -301,6 +308,8 @@ def lines(name: str, result: Result) -> list[str]:
         told.append(
             f"  fit          {show_s(result.fit['seconds'])}, {mean:.3f} [{low:.3f}, {high:.3f}] of by hand's speed"
         )
+        theirs = ", ".join(f"{rival['held_out']:.4f}" for rival in result.by_hand)
+        told.append(f"  held out     loss {result.fit['held_out']:.4f}, by hand {theirs}")
         told.append(f"  plan         {result.fit['plan']}")
         told += [f"  problem      {problem}" for problem in result.fit["problems"]]
     if result.own:

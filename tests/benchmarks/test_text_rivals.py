@@ -370,7 +370,7 @@ def test_a_whole_run_brings_sequences_and_the_leave_to_reorder_and_nothing_else(
     job = whole_run.user_job(work, CPU, steps=5, drop_last=False)
     assert isinstance(job.data, hotlap.Sequences)
     assert (job.reorder, job.batch_size, job.drop_last) == (True, work.batch, False)
-    found = whole_run.fitted(job, CPU, plan="off", out=tmp_path / "run")
+    found = whole_run.fitted(work, job, CPU, plan="off", out=tmp_path / "run")
     assert (found["steps"], found["samples"]) == (5, 5 * work.batch)
 
 
