@@ -141,6 +141,23 @@ def test_so_it_does_however_little_is_kept(behind, monkeypatch):
     assert_bit_equal(*both(Deep, CAPTURED.but(precision="bf16"), steps=60))
 
 
+def test_an_encoder_of_a_real_size_gives_the_same_bits():
+    """Several groups of weights, and memory that is let go of and taken again all the time."""
+
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.1, batch_first=True, activation="gelu")
+            self.blocks, self.head = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False), nn.Linear(512, 3)
+            self.inside = nn.Linear(16, 512)
+
+        def forward(self, x):
+            return self.head(self.blocks(self.inside(x.view(len(x), 32, 16)))[:, 0])
+
+    plan = CAPTURED.but(precision="bf16", replay_steps=8)
+    assert_bit_equal(*both(Large, plan, steps=160, batch=16))
+
+
 def test_wide_layers_beside_short_ones_are_not_read_before_they_are_there():
     """On the second stream much more is to be done than on the first: what is not waited for would show."""
 
