@@ -265,14 +265,56 @@ def test_the_last_shorter_batch_of_an_epoch_is_not_worth_compiling(quick):
     assert len(entries(rig, "measured")) == 1
 
 
-def test_shapes_that_come_often_are_compiled_each_up_to_a_limit(quick, monkeypatch):
-    monkeypatch.setattr(compiling, "MOST_SHAPES", 3)
-    rig = rig_for(Net(), "model")
+def test_the_second_shape_makes_code_for_all_that_come(quick):
+    rig, plain = rig_for(Net(), "model"), rig_for(Net())
     for _ in range(4):
         for size in (2, 4, 6, 8):
-            rig.step((DATA[0][:size], DATA[1][:size]))
-    assert len(entries(rig, "measured")) == 3
+            batch = (DATA[0][:size], DATA[1][:size])
+            assert torch.equal(rig.step(batch), plain.step(batch))
+    assert len(entries(rig, "measured")) == 2
     assert rig.given_up is None
+
+
+class Reads(nn.Module):
+    """Sequences of any width."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 3)
+        for block in self.blocks:
+            block.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def test_all_widths_of_as_many_samples_are_compiled_from_the_third_on_at_once(quick):
+    rig, plain = rig_for(Reads(), "blocks"), rig_for(Reads())
+    step, classes = rig._step, DATA[1][:4]
+    for number, width in enumerate((16, 24, 24, 32, 40, 48, 16)):
+        batch = (torch.randn(4, width, 8, generator=torch.Generator().manual_seed(number)), classes)
+        assert torch.equal(rig.step(batch), plain.step(batch))
+    assert len(step._batches) == 5
+    assert len(entries(rig, "measured")) == 2
+
+
+def test_so_many_shapes_are_compiled_and_no_more(quick, monkeypatch):
+    monkeypatch.setattr(compiling, "MOST_SHAPES", 3)
+    rig = rig_for(Reads(), "blocks")
+    for width in (16, 24, 24, 32, 40, 40, 48, 48):
+        rig.step((torch.randn(4, width, 8), DATA[1][:4]))
+    assert len(rig._step._batches) == 3
+
+
+def test_what_varies_in_one_model_does_not_in_the_next(quick):
+    for sizes in ((8, 4, 4), (8, 8)):
+        rig = rig_for(Net(), "model")
+        for size in sizes:
+            rig.step((DATA[0][:size], DATA[1][:size]))
+        assert len(entries(rig, "measured")) == len(set(sizes))
 
 
 # --- under capture -----------------------------------------------------------------------------------
@@ -415,7 +457,7 @@ def test_a_storm_of_graph_breaks_is_stopped(quick):
     class Breaking(Net):
         def forward(self, x):
             for number in range(12):
-                x = _torn(x, number)
+                x = _torn(x, str(number))  # of words, each makes code of its own
             return super().forward(x)
 
     losses, _, rig = trained(Breaking(), "model")
@@ -430,9 +472,9 @@ def _left_to_python(x):
 
 
 def _torn(x, number):
-    x = x + number
+    x = x + int(number)
     x = _left_to_python(x)
-    return x - number
+    return x - int(number)
 
 
 def test_a_few_graph_breaks_are_borne(quick):

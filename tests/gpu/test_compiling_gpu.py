@@ -186,3 +186,17 @@ def test_a_second_shape_is_compiled_before_it_is_recorded():
     assert_compiled(rig)
     assert rig._step.recorded == 2
     assert sum(entry.outcome == "measured" and entry.what == "compile" for entry in rig.ledger) == 2
+
+
+def test_widths_are_compiled_before_they_are_recorded_however_late_they_come():
+    rig = rig_for(Transformer(), Plan().but(kind="gather", mode="captured", compile="blocks", optimizer="fused"))
+    plain = rig_for(Transformer(), Plan().but(optimizer="fused"))
+    words, classes = texts()
+    # The second width comes when the first is recorded already, the others after that.
+    for width in (16, 16, 16, 16, 12, 12, 12, 12, 8, 8, 8, 8, 4, 4, 4, 4, 16, 12, 8, 4):
+        batch = (words[:8, :width].contiguous(), classes[:8])
+        torch.testing.assert_close(rig.step(batch), plain.step(batch), rtol=1e-3, atol=1e-3)
+    assert_compiled(rig)
+    assert rig._step.recorded == 4
+    assert len(rig._step._eager._batches) == 4
+    assert sum(entry.outcome == "measured" and entry.what == "compile" for entry in rig.ledger) == 2

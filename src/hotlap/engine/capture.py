@@ -22,8 +22,6 @@ from hotlap.engine.watch import Watch, stranger_in
 
 WARM_UPDATES = 3
 """Updates that run eagerly before anything is recorded: libraries set up their workspaces, the optimizer its state."""
-WARM_LATER = 1
-"""Of another shape, after that: libraries choose their kernels for it."""
 MOST_GRAPHS = 16
 """Shapes that are recorded at a time; one more takes the place of the one not used for longest."""
 PATIENCE = 200
@@ -106,7 +104,7 @@ class CapturedStep:
             self.firsts += 1
             self._in_vain = 0 if key in self._seen else self._in_vain + 1
             self._seen[key] += window.updates
-            if self._seen[key] - window.updates < (WARM_LATER if self._graphs else WARM_UPDATES):
+            if self._seen[key] - window.updates < (self._eager.warm_later if self._graphs else WARM_UPDATES):
                 return self._run_eagerly(window, key)
             graph = self._recorded(window, key)
             if graph is None:

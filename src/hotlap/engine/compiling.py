@@ -7,6 +7,7 @@ evaluation runs as before. Changing to another plan and back costs nothing, sinc
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -85,6 +86,7 @@ def _is_compiled(layer: nn.Module) -> bool:
     return any((kind.__module__, kind.__name__) == _WRAPPER for kind in type(layer).__mro__)
 
 
+_NUMBERS = itertools.count()
 _WRAPPER = ("torch._dynamo.eval_frame", "OptimizedModule")
 
 
@@ -134,10 +136,9 @@ class Compiling:
     def _compiled(self, what: str) -> list[tuple[nn.Module, Callable[..., Any]]]:
         if what not in self._parts:
             modules = [self._model] if what == "model" else repeated_blocks(self._model)
-            # Shapes are few and known, so that each gets code of its own; CUDA graphs are captured by hotlap itself.
-            self._parts[what] = [
-                (module, torch.compile(call, backend=_made, dynamic=False)) for module, call in _calls_of(modules)
-            ]
+            # The first shape gets code of its own, the second makes it code for all widths that come, as torch does by
+            # itself; CUDA graphs are captured by hotlap.
+            self._parts[what] = [(module, torch.compile(call, backend=_made)) for module, call in _calls_of(modules)]
         return self._parts[what]
 
     def made(self, what: str, watch: CompilerWatch, took_s: float) -> None:
@@ -157,9 +158,10 @@ class Compiling:
 def _calls_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     """Calls of modules as functions of hotlap's own: the compiler takes up no function of torch's by itself.
 
-    All of them have one code, and so share what is compiled for it; other models have another.
+    All of them have one code, and so share what is compiled for it; other models have another, by a name of its own:
+    torch remembers by the name which shapes have varied.
     """
-    code = _call_of(modules[0]).__code__.replace()
+    code = _call_of(modules[0]).__code__.replace(co_name=f"call_{next(_NUMBERS)}")
     for module in modules:
         call = _call_of(module)
         call.__code__ = code
@@ -192,6 +194,9 @@ class CompiledStep(EagerStep):
     Whatever goes wrong with the compiler, the update is made uncompiled, from the same state and with the same draws.
     """
 
+    warm_later = 2
+    """A shape that comes once more is compiled, and recorded after that."""
+
     def __init__(self, compiling: Compiling, *parts: Any, execution: Execution, **settings: Any) -> None:
         super().__init__(*parts, execution=execution, **settings)
         self._compiling, self._what = compiling, execution.compile
@@ -199,6 +204,8 @@ class CompiledStep(EagerStep):
         self._compiled: set[Hashable] = set()
         """Windows that have been compiled, and `_batches`, of which they consist."""
         self._batches: set[Hashable] = set()
+        self._sizes: Counter[tuple[int, ...]] = Counter()
+        """How many of the windows that have been compiled consist of pieces of these sizes."""
         self._is_new = False
         self._recompiles = 0
         self._since = compiling.steps()
@@ -221,7 +228,7 @@ class CompiledStep(EagerStep):
         key = signature(Window(pieces, sizes))
         is_new = key not in self._compiled
         # Whoever looks on sees layers by their hooks, which compiled code would have to be made for.
-        if self._is_rare(key) if is_new else self.look is not None:
+        if self._is_rare(key, tuple(sizes)) if is_new else self.look is not None:
             return plainly()
         before = _Before(self.modules, self._device) if is_new else None
         watch, reason, began = CompilerWatch(), None, time.perf_counter()
@@ -243,6 +250,7 @@ class CompiledStep(EagerStep):
             compiling.give_up(what, reason, took_s)
             return made
         self._compiled.add(key)
+        self._sizes[tuple(sizes)] += is_new
         if watch.compiles:
             compiling.made(what, watch, took_s)
             self._recompiles += not is_new
@@ -267,10 +275,12 @@ class CompiledStep(EagerStep):
             self._batches.add(_shape(ready))
         return ready, same_target
 
-    def _is_rare(self, key: Hashable) -> bool:
+    def _is_rare(self, key: Hashable, sizes: tuple[int, ...]) -> bool:
         self._windows[key] += 1
         if not self._compiled:
             return False
+        if self._sizes[sizes] > 1 and len(self._compiled) < MOST_SHAPES:
+            return False  # there is code for all widths of as many samples
         here = self._compiling.steps() - self._since
         return len(self._compiled) >= MOST_SHAPES or self._windows[key] < 2 or RARE * self._windows[key] < here
 

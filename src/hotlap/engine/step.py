@@ -68,6 +68,8 @@ class EagerStep:
     """Windows that were not at its own pace: none."""
     given_up: str | None = None
     """Why it is not what it was to be: it is."""
+    warm_later: int = 1
+    """Updates of another shape that run eagerly before it is recorded: libraries choose their kernels for it."""
 
     def __init__(
         self,
