@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 def get_args():
     p = argparse.ArgumentParser()
-    p.add_argument('--epochs', type=int, default=3)
+    p.add_argument('--epochs', type=int, default=2)
     p.add_argument('--bs', type=int, default=64)
     p.add_argument('--lr', type=float, default=2e-3)
     p.add_argument('--num_workers', type=int, default=0)

@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 SEED = 1234
-EPOCHS = 3
+EPOCHS = 2
 BATCH_SIZE = 64
 
 random.seed(SEED)
