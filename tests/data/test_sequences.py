@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset
 
 import hotlap
 from hotlap.core.errors import DataError, JobError
-from hotlap.core.plan import Execution, Feed
+from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Feed
 from hotlap.data.buckets import LengthOrder, found_widths, lengths_in
 from hotlap.data.course import evaluation_course, training_course
 from hotlap.data.feeds import open_feed
@@ -420,3 +420,16 @@ def test_a_capture_of_several_updates_is_not_asked_of_the_cpu():
     plan = hotlap.Plan(feed=Feed(kind="resident"), execution=Execution(mode="captured", replay_steps=2))
     rig = hotlap.Rig(Reader(), lambda p: torch.optim.SGD(p, lr=0.1), loss)
     assert "needs a GPU" in rig.supports(plan)
+
+
+@pytest.mark.parametrize(
+    ("widths", "most"), [((64,), MOST_REPLAY_STEPS), ((32, 64), MOST_REPLAY_STEPS), ((8, 32, 64), 1)]
+)
+def test_where_batches_have_several_widths_a_plan_makes_one_update_at_a_time(widths, most):
+    rows = [torch.arange(1, 1 + length) for length in (3, 20, 60, 5, 30, 50, 2, 9)]
+    data = Sequences({"x": rows}, columns={"y": torch.arange(8)}, widths=widths)
+    model = nn.Embedding(64, 2)
+    rig = hotlap.Rig(model, lambda p: torch.optim.SGD(p, lr=0.1), lambda model, batch: model(batch["x"]).sum())
+    for window in rig.feed(data, batch_size=2, steps=1):
+        rig.step(window)
+    assert rig.most_replay_steps == most

@@ -33,6 +33,8 @@ class Columns(Source):
     computes = False
     packs = True
     """Whether a batch is made of rows of its tensors as they are."""
+    widths: tuple[int, ...] = ()
+    """Of batches, where samples differ in size."""
     took: Took | None = None
     """What it took to hold them (see `holding.held`); None for columns as the user gave them."""
 

@@ -21,6 +21,7 @@ from hotlap.core.job_checks import is_whole, metric_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Plan
 from hotlap.data.batches import Batch, count_samples, cut
+from hotlap.data.columns import Columns
 from hotlap.data.course import Course, training_course
 from hotlap.data.feeds import why_not
 from hotlap.data.samples import Source
@@ -47,6 +48,9 @@ EVAL_BATCHES = 4
 
 FEED_SETTINGS = ("batch_size", "epochs", "steps", "order", "reorder", "drop_last", "collate", "accumulate", "seed")
 """What of a Job's settings belongs to its data."""
+
+FEW_WIDTHS = 2
+"""Of batches, with which several in a row may well have the same."""
 
 
 @dataclass(frozen=True)
@@ -280,8 +284,9 @@ class Rig:
 
     @property
     def most_replay_steps(self) -> int:
-        """Updates that a plan may make at once."""
-        return MOST_REPLAY_STEPS
+        """Updates that a plan may make at once: one, where hardly any that follow each other have the same shape."""
+        source = self._route.course.source if self._route is not None else None
+        return 1 if isinstance(source, Columns) and len(source.widths) > FEW_WIDTHS else MOST_REPLAY_STEPS
 
     @property
     def given_up(self) -> str | None:

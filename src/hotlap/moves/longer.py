@@ -13,7 +13,7 @@ def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.execution.mode != "captured" or plan.feed.kind != "resident":
         return "it needs captured steps and data that is held on the device"
     if rig.most_replay_steps < STEPS:
-        return "the loop makes one step at a time"
+        return "updates are made one at a time here"
     if plan.execution.replay_steps >= STEPS:
         return f"there are {plan.execution.replay_steps} already"
     if rig.epoch_windows < 2 * STEPS:
