@@ -141,8 +141,6 @@ class _Check:
 
     def _words(self) -> str:
         agree = "same maths" if self._is_precise else f"gradients agree to {shown_cosine(self._figures['cosine'])}"
-        if self._figures.get("disagreeing"):
-            agree += f", but for layers with {percent(self._figures['disagreeing'])} of them"
         return "; ".join(dict.fromkeys((agree, *self._said)))
 
     # --- the parts -----------------------------------------------------------------------------------
@@ -279,7 +277,7 @@ class _Check:
             if found.blurred:
                 # The next best question at such a moment: would another batch have changed more?
                 rounding = own.noise(place, updates).gradients
-                loose = alike(truth, made, own.another_batch(place + updates - 1), rounding, immaterial=0.0)
+                loose = alike(truth, made, own.another_batch(place + updates - 1), rounding)
                 blur = f"rounding alone changes gradients by {100 * found.figures['noise']:.2g} % here, and "
                 found = dataclasses.replace(loose, why=loose.why and blur + loose.why)
             if found.why is None or found.figures["cosine"] < BY_CHANCE:
