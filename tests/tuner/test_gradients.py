@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hotlap.tuner import gradients
-from hotlap.tuner.gradients import gaps_between, near, whole
+from hotlap.tuner.gradients import brought_near, gaps_between, whole
 
 
 def parts(seed, **more):
@@ -39,7 +39,9 @@ def test_little_and_large_tensors_come_to_the_same(monkeypatch):
 
 
 def test_what_is_little_is_copied_to_the_host_and_what_is_not_stays():
-    weight = torch.ones(3, requires_grad=True)
-    assert not near(weight).requires_grad
-    large = torch.empty(gradients.LITTLE + 1, dtype=torch.uint8, device="meta")
-    assert near(large).device.type == "meta"
+    little = {"weight": torch.ones(3, requires_grad=True)}
+    ((weight,),) = (parts.values() for parts in brought_near(little))
+    assert not weight.requires_grad
+    half = torch.empty(gradients.LITTLE // 2 + 1, dtype=torch.uint8, device="meta")
+    for several in ([{"one": half, "two": half}], [{"one": half}, {"one": half}]):  # large together
+        assert all(tensor.device.type == "meta" for parts in brought_near(*several) for tensor in parts.values())

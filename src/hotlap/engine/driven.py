@@ -50,6 +50,10 @@ class Driven(Protocol):
         """Updates that a plan may make at once."""
 
     @property
+    def shapes(self) -> int:
+        """Shapes that whole batches have, about: each is recorded by itself."""
+
+    @property
     def firsts(self) -> int:
         """Windows so far under the plan in force that were not at its own pace."""
 

@@ -285,8 +285,13 @@ class Rig:
     @property
     def most_replay_steps(self) -> int:
         """Updates that a plan may make at once: one, where hardly any that follow each other have the same shape."""
+        return 1 if self.shapes > FEW_WIDTHS else MOST_REPLAY_STEPS
+
+    @property
+    def shapes(self) -> int:
+        """Shapes that whole batches have: as many as there are widths."""
         source = self._route.course.source if self._route is not None else None
-        return 1 if isinstance(source, Columns) and len(source.widths) > FEW_WIDTHS else MOST_REPLAY_STEPS
+        return len(source.widths) if isinstance(source, Columns) else 1
 
     @property
     def given_up(self) -> str | None:

@@ -21,7 +21,7 @@ from hotlap.machine.kernels import first_line
 from hotlap.script.calls import Call
 from hotlap.script.training import ScriptTraining
 from hotlap.tuner.gates import Judgement
-from hotlap.tuner.gradients import Agreement, Outcome, gaps_between, near, shown_cosine
+from hotlap.tuner.gradients import Agreement, Outcome, brought_near, gaps_between, shown_cosine
 from hotlap.tuner.likeness import alike
 from hotlap.tuner.rounding import Noise, noise_of, same_maths
 from hotlap.tuner.stepping import roundoff, without_dropout
@@ -129,8 +129,8 @@ def _outcome(call: Call, plan: Plan) -> Outcome:
 
 
 def _weighed(output: Tensor, grad: Tensor) -> float:
-    grad = near(grad)
-    return float((output.detach().to(grad.device).double() * grad.double()).sum())
+    (both,) = brought_near({"output": output, "grad": grad})
+    return float((both["output"].double() * both["grad"].double()).sum())
 
 
 @contextmanager

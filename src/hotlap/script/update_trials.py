@@ -14,7 +14,7 @@ from hotlap.machine.kernels import first_line
 from hotlap.script.call_graphs import Recording
 from hotlap.script.update_capture import CapturedUpdate, hush, unhush
 from hotlap.script.update_graphs import Desk, UpdateGraph
-from hotlap.tuner.gradients import Parts, gaps_between, near, percent
+from hotlap.tuner.gradients import Parts, brought_near, gaps_between, percent
 from hotlap.tuner.rounding import GRAIN, SAME
 
 SCALES = "_step_supports_amp_scaling"
@@ -89,7 +89,8 @@ def _moved(optimizer: Optimizer, *, fused: bool) -> Parts:
 
 
 def _moves(optimizer: Optimizer, before: dict[str, Tensor]) -> Parts:
-    return {name: near(now) - near(before[name]) for name, now in _named(optimizer)}
+    now, was = brought_near(dict(_named(optimizer)), before)
+    return {name: tensor - was[name] for name, tensor in now.items()}
 
 
 def _why_differ(optimizer: Optimizer, truth: Parts, made: Parts) -> str | None:

@@ -30,6 +30,8 @@ from hotlap.tuner.moment import LEAST_UPDATES, MOST_UPDATES, Moment, Remembered,
 from hotlap.tuner.rounding import same_maths
 from hotlap.tuner.stepping import Reference, Stepping, without_dropout
 
+SAME_MATHS = "same maths"
+"""In words, what differs by rounding alone."""
 DRAWS = 3
 """Updates from the same weights that have to differ: masks that come again after one or two are seen."""
 REPEATED = 0.05
@@ -71,6 +73,8 @@ class Gate:
         self._moment: Moment | None = None
         self._when: tuple[int, Place] | None = None
         self._own: dict[bool, Reference] = {}
+        self._same: set[Plan] = set()
+        """Steps, operation by operation, that were the user's own to rounding when they were looked at."""
 
     def check(self, plan: Plan) -> Judgement:
         """Whether training goes on as it would have. It leaves no trace in the training, and costs some updates.
@@ -107,7 +111,7 @@ class Gate:
         self._moment.home = rig.plan.feed
         if plan.execution.replay_steps > MOST_UPDATES:
             plan = plan.but(replay_steps=MOST_UPDATES)
-        return _Check(rig, self._moment, self._baseline, plan, self._own).judgement()
+        return _Check(rig, self._moment, self._baseline, plan, self._own, self._same).judgement()
 
     def _reference(self, moment: Moment) -> Reference:
         return Reference(self._rig, moment, eagerly(self._baseline), moment.windows)
@@ -116,9 +120,21 @@ class Gate:
 class _Check:
     """One plan against the user's own."""
 
-    def __init__(self, rig: Rig, moment: Moment, baseline: Plan, plan: Plan, own: Mapping[bool, Reference]) -> None:
-        """`own` is what the user's own steps do, as they are, and (True) without dropout."""
+    def __init__(
+        self,
+        rig: Rig,
+        moment: Moment,
+        baseline: Plan,
+        plan: Plan,
+        own: Mapping[bool, Reference],
+        same: set[Plan],
+    ) -> None:
+        """`own` is what the user's own steps do, as they are, and (True) without dropout.
+
+        `same` are steps that were found to be the same before, and are not looked at again beside another precision.
+        """
         self._rig, self._moment, self._baseline, self._plan, self._own = rig, moment, baseline, plan, own
+        self._same_before = same
         self._is_precise = plan.numerics.precision == baseline.numerics.precision
         is_fed_alike = plan.feed == baseline.feed and plan.memory == baseline.memory
         windows = moment.windows if is_fed_alike else Windows(rig, plan)
@@ -140,7 +156,9 @@ class _Check:
         return Judgement(ok=why is None, why=why or self._words(), figures=self._figures)
 
     def _words(self) -> str:
-        agree = "same maths" if self._is_precise else f"gradients agree to {shown_cosine(self._figures['cosine'])}"
+        agree = SAME_MATHS if self._is_precise else f"gradients agree to {shown_cosine(self._figures['cosine'])}"
+        if self._figures.get("disagreeing"):
+            agree += f", but for layers with {percent(self._figures['disagreeing'])} of them"
         return "; ".join(dict.fromkeys((agree, *self._said)))
 
     # --- the parts -----------------------------------------------------------------------------------
@@ -165,11 +183,14 @@ class _Check:
         if not self._is_precise:  # what would be chosen or compiled for a precision that is not used is dear to know
             own = self._baseline.execution
             steps = steps.but(autotune=own.autotune, compile=own.compile)
-        if steps == eagerly(self._baseline):
+        if steps == eagerly(self._baseline) or (steps in self._same_before and not self._is_precise):
             return None
         updates = min(LEAST_UPDATES, self._moment.length)
         trial = Stepping(self._rig, self._moment, steps, self._windows)
-        return self._compared(lambda quiet: self._same(self._own[quiet], trial, updates), self._own[False], trial)
+        why = self._compared(lambda quiet: self._same(self._own[quiet], trial, updates), self._own[False], trial)
+        if why is None:
+            self._same_before.add(steps)
+        return why
 
     def _why_not_scaled(self) -> str | None:
         """A storm of updates that are left out; a few at the beginning, while the scale settles, are usual."""
@@ -277,7 +298,7 @@ class _Check:
             if found.blurred:
                 # The next best question at such a moment: would another batch have changed more?
                 rounding = own.noise(place, updates).gradients
-                loose = alike(truth, made, own.another_batch(place + updates - 1), rounding)
+                loose = alike(truth, made, own.another_batch(place + updates - 1), rounding, immaterial=0.0)
                 blur = f"rounding alone changes gradients by {100 * found.figures['noise']:.2g} % here, and "
                 found = dataclasses.replace(loose, why=loose.why and blur + loose.why)
             if found.why is None or found.figures["cosine"] < BY_CHANCE:

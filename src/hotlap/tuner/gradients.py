@@ -85,8 +85,7 @@ def gaps_between(truth: Parts, made: Parts) -> dict[str, Gap]:
     names = [*truth, *(name for name in made if name not in truth)]
     if not names:
         return {}
-    if sum(tensor.nbytes for parts in (truth, made) for tensor in parts.values()) <= LITTLE:
-        truth, made = ({name: tensor.cpu() for name, tensor in parts.items()} for parts in (truth, made))
+    truth, made = brought_near(truth, made)
     pairs = {name: (_wide(truth.get(name), made.get(name)), _wide(made.get(name), truth.get(name))) for name in names}
     gaps: dict[str, Gap] = {}
     for device in {mine.device for mine, _ in pairs.values()}:
@@ -102,9 +101,10 @@ def _gaps_on(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Gap]:
     return {name: Gap(size[n], other[n], error[n], mine[n].numel()) for n, name in enumerate(pairs)}
 
 
-def near(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy on the host where it is little."""
-    return tensor.detach().cpu() if tensor.nbytes <= LITTLE else tensor.detach()
+def brought_near(*several: Parts) -> tuple[Parts, ...]:
+    """The tensors themselves, or, where all of them together are little, copies on the host."""
+    is_little = sum(tensor.nbytes for parts in several for tensor in parts.values()) <= LITTLE
+    return tuple({name: t.detach().cpu() if is_little else t.detach() for name, t in p.items()} for p in several)
 
 
 def _wide(tensor: Tensor | None, like: Tensor | None = None) -> Tensor:

@@ -38,6 +38,10 @@ LAYER_BATCH_NORM = 0.25
 """The same of a layer by itself."""
 LOSS = 0.01
 """How far the loss may be off in another precision, as a fraction; or by a quarter of what another batch changes."""
+IMMATERIAL = 1e-3
+"""Layers that disagree are let through where all of them together have so little of what an update does to the loss, to
+first order: of the gradient, summed up by size. Attention that has nothing to tell yet has gradients next to zero, of
+which narrow numbers leave noise."""
 BLURRED = 0.1
 """A layer of which rounding changes more than this in the user's own precision is not looked at in another."""
 
@@ -45,10 +49,13 @@ AVERAGED = 0.2
 """Where masks cannot be made the same: how far mean gradients over draws may differ beyond the noise of the draws."""
 
 
-def alike(truth: Outcome, made: Outcome, other: Outcome | None, rounding: Gaps) -> Agreement:
+def alike(
+    truth: Outcome, made: Outcome, other: Outcome | None, rounding: Gaps, *, immaterial: float = IMMATERIAL
+) -> Agreement:
     """Whether gradients agree as far as another precision lets them.
 
     `other` is the truth for another batch, from the same weights; `rounding` how far rounding alone takes each layer.
+    Layers that disagree may have an `immaterial` share of the whole.
     """
     gaps = gaps_between(truth.gradients, made.gradients)
     batches = gaps_between(truth.gradients, other.gradients) if other is not None else {}
@@ -66,6 +73,7 @@ def alike(truth: Outcome, made: Outcome, other: Outcome | None, rounding: Gaps) 
     if not _close(total, between, (COSINE, NORM, BATCH, BATCH_NORM)):
         return Agreement(why=f"gradients agree to {shown_cosine(total.cosine)} only{_length(total)}", figures=figures)
     worst: tuple[float, str] | None = None
+    share, everything = 0.0, sum(map(_summed, gaps.values()))
     for name, gap in gaps.items():
         if name in rounding and rounding[name].relative > BLURRED:
             continue
@@ -74,7 +82,14 @@ def alike(truth: Outcome, made: Outcome, other: Outcome | None, rounding: Gaps) 
         if not _close(gap, batches[name].error if name in batches else 0.0, bounds):
             words = f"the gradient of {name} agrees to {shown_cosine(gap.cosine)} only{_length(gap)}"
             worst = min(worst or (2.0, ""), (gap.cosine, words))
-    return Agreement(why=worst[1] if worst else None, figures=figures)
+            share += _summed(gap) / everything
+    figures["disagreeing"] = share
+    return Agreement(why=worst[1] if worst and share > immaterial else None, figures=figures)
+
+
+def _summed(gap: Gap) -> float:
+    """About the sum of a gradient's sizes, or of what it is taken for, where that is larger."""
+    return max(gap.size, gap.other) * math.sqrt(gap.count)
 
 
 def _close(gap: Gap, between: float, bounds: tuple[float, float, float, float]) -> bool:

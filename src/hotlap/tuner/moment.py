@@ -18,7 +18,7 @@ from hotlap.data.resident import Rows
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import Window
-from hotlap.tuner.gradients import Outcome, gaps_between, near
+from hotlap.tuner.gradients import Outcome, brought_near, gaps_between
 
 MOST_UPDATES = 32
 """Updates that are compared at most; a plan that replays more at once is judged with so many."""
@@ -218,15 +218,18 @@ class Moment:
         return found
 
     def _outcome(self, loss: float, start: Mapping[str, Tensor], skipped: int) -> Outcome:
-        now = dict(_named(self._rig))
-        parameters = {name for name, tensor in now.items() if isinstance(tensor, nn.Parameter) or tensor.requires_grad}
-        moved = {n: _moved(t.detach(), start[n]) for n, t in now.items() if t.is_floating_point() or t.is_complex()}
+        named = dict(_named(self._rig))
+        parameters = {
+            name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) or tensor.requires_grad
+        }
+        now, before = brought_near(named, start)
+        moved = {n: _moved(t, before[n]) for n, t in now.items() if t.is_floating_point() or t.is_complex()}
         return Outcome(
             loss=loss,
             gradients=_gradients(self._rig),
             weights={name: tensor for name, tensor in moved.items() if name in parameters},
             buffers={name: tensor for name, tensor in moved.items() if name not in parameters},
-            counts={name: near(tensor).clone() for name, tensor in now.items() if name not in moved},
+            counts={name: tensor.clone() for name, tensor in now.items() if name not in moved},
             skipped=skipped,
         )
 
@@ -249,7 +252,6 @@ def _gradients(rig: Rig) -> dict[str, Tensor]:
 
 
 def _moved(now: Tensor, before: Tensor) -> Tensor:
-    now, before = near(now), near(before)
     moved = now - before
     # A mask holds infinities, of which the difference is no number.
     return torch.where((now == before) | (now.isnan() & before.isnan()), torch.zeros_like(moved), moved)

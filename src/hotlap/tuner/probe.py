@@ -23,6 +23,10 @@ REPLAY_S = 2.5e-5
 """What one replay takes beside its updates, at most; about 21 µs were measured on an H200."""
 IDLE = 0.5
 """Where a GPU is behind its host by less of a step than this, it waits for the host most of the time."""
+COMPILED = 2.0
+"""What compiling a step that is recorded gives at most: 1.58x is the most that was measured on an H200."""
+BOUND_TO_PAY = 0.05
+"""Of the user's own step, what another precision has to spare in arithmetic alone to be taken for a gain."""
 FEED_CHOICES = {field.name for field in dataclasses.fields(Feed)}
 
 
@@ -62,6 +66,13 @@ class Probe:
             return self._diagnosis.line()
         return "" if self._feeding is None else f"bringing batches takes {100 * self._feeding:.0f} % of a step"
 
+    def is_bound_to_pay(self, plan: Plan, proposed: Plan) -> bool:
+        """Whether the proposed precision spares so much arithmetic that it is tried beside all else."""
+        if self._diagnosis is None:
+            return False
+        one, other = (self._diagnosis.floor_s.get(p.numerics.precision, 0.0) for p in (plan, proposed))
+        return other > 0 and one - other > BOUND_TO_PAY * self._diagnosis.step_s
+
     def most_gain(self, plan: Plan, proposed: Plan, lap: Lap) -> tuple[float, str]:
         """How many times faster the proposed plan can be at most than `plan`, of which `lap` is; and what says so."""
         changed = set(plan.changes(proposed))
@@ -86,10 +97,13 @@ class Probe:
         floor_s = min(
             (floors.get(name, 0.0) for name in {proposed.numerics.precision, "tf32"} & set(floors)), default=0
         )
+        compiled = COMPILED if changed == {"compile"} and plan.execution.mode == "captured" else float("inf")
         if floor_s <= 0:
-            return float("inf"), ""
+            return compiled, ""
         most = MARGIN * lap.step_s / floor_s
-        return most, f"its arithmetic takes {show_seconds(floor_s)} of {show_seconds(lap.step_s)}: at most {most:.2f}x"
+        return min(
+            most, compiled
+        ), f"its arithmetic takes {show_seconds(floor_s)} of {show_seconds(lap.step_s)}: at most {most:.2f}x"
 
 
 class CountingProbe(Probe):

@@ -48,6 +48,8 @@ TOTAL = 0.04
 """The same for what all of them give together."""
 FEW_LAPS_S = 6 * LAP_S
 """What slow laps cost where a kept move is taken out, about."""
+RECORDING = 4
+"""Updates of the user's own that it takes to record one shape of batch, about: some are made before it is."""
 
 
 class Doubt(NamedTuple):
@@ -108,6 +110,7 @@ class Search:
         try:
             if not (yield from self._as_found_before()):
                 yield from self._for_the_device()
+                yield from self._at_once()
                 yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
                 yield from self._together(ARITHMETIC)
                 yield from self._one_by_one()
@@ -156,7 +159,17 @@ class Search:
             if bound in move.helps and is_open and self._why_not_worth(move) is None:
                 yield from self._try(move)
 
-    def _together(self, moves: Sequence[Move]) -> Laps:
+    def _at_once(self) -> Laps:
+        """Another precision beside all moves that hide each other, where it is bound to pay.
+
+        Each by itself would take a gate of its own, and record what is not used for long. Where not all of them are
+        let through, nothing is said of any yet.
+        """
+        proposed = precision.MOVE.propose(self.plan, self._rig)
+        if not isinstance(proposed, str) and self._probe.is_bound_to_pay(self.plan, proposed):
+            yield from self._together([m for m in MOVES if m.kind == "A" or m in ARITHMETIC], all_or_none=True)
+
+    def _together(self, moves: Sequence[Move], *, all_or_none: bool = False) -> Laps:
         """Moves that hide each other, all at once, if they can pay and a gate lets them through."""
         made: list[Move] = []
         setup_s = 0.0
@@ -175,13 +188,17 @@ class Search:
             yield from self._try(made[0])
             return
         names = frozenset(move.name for move in made)
-        if names in self._bundled:
+        if not made or names in self._bundled:
             return
         self._bundled.add(names)
-        made = self._let_through(made)
+        plan = self._with(made)
+        if not all_or_none:
+            made = self._let_through(made)
+            plan = self._with(made)
+        elif self._trials.why_not(plan, made) is not None:
+            made = []
         if not made:
             return
-        plan = self._with(made)
         tried = yield from self._laps_of(made, plan)
         if tried.accepted:
             self._settle(plan, made, tried)
@@ -222,8 +239,10 @@ class Search:
             without = self._with([], but=move)
             if without == self.plan or self._rig.supports(without) is not None:
                 continue
-            slower_s = FEW_LAPS_S * (1 - self._lap.step_s / self._trials.budget.base_s)
-            if lost_s + move.setup_s(self.plan, self._rig) + slower_s > SHARES * self._left_s:
+            base_s = self._trials.budget.base_s
+            slower_s = FEW_LAPS_S * (1 - self._lap.step_s / base_s)
+            recording_s = RECORDING * base_s * self._rig.shapes if without.execution.mode == "captured" else 0.0
+            if lost_s + move.setup_s(self.plan, self._rig) + recording_s + slower_s > SHARES * self._left_s:
                 continue
             began_s = self._trials.budget.lost_s(self._lap.step_s)
             may_s = SHARES * self._left_s - lost_s

@@ -14,7 +14,7 @@ from hotlap.core.plan import Plan
 from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
 from hotlap.tuner.budget import Budget
-from hotlap.tuner.gates import Judge
+from hotlap.tuner.gates import SAME_MATHS, Judge
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.memory import MemoryWatch
 from hotlap.tuner.stats import Comparison, Estimate
@@ -110,7 +110,11 @@ class Trials:
             self.gate_s = time.perf_counter() - began
             self.budget.made(0, self.gate_s)
         if passed.ok:
-            self._words |= {move.name: (passed.why, passed.figures) for move in moves}
+            # Beside another precision the others were judged in the user's own.
+            mixed = len({move.kind for move in moves}) > 1
+            for move in moves:
+                same = mixed and move.kind == "A"
+                self._words[move.name] = (SAME_MATHS, {}) if same else (passed.why, passed.figures)
             return None
         return passed.why
 
