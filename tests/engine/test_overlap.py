@@ -112,7 +112,22 @@ class Sometimes(nn.Module):
         return self.often(x) + (self.seldom(x) if self.calls % 2 else 0)
 
 
-MODELS = [layers, Tied, Shared, Attends, Pictures, PartlyFrozen, Checkpointed, Penalised, Sometimes]
+class InPlace(nn.Module):
+    """That changes what its layers have made, and views of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        made = self.first(x.view(4, 3, 8)).view(4, 3, 2, 4).permute(0, 2, 1, 3)
+        made /= 3.0
+        again = self.second(made.permute(0, 2, 1, 3).reshape(12, 8))
+        again += 1.0
+        return again.relu_()
+
+
+MODELS = [layers, Tied, Shared, Attends, Pictures, PartlyFrozen, Checkpointed, Penalised, Sometimes, InPlace]
 
 
 def gradients_of(make, dtype, overlap, pieces=1, into=None):
@@ -159,6 +174,19 @@ def test_all_uses_of_a_weight_are_added_up_in_torchs_order(dtype):
         gradients_of(Shared, dtype, None), gradients_of(Shared, dtype, Overlap(CPU, dtype)), strict=True
     ):
         assert same(one, other)
+
+
+def test_weights_that_the_loss_depends_on_by_a_gradient_too_are_not_made_beside_it(monkeypatch):
+    overlap, forked = Overlap(CPU, None), []
+    monkeypatch.setattr(overlap, "_stream", object())
+    monkeypatch.setattr(overlap, "beside", lambda *read: forked.append(len(read)) or nullcontext())
+    monkeypatch.setattr(overlap, "_join", lambda: None)
+    linear = sum(isinstance(module, nn.Linear) for module in layers())
+    gradients_of(layers, None, overlap)
+    assert forked == ([2] * linear + [5]) * (PASSES - 1)
+    forked.clear()
+    gradients_of(Penalised, None, overlap)
+    assert forked == [5] * (PASSES - 1)  # all of them at the end, and none before
 
 
 @pytest.mark.parametrize("group", [1, 300, room.GROUP_BYTES])

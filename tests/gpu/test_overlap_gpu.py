@@ -177,6 +177,25 @@ def test_wide_layers_beside_short_ones_are_not_read_before_they_are_there():
     assert_bit_equal(*both(Wide, CAPTURED.but(precision="bf16"), steps=100, batch=512))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_with_a_gradient_in_it_waits_for_all_parts_of_a_weights_gradient(precision):
+    class Sloped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 2048), nn.Tanh())
+            self.head = nn.Linear(2048, 3)
+
+        def forward(self, x):
+            x = x.clone().requires_grad_()
+            made = self.head(self.inside(x))
+            (slope,) = torch.autograd.grad(made.float().sum(), x, create_graph=True)
+            return made + 1e-2 * slope.float().square().mean()
+
+    mine, theirs = both(Sloped, CAPTURED.but(precision=precision), batch=512)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_the_optimizers_step_outside_the_capture_finds_all_gradients():
     plan = CAPTURED.but(precision="bf16")
 

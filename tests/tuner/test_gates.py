@@ -175,6 +175,21 @@ def test_bf16_passes_and_the_cosine_is_told(model):
     assert found.figures["norm_ratio"] == pytest.approx(1, abs=0.02)
 
 
+def test_steps_that_were_the_same_maths_once_are_not_looked_at_again_beside_a_precision(monkeypatch):
+    looked = []
+    monkeypatch.setattr("hotlap.tuner.gates.same_maths", lambda *given: looked.append(1) or same_maths(*given))
+    rig = training()
+    gate, plan = Gate(rig, rig.plan), rig.plan.but(kind="resident", **FUSED)
+    assert gate.check(plan.but(precision="bf16")).ok
+    assert looked == [1]
+    step(rig)  # from another moment
+    assert gate.check(plan.but(precision="bf16")).ok
+    assert looked == [1]
+    assert gate.check(plan).ok
+    assert gate.check(plan.but(kind="loader", precision="bf16")).ok
+    assert looked == [1] * 3
+
+
 @pytest.mark.parametrize("choices", [{}, {"kind": "resident", **FUSED}])
 def test_fp16_passes_once_its_scale_has_settled(choices):
     assert judged(training(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), precision="fp16", **choices).ok

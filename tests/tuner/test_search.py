@@ -292,6 +292,63 @@ def test_a_precision_that_a_gate_holds_back_at_first_is_judged_again_later(has_1
     assert any(isinstance(plan, Rest) for plan in asked)
 
 
+@pytest.fixture
+def bound_to_pay(monkeypatch):
+    """As where products in fp32 take much of a step."""
+    monkeypatch.setattr(CountingProbe, "is_bound_to_pay", lambda self, plan, proposed: True)
+
+
+def in_16_bits(plan):
+    return plan.numerics.precision == "bf16"
+
+
+def test_a_precision_that_is_bound_to_pay_is_judged_and_timed_beside_all_else(has_16_bits, bound_to_pay):
+    rig, gate = rig_for(), Gatekeeper()
+    search = searching(rig, 100_000, gate=gate)
+    asked = drive(search, lambda plan: (cost_of(plan)[0], 0.002 if in_16_bits(plan) else 0.01))
+    first = gate.asked[0]
+    assert (first.numerics.precision, first.numerics.optimizer, first.feed.kind) == ("bf16", "fused", "resident")
+    assert next(plan for plan in asked if plan != search.baseline) == first
+    assert in_16_bits(rig.plan)
+    assert len(gate.asked) == len(set(gate.asked))
+
+
+def test_the_others_of_such_a_bundle_are_said_to_be_the_same_maths(has_16_bits, bound_to_pay):
+    class Words(Gatekeeper):
+        def check(self, plan):
+            return Outcome(why="gradients agree to 0.9999" if in_16_bits(plan) else "same maths")
+
+    rig = rig_for()
+    drive(
+        searching(rig, 100_000, gate=Words()),
+        lambda plan: cost_of(plan, fused=0.8, base=0.002 if in_16_bits(plan) else 0.01),
+    )
+    found = outcomes(rig)
+    assert found["16-bit precision"][:2] == ("kept", "gradients agree to 0.9999")
+    assert found["fused optimizer"][:2] == ("kept", "same maths")
+
+
+def test_where_a_gate_holds_such_a_bundle_back_the_others_are_judged_without_the_precision(has_16_bits, bound_to_pay):
+    rig, gate = rig_for(), Gatekeeper(refuses=in_16_bits)
+    drive(searching(rig, 2_000, gate=gate), lambda plan: cost_of(plan, fused=0.5, feed={"workers": 0.012}))
+    assert [in_16_bits(plan) for plan in gate.asked][:2] == [True, False]
+    assert (gate.asked[1].numerics.optimizer, gate.asked[1].feed.kind) == ("fused", "resident")
+    assert rig.plan.feed.kind == "resident"
+    assert not in_16_bits(rig.plan)
+
+
+def test_what_is_recorded_for_many_shapes_is_dear_to_record_again(monkeypatch):
+    rig = rig_for()
+    search = searching(rig, 2_000, gate=Gatekeeper())
+    drive(search, lambda plan: cost_of(plan, fused=0.5))
+    captured = rig.plan.but(mode="captured")
+    one_s = search._recording_s(captured)
+    assert one_s == pytest.approx(4 * search.budget.base_s)
+    monkeypatch.setattr(type(rig), "shapes", 11)
+    assert search._recording_s(captured) == pytest.approx(11 * one_s)
+    assert search._recording_s(rig.plan) == 0.0
+
+
 @pytest.mark.parametrize(
     ("bound", "is_precision"), [("arithmetic", True), ("memory traffic", True), ("feeding", False)]
 )

@@ -193,7 +193,10 @@ class Overlap:
 
     def forks(self, weights: tuple[int, ...]) -> bool:
         """Whether weights' gradients may be made on the second stream: nobody reads them before all are there."""
-        if self._stream is None or not self._is_last or torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # a gradient that the loss is made of, and by which it depends on them once more
+            self._uses.update(weights)
+            return False
+        if self._stream is None or not self._is_last:
             return False
         return all(self._uses[weight] <= 1 for weight in weights)  # else torch adds those of all uses up
 
@@ -305,7 +308,8 @@ class _Linear(torch.autograd.Function):
         ctx.overlap, ctx.keys = overlap, keys
         ctx.save_for_backward(x, weight)
         made: Tensor = _TORCHS_OWN["linear"](x, weight, bias)
-        return made
+        # Torch lets nobody change in place what is a view of something made in here.
+        return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -239,10 +239,9 @@ class Search:
             without = self._with([], but=move)
             if without == self.plan or self._rig.supports(without) is not None:
                 continue
-            base_s = self._trials.budget.base_s
-            slower_s = FEW_LAPS_S * (1 - self._lap.step_s / base_s)
-            recording_s = RECORDING * base_s * self._rig.shapes if without.execution.mode == "captured" else 0.0
-            if lost_s + move.setup_s(self.plan, self._rig) + recording_s + slower_s > SHARES * self._left_s:
+            slower_s = FEW_LAPS_S * (1 - self._lap.step_s / self._trials.budget.base_s)
+            setup_s = move.setup_s(self.plan, self._rig) + self._recording_s(without)
+            if lost_s + setup_s + slower_s > SHARES * self._left_s:
                 continue
             began_s = self._trials.budget.lost_s(self._lap.step_s)
             may_s = SHARES * self._left_s - lost_s
@@ -399,6 +398,11 @@ class Search:
         return self._trials.gate_s if self.budget is not None else 0.0
 
     # --- time ------------------------------------------------------------------------------------
+
+    def _recording_s(self, plan: Plan) -> float:
+        """About how long it takes until a plan of which nothing is recorded yet replays all that it will."""
+        is_captured = plan.execution.mode == "captured"
+        return RECORDING * self._trials.budget.base_s * self._rig.shapes if is_captured else 0.0
 
     @property
     def _left_s(self) -> float:
