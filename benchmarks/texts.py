@@ -43,7 +43,7 @@ MOST_POSITIONS = 512
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 LR = 1e-5
 """Of both encoders, whose weights are random at first, and whose rate does not rise slowly: with 5e-5 two
-of nine trainings of BERT ended at chance within 4,000 updates, one in fp32 and one in bf16."""
+of nine trainings of BERT ended at chance, one in fp32 and one in bf16 (`results/bert-rate-h200.txt`)."""
 LONG_RUN = 24_000
 """Texts where a training takes a minute or more, so that it sees each of them a few times."""
 
