@@ -433,3 +433,11 @@ def test_where_batches_have_several_widths_a_plan_makes_one_update_at_a_time(wid
     for window in rig.feed(data, batch_size=2, steps=1):
         rig.step(window)
     assert rig.most_replay_steps == most
+    assert rig.shapes == len(widths)
+
+
+def test_batches_of_plain_tensors_have_one_shape():
+    rig = hotlap.Rig(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), nn.MSELoss())
+    assert rig.shapes == 1
+    rig.feed((torch.zeros(8, 2), torch.zeros(8, 2)), batch_size=2, epochs=1)
+    assert (rig.shapes, rig.most_replay_steps) == (1, MOST_REPLAY_STEPS)

@@ -291,7 +291,7 @@ class Rig:
     def shapes(self) -> int:
         """Shapes that whole batches have: as many as there are widths."""
         source = self._route.course.source if self._route is not None else None
-        return len(source.widths) if isinstance(source, Columns) else 1
+        return max(1, len(source.widths)) if isinstance(source, Columns) else 1
 
     @property
     def given_up(self) -> str | None:

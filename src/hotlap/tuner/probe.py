@@ -97,13 +97,11 @@ class Probe:
         floor_s = min(
             (floors.get(name, 0.0) for name in {proposed.numerics.precision, "tf32"} & set(floors)), default=0
         )
-        compiled = COMPILED if changed == {"compile"} and plan.execution.mode == "captured" else float("inf")
+        most = COMPILED if changed == {"compile"} and plan.execution.mode == "captured" else float("inf")
         if floor_s <= 0:
-            return compiled, ""
-        most = MARGIN * lap.step_s / floor_s
-        return min(
-            most, compiled
-        ), f"its arithmetic takes {show_seconds(floor_s)} of {show_seconds(lap.step_s)}: at most {most:.2f}x"
+            return most, ""
+        most = min(most, MARGIN * lap.step_s / floor_s)
+        return most, f"its arithmetic takes {show_seconds(floor_s)} of {show_seconds(lap.step_s)}: at most {most:.2f}x"
 
 
 class CountingProbe(Probe):

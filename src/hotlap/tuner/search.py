@@ -162,8 +162,7 @@ class Search:
     def _at_once(self) -> Laps:
         """Another precision beside all moves that hide each other, where it is bound to pay.
 
-        Each by itself would take a gate of its own, and record what is not used for long. Where not all of them are
-        let through, nothing is said of any yet.
+        Each by itself would take a gate of its own, and record what is not used for long.
         """
         proposed = precision.MOVE.propose(self.plan, self._rig)
         if not isinstance(proposed, str) and self._probe.is_bound_to_pay(self.plan, proposed):
@@ -191,14 +190,10 @@ class Search:
         if not made or names in self._bundled:
             return
         self._bundled.add(names)
-        plan = self._with(made)
-        if not all_or_none:
-            made = self._let_through(made)
-            plan = self._with(made)
-        elif self._trials.why_not(plan, made) is not None:
-            made = []
+        made = self._let_through(made, all_or_none=all_or_none)
         if not made:
             return
+        plan = self._with(made)
         tried = yield from self._laps_of(made, plan)
         if tried.accepted:
             self._settle(plan, made, tried)
@@ -355,11 +350,14 @@ class Search:
             return Doubt("not tried", f"trying takes {show_seconds(cost_s)}, and {may_s} may be spent", cost_s)
         return None
 
-    def _let_through(self, moves: Sequence[Move]) -> list[Move]:
-        """The moves that leave the training the same; the others are refused."""
+    def _let_through(self, moves: Sequence[Move], *, all_or_none: bool = False) -> list[Move]:
+        """The moves that leave the training the same; the others are refused. Where it is to be all of them or none,
+        nothing is said of each yet."""
         why = self._trials.why_not(self._with(moves), moves)
         if why is None:
             return list(moves)
+        if all_or_none:
+            return []
         if len(moves) == 1:
             self._trials.refuse(moves[0], "rejected", why)
             return []
