@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Numerics, Plan
-from hotlap.engine import overlap
+from hotlap.engine import losses, overlap
 from hotlap.engine.attention import Attention
 from hotlap.engine.capture import CapturedStep
 from hotlap.engine.checkpointing import Checkpointing
@@ -142,6 +142,7 @@ class Steps:
         adapted = adapt(*self._modules)
         if adapted is not None:
             eager.gradients = adapted.during(eager.gradients)  # type: ignore[method-assign]
+        eager.gradients = losses.without_waiting(eager.gradients)  # type: ignore[method-assign]
         # One memory for the captures of all plans: they are replayed one after the other.
         self._recorder = self._recorder or Recorder(self._device)
         self._left = self._left or Left(self._device)

@@ -36,8 +36,10 @@ class Watch:
         self._modules, self._on_gpu = modules, device.type == "cuda"
         self.reason: str | None = None
         self._open: list[HostRandomness] = []
+        self._watcher: types.FrameType | None = None
 
     def __enter__(self) -> Watch:
+        self._watcher = sys._getframe(1)
         self._before = HostRandomness()
         self._memory = memory(self._modules)
         self._hooks = [register_module_forward_pre_hook(self._enters), register_module_forward_hook(self._leaves)]
@@ -53,6 +55,7 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._watcher = None
         if self._on_gpu:
             torch.cuda.set_sync_debug_mode(self._mode)
         self._caught.__exit__(None, None, None)
@@ -68,7 +71,7 @@ class Watch:
         if _WAITED not in str(message):
             self._shown(message, category, *rest, **more)
         elif self.reason is None and not _meant:
-            self.reason = f"a value is read back from the device{_at(_users_line())}"
+            self.reason = f"a value is read back from the device{_at(_users_line(self._watcher))}"
 
     def _enters(self, module: nn.Module, _: Any) -> None:
         self._open.append(HostRandomness())
@@ -127,13 +130,13 @@ def meant() -> Iterator[None]:
         _meant -= 1
 
 
-def _users_line() -> tuple[str, int] | None:
-    """The innermost line outside torch and hotlap."""
+def _users_line(watcher: types.FrameType | None) -> tuple[str, int] | None:
+    """The innermost line that is neither torch's nor hotlap's, of what the frame of the watcher has called."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_OWN) and not frame.f_code.co_filename.endswith("warnings.py"):
             return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
+        frame = frame.f_back if frame is not watcher else None
     return None
 
 

@@ -36,9 +36,9 @@ from hotlap.recipes.judging import answers_of, judge_of
 from hotlap.recipes.options import Options, as_file, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
 from hotlap.store.files import read_text, write_text
-from hotlap.store.loading import load_into
+from hotlap.store.loading import made_with
 from hotlap.store.run_folder import RunFolder, finite
-from hotlap.store.weights import save_weights
+from hotlap.store.weights import plain_state, save_state
 
 STATE, OPTIONS, REPORT, MODEL = "recipe.json", "options.toml", "report.json", "model.safetensors"
 PLAN = "plan.toml"
@@ -230,10 +230,9 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
         raise StoreError(f"{path} has format {version}, and this hotlap reads {FORMAT}; update hotlap or train again")
     try:
         reader = recipe_named(state["recipe"]).revive(state["reader"], folder)
-        model = reader.model(state["model"])
+        model = made_with(partial(reader.model, state["model"]), folder / MODEL)
     except (KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is damaged: {shown(error)}; train again") from None
-    load_into(model, folder / MODEL)
     return state, reader, model.eval()
 
 
@@ -272,7 +271,7 @@ def _judged(
     judge = judge_of(prepared.reader.classes)
     threshold = judge.threshold(answers, prepared.target)
     report = judge.report(prepared.target, answers, threshold)
-    weights = {name: value.detach().cpu().clone() for name, value in run.model.state_dict().items()}
+    weights = plain_state(run.model)
     history, train_s = run.history, run.train_s
     was_kept = "cache" in run.stopped
     del run
@@ -357,9 +356,8 @@ def _write(
     folds: dict[str, dict[str, Any]],
     folder: Path,
 ) -> None:
-    judge, model = judge_of(prepared.reader.classes), prepared.reader.model(best.name)
-    model.load_state_dict(best.weights)
-    save_weights(model, folder / MODEL, {"recipe": recipe.name, "model": best.name})
+    judge = judge_of(prepared.reader.classes)
+    save_state(best.weights, folder / MODEL, {"recipe": recipe.name, "model": best.name})
     state = {
         "format": FORMAT,
         "recipe": recipe.name,

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hotlap.engine import losses
 from hotlap.script.call_graphs import CallGraph, Ending, Replayed
 from hotlap.script.patches import Patches
 from hotlap.script.readings import Readings
@@ -90,7 +91,7 @@ class Endings:
             return
         self._is_in = True
         for name in LOSSES:
-            self._patches.put(F, name, self._loss(name, getattr(F, name)))
+            self._patches.put(F, name, self._loss(name, losses.WITHOUT_WAITING.get(name) or getattr(F, name)))
         self._patches.put(Tensor, "backward", self._backward(Tensor.backward))
 
     def take_out(self) -> None:

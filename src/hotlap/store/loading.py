@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hotlap.core.errors import StoreError
 from hotlap.core.units import show_bytes
@@ -40,6 +42,9 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs", "a Git LFS pointer, which stands for the weights; fetch them with: git lfs pull"),
     (b"<", "a web page or XML; a download may have gone wrong"),
 )
+_DRAWS = {"normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_"}
+"""What fills a tensor with random numbers, by name, since libraries put functions of their own in the place of torch's.
+All others of torch's are made of these."""
 _OLD_PICKLES = b"(]}cilpSVFILN"
 """First bytes of pickles of the oldest protocols, which are plain text."""
 
@@ -82,6 +87,27 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
 def load_into(model: nn.Module, path: str | Path) -> None:
     """Load weights into a model, each at its place; StoreError lists what does not fit."""
     load_weights_into(unwrapped(model), load_weights(path))
+
+
+def made_with(make: Callable[[], nn.Module], path: str | Path) -> nn.Module:
+    """A model that `make` makes, with the weights of a file; no first weights are drawn, which takes seconds."""
+    with _Undrawn():
+        model = make()
+    load_into(model, path)
+    return model
+
+
+class _Undrawn(TorchFunctionMode):
+    """Inside, parameters that are to be filled with random numbers are left as they are."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        filled = args[0] if args else kwargs.get("tensor")
+        if getattr(function, "__name__", None) in _DRAWS and isinstance(filled, nn.Parameter):
+            return filled
+        return function(*args, **kwargs)
 
 
 def what_is(head: bytes) -> str:

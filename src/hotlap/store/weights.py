@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,13 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
 
 def save_weights(model: nn.Module, path: Path, about: dict[str, str] | None = None) -> None:
     """Write the model's state; `load_state_dict(safetensors.torch.load_file(path))` reads it back."""
-    # Not by the library: it puts the words about the file in another order each time.
-    state = plain_state(model)
+    save_state(plain_state(model), path, about)
 
+
+def save_state(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
+    """Write a model's state that is on the CPU already, every name its own tensor."""
+
+    # Not by the library: it puts the words about the file in another order each time.
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
             file.writelines(tensor_pieces(state, about))
