@@ -5,9 +5,11 @@
 It takes the words of `hotlap train`, reads the same file, and trains the same first weights on as many samples a step:
 a DataLoader with 2 persistent, pinned workers, copies that do not block, AdamW, clipping, two values read back in every
 step. All windows lie in one tensor; texts are tokenised in the dataset's `__getitem__` and padded to the longest that
-is allowed. Every model is timed in fp32 and, on a GPU, in fp16 with a scaled loss.
+is allowed. Every model is timed in fp32 and, on a GPU, in fp16 with a scaled loss; encoders there in fp16 with
+activations computed again, too. The last of these is how the guides end.
 
-Only steps are timed, once the workers are warm. Reading, features, evaluation, schedule and predictions are not.
+Timed are steps, once the workers are warm, and one evaluation of what is held out, by the same loader. Reading,
+features, schedule and predictions are not.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hotlap import machine
 from hotlap.data.windows import Windows
 from hotlap.recipes.every import recipe_named
-from hotlap.recipes.options import Options, from_words, options_of
+from hotlap.recipes.options import from_words, options_of
 from hotlap.recipes.recipe import Prepared
 
 Losses = Generator[float, None, None]
 """A training: each `next` makes a step and tells its loss."""
 WORKERS = 2
+PLAIN, SCALED, AGAIN = "fp32", "fp16", "fp16, computed again"
+"""Settings of the loop."""
 WARM_STEPS = 20
 """At most, before the clock starts."""
 
@@ -68,12 +72,12 @@ class TextRows(Dataset[dict[str, Tensor]]):
         return len(self._texts)
 
 
-def text_rows(options: Any, prepared: Prepared) -> TextRows:
-    """The rows of a recipe's file, with its tokenizer as transformers wraps it."""
+def text_rows(path: str, options: Any, prepared: Prepared) -> TextRows:
+    """The rows of a file, with a recipe's tokenizer as transformers wraps it."""
     transformers = importlib.import_module("transformers")
     reader: Any = prepared.reader
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=reader.encoder.tokenizer, pad_token="[PAD]")
-    with Path(options.data).open(newline="", encoding="utf-8") as file:
+    with Path(path).open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     (column,) = reader.columns
     labels = [reader.classes.index(row[prepared.target_name]) for row in rows]
@@ -83,23 +87,30 @@ def text_rows(options: Any, prepared: Prepared) -> TextRows:
 # --- the loop ------------------------------------------------------------------------------------------
 
 
+def loader_of(job: Any, data: Dataset[Any], device: torch.device, *, shuffle: bool) -> DataLoader[Any]:
+    """As the guides have it."""
+    return DataLoader(
+        data,
+        batch_size=job.batch_size,
+        shuffle=shuffle,
+        num_workers=WORKERS,
+        persistent_workers=True,
+        pin_memory=device.type == "cuda",
+    )
+
+
 def guide_loop(
-    job: Any, data: Dataset[Any], forward: Callable[[nn.Module, Any], Tensor], device: torch.device, *, fp16: bool
+    job: Any, data: Dataset[Any], forward: Callable[[nn.Module, Any], Tensor], device: torch.device, *, setting: str
 ) -> Losses:
     """Steps of the model of a recipe's job, epoch after epoch without end."""
-    on_gpu = device.type == "cuda"
+    fp16 = setting != PLAIN
     model, loss_of = job.model.to(device).train(), job.loss.to(device)
+    if setting == AGAIN:
+        model.encoder.gradient_checkpointing_enable()
     given = job.optimizer.defaults
     optimizer = torch.optim.AdamW(model.parameters(), lr=given["lr"], weight_decay=given["weight_decay"])
     scaler = torch.amp.GradScaler(device.type, enabled=fp16)
-    loader = DataLoader(
-        data,
-        batch_size=job.batch_size,
-        shuffle=True,
-        num_workers=WORKERS,
-        persistent_workers=True,
-        pin_memory=on_gpu,
-    )
+    loader = loader_of(job, data, device, shuffle=True)
     running, right = 0.0, 0.0
     while True:
         for brought in loader:
@@ -117,6 +128,25 @@ def guide_loop(
             running += this
             right += (output.argmax(1) == labels).float().mean().item()
             yield this
+
+
+def evaluated(
+    job: Any, data: Dataset[Any], forward: Callable[[nn.Module, Any], Tensor], device: torch.device, *, setting: str
+) -> float:
+    """Seconds that one evaluation takes, once its loader is warm."""
+    model, loss_of = job.model.eval(), job.loss
+    loader = loader_of(job, data, device, shuffle=False)
+    next(iter(loader))  # starts its workers
+    begun = time.perf_counter()
+    running, right = 0.0, 0
+    with torch.no_grad():
+        for brought in loader:
+            batch, labels = moved(brought, device)
+            with torch.autocast(device.type, dtype=torch.float16, enabled=setting != PLAIN):
+                output = forward(model, batch)
+                running += loss_of(output, labels).item()
+            right += int((output.argmax(1) == labels).sum().item())
+    return time.perf_counter() - begun
 
 
 def moved(batch: Any, device: torch.device) -> tuple[Any, Tensor]:
@@ -142,23 +172,35 @@ def timed(training: Losses, steps: int, device: torch.device) -> dict[str, Any]:
     return {"steps": steps, "seconds": seconds, "step_s": seconds / steps, "loss": loss}
 
 
+def settings_of(name: str, device: torch.device) -> tuple[str, ...]:
+    """How the loop is timed; the last is how the guides end."""
+    if device.type != "cuda":
+        return (PLAIN,)
+    return (PLAIN, SCALED, AGAIN) if name == "text" else (PLAIN, SCALED)
+
+
 def rival_of(name: str, words: Sequence[str], steps: int) -> dict[str, dict[str, Any]]:
-    """For each model of a recipe, by precision, what its steps took."""
+    """For each model of a recipe, by setting, what its steps and an evaluation took."""
     recipe = recipe_named(name)
-    options: Options = options_of(recipe.options, None, from_words(words))
+    options: Any = options_of(recipe.options, None, from_words(words))
     device = machine.choose_device(options.device)
     prepared = recipe.prepare(options, _say)
-    data: Dataset[Any] | None = text_rows(options, prepared) if name == "text" else None
+    sides: list[Dataset[Any]] = []
+    if name == "text":
+        sides = [text_rows(path, options, prepared) for path in (options.data, options.valid)]
     found: dict[str, dict[str, Any]] = {}
     for one in prepared.candidates:
         found[one.name] = {}
-        for precision in ("fp32", "fp16") if device.type == "cuda" else ("fp32",):
+        for setting in settings_of(name, device):
             job = one.job()
-            data = all_windows(job.data) if data is None else data
-            training = guide_loop(job, data, prepared.reader.forward, device, fp16=precision == "fp16")
-            found[one.name][precision] = timed(training, steps, device)
-            training.close()  # its workers end before the next one is timed
-            _say(f"{one.name} in {precision}: {1e3 * found[one.name][precision]['step_s']:.3g} ms a step")
+            sides = sides or [all_windows(job.data), all_windows(job.valid)]
+            training = guide_loop(job, sides[0], prepared.reader.forward, device, setting=setting)
+            told = timed(training, steps, device)
+            training.close()  # its workers end before others are timed
+            told["evaluation_s"] = evaluated(job, sides[1], prepared.reader.forward, device, setting=setting)
+            found[one.name][setting] = told
+            paces = f"{1e3 * told['step_s']:.3g} ms a step, {told['evaluation_s']:.3g} s an evaluation"
+            _say(f"{one.name} in {setting}: {paces}")
     return found
 
 

@@ -116,8 +116,12 @@ def test_the_rival_trains_on_all_windows_written_out():
     assert y.tolist() == [*range(3, 12), *range(15, 20)]
 
 
-@pytest.mark.parametrize(("fp16", "tolerance"), [(False, 1e-5), (True, 2e-3)])
-def test_the_guides_loop_makes_plain_clipped_steps_of_adamw(fp16, tolerance):
+def of_first(model, batch):
+    return model(batch[0])
+
+
+@pytest.mark.parametrize(("setting", "tolerance"), [("fp32", 1e-5), ("fp16", 2e-3)])
+def test_the_guides_loop_makes_plain_clipped_steps_of_adamw(setting, tolerance):
     torch.manual_seed(0)
     x, y = torch.randn(32, 6), torch.randint(3, (32,))
     model, mine = nn.Linear(6, 3), nn.Linear(6, 3)
@@ -125,7 +129,7 @@ def test_the_guides_loop_makes_plain_clipped_steps_of_adamw(fp16, tolerance):
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.2)
     job = SimpleNamespace(model=model, loss=loss, optimizer=optimizer, batch_size=32, clip=0.05)
-    training = recipe_rivals.guide_loop(job, TensorDataset(x, y), lambda own, batch: own(batch[0]), CPU, fp16=fp16)
+    training = recipe_rivals.guide_loop(job, TensorDataset(x, y), of_first, CPU, setting=setting)
     found = [next(training) for _ in range(4)]
     training.close()
     own = torch.optim.AdamW(mine.parameters(), lr=0.1, weight_decay=0.2)
@@ -138,6 +142,40 @@ def test_the_guides_loop_makes_plain_clipped_steps_of_adamw(fp16, tolerance):
         own.step()
     assert found[-1] < found[0]
     torch.testing.assert_close(model.weight, mine.weight, rtol=0, atol=10 * tolerance)
+
+
+def test_an_evaluation_goes_once_through_what_is_held_out_and_learns_nothing():
+    seen = []
+
+    def counted(model, batch):
+        seen.extend(batch[1].tolist())
+        assert not torch.is_grad_enabled()
+        assert not model.training
+        return model(batch[0])
+
+    job = SimpleNamespace(model=nn.Linear(6, 3), loss=nn.CrossEntropyLoss(), batch_size=8)
+    data = TensorDataset(torch.randn(20, 6), torch.arange(20) % 3)
+    assert recipe_rivals.evaluated(job, data, counted, CPU, setting="fp32") > 0
+    assert seen == data.tensors[1].tolist()
+
+
+def test_the_guides_end_with_fp16_and_encoders_with_activations_computed_again(tmp_path):
+    gpu = torch.device("cuda")
+    assert recipe_rivals.settings_of("temporal", gpu)[-1] == "fp16"
+    assert recipe_rivals.settings_of("text", gpu)[-1] == "fp16, computed again"
+    asked = []
+    encoder = nn.Linear(6, 3)
+    encoder.gradient_checkpointing_enable = lambda: asked.append(1)
+    model = nn.Module()
+    model.encoder = encoder
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = SimpleNamespace(model=model, loss=nn.CrossEntropyLoss(), optimizer=optimizer, batch_size=8, clip=1.0)
+    data = TensorDataset(torch.randn(16, 6), torch.arange(16) % 3)
+    for setting in recipe_rivals.settings_of("text", gpu):
+        training = recipe_rivals.guide_loop(job, data, lambda own, batch: own.encoder(batch[0]), CPU, setting=setting)
+        next(training)
+        training.close()
+    assert asked == [1]
 
 
 def test_steps_that_warm_up_are_not_counted():
@@ -160,7 +198,7 @@ def test_the_rivals_texts_are_tokenised_one_by_one_and_padded_to_the_width(tmp_p
     recipe = recipe_named("text")
     options = options_of(recipe.options, None, from_words(words))
     prepared = recipe.prepare(options, lambda line: None)
-    data = recipe_rivals.text_rows(options, prepared)
+    data = recipe_rivals.text_rows(options.data, options, prepared)
     file = rows_of(tmp_path / "texts.csv")
     assert len(data) == 60
     for at in (0, 7, 59):
@@ -187,7 +225,7 @@ def test_both_recipes_are_reported_to_people_and_to_a_file(tmp_path, capsys):
         assert (made["training_samples"], made["steps"]) == (samples, steps)
         timed = found["rival"][model]["fp32"]
         assert timed["steps"] == 5
-        rival_s = timed["step_s"] * steps
+        rival_s = timed["step_s"] * steps + timed["evaluation_s"]
         assert found["rival_s_extrapolated"] == {model: pytest.approx(rival_s)}
         assert found["ratio_extrapolated"] == pytest.approx(rival_s / found["cold"]["seconds"])
         assert not made["from_cache"]
@@ -197,7 +235,7 @@ def test_both_recipes_are_reported_to_people_and_to_a_file(tmp_path, capsys):
         assert not found["failures"]
         assert f"x, extrapolated; on one H200 {found['wanted']:g}x wanted: not reached" in printed
     assert "temporal: 1 epoch asked for; bars.csv 2,000 rows, test.csv 2,000 rows" in printed
-    assert "5 steps timed: fp32" in printed
+    assert "5 steps timed\n      fp32" in printed
     assert "features 38 of 2,000 bars of m15, 4 symbols, from the cache, which saved" in printed
     assert "tokens 200 texts" in printed
     assert printed.count("trained before, which saved") == 2
@@ -269,21 +307,27 @@ def ran(seconds, **steps):
     return Ran(seconds=seconds, machine="a machine", models=models, said=[])
 
 
-def test_the_faster_precision_counts_for_as_many_steps_as_hotlap_made():
+def test_the_loop_as_the_guides_end_counts_for_as_much_as_hotlap_made_and_the_fastest_is_told():
+    def took(step_s, evaluation_s):
+        return {"steps": 100, "step_s": step_s, "evaluation_s": evaluation_s}
+
     rival = {
-        "lstm": {"fp32": {"steps": 100, "step_s": 0.02}, "fp16": {"steps": 100, "step_s": 0.03}},
-        "mlp": {"fp32": {"steps": 100, "step_s": 0.004}, "fp16": {"steps": 100, "step_s": 0.002}},
+        "lstm": {"fp32": took(0.02, 0.1), "fp16": took(0.03, 0.2)},
+        "mlp": {"fp32": took(0.004, 0.01), "fp16": took(0.002, 0.02)},
     }
     result = Result(epochs=50, wanted=8.0, rival=rival, cold=ran(5.0, lstm=1000, mlp=2000), again=ran(2.0))
-    assert result.rival_s == {"lstm": 20.0, "mlp": 4.0}
-    assert result.ratio == pytest.approx(4.8)
+    assert result.rival_s == {"lstm": 40.0, "mlp": 5.0}
+    assert result.fastest_s == {"lstm": 25.0, "mlp": 5.0}
+    assert result.ratio == pytest.approx(9.0)
+    assert result.ratio_to_fastest == pytest.approx(6.0)
     assert result.saved_s == 3.0
     said = "\n".join(recipes.lines("temporal", result))
-    assert "ratio         4.80x, extrapolated; on one H200 8x wanted: not reached" in said
-    assert "100 steps timed: fp32 20 ms, fp16 30 ms a step; as many steps as hotlap's 20.0 s" in said
+    assert "ratio         9.00x, extrapolated; on one H200 8x wanted: reached; 6.00x to its fastest setting" in said
+    assert "fp16                  30 ms a step, 200 ms an evaluation" in said
+    assert "as much as hotlap did 40.0 s as the guides end, 25.0 s at its fastest" in said
     assert "again         2.0 s, 3.0 s less" in said
-    result.cold = ran(2.0, lstm=1000, mlp=2000)
-    assert "12.00x, extrapolated; on one H200 8x wanted: reached" in "\n".join(recipes.lines("temporal", result))
+    result.cold = ran(10.0, lstm=1000, mlp=2000)
+    assert "4.50x, extrapolated; on one H200 8x wanted: not reached" in "\n".join(recipes.lines("temporal", result))
 
 
 def test_a_score_outside_the_band_is_said_with_how_far():

@@ -1,7 +1,10 @@
 """What a capture would get wrong is found by looking on, and named."""
 
+import copy
+import gc
 import random
 import warnings
+import weakref
 from collections import deque
 
 import numpy as np
@@ -9,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.engine.fingerprint import Glance, fingerprint
+from hotlap.engine import watch as watch_module
+from hotlap.engine.fingerprint import Glance, StateGlance, fingerprint
 from hotlap.engine.watch import Watch, meant, stranger_in, why_recording_failed
 
 CPU = torch.device("cpu")
@@ -189,6 +193,18 @@ def test_a_wait_that_is_meant_is_no_reason():
     assert "test_watch.py" in watch.reason
 
 
+def test_a_wait_in_what_hotlap_itself_does_names_no_line_of_whoever_called(monkeypatch):
+    def of_hotlap():
+        watch = Watch([Quiet()], CPU)
+        with watch:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        return watch.reason
+
+    code = of_hotlap.__code__.replace(co_filename=f"{watch_module._OWN[1]}/recipes/networks.py")
+    monkeypatch.setattr(of_hotlap, "__code__", code)
+    assert of_hotlap() == "a value is read back from the device"
+
+
 def test_a_gradient_for_a_parameter_of_somebody_else_is_found():
     mine, theirs = nn.Linear(3, 3), nn.Linear(3, 1)
     loss = theirs(mine(torch.randn(4, 3))).mean()
@@ -310,6 +326,65 @@ def test_a_glance_sees_nothing_in_updates_and_evaluations():
         model.train()
         model.load_state_dict(model.state_dict())
         assert glance.still_holds()
+
+
+def stepped(**how):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def first_state(optimizer):
+    return next(iter(optimizer.state.values()))
+
+
+IN_THE_STATE = {
+    "tensor": lambda o: first_state(o).update(exp_avg=torch.ones(2, 3)),
+    "place of a tensor": lambda o: setattr(first_state(o)["exp_avg"], "data", torch.ones(2, 3)),
+    "more of a parameter": lambda o: first_state(o).update(more=torch.ones(1)),
+    "less of a parameter": lambda o: first_state(o).pop("exp_avg"),
+    "another parameter": lambda o: o.state.update({torch.ones(1): {"exp_avg": torch.ones(1)}}),
+    "nothing of any": lambda o: o.state.clear(),
+    "no table": lambda o: o.state.update({torch.ones(1): [torch.ones(1)]}),
+    "all of it loaded": lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_STATE)
+def test_a_glance_sees_whatever_changes_in_an_optimizers_state(name):
+    optimizer = stepped()
+    glance = StateGlance(optimizer)
+    assert glance.still_holds()
+    kept = [dict(part) for part in optimizer.state.values()], first_state(optimizer)["exp_avg"].data
+    IN_THE_STATE[name](optimizer)
+    assert not glance.still_holds()
+    del kept
+
+
+def test_a_glance_at_an_optimizers_state_sees_nothing_in_updates():
+    optimizer = stepped()
+    glance = StateGlance(optimizer)
+    for _ in range(3):
+        optimizer.step()
+        assert glance.still_holds()
+
+
+def test_a_glance_does_not_trust_a_state_that_is_nested():
+    optimizer = stepped()
+    first_state(optimizer)["history"] = [torch.ones(2)]
+    assert not StateGlance(optimizer).still_holds()
+
+
+def test_a_glance_holds_nothing_of_an_optimizers_state():
+    optimizer = stepped()
+    gone = weakref.ref(first_state(optimizer)["exp_avg"])
+    glance = StateGlance(optimizer)
+    optimizer.state.clear()
+    gc.collect()
+    assert gone() is None
+    assert not glance.still_holds()
 
 
 def test_what_a_function_of_the_users_own_holds_is_part_of_it():

@@ -275,6 +275,34 @@ def test_accumulation_in_micro_batches_and_fp16_is_that_of_whole_batches(mode):
     assert_same(mine, theirs, rtol=2e-2, atol=2e-3)
 
 
+def resident_weights(weights):
+    """A loss that is a function of the user's own, with weights on the device."""
+    there = weights.to(DEVICE)
+
+    def loss(model, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y, weight=there, label_smoothing=0.1)
+
+    return loss
+
+
+@pytest.mark.parametrize("given", ["layer", "layer that ignores", "function"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_of_classes_and_smoothed_labels_are_captured_where_torchs_own_loss_waits(given, precision):
+    weights = torch.tensor([0.2, 1.0, 3.0])
+    layers = {
+        "layer": nn.CrossEntropyLoss(weight=weights, label_smoothing=0.1),
+        "layer that ignores": nn.CrossEntropyLoss(weight=weights, label_smoothing=0.1, ignore_index=1),
+    }
+    loss = layers.get(given, resident_weights(weights))
+    theirs = trained(EAGER.but(optimizer="fused", precision=precision), loss=loss)
+    mine = trained(CAPTURED.but(precision=precision), loss=loss)
+    assert recorded(mine[2])[0] >= 2, recorded(mine[2])
+    assert recorded(mine[2])[1] is None
+    loose = 1e-5 if precision == "fp32" else 5e-3
+    assert_same(mine, theirs, rtol=loose, atol=loose / 10)
+
+
 def test_a_change_of_mode_layer_flag_or_rate_makes_a_capture_void():
     def meddle(rig):
         model = rig.model

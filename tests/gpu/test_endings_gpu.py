@@ -63,9 +63,11 @@ def trained(make, criterion, *, precision="fp32", ends=True, classes=True):
     return torch.stack(losses), grads, torch.cat([p.detach().flatten() for p in module.parameters()]), endings.made
 
 
+WEIGHTS = torch.rand(5).to(DEVICE) if torch.cuda.is_available() else None
 CRITERIA = [
     (nn.CrossEntropyLoss(), True),
-    (nn.CrossEntropyLoss(weight=torch.rand(5).to(DEVICE) if torch.cuda.is_available() else None), True),
+    (nn.CrossEntropyLoss(weight=WEIGHTS), True),
+    (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), True),
     (nn.MSELoss(), False),
     (nn.BCEWithLogitsLoss(), False),
 ]

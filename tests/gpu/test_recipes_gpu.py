@@ -8,6 +8,7 @@ from recipe_data import bars_file
 from hotlap.recipes.options import options_of
 from hotlap.recipes.temporal import RECIPE
 from hotlap.recipes.training import train
+from hotlap.store.run_folder import RunFolder
 
 MODELS = ("lstm", "transformer", "mlp")
 SAME = 1 << 20
@@ -29,6 +30,10 @@ def test_memory_is_the_same_after_each_model(tmp_path, plan):
         folder = train(RECIPE, options, out=tmp_path / run, retrain=True, say=lambda line: None, progress=False)
         models = json.loads((folder / "report.json").read_text())["models"]
         left.append([models[name]["device_bytes_left"] for name in MODELS])
+        for name in MODELS if plan == "max" else ():
+            ledger = RunFolder.open(folder / "models" / name).read_ledger()
+            assert "captured" in str(RunFolder.open(folder / "models" / name).read_plan())
+            assert not [line for line in ledger.to_lines() if "runs eagerly" in line], ledger.to_lines()
     # Libraries keep some memory from their first use on.
     assert max(left[1]) - left[0][-1] <= SAME, left
     assert max(left[1]) - min(left[1]) <= SAME, left

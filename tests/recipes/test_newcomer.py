@@ -378,8 +378,9 @@ def told_of(target, answers, words):
         report=scores.report(target, answers, None, classes), was_kept=False, bytes_left=0,
     )  # fmt: skip
     rules = {"most frequent class": np.full(len(target), 2), "words": words}
-    prepared = SimpleNamespace(target=target, baselines=rules, reader=SimpleNamespace(classes=classes))
-    return "\n".join(training._compared([model], prepared))
+    told = {name: scores.report(target, answers, None, classes) for name, answers in rules.items()}
+    prepared = SimpleNamespace(target=target, reader=SimpleNamespace(classes=classes))
+    return "\n".join(training._compared([model], told, prepared))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from torch import nn
 
 import hotlap
 from hotlap.core.errors import StoreError
-from hotlap.store.loading import load_into, load_weights
+from hotlap.store import loading
+from hotlap.store.loading import load_into, load_weights, made_with
 from hotlap.store.weights import save_weights
 
 
@@ -50,6 +51,37 @@ def test_weights_go_into_a_model_also_into_a_wrapped_one(model, tmp_path):
     fresh = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
     load_into(nn.DataParallel(fresh), tmp_path / "w.safetensors")
     same(fresh.state_dict(), model.state_dict())
+
+
+class Filled(nn.Module):
+    """Filled in all ways that torch has, with a buffer that no file holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(3, 4), nn.Embedding(5, 2), nn.Conv1d(2, 3, 2), nn.LSTM(3, 2)])
+        for name in ("xavier_uniform_", "xavier_normal_", "kaiming_normal_", "trunc_normal_", "orthogonal_"):
+            self.register_parameter(name, nn.Parameter(torch.empty(4, 4)))
+            getattr(nn.init, name)(self.get_parameter(name))
+        self.register_buffer("noise", torch.empty(3).uniform_(), persistent=False)
+
+
+def test_a_model_that_is_made_with_weights_of_a_file_draws_no_others(tmp_path):
+    torch.manual_seed(1)
+    model = Filled()
+    save_weights(model, tmp_path / "w.safetensors")
+    torch.manual_seed(1)
+    before = torch.empty(3).uniform_()
+    torch.manual_seed(1)
+    made = made_with(Filled, tmp_path / "w.safetensors")
+    same(made.state_dict(), model.state_dict())
+    assert all(parameter.requires_grad for parameter in made.parameters())
+    # (torch draws for an orthogonal matrix elsewhere, and copies)
+    assert 0 <= made.noise.min() < made.noise.max() < 1
+    torch.manual_seed(1)
+    with loading._Undrawn():
+        nn.Linear(3, 4)
+        assert torch.equal(torch.empty(3).uniform_(), before)
+    assert not torch.equal(nn.Linear(3, 4).weight, nn.Linear(3, 4).weight)
 
 
 def test_a_model_that_does_not_fit_says_where(model, tmp_path):

@@ -125,6 +125,7 @@ def prepare(options: ImageOptions, say: Say) -> Prepared:
     weights = None
     if options.balance and classes:
         weights = torch.from_numpy(class_weights(train.target, len(classes))).float()
+    simple = rules(train, held, len(classes))
     return Prepared(
         reader=reader,
         candidates=[
@@ -134,7 +135,7 @@ def prepare(options: ImageOptions, say: Say) -> Prepared:
         held_out=valid,
         target=held.target,
         shown=lambda at: held.names[at],
-        baselines=rules(train, held, len(classes)),
+        baselines=lambda: simple,
         finish=partial(written_as_onnx, reader, held.some()) if options.onnx else None,
     )
 

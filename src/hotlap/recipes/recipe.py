@@ -90,8 +90,9 @@ class Prepared:
     """The true class, or number, of each of its samples."""
     shown: Callable[[int], str]
     """A sample of it in a few words, for a list of mistakes."""
-    baselines: Mapping[str, Numbers]
-    """What simple rules would answer for its samples, by name; the simplest, as the most frequent class, first."""
+    baselines: Callable[[], Mapping[str, Numbers]]
+    """What simple rules answer for its samples, by name, the simplest, as the most frequent class, first. Asked for
+    once, when all is trained."""
     folds: Callable[[str], Sequence[Fold]] = lambda name: ()
     """Other splits for a model of this name."""
     finish: Callable[[str, nn.Module, Path, Say], None] | None = None

@@ -275,7 +275,7 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
         held_out=judged,
         target=target,
         shown=lambda at: f"window {at + 1:,} of those held out",
-        baselines={
+        baselines=lambda: {
             "most frequent class": np.full(len(target), counts.argmax()),
             "what it did last": np.concatenate([side.naive for side in held]),
         },

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from hotlap.core.errors import DataError, JobError, shown
 from hotlap.core.job import Job
 from hotlap.data.sequences import Sequences
 from hotlap.data.tokenising import tokenised
-from hotlap.recipes import checks, splits
+from hotlap.machine.device import choose_device
+from hotlap.recipes import checks, splits, word_counts
 from hotlap.recipes.encoders import Encoder, EncoderOptions, encoder_for, encoder_in
 from hotlap.recipes.options import MOST, option, outside
 from hotlap.recipes.reading import refuse, shown_table
@@ -162,6 +162,7 @@ def prepare(options: TextOptions, say: Say) -> Prepared:
     classes, labels = checks.classes_of(table[target])
     say(f"task      {target} ({len(classes)} classes) from {' and '.join(columns)}")
     train, train_labels, held, held_labels = _parts(options, table, target, columns, classes, labels, say)
+    counted = _by_word_counts(options, train, train_labels, held, columns)
     encoder = encoder_for(options, [text for name in columns for text in texts_of(train, name)], say)
     reader = TextReader(encoder, columns, classes, options.most, options.dropout, table.has_header)
     data = reader.sequences(train, say, {"labels": torch.from_numpy(train_labels)})
@@ -175,10 +176,7 @@ def prepare(options: TextOptions, say: Say) -> Prepared:
         held_out=valid,
         target=held_labels,
         shown=lambda at: shown[at][:EXCERPT],
-        baselines={
-            "most frequent class": np.full(len(held_labels), np.bincount(train_labels).argmax()),
-            **_by_word_counts(train, train_labels, held, columns),
-        },
+        baselines=partial(_rules, train_labels, len(held_labels), counted, say),
     )
 
 
@@ -336,24 +334,31 @@ def texts_of(table: Table, name: str) -> list[str]:
     return [text or " " for text in table[name].texts()]
 
 
-def _by_word_counts(train: Table, labels: Numbers, held: Table, columns: Sequence[str]) -> dict[str, Numbers]:
-    """What a logistic regression over TF-IDF answers, where scikit-learn is installed."""
+def _by_word_counts(
+    options: TextOptions, train: Table, labels: Numbers, held: Table, columns: Sequence[str]
+) -> word_counts.Answers | None:
+    """What a logistic regression over TF-IDF answers, where scikit-learn is installed.
+
+    It is fitted while a GPU trains; cores that train themselves are left alone.
+    """
+    if not word_counts.is_there():
+        return None
+    texts, theirs = ([" ".join(parts) for parts in _joined(part, columns)] for part in (train, held))
+    if choose_device(options.device).type == "cuda":
+        return word_counts.begun(texts, labels.tolist(), theirs)
+    found = word_counts.fitted(texts, labels.tolist(), theirs)
+    return lambda: found
+
+
+def _rules(labels: Numbers, held: int, counted: word_counts.Answers | None, say: Say) -> dict[str, Numbers]:
+    """What simple rules answer; one that failed is said and left out."""
+    rules = {"most frequent class": np.full(held, np.bincount(labels).argmax())}
     try:
-        words = import_module("sklearn.feature_extraction.text")
-        linear = import_module("sklearn.linear_model")
-    except ImportError:
-        return {}
-    both = [
-        [" ".join(parts) for parts in zip(*(texts_of(part, c) for c in columns), strict=True)] for part in (train, held)
-    ]
-    counted = words.TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2)
-    try:
-        given = counted.fit_transform(both[0])
-    except ValueError:  # no word comes twice
-        return {}
-    # Many columns and few rows in each: this solver needs the fewest looks at them.
-    model = linear.LogisticRegression(solver="newton-cg", max_iter=1000, C=10).fit(given, labels)
-    return {"TF-IDF + logistic regression": np.asarray(model.predict(counted.transform(both[1])))}
+        answers = counted() if counted is not None else None
+    except RuntimeError as error:
+        say(f"warning   {word_counts.NAME} is left out, since it failed: {error}")
+        return rules
+    return rules if answers is None else {**rules, word_counts.NAME: np.asarray(answers)}
 
 
 RECIPE = Recipe(

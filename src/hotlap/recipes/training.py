@@ -32,7 +32,7 @@ from hotlap.recipes.answers import (
     write_answers,
     write_vectors,
 )
-from hotlap.recipes.judging import answers_of, judge_of
+from hotlap.recipes.judging import Report, answers_of, judge_of
 from hotlap.recipes.options import Options, as_file, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
 from hotlap.store.files import read_text, write_text
@@ -93,11 +93,13 @@ def _trained(
     recipe: Recipe, options: Options, prepared: Prepared, folder: Path, *, retrain: bool, say: Say, progress: bool
 ) -> Path:
     found = _compete(prepared, options, folder, retrain=retrain, say=say, progress=progress)
-    best = max(found, key=lambda one: judge_of(prepared.reader.classes).score(one.report))
-    for line in _compared(found, prepared):
+    judge = judge_of(prepared.reader.classes)
+    best = max(found, key=lambda one: judge.score(one.report))
+    rules = {name: judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines().items()}
+    for line in _compared(found, rules, prepared):
         say(line)
     folds = _walked(prepared, best.name, options, folder, retrain=retrain, say=say, progress=progress)
-    _write(recipe, options, prepared, found, best, folds, folder)
+    _write(recipe, options, prepared, found, best, rules, folds, folder)
     if prepared.finish is not None:
         prepared.finish(best.name, revived(folder)[2], folder, say)
     for line in scores.told(best.report):
@@ -312,11 +314,10 @@ def _bytes_left() -> int:
     return torch.cuda.memory_allocated()
 
 
-def _compared(found: list[Judged], prepared: Prepared) -> list[str]:
-    """One table of all candidates and of what simple rules would score."""
+def _compared(found: list[Judged], rules: dict[str, Report], prepared: Prepared) -> list[str]:
+    """One table of all candidates and of what simple rules score."""
     judge = judge_of(prepared.reader.classes)
     rows = [(one.name, one.report, _when(one)) for one in sorted(found, key=lambda one: -judge.score(one.report))]
-    rules = {name: judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines.items()}
     rows += [(name, report, "a rule, for comparison") for name, report in rules.items()]
     width = max(len(name) for name, *_ in rows)
     best = max(judge.score(one.report) for one in found)
@@ -353,6 +354,7 @@ def _write(
     prepared: Prepared,
     found: list[Judged],
     best: Judged,
+    rules: dict[str, Report],
     folds: dict[str, dict[str, Any]],
     folder: Path,
 ) -> None:
@@ -372,9 +374,7 @@ def _write(
     told = {
         "best": best.name,
         "models": {one.name: {**one.report, **_told(one)} for one in found},
-        "baselines": {
-            name: judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines.items()
-        },
+        "baselines": rules,
         "folds": folds,
         "worst": judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
     }

@@ -1,0 +1,89 @@
+"""A simple rule for texts: a logistic regression over TF-IDF, fitted here or in a process of its own.
+
+Run as a file, it reads texts and classes from its input as JSON and writes its answers, so that it takes a core beside
+a training on a GPU instead of seconds before it. It imports nothing of hotlap.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+
+NAME = "TF-IDF + logistic regression"
+Answers = Callable[[], list[int] | None]
+"""Gives the class of each text held out, once it is known; None where nothing can be counted."""
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def is_there() -> bool:
+    """Whether scikit-learn is installed, which it needs."""
+    return importlib.util.find_spec("sklearn") is not None
+
+
+def fitted(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> list[int] | None:
+    """The class that it answers for each text held out; None where no word comes twice."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    counted = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2)
+    try:
+        given = counted.fit_transform(texts)
+    except ValueError:
+        return None
+    # Many columns, few of them in a row: this solver looks at them the fewest times.
+    model = LogisticRegression(solver="newton-cg", max_iter=1000, C=10).fit(given, labels)
+    found: list[int] = model.predict(counted.transform(held)).tolist()
+    return found
+
+
+def begun(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> Answers:
+    """Begin it in a process of its own, on one core; the answers, which wait for it."""
+    environment = {**os.environ, **dict.fromkeys(_THREADS, "1")}
+    process = subprocess.Popen(
+        # Not from its folder: the files beside it have names that others have too.
+        [sys.executable, "-P", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    given = json.dumps([texts, labels, held]).encode()
+    assert process.stdin is not None
+    try:
+        process.stdin.write(given)
+        process.stdin.close()
+    except BrokenPipeError:
+        pass  # it has ended, and says why
+    process.stdin = None
+    answers = _Waiting(process)
+    weakref.finalize(answers, _end, process)
+    return answers
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is None:
+        process.kill()
+        process.communicate()
+
+
+class _Waiting:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def __call__(self) -> list[int] | None:
+        answers, errors = self._process.communicate()
+        if self._process.returncode:
+            last = (errors.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+            raise RuntimeError(last)
+        found: list[int] | None = json.loads(answers)
+        return found
+
+
+if __name__ == "__main__":
+    # Read at once: whoever writes goes on with other things.
+    sys.stdout.write(json.dumps(fitted(*json.load(sys.stdin))))
