@@ -187,6 +187,8 @@ def rival_of(name: str, words: Sequence[str], steps: int) -> dict[str, dict[str,
     prepared = recipe.prepare(options, _say)
     sides: list[Dataset[Any]] = []
     if name == "text":
+        if not options.valid:
+            raise SystemExit("recipe_rivals: text needs --valid FILE, by which an evaluation is timed")
         sides = [text_rows(path, options, prepared) for path in (options.data, options.valid)]
     found: dict[str, dict[str, Any]] = {}
     for one in prepared.candidates:

@@ -1,5 +1,6 @@
 """The rule that counts words answers the same here and in a process of its own."""
 
+import shutil
 import subprocess
 import sys
 
@@ -33,6 +34,12 @@ def test_texts_of_which_no_word_comes_twice_have_no_answer():
 def test_what_went_wrong_in_it_is_told():
     with pytest.raises(RuntimeError, match="at least 2 classes"):
         word_counts.begun(TEXTS, [0] * len(TEXTS), HELD)()
+
+
+def test_one_that_was_killed_is_told_by_how_it_ended(monkeypatch):
+    monkeypatch.setattr(word_counts.sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        word_counts.begun(TEXTS * 20_000, LABELS * 20_000, HELD)()  # more than a pipe holds
 
 
 def test_it_imports_nothing_of_hotlap():

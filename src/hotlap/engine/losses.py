@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _OWN = F.cross_entropy
+_IS_TORCHS = getattr(getattr(_OWN, "__code__", None), "co_filename", None) == F.__file__
+"""Libraries put losses of theirs in the place of torch's, and may have come first."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -53,8 +55,9 @@ def cross_entropy(
     return (1 - label_smoothing) * plain + smooth * (label_smoothing / input.shape[of_classes])
 
 
-WITHOUT_WAITING: dict[str, Callable[..., Tensor]] = {"cross_entropy": cross_entropy}
-"""What stands in for functions of torch, by their names."""
+def standing_in(own: Callable[..., Any]) -> Callable[..., Any]:
+    """What is called in the place of a loss of torch's own; somebody else's stays what it is."""
+    return cross_entropy if own is _OWN and _IS_TORCHS else own
 
 
 def without_waiting(work: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -63,9 +66,7 @@ def without_waiting(work: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(work)
     def waiting_for_nothing(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         own: Any = F.cross_entropy
-        if own is not _OWN:  # somebody stands in for it: whatever that is, it stays
-            return work(*args, **kwargs)
-        F.cross_entropy = cross_entropy
+        F.cross_entropy = standing_in(own)
         try:
             return work(*args, **kwargs)
         finally:

@@ -6,6 +6,7 @@ a training on a GPU instead of seconds before it. It imports nothing of hotlap.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -54,11 +55,9 @@ def begun(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> A
     )
     given = json.dumps([texts, labels, held]).encode()
     assert process.stdin is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # one that has ended says why when it is asked
         process.stdin.write(given)
         process.stdin.close()
-    except BrokenPipeError:
-        pass  # it has ended, and says why
     process.stdin = None
     answers = _Waiting(process)
     weakref.finalize(answers, _end, process)
@@ -78,8 +77,8 @@ class _Waiting:
     def __call__(self) -> list[int] | None:
         answers, errors = self._process.communicate()
         if self._process.returncode:
-            last = (errors.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-            raise RuntimeError(last)
+            code = f"its process ended with {self._process.returncode}"
+            raise RuntimeError((errors.decode(errors="replace").strip().splitlines() or [code])[-1])
         found: list[int] | None = json.loads(answers)
         return found
 
