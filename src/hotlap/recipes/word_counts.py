@@ -6,12 +6,12 @@ a training on a GPU instead of seconds before it. It imports nothing of hotlap.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -44,21 +44,17 @@ def fitted(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> 
 
 def begun(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> Answers:
     """Begin it in a process of its own, on one core; the answers, which wait for it."""
-    environment = {**os.environ, **dict.fromkeys(_THREADS, "1")}
-    process = subprocess.Popen(
-        # Not from its folder: the files beside it have names that others have too.
-        [sys.executable, "-P", __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
-    given = json.dumps([texts, labels, held]).encode()
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # one that has ended says why when it is asked
-        process.stdin.write(given)
-        process.stdin.close()
-    process.stdin = None
+    with tempfile.TemporaryFile() as given:
+        given.write(json.dumps([texts, labels, held]).encode())
+        given.seek(0)
+        process = subprocess.Popen(
+            # Not from its folder: the files beside it have names that others have too.
+            [sys.executable, "-P", __file__],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **dict.fromkeys(_THREADS, "1")},
+        )
     answers = _Waiting(process)
     weakref.finalize(answers, _end, process)
     return answers
@@ -84,5 +80,4 @@ class _Waiting:
 
 
 if __name__ == "__main__":
-    # Read at once: whoever writes goes on with other things.
     sys.stdout.write(json.dumps(fitted(*json.load(sys.stdin))))
