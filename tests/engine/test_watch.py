@@ -1,7 +1,10 @@
 """What a capture would get wrong is found by looking on, and named."""
 
+import copy
+import gc
 import random
 import warnings
+import weakref
 from collections import deque
 
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 from hotlap.engine import watch as watch_module
-from hotlap.engine.fingerprint import Glance, fingerprint
+from hotlap.engine.fingerprint import Glance, StateGlance, fingerprint
 from hotlap.engine.watch import Watch, meant, stranger_in, why_recording_failed
 
 CPU = torch.device("cpu")
@@ -323,6 +326,65 @@ def test_a_glance_sees_nothing_in_updates_and_evaluations():
         model.train()
         model.load_state_dict(model.state_dict())
         assert glance.still_holds()
+
+
+def stepped(**how):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def first_state(optimizer):
+    return next(iter(optimizer.state.values()))
+
+
+IN_THE_STATE = {
+    "tensor": lambda o: first_state(o).update(exp_avg=torch.ones(2, 3)),
+    "place of a tensor": lambda o: setattr(first_state(o)["exp_avg"], "data", torch.ones(2, 3)),
+    "more of a parameter": lambda o: first_state(o).update(more=torch.ones(1)),
+    "less of a parameter": lambda o: first_state(o).pop("exp_avg"),
+    "another parameter": lambda o: o.state.update({torch.ones(1): {"exp_avg": torch.ones(1)}}),
+    "nothing of any": lambda o: o.state.clear(),
+    "no table": lambda o: o.state.update({torch.ones(1): [torch.ones(1)]}),
+    "all of it loaded": lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_STATE)
+def test_a_glance_sees_whatever_changes_in_an_optimizers_state(name):
+    optimizer = stepped()
+    glance = StateGlance(optimizer)
+    assert glance.still_holds()
+    kept = [dict(part) for part in optimizer.state.values()], first_state(optimizer)["exp_avg"].data
+    IN_THE_STATE[name](optimizer)
+    assert not glance.still_holds()
+    del kept
+
+
+def test_a_glance_at_an_optimizers_state_sees_nothing_in_updates():
+    optimizer = stepped()
+    glance = StateGlance(optimizer)
+    for _ in range(3):
+        optimizer.step()
+        assert glance.still_holds()
+
+
+def test_a_glance_does_not_trust_a_state_that_is_nested():
+    optimizer = stepped()
+    first_state(optimizer)["history"] = [torch.ones(2)]
+    assert not StateGlance(optimizer).still_holds()
+
+
+def test_a_glance_holds_nothing_of_an_optimizers_state():
+    optimizer = stepped()
+    gone = weakref.ref(first_state(optimizer)["exp_avg"])
+    glance = StateGlance(optimizer)
+    optimizer.state.clear()
+    gc.collect()
+    assert gone() is None
+    assert not glance.still_holds()
 
 
 def test_what_a_function_of_the_users_own_holds_is_part_of_it():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotlap.data.resident import Rows
-from hotlap.engine.fingerprint import fingerprint, places_in
+from hotlap.engine.fingerprint import Glance, StateGlance, fingerprint, places_in
 from hotlap.engine.graph import Left, StepGraph, signature
 from hotlap.engine.norms import NormCounts
 from hotlap.engine.optimizers import frozen_hyperparameters
@@ -26,6 +26,8 @@ MOST_GRAPHS = 16
 """Shapes that are recorded at a time; one more takes the place of the one not used for longest."""
 PATIENCE = 200
 """Windows in a row that are all new, by their shape or by what the model holds, before capturing is given up."""
+BLINKS = 3
+"""Quick looks in a row that saw something touched where nothing was, before they are left."""
 MOST_AHEAD = 8
 """Replays that may be launched and not yet done."""
 
@@ -57,6 +59,8 @@ class CapturedStep:
         self._modules = eager.modules
         self._graphs: dict[Hashable, StepGraph] = {}
         self._made_for: tuple[Any, ...] = ()
+        self._glance: tuple[Any, ...] | None = None
+        self._blinks = 0
         self._frozen: tuple[Any, ...] = ()
         self._restless = 0
         self._seen: Counter[Hashable] = Counter()
@@ -135,13 +139,17 @@ class CapturedStep:
     def _check_validity(self) -> None:
         """Drop what was recorded for other layers, modes, places in memory or settings of the optimizer."""
         eager = self._eager
-        made_for = (*fingerprint(self._modules, eager.functions), *map(id, eager.parameters()))
-        if not self.split:
-            made_for += tuple(places_in(list(eager.optimizer.state.values())))
+        if not self._is_untouched():
+            made_for = (*fingerprint(self._modules, eager.functions), *map(id, eager.parameters()))
+            if not self.split:
+                made_for += tuple(places_in(list(eager.optimizer.state.values())))
+            if made_for != self._made_for:
+                self.forget()
+                self._made_for, self._blinks = made_for, 0
+            if self._blinks < BLINKS:
+                self._blinks += 1
+                self._look()
         frozen = () if self.split else frozen_hyperparameters(eager.optimizer)
-        if made_for != self._made_for:
-            self.forget()
-            self._made_for = made_for
         if frozen != self._frozen:
             self._restless = self._restless + 1 if self._frozen else 0
             self.forget()
@@ -151,6 +159,28 @@ class CapturedStep:
                 self._note("the optimizer's step stays outside the capture: settings other than its rate keep changing")
         else:
             self._restless = 0
+
+    def _look(self) -> None:
+        """Note what is to be looked at again before the next replay, in a part of the time that all of it takes."""
+        eager = self._eager
+        state = None if self.split else StateGlance(eager.optimizer)
+        self._glance = (Glance(self._modules), fingerprint((), eager.functions), eager.parameters(), state)
+
+    def _is_untouched(self) -> bool:
+        """Whether nothing was touched that recorded steps were made for; if not, they may still hold."""
+        if self._glance is None:
+            return False
+        glance, functions, parameters, state = self._glance
+        eager, self._glance = self._eager, None
+        if (
+            glance.still_holds()
+            and fingerprint((), eager.functions) == functions
+            and eager.parameters() is parameters
+            and (state is None or self.split or state.still_holds())
+        ):
+            self._glance, self._blinks = (glance, functions, parameters, state), 0
+            return True
+        return False
 
     def _run_eagerly(self, window: Window, key: Hashable) -> Tensor:
         """As a capture would run it: on the stream that captures, watched, so that its first times tell what is wrong.

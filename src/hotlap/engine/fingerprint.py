@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 INSIDE = frozenset(nn.Module().__dict__)
 """What torch itself keeps in a module."""
@@ -187,6 +188,41 @@ class Glance:
             )
         except Exception:  # of things that do not like to be compared
             return False
+
+
+class StateGlance:
+    """The same for the tensors that an optimizer keeps of its parameters, and where they lie. It holds none of them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        parts = optimizer.state.values()
+        # What is nested, or has no place in memory, a glance does not see.
+        self._are_settled = all(type(part) is dict and all(map(_is_settled, part.values())) for part in parts)
+        if self._are_settled:
+            values = self._values()
+            self._ids = list(map(id, values))
+            self._tensors = [number for number, value in enumerate(values) if isinstance(value, Tensor)]
+            self._places = self._places_of(values)
+
+    def still_holds(self) -> bool:
+        """Whether nothing was touched since."""
+        try:
+            values = self._values() if self._are_settled else []
+            return self._are_settled and list(map(id, values)) == self._ids and self._places_of(values) == self._places
+        except (TypeError, AttributeError):  # of what has come since, and is no dict or no tensor
+            return False
+
+    def _values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._optimizer.state.values())))
+
+    def _places_of(self, values: list[Any]) -> list[int]:
+        return [values[number].data_ptr() for number in self._tensors]
+
+
+def _is_settled(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and not is_lazy(value)
+    return type(value) in _PLAIN
 
 
 def _is_plain(value: Any) -> bool:

@@ -66,10 +66,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back; tensors keep their addresses."""
-        with torch.no_grad():
-            for name, tensor in _tensors(self._modules):
-                if name in self._tensors:
-                    _put_back(tensor, self._tensors[name])
+        _put_back([(tensor, self._tensors[name]) for name, tensor in _tensors(self._modules) if name in self._tensors])
         for (parameter, flag), (_, grad) in zip(self._flags, self._grads, strict=True):
             parameter.requires_grad_(flag)
             # In the layout that the parameter has now, which may be another than it had then.
@@ -85,6 +82,7 @@ class Snapshot:
         state = self._optimizer.state
         for key in [key for key in state if key not in self._state]:
             del state[key]
+        both: list[tuple[Tensor, Tensor]] = []
         for key, saved in self._state.items():
             current = state[key]
             for name in [name for name in current if name not in saved]:
@@ -93,11 +91,12 @@ class Snapshot:
                 now = current.get(name)
                 # A step count may lie on the host in one plan and on the device in the other: it stays where it is.
                 if isinstance(now, Tensor) and isinstance(value, Tensor):
-                    _put_back(now, value)
+                    both.append((now, value))
                 else:
                     fresh = _copied(value)
-                    both = isinstance(fresh, Tensor) and isinstance(key, Tensor)
-                    current[name] = laid_out_as(key, fresh) if both else fresh
+                    is_of_key = isinstance(fresh, Tensor) and isinstance(key, Tensor)
+                    current[name] = laid_out_as(key, fresh) if is_of_key else fresh
+        _put_back(both)
 
     def _restore_groups(self) -> None:
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
@@ -106,7 +105,7 @@ class Snapshot:
             for name, value in saved.items():
                 now = group.get(name)
                 if isinstance(now, Tensor) and isinstance(value, Tensor):
-                    _put_back(now, value)
+                    _put_back([(now, value)])
                 else:
                     group[name] = _copied(value)
 
@@ -117,12 +116,19 @@ def _tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
             yield f"{number}.{name}", tensor
 
 
-def _put_back(tensor: Tensor, saved: Tensor) -> None:
-    if tensor.shape == saved.shape and tensor.dtype == saved.dtype:
-        with torch.no_grad():
-            tensor.copy_(saved)
-    else:
-        tensor.data = saved.clone()
+def _put_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give each first tensor the values of its second, many with one kernel."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for tensor, saved in pairs:
+        if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
+            tensor.data = saved.clone()
+        else:
+            into, of = alike.setdefault((tensor.device, saved.device, tensor.dtype), ([], []))
+            into.append(tensor)
+            of.append(saved)
+    with torch.no_grad():
+        for into, of in alike.values():
+            torch._foreach_copy_(into, of)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
