@@ -56,6 +56,11 @@ class Options:
         if wrong:
             raise JobError(wrong)
 
+    @property
+    def judged_at_once(self) -> int:
+        """Samples that are answered at a time: without gradients more of them fit than are trained on."""
+        return 4 * self.batch_size
+
 
 def outside(options: Options, **ranges: tuple[float, float]) -> list[str]:
     """A line for each option that is not within its range, both ends allowed."""

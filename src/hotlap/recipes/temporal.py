@@ -40,6 +40,8 @@ FRAMES = ("m5", "m15", "h1", "h4", "d1", "d7")
 """Usual ones, to be named to those who name one that cannot be made."""
 EXAMPLES = 64
 """Windows that a written ONNX file is tried on."""
+JUDGED_BARS = 2**17
+"""In all windows that are answered at a time, where they are no more than four batches anyway."""
 LEAST = 50
 """Windows that each side of a split needs, for anything to be said."""
 
@@ -92,6 +94,11 @@ class TemporalOptions(Options):
             wrong.append(f"models is empty; name some of {', '.join(MODELS)}")
         if wrong:
             raise JobError(wrong)
+
+    @property
+    def judged_at_once(self) -> int:
+        """Windows that are answered at a time: they are small, and few of them at a time keep no GPU busy."""
+        return max(super().judged_at_once, JUDGED_BARS // self.length)
 
 
 def seconds_of(frame: str) -> int | None:
@@ -340,6 +347,7 @@ def _job(
         schedule=warm_up_and_cosine(options.warm_up),
         clip=options.clip,
         batch_size=options.batch_size,
+        eval_batch=options.judged_at_once,
         epochs=options.epochs or 20,
         metrics=["accuracy", "macro_f1"],
         monitor="macro_f1",

@@ -29,6 +29,8 @@ from hotlap.recipes.tables import Table, named_columns, read_table
 TARGETS = ("label", "target", "class", "category", "sentiment", "y")
 """Names of a column to predict, as people have them."""
 HEADERS = {"auto": None, "yes": True, "no": False}
+JUDGED_TOKENS = 2**16
+"""At most, in all texts that are answered at a time, where they are no more than four batches anyway."""
 EXCERPT = 160
 """Characters of a text that a list of mistakes shows."""
 
@@ -57,6 +59,11 @@ class TextOptions(EncoderOptions):
             wrong.append(f"text names {self.text[0]} twice; name it once")
         if wrong:
             raise JobError(wrong)
+
+    @property
+    def judged_at_once(self) -> int:
+        """Texts that are answered at a time: few of them at a time keep no GPU busy."""
+        return max(super().judged_at_once, JUDGED_TOKENS // self.most)
 
 
 class Classifier(nn.Module):
@@ -196,6 +203,7 @@ def _job(options: TextOptions, reader: TextReader, data: Sequences, held: Sequen
         schedule=warm_up_and_cosine(options.warm_up),
         clip=1.0,
         batch_size=options.batch_size,
+        eval_batch=options.judged_at_once,
         epochs=options.epochs or (12 if fresh else 3),
         reorder=True,
         metrics=["accuracy", "macro_f1"],

@@ -292,7 +292,7 @@ def _judged(
 
 def _held_out_answers(name: str, run: Run, prepared: Prepared, held_out: Any, options: Options) -> Numbers:
     """What a trained model answers for data to judge by; DivergedError where that is nothing, since it diverged."""
-    batch = 4 * options.batch_size
+    batch = options.judged_at_once
     answers = answers_of(prepared.reader, run.model, held_out, batch_size=batch, device=options.device)
     wrong = int((~np.isfinite(answers.reshape(len(answers), -1)).all(1)).sum())
     if wrong:
@@ -366,7 +366,7 @@ def _write(
         "model": best.name,
         "target": prepared.target_name,
         "threshold": best.threshold,
-        "batch_size": 4 * options.batch_size,
+        "batch_size": options.judged_at_once,
         "reader": prepared.reader.state(),
     }
     write_text(folder / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
