@@ -166,6 +166,27 @@ def test_masks_differ_from_replay_to_replay_and_have_the_right_rate(kind):
     assert 0.7 < mine.std() / theirs.std() < 1.4
 
 
+class DrawingLstm(Lstm):
+    """One that draws in evaluation, too."""
+
+    def forward(self, x):
+        return super().forward(x if self.training else x + torch.randn_like(x))
+
+
+@pytest.mark.parametrize("make", [Lstm, DrawingLstm])
+def test_an_evaluation_leaves_recorded_masks_of_recurrent_layers_where_they_are(make):
+    torch.manual_seed(3)
+    x, y = torch.randn(64, 7, 6), torch.randint(3, (64,))
+    plan = Plan().but(mode="captured", optimizer="fused")
+    rig = Rig(make(0.5), lambda p: torch.optim.SGD(p, lr=0.0), nn.CrossEntropyLoss(), plan=plan, device=DEVICE)
+    for samples in (64, 48, 32):  # of a new shape the first updates are made operation by operation
+        batch = (x[:samples].to(DEVICE), y[:samples].to(DEVICE))
+        assert len(torch.stack([rig.step(batch).clone() for _ in range(40)]).unique()) > 35
+        rig.evaluate((x, y), batch_size=16)
+    assert recorded(rig)[0] == 3, rig.ledger.to_lines()
+    assert rig.given_up is None
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),

@@ -32,8 +32,11 @@ class Evaluator:
     of a loader whose user asked for persistent ones.
     """
 
-    def __init__(self, objective: Objective, device: torch.device, layout: Layout) -> None:
-        self._objective, self._device, self._layout = objective, device, layout
+    def __init__(
+        self, objective: Objective, device: torch.device, layout: Layout, *, draws_on: Callable[[], bool]
+    ) -> None:
+        """`draws_on` says whether the device's generator must not be set back."""
+        self._objective, self._device, self._layout, self._draws_on = objective, device, layout, draws_on
         self._kept: _Kept | None = None
         self._captured: dict[bool, tuple[Plan, CapturedOutputs]] = {}
         """For predictions, and for evaluations, under the plan that they were last made under."""
@@ -64,7 +67,7 @@ class Evaluator:
     ) -> Any:
         objective, device = self._objective, self._device
         modules = [m for m in (objective.model, objective.loss) if isinstance(m, torch.nn.Module)]
-        modes, randomness = Modes(modules), Randomness(device)
+        modes, randomness = Modes(modules), Randomness(device, host_only=self._draws_on())
         for module in modules:
             module.eval()
         try:

@@ -131,7 +131,7 @@ class Rig:
         self._compiling = Compiling(self.model, self.device, steps=lambda: self.steps, write_down=self.write_down)
         self._route: Route | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
-        self._evaluator = Evaluator(self.objective, self.device, self._layout)
+        self._evaluator = Evaluator(self.objective, self.device, self._layout, draws_on=lambda: self.draws_on)
         self._follows_user = plan is None
         self.plan = Plan().but(optimizer="fused" if is_fused(self.optimizer) else "plain")
         """The plan in force."""

@@ -23,9 +23,11 @@ class Randomness:
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
 
     def restore(self) -> None:
-        """Set all generators back."""
+        """Set all generators back. The device's only if it was drawn from: see `Rig.draws_on` for what setting does."""
         self._host.restore()
-        if self._cuda is not None and self._device is not None:
+        if self._cuda is None or self._device is None:
+            return
+        if not torch.equal(torch.cuda.get_rng_state(self._device), self._cuda):
             torch.cuda.set_rng_state(self._cuda, self._device)
 
 
