@@ -13,6 +13,7 @@ from waiting import no_waiting
 from hotlap import Job, Plan, Rig, fit
 from hotlap.data.course import training_course
 from hotlap.engine.capture import CapturedStep
+from hotlap.engine.losses import without_waiting
 from hotlap.guard.state import export_state, import_state
 
 DEVICE = "cuda"
@@ -316,12 +317,13 @@ def test_weights_of_classes_and_smoothed_labels_are_captured_where_torchs_own_lo
         "layer that ignores": nn.CrossEntropyLoss(weight=weights, label_smoothing=0.1, ignore_index=1),
     }
     loss = layers.get(given, resident_weights(weights))
-    theirs = trained(EAGER.but(optimizer="fused", precision=precision), loss=loss)
+    # In 16 bits what differs by rounding in 32 may be rounded the other way, so that only the same loss gives the same.
+    eager = trained if precision == "fp32" else without_waiting(trained)
+    theirs = eager(EAGER.but(optimizer="fused", precision=precision), loss=loss)
     mine = trained(CAPTURED.but(precision=precision), loss=loss)
     assert recorded(mine[2])[0] >= 2, recorded(mine[2])
     assert recorded(mine[2])[1] is None
-    loose = 1e-5 if precision == "fp32" else 5e-3
-    assert_same(mine, theirs, rtol=loose, atol=loose / 10)
+    assert_same(mine, theirs)
 
 
 def test_a_change_of_mode_layer_flag_or_rate_makes_a_capture_void():
