@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from benchmarks.kit import EXAMPLES, bytes_a_sample
+from benchmarks.kit.examples import EXAMPLES, bytes_a_sample
 
 from hotlap.kit import catalogue
 

@@ -23,9 +23,11 @@ from hotlap.kit.workers import (
     Setting,
     WorkersFound,
     best_of,
+    by,
     counts,
     finer,
     loader_words,
+    nearer,
     words_of,
 )
 from hotlap.machine.limits import read_cpu
@@ -48,7 +50,7 @@ def workers_of_script(
         raise HotlapError(f"{target.name} has no loader to give workers to: {first.why_fixed}")
     looks = _Looks(target, first, say)
     on_gpu, cores, own = first.device != "cpu", read_cpu().cores, looks.own
-    others = [Feed(kind="loader", workers=n, persistent=n > 0, pinned=on_gpu) for n in counts(cores)]
+    others = [by(n, on_gpu=on_gpu) for n in counts(cores)]
     feeds = [own, *(feed for feed in others if (feed.workers, feed.pinned) != (own.workers, own.pinned))]
     feeds += [Feed(kind=kind) for kind in FEEDS]
 
@@ -58,10 +60,14 @@ def workers_of_script(
                 looks.look(feed)
         return [looks.setting(feed, seconds) for feed in feeds]
 
-    best = best_of(looked_at((*feeds[1:], *reversed(feeds))))
-    others = [feed for feed in finer(best.feed, on_gpu=on_gpu) if feed not in feeds]
-    feeds += others
-    settings = looked_at((*others, *reversed(others)))
+    def and_at(several: Sequence[Feed]) -> list[Setting]:
+        others = [feed for feed in several if feed not in feeds]
+        feeds.extend(others)
+        return looked_at((*others, *reversed(others)))
+
+    settings = looked_at((*feeds[1:], *reversed(feeds)))
+    settings = and_at(nearer(settings, on_gpu=on_gpu))
+    settings = and_at(finer(best_of(settings).feed, on_gpu=on_gpu))
     best = best_of(settings)
     comparison = None if best.is_own else looks.compared(best.feed, until)
     return WorkersFound(

@@ -160,9 +160,24 @@ def best_of(settings: Sequence[Setting]) -> Setting:
 
 
 def counts(cores: int) -> list[int]:
-    """How many workers are tried: 0, 1, 2, 4 … and as many as there are cores."""
+    """How many workers are tried first: 0, 1, 2, 4 … and as many as there are cores."""
     powers = [2**n for n in range(cores.bit_length()) if 2**n <= cores]
     return sorted({0, *powers, cores})
+
+
+def by(count: int, *, on_gpu: bool) -> Feed:
+    """So many workers."""
+    return Feed(kind="loader", workers=count, persistent=count > 0, pinned=on_gpu)
+
+
+def nearer(settings: Sequence[Setting], *, on_gpu: bool) -> list[Feed]:
+    """Workers half way from the best count to those that were tried next to it."""
+    by_loader = [one for one in settings if one.feed.kind == "loader" and one.step_s is not None]
+    if not by_loader:
+        return []
+    best, tried = best_of(by_loader).feed.workers, {one.feed.workers for one in by_loader}
+    beside = [max((n for n in tried if n < best), default=best), min((n for n in tried if n > best), default=best)]
+    return [by(count, on_gpu=on_gpu) for count in sorted({(best + other) // 2 for other in beside} - tried)]
 
 
 def workers(
@@ -184,7 +199,7 @@ class _Ways:
     def __init__(self, bench: Bench, seconds: float, say: Say) -> None:
         self._bench, self._rig, self._say = bench, bench.rig, say
         self._until, self._seconds = time.monotonic() + seconds, seconds
-        self._cores = read_cpu().cores
+        self._cores, self._on_gpu = read_cpu().cores, self._rig.device.type == "cuda"
         self._rig.keep_plans()
         self._windows: Iterator[Window] = self._rig.windows()
         self._plan: Plan = self._rig.plan
@@ -195,7 +210,8 @@ class _Ways:
         own = self._rig.plan.feed
         bare_s = self._bare_s()
         settings = [self._first(feed, feed == own, bare_s) for feed in self._feeds(own)]
-        others = finer(best_of(settings).feed, on_gpu=self._rig.device.type == "cuda")
+        settings += [self._first(feed, False, bare_s) for feed in nearer(settings, on_gpu=self._on_gpu)]
+        others = finer(best_of(settings).feed, on_gpu=self._on_gpu)
         settings += [self._first(feed, False, bare_s) for feed in others if all(one.feed != feed for one in settings)]
         # The other way round: what has drifted meanwhile has done so for the first as for the last.
         settings = [self._again(one) for one in reversed(settings)][::-1]
@@ -221,10 +237,7 @@ class _Ways:
 
     def _feeds(self, own: Feed) -> list[Feed]:
         """The job's own, then the others."""
-        pinned = self._rig.device.type == "cuda"
-        by_workers = [
-            Feed(kind="loader", workers=count, persistent=count > 0, pinned=pinned) for count in counts(self._cores)
-        ]
+        by_workers = [by(count, on_gpu=self._on_gpu) for count in counts(self._cores)]
         whole = [Feed(kind=kind) for kind in ("gather", "stream", "resident")]
         return [own, *(feed for feed in (*by_workers, *whole) if feed != own)]
 

@@ -1,0 +1,69 @@
+"""Batch sizes, and the account of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+import hotlap
+from benchmarks.kit.rows import Options, Row
+from benchmarks.kit.trainings import as_t4, jobs
+from hotlap.core.units import show_bytes, show_rate
+from hotlap.kit.batch import tried
+from hotlap.kit.bench import opened
+
+LEAST_SPEED, MOST_OFF = 0.97, 0.05
+MOST_GUESSED = 0.25
+"""How far what was predicted to bring memory down may be off what was measured."""
+
+
+def batch_rows(options: Options) -> Iterator[Row]:
+    """The largest and the fastest batch, each against what it should be."""
+    for name, job in jobs(options).items():
+        with as_t4(options.device):
+            found = hotlap.batch(job, seconds=5 if options.quick else 180)
+            print(f"\n{name}\n{found.summary()}\n")
+            largest = found.largest
+            assert largest is not None, "nothing trains"
+            with opened(job) as bench:
+                trains = bench.trains(bench.window(largest.size), updates=5)
+                yield Row(part="batch", what=f"{name}: {largest.size:,} trains", seen=trains or "yes", kept=not trains)
+                if found.searched.found_largest:
+                    more = bench.trains(bench.window(largest.size + 1), updates=5)
+                    what = f"{name}: {largest.size + 1:,} does not"
+                    yield Row(part="batch", what=what, seen=more or "it trains", kept=more is not None)
+                elif options.device != "cpu":
+                    yield Row(
+                        part="batch", what=f"{name}: the largest is proven", seen=found.searched.ended, kept=False
+                    )
+                kept, fast = found.keeps_reserve, found.fastest
+                assert kept is not None
+                assert fast is not None
+                sizes = sorted({fast.size, kept.size, *sweep_sizes(kept.size, 6 if options.quick else 28)})
+                effective = job.effective_batch or 1
+                speeds = {size: tried(bench, size, effective, True).samples_per_s or 0.0 for size in sizes}
+            best = max(speeds, key=lambda size: speeds[size])
+            part = speeds[fast.size] / speeds[best]
+            told = f"{fast.size:,} has {part:.1%} of {best:,} ({show_rate(speeds[best])} samples/s; {len(sizes)} sizes)"
+            yield Row(part="batch", what=f"{name}: the fastest", seen=told, kept=part >= LEAST_SPEED or options.quick)
+
+
+def sweep_sizes(most: int, count: int) -> list[int]:
+    """Sizes from 1 up, evenly on a logarithmic scale."""
+    return sorted({int(size) for size in np.geomspace(2, max(2, most), count).round()})
+
+
+def memory_rows(options: Options) -> Iterator[Row]:
+    """The account against the allocator."""
+    for name, job in jobs(options).items():
+        found = hotlap.memory(job)
+        print(f"\n{name}\n{found.summary()}\n")
+        off = abs(found.peak_bytes - found.counted_bytes) / found.peak_bytes
+        told = f"{show_bytes(found.counted_bytes)} of {show_bytes(found.peak_bytes)}: {off:.1%} off"
+        yield Row(part="memory", what=f"{name}: the account", seen=told, kept=off <= MOST_OFF)
+        for one in found.savings:
+            if one.peak_bytes is not None:
+                seen = f"{show_bytes(one.predicted_bytes)} predicted, {show_bytes(one.peak_bytes)} measured"
+                near = abs(one.predicted_bytes - one.peak_bytes) <= MOST_GUESSED * one.peak_bytes
+                yield Row(part="memory", what=f"{name}: {one.what}", seen=seen, kept=near)
