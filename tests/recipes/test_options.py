@@ -18,6 +18,8 @@ from hotlap.recipes.options import (
     recipe_in,
     told,
 )
+from hotlap.recipes.temporal import TemporalOptions
+from hotlap.recipes.text import TextOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,3 +101,16 @@ def test_all_recipes_say_the_same_of_epochs_and_learning_rate():
         said = {(one["default"], one["told"]) for one in (as_json(recipe_named(r).options)[name] for r in NAMES)}
         assert len(said) == 1
         assert next(iter(said))[1].endswith("0 leaves it to the recipe")
+
+
+@pytest.mark.parametrize(
+    ("options", "at_once"),
+    [
+        (TemporalOptions(length=20), 6553),  # small ones, many of them
+        (TemporalOptions(length=10_000, batch_size=32), 128),
+        (TextOptions(most=192), 341),
+        (TextOptions(most=192, batch_size=256), 1024),
+    ],
+)
+def test_more_is_answered_at_a_time_than_is_trained_on(options, at_once):
+    assert options.judged_at_once == at_once

@@ -128,6 +128,18 @@ def test_what_pays_is_kept_with_its_share_and_the_plan_is_in_force_at_the_end():
     assert total["low"] < 0.016 / 0.0088 < total["high"]
 
 
+@pytest.mark.parametrize("fused_pays", [True, False])
+def test_a_plan_that_was_timed_against_the_users_own_is_not_once_more_at_the_end(fused_pays):
+    rig = rig_for()
+    search = searching(rig, 100_000, gate=Gatekeeper())
+    asked = drive(search, lambda plan: cost_of(plan, fused=0.8 if fused_pays else 1.0))
+    together = next(entry.figures for entry in rig.ledger if entry.figures.get("together"))
+    total = outcomes(rig)["tuned"][2]
+    # What was kept together is what is left, unless one of it gave nothing and went.
+    assert (total["ratio"] == together["ratio"]) is fused_pays
+    assert (search.baseline in asked[-4:]) is not fused_pays
+
+
 def test_nothing_helped_is_a_result():
     rig = rig_for(class_data(256))
     search = searching(rig, 100_000, gate=Gatekeeper())
