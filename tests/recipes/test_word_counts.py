@@ -19,16 +19,18 @@ HELD = ["good", "bad", "a good film", "a bad film"]
 
 
 def test_it_answers_by_words():
-    assert word_counts.fitted(TEXTS, LABELS, HELD) == [1, 0, 1, 0]
+    assert word_counts.fitted(TEXTS, LABELS, HELD).answers == [1, 0, 1, 0]
 
 
 def test_a_process_of_its_own_answers_the_same():
-    assert word_counts.begun(TEXTS, LABELS, HELD)() == word_counts.fitted(TEXTS, LABELS, HELD)
+    beside = word_counts.begun(TEXTS, LABELS, HELD)()
+    assert beside.answers == word_counts.fitted(TEXTS, LABELS, HELD).answers
+    assert beside.took_s > 0
 
 
 def test_texts_of_which_no_word_comes_twice_have_no_answer():
-    assert word_counts.fitted(["one two", "three four"], [0, 1], HELD) is None
-    assert word_counts.begun(["one two", "three four"], [0, 1], HELD)() is None
+    assert word_counts.fitted(["one two", "three four"], [0, 1], HELD).answers is None
+    assert word_counts.begun(["one two", "three four"], [0, 1], HELD)().answers is None
 
 
 def test_what_went_wrong_in_it_is_told():
@@ -73,12 +75,26 @@ def prepared_by(tmp_path, monkeypatch):
     return prepare
 
 
-def test_beside_a_gpu_it_is_fitted_in_another_process_and_here_otherwise(prepared_by, monkeypatch):
+def test_beside_a_gpu_it_is_fitted_in_another_process_and_here_otherwise(prepared_by, tmp_path, monkeypatch):
     here = prepared_by("cpu").baselines()
     assert list(here) == ["most frequent class", word_counts.NAME]
     monkeypatch.setattr(word_counts, "fitted", None)
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "another"))
     beside = prepared_by("cuda").baselines()
     assert all(np.array_equal(here[name], beside[name]) for name in here)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_second_time_it_comes_out_of_the_cache_and_says_what_that_saved(prepared_by, monkeypatch, device):
+    first = prepared_by(device).baselines()
+    monkeypatch.setattr(word_counts, "fitted", None)
+    monkeypatch.setattr(word_counts, "begun", None)
+    told = len(prepared_by.lines)
+    again = prepared_by(device).baselines()
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert [
+        line for line in prepared_by.lines[told:] if line.startswith(f"rule      {word_counts.NAME}, from the cache")
+    ]
 
 
 def test_one_that_failed_is_said_and_left_out(prepared_by, monkeypatch):

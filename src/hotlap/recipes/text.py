@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hotlap.core.errors import DataError, JobError, shown
 from hotlap.core.job import Job
+from hotlap.core.units import show_seconds
 from hotlap.data.sequences import Sequences
 from hotlap.data.tokenising import tokenised
 from hotlap.machine.device import choose_device
@@ -25,10 +26,13 @@ from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, S
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
 from hotlap.recipes.tables import Table, named_columns, read_table
+from hotlap.store.cache import Cache, key_of
 
 TARGETS = ("label", "target", "class", "category", "sentiment", "y")
 """Names of a column to predict, as people have them."""
 HEADERS = {"auto": None, "yes": True, "no": False}
+COUNTS = "word-counts"
+"""What the cache calls the answers of a simple rule."""
 JUDGED_TOKENS = 2**16
 """At most, in all texts that are answered at a time, where they are no more than four batches anyway."""
 EXCERPT = 160
@@ -169,7 +173,7 @@ def prepare(options: TextOptions, say: Say) -> Prepared:
     classes, labels = checks.classes_of(table[target])
     say(f"task      {target} ({len(classes)} classes) from {' and '.join(columns)}")
     train, train_labels, held, held_labels = _parts(options, table, target, columns, classes, labels, say)
-    counted = _by_word_counts(options, train, train_labels, held, columns)
+    counted = _by_word_counts(options, train, train_labels, held, columns, say)
     encoder = encoder_for(options, [text for name in columns for text in texts_of(train, name)], say)
     reader = TextReader(encoder, columns, classes, options.most, options.dropout, table.has_header)
     data = reader.sequences(train, say, {"labels": torch.from_numpy(train_labels)})
@@ -343,26 +347,32 @@ def texts_of(table: Table, name: str) -> list[str]:
 
 
 def _by_word_counts(
-    options: TextOptions, train: Table, labels: Numbers, held: Table, columns: Sequence[str]
-) -> word_counts.Answers | None:
-    """What a logistic regression over TF-IDF answers, where scikit-learn is installed.
+    options: TextOptions, train: Table, labels: Numbers, held: Table, columns: Sequence[str], say: Say
+) -> word_counts.Counting | None:
+    """What a logistic regression over TF-IDF answers, where scikit-learn is installed: once, into the cache.
 
     It is fitted while a GPU trains; cores that train themselves are left alone.
     """
     if not word_counts.is_there():
         return None
     texts, theirs = ([" ".join(parts) for parts in _joined(part, columns)] for part in (train, held))
+    cache, key = Cache(), key_of(texts, labels.tolist(), theirs, word_counts.FORMAT)
+    if (kept := cache.get(COUNTS, key)) is not None:
+        found = word_counts.Counted(*kept.values)
+        say(f"rule      {word_counts.NAME}, from the cache, which saved {show_seconds(found.took_s)}")
+        return lambda: found
     if choose_device(options.device).type == "cuda":
-        return word_counts.begun(texts, labels.tolist(), theirs)
-    found = word_counts.fitted(texts, labels.tolist(), theirs)
-    return lambda: found
+        counting = word_counts.begun(texts, labels.tolist(), theirs)
+    else:
+        counting = partial(word_counts.Counted, *word_counts.fitted(texts, labels.tolist(), theirs))
+    return lambda: word_counts.Counted(*cache.get_or_make(COUNTS, key, lambda: ({}, tuple(counting())))[1])
 
 
-def _rules(labels: Numbers, held: int, counted: word_counts.Answers | None, say: Say) -> dict[str, Numbers]:
+def _rules(labels: Numbers, held: int, counted: word_counts.Counting | None, say: Say) -> dict[str, Numbers]:
     """What simple rules answer; one that failed is said and left out."""
     rules = {"most frequent class": np.full(held, np.bincount(labels).argmax())}
     try:
-        answers = counted() if counted is not None else None
+        answers = counted().answers if counted is not None else None
     except RuntimeError as error:
         say(f"warning   {word_counts.NAME} is left out, since it failed: {error}")
         return rules

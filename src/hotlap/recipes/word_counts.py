@@ -12,13 +12,27 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 NAME = "TF-IDF + logistic regression"
-Answers = Callable[[], list[int] | None]
-"""Gives the class of each text held out, once it is known; None where nothing can be counted."""
+FORMAT = 1
+"""Of the rule: one that answers otherwise has another number."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Counted(NamedTuple):
+    """What it answers, and the seconds that it took."""
+
+    answers: list[int] | None
+    """The class of each text held out; None where no word comes twice."""
+    took_s: float
+
+
+Counting = Callable[[], Counted]
+"""Waits until it is known."""
 
 
 def is_there() -> bool:
@@ -26,8 +40,9 @@ def is_there() -> bool:
     return importlib.util.find_spec("sklearn") is not None
 
 
-def fitted(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> list[int] | None:
-    """The class that it answers for each text held out; None where no word comes twice."""
+def fitted(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> Counted:
+    """Fit it to texts and their classes, and answer."""
+    began = time.perf_counter()
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
 
@@ -35,14 +50,14 @@ def fitted(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> 
     try:
         given = counted.fit_transform(texts)
     except ValueError:
-        return None
+        return Counted(None, time.perf_counter() - began)
     # Many columns, few of them in a row: this solver looks at them the fewest times.
     model = LogisticRegression(solver="newton-cg", max_iter=1000, C=10).fit(given, labels)
-    found: list[int] = model.predict(counted.transform(held)).tolist()
-    return found
+    answers: list[int] = model.predict(counted.transform(held)).tolist()
+    return Counted(answers, time.perf_counter() - began)
 
 
-def begun(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> Answers:
+def begun(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> Counting:
     """Begin it in a process of its own, on one core; the answers, which wait for it."""
     with tempfile.TemporaryFile() as given:
         given.write(json.dumps([texts, labels, held]).encode())
@@ -70,13 +85,12 @@ class _Waiting:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
-    def __call__(self) -> list[int] | None:
+    def __call__(self) -> Counted:
         answers, errors = self._process.communicate()
         if self._process.returncode:
             code = f"its process ended with {self._process.returncode}"
             raise RuntimeError((errors.decode(errors="replace").strip().splitlines() or [code])[-1])
-        found: list[int] | None = json.loads(answers)
-        return found
+        return Counted(*json.loads(answers))
 
 
 if __name__ == "__main__":
