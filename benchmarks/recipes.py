@@ -17,7 +17,7 @@ For each, in a process of its own:
 - `hotlap train … --test …` with an empty cache: the time of the whole process, from the command to the predictions.
   Its patience is as long as the training, so that no model stops early; steps are those that were made;
 - the same command again, with the cache that it left;
-- with `--band`, the recipe under `--plan off` (eager, fp32) with seeds 0, 1 and 2, all three at once since nothing is
+- with `--band`, the recipe under `--plan off` (eager, fp32) with seeds 0, 1 and 2, all of it at once since nothing is
   timed by then, and under a tuned plan, all for `--band-epochs`: whether the tuned one scores between the lowest and
   the highest of them. By chance alone one of four is the highest or the lowest half of the time: it is how far outside
   that counts.
@@ -410,16 +410,22 @@ class Bench:
         if tuned is None or epochs != result.epochs:
             tuned = self._trained([*asked, "--plan", self._options.plan], folder, "tuned")
 
-        def eagerly(seed: int) -> Ran:
-            return self._trained([*asked, "--plan", "off", "--seed", str(seed)], folder, f"seed{seed}")
+        def eagerly(seed: int, number: int, command: Sequence[str]) -> Ran:
+            return self._trained([*command, "--plan", "off", "--seed", str(seed)], folder, f"seed{seed}-{number}")
 
-        with ThreadPoolExecutor(len(SEEDS)) as pool:  # at once: it is scores that are asked for, not times
-            eager = list(pool.map(eagerly, SEEDS))
+        alone = [(seed, number, command) for seed in SEEDS for number, command in enumerate(model_by_model(asked))]
+        with ThreadPoolExecutor(len(alone)) as pool:  # at once: it is scores that are asked for, not times
+            ran = list(pool.map(eagerly, *zip(*alone, strict=True)))
+        eager: dict[int, dict[str, dict[str, Any]]] = {seed: {} for seed in SEEDS}
+        for (seed, *_), one in zip(alone, ran, strict=True):
+            eager[seed] |= one.models
         result.band = {
             "epochs": epochs,
             "seeds": list(SEEDS),
             "models": {
-                name: {metric: banded([one.models[name][metric] for one in eager], model[metric]) for metric in METRICS}
+                name: {
+                    metric: banded([eager[seed][name][metric] for seed in SEEDS], model[metric]) for metric in METRICS
+                }
                 for name, model in tuned.models.items()
             },
         }
@@ -431,6 +437,14 @@ class Bench:
         # The rival goes first, so that torch's bytecode is at hand for hotlap, as it is on a machine in use.
         caches = {name: str(folder / f"{whose}-{name.lower()}") for name in CACHES}
         return {**caches, "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}
+
+
+def model_by_model(command: Sequence[str]) -> list[list[str]]:
+    """The command for each of its models alone: first weights and order are the same for each as beside others."""
+    if "--models" not in command:
+        return [list(command)]
+    place = command.index("--models") + 1
+    return [[*command[:place], name, *command[place + 1 :]] for name in command[place].split(",")]
 
 
 def banded(eager: Sequence[float], tuned: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import io
 import json
 import statistics
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -275,11 +276,12 @@ def test_a_second_run_that_trains_again_is_a_failure(monkeypatch, capsys):
 
 
 def test_the_band_is_of_three_seeds_beside_a_run_of_as_many_epochs(tmp_path, monkeypatch, capsys):
-    asked = []
+    asked, one_at_a_time = [], threading.Lock()  # in one process they would share their randomness
 
     def noted(command, variables, folder, limit):
-        asked.append(command)
-        return in_this_process(command, variables, folder, limit)
+        with one_at_a_time:
+            asked.append(command)
+            return in_this_process(command, variables, folder, limit)
 
     monkeypatch.setattr(recipes, "started", noted)
     file = tmp_path / "found.json"
@@ -287,7 +289,7 @@ def test_the_band_is_of_three_seeds_beside_a_run_of_as_many_epochs(tmp_path, mon
     assert recipes.main([*SMALL, *words]) == 0
     assert [command[command.index("--epochs") + 1] for command in asked] == ["1", "1", "2", "2", "2", "2"]
     assert [command[command.index("--patience") + 1] for command in asked] == ["1", "1", "2", "2", "2", "2"]
-    assert [command[-3] for command in asked[3:]] == ["0", "1", "2"]
+    assert sorted(command[-3] for command in asked[3:]) == ["0", "1", "2"]
     found = json.loads(file.read_text())["recipes"]["temporal"]
     assert found["cold"]["models"]["mlp"]["steps"] == 2
     band = found["band"]["models"]["mlp"]["macro_f1"]
@@ -328,6 +330,13 @@ def test_the_loop_as_the_guides_end_counts_for_as_much_as_hotlap_made_and_the_fa
     assert "again         2.0 s, 3.0 s less" in said
     result.cold = ran(10.0, lstm=1000, mlp=2000)
     assert "4.50x, extrapolated; on one H200 8x wanted: not reached" in "\n".join(recipes.lines("temporal", result))
+
+
+def test_for_the_band_each_model_is_trained_by_itself():
+    command = ["temporal", "--models", "lstm,mlp", "--epochs", "2"]
+    alone = [["temporal", "--models", name, "--epochs", "2"] for name in ("lstm", "mlp")]
+    assert recipes.model_by_model(command) == alone
+    assert recipes.model_by_model(["text", "--epochs", "2"]) == [["text", "--epochs", "2"]]
 
 
 def test_a_score_outside_the_band_is_said_with_how_far():
