@@ -8,6 +8,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import hotlap
 from benchmarks.kit.rows import Options, Row, wait
 from benchmarks.kit.trainings import resnet18
 from hotlap import Rig
@@ -89,15 +91,16 @@ def jpeg_rows(options: Options) -> Iterator[Row]:
 
 def written(folder: Path, count: int, side: int) -> list[Path]:
     """JPEG files of soft random pictures, about as large as photographs of that size are."""
+    return list(hotlap.parallel_map(partial(one_written, folder, side), range(count), progress=False))
+
+
+def one_written(folder: Path, side: int, number: int) -> Path:
+    """The picture of a number."""
     image = importlib.import_module("PIL.Image")
-    chance = np.random.default_rng(0)
-    paths = []
-    for number in range(count):
-        coarse = chance.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
-        path = folder / f"{number:06}.jpg"
-        image.fromarray(coarse).resize((side, side), image.Resampling.BICUBIC).save(path, quality=90)
-        paths.append(path)
-    return paths
+    coarse = np.random.default_rng(number).integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
+    path = folder / f"{number:06}.jpg"
+    image.fromarray(coarse).resize((side, side), image.Resampling.BICUBIC).save(path, quality=90)
+    return path
 
 
 def ours_and_limit(data: tuple[Tensor, Tensor], options: Options, seconds: float) -> tuple[float, float, str]:
