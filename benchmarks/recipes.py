@@ -34,7 +34,6 @@ exit code is then 1. A ratio that is not reached is said, and is no failure. On 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import json
 import os
@@ -43,19 +42,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.recipe_files import SYMBOLS, bars_file, texts_file
 from benchmarks.versions import versions
 from hotlap.core.table import as_json, table
 from hotlap.core.units import show_seconds
-from hotlap.recipes.simulated import simulated_bars
 from hotlap.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -63,16 +59,9 @@ UNSET = ("HOTLAP_PLAN", "PYTHONDONTWRITEBYTECODE")
 CACHES = ("HOTLAP_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1"}
 SEEDS = (0, 1, 2)
-BARS, SYMBOLS, SIGNAL = 24_344, 4, 0.3
+BARS = 24_344
 """Bars of each symbol: of so many, 76,792 windows are trained on."""
 TEXTS, HELD_OUT = 24_048, 6_012
-MEDIAN, SPREAD, LONGEST = 8, 0.6, 150
-"""Words of a text: log-normal."""
-WORDS, TELLING = 60_000, range(2_000, 2_040)
-"""Of the language, by rank; those that a positive text has more of."""
-POSITIVE, TOLD = 0.17, 0.3
-"""The share of positive texts, and of telling words in them."""
-SYLLABLES = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
 ROBERTA_BASE = {
     "model_type": "roberta",
     "hidden_size": 768,
@@ -88,54 +77,6 @@ VOCABULARY = 50_265
 
 class FailedError(Exception):
     """A process that did not do what it should; the message says why, in a line."""
-
-
-# --- data ----------------------------------------------------------------------------------------------
-
-
-def bars_file(path: Path, rows: int, seed: int) -> Path:
-    """Bars of each symbol, one below the other."""
-    names = ("open", "high", "low", "close", "volume")
-    lines = (
-        [time, bars.symbol, *values]
-        for bars in simulated_bars(rows, SYMBOLS, seed, SIGNAL)
-        for time, *values in zip(
-            bars.times.astype("datetime64[s]").astype(str), *(getattr(bars, name) for name in names), strict=True
-        )
-    )
-    return _written(path, ("time", "symbol", *names), lines)
-
-
-def texts_file(path: Path, rows: int, seed: int, *, labels: bool = True) -> Path:
-    """Texts whose words are as frequent as words are; some words tell the positive ones."""
-    chance = np.random.default_rng(seed)
-    positive = chance.random(rows) < POSITIVE
-    lengths = np.clip(np.rint(MEDIAN * np.exp(SPREAD * chance.standard_normal(rows))), 1, LONGEST).astype(int)
-    count = int(lengths.sum())
-    ranks = (WORDS ** chance.random(count)).astype(int)  # the k-th about as often as 1 / k
-    told = np.repeat(positive, lengths) & (chance.random(count) < TOLD)
-    ranks = np.where(told, chance.integers(TELLING.start, TELLING.stop, count), ranks)
-    texts = (" ".join(map(word, own)) for own in np.split(ranks, np.cumsum(lengths)[:-1]))
-    if not labels:
-        return _written(path, ("text",), ([text] for text in texts))
-    return _written(path, ("text", "label"), zip(texts, positive.astype(int).tolist(), strict=True))
-
-
-def word(rank: int) -> str:
-    """A word for each rank, longer ones for rarer words."""
-    number, parts = int(rank) + len(SYLLABLES), []
-    while number:
-        number, part = divmod(number, len(SYLLABLES))
-        parts.append(SYLLABLES[part])
-    return "".join(parts)
-
-
-def _written(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(rows)
-    return path
 
 
 # --- the recipes ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from recipe_data import tiny_config
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from benchmarks import recipe_rivals, recipes
+from benchmarks import recipe_files, recipe_rivals, recipes
 from hotlap import cli
 from hotlap.data.windows import Windows
 from hotlap.recipes.every import recipe_named
@@ -78,26 +78,26 @@ def test_by_default_as_many_windows_are_trained_on_as_the_docstring_says(tmp_pat
 
 
 def test_texts_have_the_stated_lengths_and_shares_and_tell_their_class(tmp_path):
-    rows = rows_of(recipes.texts_file(tmp_path / "texts.csv", recipes.TEXTS, seed=0))
+    rows = rows_of(recipe_files.texts_file(tmp_path / "texts.csv", recipes.TEXTS, seed=0))
     assert len(rows) == 24_048
     lengths = [len(row["text"].split()) for row in rows]
     assert statistics.median(lengths) == 8
     assert 100 < max(lengths) <= 150
     positive = np.asarray([row["label"] == "1" for row in rows])
     assert positive.mean() == pytest.approx(0.17, abs=0.01)
-    telling = {recipes.word(rank) for rank in recipes.TELLING}
+    telling = {recipe_files.word(rank) for rank in recipe_files.TELLING}
     told = np.asarray([bool(telling & set(row["text"].split())) for row in rows])
     assert told[positive].mean() > 0.85
     assert told[~positive].mean() < 0.05
 
 
 def test_every_rank_has_a_word_of_its_own():
-    assert len({recipes.word(rank) for rank in range(recipes.WORDS + 1)}) == recipes.WORDS + 1
+    assert len({recipe_files.word(rank) for rank in range(recipe_files.WORDS + 1)}) == recipe_files.WORDS + 1
 
 
 def test_texts_are_drawn_again_alike_and_a_file_to_predict_has_no_labels(tmp_path):
     first, again, other = (
-        rows_of(recipes.texts_file(tmp_path / f"{at}.csv", 50, seed=seed, labels=at < 2))
+        rows_of(recipe_files.texts_file(tmp_path / f"{at}.csv", 50, seed=seed, labels=at < 2))
         for at, seed in enumerate((3, 3, 4))
     )
     assert first == again
@@ -145,7 +145,8 @@ def test_the_guides_loop_makes_plain_clipped_steps_of_adamw(setting, tolerance):
     torch.testing.assert_close(model.weight, mine.weight, rtol=0, atol=10 * tolerance)
 
 
-def test_an_evaluation_goes_once_through_what_is_held_out_and_learns_nothing():
+def test_an_evaluation_goes_once_through_what_is_held_out_and_learns_nothing(monkeypatch):
+    monkeypatch.setattr(recipe_rivals, "WARM_STEPS", 1)
     seen = []
 
     def counted(model, batch):
@@ -157,7 +158,8 @@ def test_an_evaluation_goes_once_through_what_is_held_out_and_learns_nothing():
     job = SimpleNamespace(model=nn.Linear(6, 3), loss=nn.CrossEntropyLoss(), batch_size=8)
     data = TensorDataset(torch.randn(20, 6), torch.arange(20) % 3)
     assert recipe_rivals.evaluated(job, data, counted, CPU, setting="fp32") > 0
-    assert seen == data.tensors[1].tolist()
+    assert seen[:8] == data.tensors[1][:8].tolist()  # a batch before the clock starts
+    assert seen[8:] == data.tensors[1].tolist()
 
 
 def test_the_guides_end_with_fp16_and_encoders_with_activations_computed_again(tmp_path):

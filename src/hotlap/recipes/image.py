@@ -172,7 +172,6 @@ def _job(
         schedule=warm_up_and_cosine(options.warm_up),
         clip=1.0,
         batch_size=options.batch_size,
-        eval_batch=options.judged_at_once,
         epochs=options.epochs or (8 if is_begun else 30),
         metrics=["accuracy", "macro_f1"]
         if reader.classes

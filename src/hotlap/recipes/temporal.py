@@ -41,7 +41,7 @@ FRAMES = ("m5", "m15", "h1", "h4", "d1", "d7")
 EXAMPLES = 64
 """Windows that a written ONNX file is tried on."""
 JUDGED_BARS = 2**17
-"""In all windows that are answered at a time, where they are no more than four batches anyway."""
+"""Of all windows together that are answered at a time, unless four batches have more."""
 LEAST = 50
 """Windows that each side of a split needs, for anything to be said."""
 

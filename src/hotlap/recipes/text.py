@@ -34,7 +34,7 @@ HEADERS = {"auto": None, "yes": True, "no": False}
 COUNTS = "word-counts"
 """What the cache calls the answers of a simple rule."""
 JUDGED_TOKENS = 2**16
-"""At most, in all texts that are answered at a time, where they are no more than four batches anyway."""
+"""Of all texts together that are answered at a time, at most, unless four batches have more."""
 EXCERPT = 160
 """Characters of a text that a list of mistakes shows."""
 
@@ -356,7 +356,7 @@ def _by_word_counts(
     if not word_counts.is_there():
         return None
     texts, theirs = ([" ".join(parts) for parts in _joined(part, columns)] for part in (train, held))
-    cache, key = Cache(), key_of(texts, labels.tolist(), theirs, word_counts.FORMAT)
+    cache, key = Cache(), key_of(texts, labels.tolist(), theirs, word_counts.version())
     if (kept := cache.get(COUNTS, key)) is not None:
         found = word_counts.Counted(*kept.values)
         say(f"rule      {word_counts.NAME}, from the cache, which saved {show_seconds(found.took_s)}")

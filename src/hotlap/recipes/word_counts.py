@@ -6,6 +6,7 @@ a training on a GPU instead of seconds before it. It imports nothing of hotlap.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 NAME = "TF-IDF + logistic regression"
 FORMAT = 1
-"""Of the rule: one that answers otherwise has another number."""
+"""Of the rule as it is written here: one that answers otherwise has another number."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -38,6 +39,11 @@ Counting = Callable[[], Counted]
 def is_there() -> bool:
     """Whether scikit-learn is installed, which it needs."""
     return importlib.util.find_spec("sklearn") is not None
+
+
+def version() -> str:
+    """Of all that the answers hang on beside the texts."""
+    return f"{FORMAT}, scikit-learn {importlib.metadata.version('scikit-learn')}"
 
 
 def fitted(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> Counted:
