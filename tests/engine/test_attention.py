@@ -2,6 +2,7 @@
 
 import functools
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from hotlap.engine import attention, attention_kernels
 from hotlap.engine import capture as capture_module
 from hotlap.engine.attention import Attention, Choice, in_words, left_to_torch
 from hotlap.engine.attention_kernels import Call, alike, as_finite, candidates, fastest, own_kernel
-from hotlap.engine.attention_masks import Masks, masks_of
+from hotlap.engine.attention_masks import masks_of
 from hotlap.engine.capture import WARM_UPDATES, CapturedStep
 from hotlap.engine.graph import Left, signature
 from hotlap.engine.precision import Switches
@@ -347,17 +348,13 @@ def test_where_kernels_are_timed_cudnn_is_none_of_them_if_it_drops(monkeypatch, 
     assert clock.timed == [6, 6]
 
 
-@pytest.mark.parametrize(("dropout", "good", "chosen"), [(0.0, False, CUDNN), (0.5, True, CUDNN), (0.5, False, None)])
-def test_cudnn_is_chosen_only_where_its_masks_are_seen_to_be_good(monkeypatch, dropout, good, chosen):
-    monkeypatch.setattr(attention_kernels, "candidates", lambda call, own: [CUDNN])
-    monkeypatch.setattr(attention_kernels, "timed", lambda call, kernels: dict.fromkeys(kernels, 1.0) | {None: 2.0})
-    monkeypatch.setattr(attention, "masks_of", lambda *_: Masks(distinct=1.0, spread=1.0 if good else 3.0, limit=1.5))
-    assert attention._chosen(call_of(*tensors(), dropout=dropout)).kernel == chosen
-
-
-def test_a_kernel_whose_masks_cannot_be_seen_is_left_out(monkeypatch):
-    monkeypatch.setattr(attention_kernels, "candidates", lambda call, own: [CUDNN])  # which no CPU has
-    assert attention._chosen(call_of(*tensors(), dropout=0.5)).kernel is None
+@pytest.mark.parametrize(("dropout", "others"), [(0.0, [EFFICIENT, CUDNN]), (0.5, [EFFICIENT])])
+def test_cudnn_is_a_candidate_only_where_nothing_is_dropped(monkeypatch, dropout, others):
+    monkeypatch.setattr(attention_kernels, "allowed", lambda: [FLASH, EFFICIENT, CUDNN, MATH])
+    monkeypatch.setattr(attention_kernels, "_numbers", lambda call, kernel: [torch.ones(3)])
+    call = SimpleNamespace(query=SimpleNamespace(device=torch.device("cuda")), dropout=dropout)
+    call.made_up, call.blind = lambda: call, lambda: None
+    assert candidates(call, FLASH) == others
 
 
 SHAPES = {

@@ -154,7 +154,7 @@ def test_the_kernels_that_torch_is_left_to_drop_well(kernel, shape):
     print(f"\n{NAMES[kernel]} at {shape}: {found}")
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
     if kernel is attention_kernels.POOR_MASKS:
-        return  # whichever it is: it is looked at before it is chosen
+        return  # whichever it is: it is no candidate where anything is dropped
     assert found.are_good, found
 
 

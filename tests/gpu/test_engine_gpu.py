@@ -12,6 +12,7 @@ from waiting import no_waiting
 
 from hotlap import Job, Plan, Rig, fit
 from hotlap.data.order import mix
+from hotlap.store import tensors
 
 DEVICE = "cuda"
 OPTIMIZERS = {
@@ -260,3 +261,16 @@ def test_a_pretended_t4_is_not_given_bf16(monkeypatch):
     assert rig.supports(Plan().but(precision="bf16")) is None
     monkeypatch.setenv("HOTLAP_PRETEND", "t4")
     assert "bf16" in rig.supports(Plan().but(precision="bf16"))
+
+
+def test_copies_on_the_host_are_the_same_numbers(monkeypatch):
+    monkeypatch.setattr(tensors, "AT_ONCE_BYTES", 4096)
+    given = {str(n): torch.randn(n % 7, 3 * n, device=DEVICE) for n in range(40)}
+    given["scalar"] = torch.tensor(3.0, device=DEVICE)
+    given["turned"] = torch.randn(2, 3, 4, 4, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    given["whole"], given["half"] = torch.arange(5, device=DEVICE), torch.randn(5, device=DEVICE).half()
+    copied = tensors.copied_to_host(given)
+    assert list(copied) == list(given)
+    for name, tensor in given.items():
+        torch.testing.assert_close(copied[name], tensor.cpu(), rtol=0, atol=0)
+        assert copied[name].is_contiguous()

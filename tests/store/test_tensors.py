@@ -11,7 +11,7 @@ from safetensors.torch import load, load_file
 
 from hotlap.core.errors import StoreError
 from hotlap.store import tensors as module
-from hotlap.store.tensors import NAMES, tensor_pieces, tensors_from
+from hotlap.store.tensors import NAMES, copied_to_host, tensor_pieces, tensors_from
 
 LONGER_THAN_THE_FILE = b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'
 
@@ -149,3 +149,21 @@ def test_read_tensors_can_be_written_to():
     read = tensors_from(content({"a": torch.arange(4.0)}), "file")["a"]
     read += 1
     assert np.array_equal(read.numpy(), [1, 2, 3, 4])
+
+
+def test_copies_on_the_host_are_contiguous_and_of_their_own():
+    given = {"a": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last), "b": torch.arange(3)}
+    copied = copied_to_host(given)
+    assert list(copied) == ["a", "b"]
+    assert all(same(copied[name], given[name]) and copied[name].is_contiguous() for name in given)
+    given["a"].zero_()
+    assert copied["a"].any()
+
+
+def test_small_tensors_of_a_kind_are_brought_by_one_copy(monkeypatch):
+    monkeypatch.setattr(module, "AT_ONCE_BYTES", 100)
+    there = torch.device("meta")  # any that is not the host
+    sizes = {"a": 10, "b": 10, "big": 25, "c": 5, "d": 4, "half": 5}
+    given = {name: torch.empty(size, device=there) for name, size in sizes.items()} | {"here": torch.empty(2)}
+    given["half"] = given["half"].half()
+    assert sorted(module._brought_together(given)) == [["a", "b", "c"], ["big"], ["d"], ["half"], ["here"]]

@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend
 
 from hotlap.engine import attention_kernels
 from hotlap.engine.attention_kernels import TORCHS_OWN, Call
-from hotlap.engine.attention_masks import masks_of
 from hotlap.engine.recording import is_recording
 from hotlap.engine.watch import is_looked_into
 
@@ -201,18 +200,9 @@ def _choice_for(call: Call, chooser: Attention) -> Choice | None:
 def _chosen(call: Call) -> Choice:
     with attention_kernels.without_a_trace(call.query.device):
         own = attention_kernels.own_kernel(call)
-        kernels = [kernel for kernel in attention_kernels.candidates(call, own) if _drops_well(call, kernel)]
+        kernels = attention_kernels.candidates(call, own)
         kernel = attention_kernels.fastest(attention_kernels.timed(call, kernels)) if kernels else None
     return Choice(call.query.shape[-2], kernel, own)
-
-
-def _drops_well(call: Call, kernel: SDPBackend) -> bool:
-    if call.dropout == 0 or kernel is not attention_kernels.POOR_MASKS:
-        return True
-    try:
-        return masks_of(call, kernel).are_good
-    except RuntimeError:  # short of memory, for one
-        return False
 
 
 def _is_left_alone(call: Call) -> bool:

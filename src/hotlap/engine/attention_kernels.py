@@ -142,9 +142,11 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
     """Other kernels that the user's switches allow and that come to torch's own numbers; none on a CPU.
 
     Where a place may look nowhere, kernels differ in what they answer: that has to be finite where torch's own is.
-    Math is none of them: it keeps all the scores, and rounds elsewhere.
+    Math is none of them: it keeps all the scores, and rounds elsewhere. Nor is the one with poor masks where attention
+    drops: it takes seconds to set up for a shape, and they have been poor at every shape that was looked at.
     """
-    others = [kernel for kernel in allowed() if kernel not in (own, SDPBackend.MATH)]
+    left_out = (own, SDPBackend.MATH, *([POOR_MASKS] if call.dropout else []))
+    others = [kernel for kernel in allowed() if kernel not in left_out]
     if call.query.device.type != "cuda" or not others:
         return []
     made_up = call.made_up()

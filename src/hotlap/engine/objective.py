@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -189,6 +190,40 @@ def _with_reduction(loss: Callable[..., Any], reduction: str) -> Any:
     return other
 
 
+class Taken:
+    """A mean that was computed up to here, read later: that waits for no more of the device's work than there was."""
+
+    def __init__(self, sums: Tensor, counted: int) -> None:
+        """`sums` are the sum and what was counted on the device; `counted` is what the host has counted."""
+        self._sums, self._counted, self._since_s = sums, counted, time.perf_counter()
+        self._done: torch.cuda.Event | None = None
+        if sums.is_cuda:
+            self._sums = torch.empty(2, dtype=sums.dtype, device="cpu", pin_memory=True)
+            self._sums.copy_(sums, non_blocking=True)
+            self._done, self._stream = _event(), torch.cuda.current_stream(sums.device)
+            self._done.record(self._stream)
+
+    def mean(self) -> float:
+        """The mean; NaN where nothing was added."""
+        if self._done is not None:
+            self._done.synchronize()
+        total, count = self._sums.tolist()
+        return total / (self._counted + count) if self._counted + count else float("nan")
+
+    def ago_s(self) -> float:
+        """Seconds since the device had come this far. Waits for all that it was given to do."""
+        if self._done is None:
+            return time.perf_counter() - self._since_s
+        now = _event()
+        now.record(self._stream)
+        now.synchronize()
+        return float(self._done.elapsed_time(now)) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+
+
 class Totals:
     """Running loss over many batches, kept on the device: adding never waits, reading does."""
 
@@ -232,28 +267,11 @@ class Totals:
         count = self._count + float(self._device_count)
         return float(self._sum) / count if count else float("nan")
 
-    def taken(self) -> Callable[[], float]:
-        """Begin anew, and give a function that tells the mean until now.
-
-        Asked later, it waits for no more of the device's work than there is now.
-        """
-        counted, both = self._count, torch.stack((self._sum, self._device_count))
+    def taken(self) -> Taken:
+        """Begin anew, and give what there was until now."""
+        taken = Taken(torch.stack((self._sum, self._device_count)), self._count)
         self.reset()
-        done = None
-        if both.is_cuda:
-            here = torch.empty(2, dtype=torch.float64, device="cpu", pin_memory=True)
-            here.copy_(both, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record(torch.cuda.current_stream(both.device))
-            both = here
-
-        def mean() -> float:
-            if done is not None:
-                done.synchronize()
-            total, count = both.tolist()
-            return total / (counted + count) if counted + count else float("nan")
-
-        return mean
+        return taken
 
     def reset(self) -> None:
         """Begin anew."""

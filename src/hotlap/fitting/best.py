@@ -11,6 +11,7 @@ from torch import Tensor
 from hotlap.core.job import Job
 from hotlap.engine.rig import Rig
 from hotlap.fitting.forged import counts, records
+from hotlap.store.tensors import copied_to_host
 
 
 class Best:
@@ -30,7 +31,7 @@ class Best:
             return
         if self.record is None or self._beats(record[self._name], self.record[self._name]):
             self.record, self._since = record, 0
-            self._weights = {name: tensor.detach().cpu().clone() for name, tensor in trained_tensors(self._rig).items()}
+            self._weights = copied_to_host(trained_tensors(self._rig))
         else:
             self._since += 1
 

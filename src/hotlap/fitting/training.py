@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from hotlap.core.errors import StoreError
 from hotlap.core.ledger import Entry
+from hotlap.engine.objective import Taken
 from hotlap.engine.step import Window
 from hotlap.fitting.ending import finish
 from hotlap.fitting.forged import unfit_checkpoint
@@ -70,8 +71,8 @@ class _Loop:
         self._told = self.tuner.done
         """Whether the outcome of tuning was told, or there is none to tell."""
         self._warned = False
-        self._open: tuple[dict[str, Any], Callable[[], float]] | None = None
-        """A record whose loss is still on its way, and the function that waits for it."""
+        self._open: tuple[dict[str, Any], Taken] | None = None
+        """A record whose loss is still on its way, and that loss."""
 
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
@@ -223,22 +224,21 @@ class _Loop:
         self._open = (record, loss)
         if job.valid is None:
             return
-        record["train_loss"] = loss()  # waits, so that what follows is timed alone
-        aside = time.perf_counter()
+        # The device goes from the last step to this without a pause: nobody has waited for that step.
         scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
         record |= {("valid_loss" if name == "loss" else name): value for name, value in scores.items()}
         rig.schedule.evaluated(scores[job.monitor])
         self._open = (record, loss)
-        self._finish_record(since=aside)
+        self._finish_record(spent_s=loss.ago_s())
 
-    def _finish_record(self, since: float | None = None) -> None:
-        """Write down a record that was begun; its time, from `since` on, is not training's."""
+    def _finish_record(self, spent_s: float = 0.0) -> None:
+        """Write down a record that was begun; what that takes, and `spent_s` until now, is not training's time."""
         if self._open is None:
             return
         job, trail = self._job, self._trail
         (record, loss), self._open = self._open, None
-        record["train_loss"] = loss()
-        aside = time.perf_counter() if since is None else since
+        record["train_loss"] = loss.mean()
+        aside = time.perf_counter() - spent_s
         record["elapsed_s"] = trail.clock.elapsed(time.perf_counter())
         trail.history.append(record)
         try:

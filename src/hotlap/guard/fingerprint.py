@@ -147,7 +147,9 @@ class Holdings:
         for name, layer in module.named_modules():
             said = f", {layer.extra_repr()},"
             for key, part in _settings_of(layer).items():
-                if not any(f" {key}={text}," in said for text in (str(part), repr(part))):
+                # Put into words only where it may be one of those: what a list of weights says takes long to write.
+                is_said = f" {key}=" in said and any(f" {key}={text}," in said for text in (str(part), repr(part)))
+                if not is_said:
                     found[f"{name}.{key}" if name else key] = part
         for kind in {type(layer): None for layer in module.modules()}:
             found |= _class_parts(kind)

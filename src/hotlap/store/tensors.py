@@ -30,6 +30,8 @@ NAMES = {
 }
 MOST_HEADER_BYTES = 100_000_000
 """Readers of safetensors refuse a longer header."""
+AT_ONCE_BYTES = 16 * 1024 * 1024
+"""Of a device's tensors, brought to the host by one copy."""
 
 
 def tensor_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[Piece]:
@@ -60,6 +62,39 @@ def tensor_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None
         if tensor.numel():
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             yield flat.numpy().data
+
+
+def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the host's memory, contiguous; small ones come together, since each copy waits for the device."""
+    found: dict[str, Tensor] = {}
+    for names in _brought_together(tensors):
+        if len(names) == 1:
+            copied = tensors[names[0]].detach().to("cpu", copy=True)
+            found[names[0]] = copied.contiguous() if copied.layout is torch.strided else copied
+            continue
+        parts = [tensors[name].detach() for name in names]
+        flat = torch.cat([part.reshape(-1) for part in parts]).cpu()
+        for name, part, values in zip(names, parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
+            found[name] = values.view(part.shape)
+    return {name: found[name] for name in tensors}
+
+
+def _brought_together(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names of tensors that one copy brings: of one kind, and not too many bytes."""
+    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if tensor.device.type == "cpu" or tensor.layout is not torch.strided or size >= AT_ONCE_BYTES:
+            yield [name]
+            continue
+        kind = tensor.device, tensor.dtype
+        if sizes.get(kind, 0) + size > AT_ONCE_BYTES:
+            yield groups.pop(kind)
+            sizes[kind] = 0
+        groups.setdefault(kind, []).append(name)
+        sizes[kind] = sizes.get(kind, 0) + size
+    yield from groups.values()
 
 
 def why_not_stored(tensor: Tensor) -> str | None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hotlap.core.errors import StoreError, shown
 from hotlap.store.files import write_atomically
-from hotlap.store.tensors import tensor_pieces
+from hotlap.store.tensors import copied_to_host, tensor_pieces
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     if left_out:
         log.warning("not saved, since they are no tensors: %s; load with strict=False", ", ".join(left_out))
     # Tied weights are one tensor under two names; a file of its own copies loads into either.
-    return {
-        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    }
+    return copied_to_host({name: value for name, value in state.items() if isinstance(value, Tensor)})
 
 
 def save_weights(model: nn.Module, path: Path, about: dict[str, str] | None = None) -> None:
