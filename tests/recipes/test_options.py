@@ -106,9 +106,9 @@ def test_all_recipes_say_the_same_of_epochs_and_learning_rate():
 @pytest.mark.parametrize(
     ("options", "at_once"),
     [
-        (TemporalOptions(length=20), 6553),  # small ones, many of them
+        (TemporalOptions(length=20), 4096),  # small ones, many of them
         (TemporalOptions(length=10_000, batch_size=32), 128),
-        (TextOptions(most=192), 341),
+        (TextOptions(most=192), 256),
         (TextOptions(most=192, batch_size=256), 1024),
     ],
 )

@@ -152,8 +152,9 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
     made_up = call.made_up()
     blind = made_up.blind()
     try:
-        truth = _numbers(made_up, None)
-        blind_truth = None if blind is None else _numbers(blind, None)
+        # By the kernel that was torch's choice for the call: without its dropout that may be another.
+        truth = _numbers(made_up, own)
+        blind_truth = None if blind is None else _numbers(blind, own)
     except RuntimeError:
         return []
     found: list[SDPBackend] = []

@@ -61,6 +61,13 @@ class Options:
         """Samples that are answered at a time: without gradients more of them fit than are trained on."""
         return 4 * self.batch_size
 
+    def _judged_within(self, most: int, one: int) -> int:
+        """The same where samples of size `one` are to be of size `most` together: a power of 2 of them.
+
+        Recurrent layers take eight times as long in 16 bits (on an H200) to answer 19,200 windows by 6,553 as by 4,096.
+        """
+        return max(4 * self.batch_size, 1 << max(0, (most // one).bit_length() - 1))
+
 
 def outside(options: Options, **ranges: tuple[float, float]) -> list[str]:
     """A line for each option that is not within its range, both ends allowed."""

@@ -98,7 +98,7 @@ class TemporalOptions(Options):
     @property
     def judged_at_once(self) -> int:
         """Windows that are answered at a time: they are small, and few of them at a time keep no GPU busy."""
-        return max(super().judged_at_once, JUDGED_BARS // self.length)
+        return self._judged_within(JUDGED_BARS, self.length)
 
 
 def seconds_of(frame: str) -> int | None:

@@ -67,7 +67,7 @@ class TextOptions(EncoderOptions):
     @property
     def judged_at_once(self) -> int:
         """Texts that are answered at a time: few of them at a time keep no GPU busy."""
-        return max(super().judged_at_once, JUDGED_TOKENS // self.most)
+        return self._judged_within(JUDGED_TOKENS, self.most)
 
 
 class Classifier(nn.Module):
