@@ -23,11 +23,14 @@ else:
 
 LONGEST = (
     "script/test_scripts.py", "fitting/test_tuning.py", "stress/test_stress.py", "fitting/test_resume.py",
-    "script/test_serving.py", "recipes/test_examples.py", "script/test_session.py", "engine/test_compiling.py",
+    "script/test_serving.py", "recipes/test_examples.py", "kit/test_memory.py", "kit/test_workers.py",
+    "kit/test_batch.py", "store/test_hostile_files.py", "engine/test_compiling.py", "data/test_parallel.py",
+    "recipes/test_image.py", "fitting/test_out_of_memory.py", "store/test_untrusted_hypothesis.py",
     "cli/test_run.py", "script/test_running.py", "tuner/test_gates.py", "guard/test_signals.py",
     "benchmarks/test_text_rivals.py", "benchmarks/test_recipes.py", "script/test_calls.py", "engine/test_encoders.py",
     "recipes/test_temporal.py", "test_public_face.py", "guard/test_identity_held.py", "script/test_notebook.py",
     "recipes/test_newcomer.py", "data/test_tokenising.py",
+    "script/test_session.py", "store/test_checkpoints.py",
 )  # fmt: skip
 """Those that take ten seconds or more of a core, the longest first."""
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from preloaded import Preloaded
 
 import hotlap
 
@@ -55,9 +56,19 @@ PUBLIC = {
 HEAVY = ("torch", "numpy", "rich", "jinja2", "asyncio")
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "100"}
+
+
 def run(*arguments):
-    env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "100"}
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, *arguments], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """Runs a command as `run` does, where it does not matter that torch was loaded before."""
+    python, folder = Preloaded("torch", environment=ENVIRONMENT), tmp_path_factory.mktemp("work")
+    yield lambda *arguments: python.run(*arguments, cwd=folder)
+    python.close()
 
 
 def run_code(code):
@@ -178,15 +189,15 @@ def test_a_command_line_that_makes_no_sense_ends_with_2_and_says_so_on_stderr(ar
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_of_hotlaps_own_is_one_line_on_stderr_and_ends_with_1():
-    done = run("-m", "hotlap", "resume", "nowhere")
+def test_an_error_of_hotlaps_own_is_one_line_on_stderr_and_ends_with_1(forked):
+    done = forked("-m", "hotlap", "resume", "nowhere")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "hotlap: nowhere is no run folder: it has no plan.toml\n"
 
 
 @pytest.mark.parametrize("command", ["doctor", "gpus"])
-def test_a_word_that_a_command_does_not_know_is_one_line_and_ends_with_2(command):
-    done = run("-m", "hotlap", command, "--pretend", "nonsense")
+def test_a_word_that_a_command_does_not_know_is_one_line_and_ends_with_2(command, forked):
+    done = forked("-m", "hotlap", command, "--pretend", "nonsense")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("hotlap: unknown GPU 'nonsense'")
     assert done.stderr.count("\n") == 1
@@ -202,8 +213,8 @@ def test_a_word_that_a_command_does_not_know_is_one_line_and_ends_with_2(command
         (["batch"], "which training?"),
     ],
 )
-def test_a_recipe_or_training_that_is_not_there_is_one_line_and_ends_with_2(arguments, said):
-    done = run("-m", "hotlap", *arguments)
+def test_a_recipe_or_training_that_is_not_there_is_one_line_and_ends_with_2(arguments, said, forked):
+    done = forked("-m", "hotlap", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert done.stderr.startswith("hotlap: ")

@@ -27,7 +27,7 @@ from hotlap.store.loading import load_weights, what_is
 from hotlap.store.run_folder import RunFolder
 
 KEY = key_of("fuzz")
-FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck), derandomize=True)
+FUZZ = settings(deadline=None, max_examples=75, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def small_job():

@@ -127,7 +127,8 @@ PLANTED = """
         trials = Trials(seed=0)
         moments = trials.moments()
         for event in list(moments)[3:5]:
-            trials.at_call(event, moments[event])
+            if not trials.tally.lost:
+                trials.at_call(event, moments[event])
         for _ in range(40):  # when a kill comes is chance, and so is what it hits
             if not trials.tally.lost:
                 trials.at_random()

@@ -225,7 +225,7 @@ def test_costs_stay_within_the_budget_where_trials_are_dear():
 @pytest.mark.parametrize("slower", [1.0, 1.2])
 def test_what_cannot_be_paid_for_yet_waits_until_enough_is_saved(slower, monkeypatch):
     """Also where less is saved in the meantime than was thought."""
-    dear = dataclasses.replace(fused.MOVE, setup_s=lambda plan, rig: 40.0)
+    dear = dataclasses.replace(fused.MOVE, setup_s=lambda plan, rig: 35.0)
     monkeypatch.setattr("hotlap.tuner.search.MOVES", (dear, resident.MOVE))
     monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
     rig = rig_for()
