@@ -6,7 +6,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 set_seed(42)
 torch.manual_seed(42)
 
-EPOCHS = 3
+EPOCHS = 2
 VOCAB = 100
 MAX_LEN = 12
 

@@ -13,7 +13,7 @@ except ImportError:
     def tqdm(it, **kwargs):
         return it
 
-EPOCHS = 25
+EPOCHS = 17
 
 
 @dataclass
