@@ -20,8 +20,8 @@ For each, in a process of its own:
 - with `--band`, the recipe under `--plan off` (eager, fp32) with seeds 0, 1 and 2, all of it at once since nothing is
   timed by then, and under a tuned plan, all for `--band-epochs`: whether the tuned one scores between the lowest and
   the highest of them. By chance alone one of four is the highest or the lowest half of the time: it is how far outside
-  that counts. Processes take turns on a GPU, and the nine of temporal had not ended after six minutes on one H200; with
-  CUDA's MPS (`nvidia-cuda-mps-control -d` before) they run beside each other.
+  that counts. Processes take turns on a GPU, and the nine of temporal had not ended after six minutes on one H200:
+  CUDA's MPS (`nvidia-cuda-mps-control -d` before) is to let them run beside each other, which is yet to be seen.
 
 Results are written after every process, as far as they are there. One that fails says why and the others go on; the
 exit code is then 1. A ratio that is not reached is said, and is no failure. On one H200, for calls of 10 minutes:

@@ -434,7 +434,7 @@ for epoch in range(10_000):
 """
 
 
-@pytest.mark.parametrize("sizes", [[3, 64], [64, 64, 3], [64, 3, 64]])
+@pytest.mark.parametrize("sizes", [[64, 3], [3, 64], [64, 64, 3], [64, 3, 64], [3, 64, 64]])
 def test_memory_is_that_of_a_whole_batch_and_not_of_an_epochs_last(tmp_path, sizes):
     path = tmp_path / "uneven.py"
     path.write_text(UNEVEN.replace("SIZES", str(sizes)))

@@ -166,4 +166,6 @@ def test_small_tensors_of_a_kind_are_brought_by_one_copy(monkeypatch):
     sizes = {"a": 10, "b": 10, "big": 25, "c": 5, "d": 4, "half": 5}
     given = {name: torch.empty(size, device=there) for name, size in sizes.items()} | {"here": torch.empty(2)}
     given["half"] = given["half"].half()
-    assert sorted(module._brought_together(given)) == [["a", "b", "c"], ["big"], ["d"], ["half"], ["here"]]
+    given |= {name: torch.empty(2, dtype=torch.float8_e4m3fn, device=there) for name in ("eight", "bits")}
+    together = sorted(module._brought_together(given))
+    assert together == [["a", "b", "c"], ["big"], ["bits"], ["d"], ["eight"], ["half"], ["here"]]

@@ -64,7 +64,7 @@ class Options:
     def _judged_within(self, most: int, one: int) -> int:
         """The same where samples of size `one` are to be of size `most` together: a power of 2 of them.
 
-        Recurrent layers take eight times as long in 16 bits (on an H200) to answer 19,200 windows by 6,553 as by 4,096.
+        An odd number may take long: 19,200 windows by 6,553 took the LSTM in 16 bits on an H200 8 times as by 4,096.
         """
         return max(4 * self.batch_size, 1 << max(0, (most // one).bit_length() - 1))
 

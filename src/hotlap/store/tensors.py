@@ -32,6 +32,8 @@ MOST_HEADER_BYTES = 100_000_000
 """Readers of safetensors refuse a longer header."""
 AT_ONCE_BYTES = 16 * 1024 * 1024
 """Of a device's tensors, brought to the host by one copy."""
+TOGETHER = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+"""What is brought so: not every device can join tensors of the others."""
 
 
 def tensor_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[Piece]:
@@ -85,7 +87,8 @@ def _brought_together(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        if tensor.device.type == "cpu" or tensor.layout is not torch.strided or size >= AT_ONCE_BYTES:
+        is_there = tensor.device.type != "cpu" and tensor.layout is torch.strided
+        if not is_there or tensor.dtype not in TOGETHER or size >= AT_ONCE_BYTES:
             yield [name]
             continue
         kind = tensor.device, tensor.dtype
