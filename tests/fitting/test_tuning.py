@@ -89,10 +89,9 @@ def test_what_was_found_is_used_at_once_the_next_time(tmp_path, at_leisure):
     known = [entry for entry in second.ledger if entry.figures.get("known")]
     assert known
     assert {entry.outcome for entry in known} == {"kept"}
-    measured = [[entry.plan for entry in run.ledger if entry.outcome == "measured"] for run in (first, second)]
-    assert len(measured[1]) <= len(measured[0])  # as many, where all that helps was found in one bundle
     own = next(entry.plan for entry in second.ledger if entry.what == "baseline")
-    assert set(measured[1]) == {own, first.plan}
+    measured = {entry.plan for entry in second.ledger if entry.outcome == "measured"}
+    assert measured == {own, first.plan}  # how often each is timed depends on the machine's noise
 
 
 def test_a_plan_that_breaks_a_step_is_dropped_and_no_step_is_lost(tmp_path, at_leisure, monkeypatch):
