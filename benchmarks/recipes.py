@@ -352,15 +352,19 @@ class Bench:
         if tuned is None or epochs != result.epochs:
             tuned = self._trained([*asked, "--plan", self._options.plan], folder, "tuned")
 
-        def eagerly(seed: int, number: int, command: Sequence[str]) -> Ran:
-            return self._trained([*command, "--plan", "off", "--seed", str(seed)], folder, f"seed{seed}-{number}")
+        def eagerly(seed: int, number: int, command: Sequence[str]) -> Ran | FailedError:
+            asked = [*command, "--plan", "off", "--seed", str(seed)]
+            try:
+                return self._trained(asked, folder, f"seed{seed}-{number}")
+            except FailedError as error:
+                return error
 
         alone = [(seed, number, command) for seed in SEEDS for number, command in enumerate(model_by_model(asked))]
         with ThreadPoolExecutor(len(alone)) as pool:  # at once: it is scores that are asked for, not times
             ran = list(pool.map(eagerly, *zip(*alone, strict=True)))
         eager: dict[int, dict[str, dict[str, Any]]] = {seed: {} for seed in SEEDS}
         for (seed, *_), one in zip(alone, ran, strict=True):
-            eager[seed] |= one.models
+            eager[seed] |= {} if isinstance(one, FailedError) else one.models
         result.band = {
             "epochs": epochs,
             "seeds": list(SEEDS),
@@ -369,8 +373,11 @@ class Bench:
                     metric: banded([eager[seed][name][metric] for seed in SEEDS], model[metric]) for metric in METRICS
                 }
                 for name, model in tuned.models.items()
+                if all(name in eager[seed] for seed in SEEDS)
             },
         }
+        if failed := [one for one in ran if isinstance(one, FailedError)]:
+            raise FailedError(f"{len(failed)} of {len(ran)} trainings without tuning: {failed[0]}")
 
     def _trained(self, command: Sequence[str], folder: Path, name: str) -> Ran:
         return trained(command, folder / name, self._variables(folder, "hotlap"), self._options.limit)

@@ -307,6 +307,7 @@ def test_the_band_is_of_three_seeds_beside_a_run_of_as_many_epochs(tmp_path, mon
 
 def ran(seconds, **steps):
     model = {"training_samples": 10, "stopped": "after all epochs", "train_s": 1.0, "plan": "a plan", "table": []}
+    model |= {"from_cache": True}
     models = {name: {**model, "steps": count, "accuracy": 0.5, "macro_f1": 0.4} for name, count in steps.items()}
     return Ran(seconds=seconds, machine="a machine", models=models, said=[])
 
@@ -383,3 +384,21 @@ def test_a_whole_command_in_a_process_of_its_own_is_read_back(tmp_path):
     assert found.seconds > found.models["mlp"]["train_s"]
     assert "CPU" in found.machine
     assert (tmp_path / "run" / "predictions.csv").is_file()
+
+
+def test_a_model_that_fails_without_tuning_is_told_and_the_others_have_their_band(tmp_path, monkeypatch):
+    def trained(command, out, variables, limit):
+        models = command[command.index("--models") + 1].split(",")
+        if models == ["lstm"] and command[-1] == "1":
+            raise recipes.FailedError("stopped after 7 s (--limit)")
+        return ran(1.0, **dict.fromkeys(models, 10))
+
+    monkeypatch.setattr(recipes, "trained", trained)
+    bench = recipes.Bench(recipes.parsed(["--only", "temporal", "--bars", "500", "--rival-steps", "0", "--band"]))
+    part = next(part for part in recipes.PARTS if part.name == "temporal")
+    result = bench.run(part, tmp_path)
+    assert set(result.band["models"]) == {"transformer", "mlp"}
+    assert result.failures == ["band: 1 of 9 trainings without tuning: stopped after 7 s (--limit)"]
+    said = "\n".join(recipes.lines("temporal", result))
+    assert "mlp         accuracy  [0.5000, 0.5000], tuned 0.5000: within" in said
+    assert "failed        band: 1 of 9" in said

@@ -138,9 +138,8 @@ def test_a_p100_without_kernels_is_told_as_json(p100):
 
 
 def test_the_text_fits_80_columns_and_has_no_colour():
-    result = hotlap(
-        "doctor", "--pretend", "t4", CUDA_LAUNCH_BLOCKING="1", NUM_WORKERS="999", KAGGLE_KERNEL_RUN_TYPE="Batch"
-    )
+    variables = {"CUDA_LAUNCH_BLOCKING": "1", "NUM_WORKERS": "999", "KAGGLE_KERNEL_RUN_TYPE": "Batch"}
+    result = CliRunner().invoke(app, ["doctor", "--pretend", "t4"], env=variables, color=True)
     assert max(len(line) for line in result.stdout.splitlines()) < 80
     assert "\x1b" not in result.stdout
     for word in ("CUDA_LAUNCH_BLOCKING=1", "NUM_WORKERS=999", "kaggle", "costs:", "do:"):
@@ -148,8 +147,8 @@ def test_the_text_fits_80_columns_and_has_no_colour():
 
 
 def test_a_bad_number_of_workers_is_exit_1():
-    result = hotlap("doctor", NUM_WORKERS="many")
-    assert result.returncode == 1
+    result = CliRunner().invoke(app, ["doctor"], env={"NUM_WORKERS": "many"})
+    assert result.exit_code == 1
     assert "NUM_WORKERS='many' is not a number of workers" in result.stdout
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import hotlap
 from hotlap import Job, TrainingError
+from hotlap.data.columns import tensors_in
 from hotlap.kit.batch import batch_of_script
 from hotlap.kit.bench import opened
 from hotlap.kit.live import LiveTensors
@@ -82,6 +83,21 @@ def test_the_largest_batch_trains_and_a_twentieth_more_does_not(memory_of):
     # Memory grows with the batch, so that the reserve is about a tenth of the largest.
     assert kept.size > 0.6 * largest
     assert found.effective_batch == 64
+
+
+def test_a_step_is_timed_with_its_batch_on_the_device(monkeypatch):
+    seen = []
+    with opened(job()) as bench:
+        advance = bench.rig.advance
+        window = bench.window(8, 3)
+        assert bench.trains(window) is None
+        assert {one.device.type for piece in window.pieces for one in tensors_in(piece)} == {"cpu"}
+        monkeypatch.setattr(bench.rig, "advance", lambda window: seen.append(window) or advance(window))
+        assert bench.step_s(window) > 0
+    pieces = seen[0].pieces
+    assert len(pieces) == 3
+    assert pieces[0] is pieces[1] is pieces[2], "one batch on the device is enough"
+    assert {one.device.type for one in tensors_in(pieces[0])} == {"cuda"}
 
 
 def test_a_search_begins_by_the_catalogue_and_the_next_one_by_what_was_measured(memory_of, tmp_path, monkeypatch):

@@ -141,10 +141,10 @@ def test_an_interrupted_script_gets_its_keyboard_interrupt(tmp_path):
 
 
 def demo(name, run):
-    """The command as its entry point runs it, signalled after its first epoch."""
+    """The command as its entry point runs it, signalled at its first evaluation."""
     os.environ["HOTLAP_PROGRESS"] = "lines"
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["hotlap", "demo", "--epochs", "500", "--device", "cpu", "--out", str(run)]
+    sys.argv = ["hotlap", "demo", "--epochs", "10", "--device", "cpu", "--out", str(run)]
     judge, sent = Best.judge, []
 
     def judged(self, record):

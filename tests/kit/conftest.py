@@ -30,7 +30,7 @@ class Forks:
 
 @pytest.fixture(scope="session")
 def preloaded():
-    made = Preloaded("hotlap.kit.child", "hotlap.kit.obeying", environment=dict(os.environ))
+    made = Preloaded("hotlap.kit.child", "hotlap.kit.obeying", "torch._dynamo", environment=dict(os.environ))
     yield made
     made.close()
 

@@ -1,5 +1,6 @@
 """`hotlap batch` on a job and on a script: real updates, the longest samples, and nothing left behind."""
 
+import copy
 import gc
 import json
 import textwrap
@@ -155,6 +156,19 @@ def test_an_error_that_is_no_lack_of_memory_is_the_users_to_see():
 
     with pytest.raises(KeyError, match="mine"):
         hotlap.batch(job(model=Broken(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), progress=False)
+
+
+def test_every_size_is_tried_as_by_a_training_that_begins():
+    mine = job()
+    for _ in range(3):
+        mine.model(torch.randn(4, 12)).sum().backward()
+        mine.optimizer.step()
+    before = copy.deepcopy(mine.optimizer.state_dict())
+    with opened(mine) as bench:
+        for size in (8, 4):
+            assert bench.trains(bench.window(size), updates=2) is None
+            assert {int(one["step"]) for one in bench.rig.optimizer.state.values()} == {2}
+    assert str(mine.optimizer.state_dict()) == str(before)
 
 
 def test_sequences_are_tried_at_their_longest():

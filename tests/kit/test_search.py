@@ -1,6 +1,7 @@
 """The search for a batch: it finds the largest that trains, wherever it begins, and stops where it should."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -138,3 +139,31 @@ def test_a_training_that_is_over_too_soon_as_it_is_says_so():
 
     with pytest.raises(TooShortError, match="over after 5 updates"):
         Search(attempt=attempt, start=50, most=10_000, room_bytes=1e9, by_speed=True).run()
+
+
+@given(limit=st.integers(40, 3000), fastest_at=st.integers(20, 3000))
+def test_sizes_between_those_that_are_nearly_the_fastest_are_timed_too(limit, fastest_at):
+    attempt, _ = trials_of(limit, speed=lambda size: 100.0 - abs(size - fastest_at) / max(size, fastest_at))
+    found = search(attempt, start=32, most=10**6, room_bytes=limit, by_speed=False)
+    timed = [one for one in found.trials if one.samples_per_s is not None]
+    best = fastest(timed).samples_per_s
+    for low, high in itertools.pairwise(timed):
+        if max(low.samples_per_s, high.samples_per_s) >= KNEE * best:
+            assert high.size <= 1.2 * low.size + 2
+
+
+def test_a_size_that_is_faster_than_its_neighbours_is_found():
+    attempt, asked = trials_of(512, speed=lambda size: 104.0 if size == 96 else 100.0)
+    found = search(attempt, start=64, most=10**6, room_bytes=512, by_speed=False)
+    assert fastest([one for one in found.trials if one.samples_per_s]).size == 96
+    assert len(asked) == len(set(asked))
+
+
+def test_between_the_sizes_of_a_script_none_is_timed_since_each_takes_a_process():
+    asked_by = {}
+    for finer in (None, 8):
+        attempt, asked = trials_of(512, speed=lambda size: 100.0)
+        search(attempt, start=64, most=10**6, room_bytes=512, by_speed=False, finer=finer)
+        asked_by[finer] = {size for size, timed in asked if timed}
+    assert {80, 96, 112} <= asked_by[None]
+    assert not {80, 96, 112} & asked_by[8]

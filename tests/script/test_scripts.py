@@ -86,7 +86,7 @@ class Pythons:
         if torch.cuda.is_available():
             return  # libraries may have asked for the GPU by the time they are imported: no fork could use it
         for library in {None, *(PRELOADED[name] for name in PRELOADED if is_there(name))}:
-            modules = ["hotlap.cli", "hotlap.script.session", *([library] if library else [])]
+            modules = ["hotlap.cli", "hotlap.script.session", "torch._dynamo", *([library] if library else [])]
             self._preloaded[library] = Preloaded(*modules, environment=self._environment)
 
     def __call__(self, name, folder, *options):

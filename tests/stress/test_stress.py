@@ -29,7 +29,7 @@ SHORT = """
 @pytest.fixture(scope="module")
 def run_python(tmp_path_factory):
     """Runs a text as python does; its exit code, and what it said."""
-    python = Preloaded("hotlap.cli", "hotlap.stress.trials", environment=environment())
+    python = Preloaded("hotlap.cli", "hotlap.stress.trials", "torch._dynamo", environment=environment())
 
     def run(script, *arguments):
         done = python.run("-c", textwrap.dedent(script), *arguments, cwd=tmp_path_factory.mktemp("work"))
@@ -178,7 +178,7 @@ def test_a_test_cut_short_by_time_says_so(run_python):
         import hotlap.cli.stress as stress
         from hotlap.cli import main
         stress.time = types.SimpleNamespace(monotonic=itertools.count().__next__)
-        sys.argv = ["hotlap", "stress", "--kills", "1000", "--workers", "0", "--seconds", "4"]
+        sys.argv = ["hotlap", "stress", "--kills", "1000", "--workers", "0", "--seconds", "2"]
         main()
     """
     code, out, err = run_python(script)

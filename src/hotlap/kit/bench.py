@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hotlap import machine
 from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
-from hotlap.data.batches import Batch
+from hotlap.data.batches import Batch, to_device
 from hotlap.data.columns import tensors_in
 from hotlap.data.course import Course, training_course
 from hotlap.engine.rig import Rig
@@ -85,7 +85,11 @@ class Bench:
         return Window([batch] * pieces, [size] * pieces)
 
     def trains(self, window: Window, *, updates: int = WARM) -> str | None:
-        """Make some real updates; why they cannot be made, where memory is too small, and None where they were."""
+        """Make some real updates; why they cannot be made, where memory is too small, and None where they were.
+
+        As in a training that begins: what lies where in memory does not depend on what was tried before.
+        """
+        self.rig.optimizer.state.clear()
         self.tidy()
         self._kept.put_weights_back()
 
@@ -113,7 +117,11 @@ class Bench:
         return None
 
     def step_s(self, *windows: Window) -> float:
-        """Seconds an update with each of these in turn, once some were made: the middle one of several blocks."""
+        """Seconds an update with each of these in turn, once some were made: the middle one of several blocks.
+
+        Their batches are on the device by then: what it takes to bring them there depends on the feed.
+        """
+        windows = tuple(self._at_hand(window) for window in windows)
         found = []
         for _ in range(BLOCKS):
             begun, made = time.perf_counter(), 0
@@ -126,6 +134,12 @@ class Bench:
             self.rig.wait()
             found.append((time.perf_counter() - begun) / made)
         return sorted(found)[len(found) // 2]
+
+    def _at_hand(self, window: Window) -> Window:
+        if window.is_held:
+            return window
+        there = {id(piece): to_device(piece, self.device) for piece in window.pieces}
+        return dataclasses.replace(window, pieces=[there[id(piece)] for piece in window.pieces])
 
     def peak_bytes(self, window: Window) -> tuple[int, int]:
         """The most that tensors take in one update, and the most that torch takes for them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ GAIN = 1.03
 """What counts as one."""
 NEAR = 1.5
 """Sizes that differ by no more than this factor are as good as one on the curve."""
+FINE = 1.2
+"""The same among those that are nearly the fastest."""
 KNEE = 0.95
 """The knee is the smallest batch with so much of the best speed."""
 
@@ -148,6 +152,8 @@ class Search:
             with suppress(TooShortError):
                 self._keep_reserve()
                 self._time_smaller()
+                if not self.by_speed and self.finer is None:
+                    self._time_between()
         trials = tuple(self.found[size] for size in sorted(self.found))
         return Searched(trials=trials, ended=ended, found_largest=is_proven)
 
@@ -162,10 +168,13 @@ class Search:
 
     def tried(self, size: int, *, timed: bool = True) -> Trial:
         """What is known of a size, by trying it where it is not known yet."""
-        known = self.found.get(size)
-        if known is None or (timed and known.trains and known.samples_per_s is None):
+        if size not in self.found or (timed and self._could_be_timed(size)):
             self.found[size] = self.attempt(size, timed)
         return self.found[size]
+
+    def _could_be_timed(self, size: int) -> bool:
+        known = self.found.get(size)
+        return known is None or (known.trains and known.samples_per_s is None)
 
     def _up_and_down(self) -> tuple[str, bool]:
         """Why it ended, and whether the largest is proven to be."""
@@ -229,6 +238,20 @@ class Search:
             slower = slower + 1 if size < smallest and speed < KNEE * self._best else 0
             size //= 2
 
+    def _time_between(self) -> None:
+        """Time sizes between those that are nearly the fastest: for some of them libraries have better kernels."""
+        while (size := self._untimed_between()) is not None and self.enough() is None:
+            self.tried(size)
+
+    def _untimed_between(self) -> int | None:
+        timed = [one for one in self.fitting if one.samples_per_s and one.taken_bytes <= self.room_bytes]
+        for low, high in itertools.pairwise(timed):
+            is_near = max(low.samples_per_s or 0.0, high.samples_per_s or 0.0) >= KNEE * self._best
+            size = _between(low.size, high.size) if is_near and high.size > FINE * low.size else None
+            if size is not None and self._could_be_timed(size):
+                return size
+        return None
+
     def _keep_reserve(self) -> None:
         """Time the largest size that takes no more than it may: it is seen from those that were tried."""
         inside = [one for one in self.fitting if one.taken_bytes <= self.room_bytes]
@@ -241,6 +264,13 @@ class Search:
         while size > low.size and self.tried(size).taken_bytes > self.room_bytes:
             size = max(low.size, size - max(1, size // 50))
         self.tried(size)
+
+
+def _between(low: int, high: int) -> int | None:
+    """A size well between two others: of those the roundest, for which kernels are made. None where there is none."""
+    apart = math.sqrt(FINE)
+    sizes = range(math.ceil(low * apart), int(high / apart) + 1)
+    return max(sizes, key=lambda size: (size & -size, -abs(size - math.sqrt(low * high))), default=None)
 
 
 def _predicted(fitting: list[Trial], size: int) -> float:
