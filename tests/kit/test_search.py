@@ -159,6 +159,12 @@ def test_a_size_that_is_faster_than_its_neighbours_is_found():
     assert len(asked) == len(set(asked))
 
 
+def test_sizes_that_leave_no_reserve_do_not_say_which_are_nearly_the_fastest():
+    attempt, _ = trials_of(512, speed=lambda size: {96: 104.0}.get(size, 100.0 if size <= 300 else 200.0))
+    found = search(attempt, start=64, most=10**6, room_bytes=300, by_speed=False)
+    assert fastest(found.within(300)).size == 96
+
+
 def test_between_the_sizes_of_a_script_none_is_timed_since_each_takes_a_process():
     asked_by = {}
     for finer in (None, 8):

@@ -245,8 +245,9 @@ class Search:
 
     def _untimed_between(self) -> int | None:
         timed = [one for one in self.fitting if one.samples_per_s and one.taken_bytes <= self.room_bytes]
+        best = max((one.samples_per_s or 0.0 for one in timed), default=0.0)
         for low, high in itertools.pairwise(timed):
-            is_near = max(low.samples_per_s or 0.0, high.samples_per_s or 0.0) >= KNEE * self._best
+            is_near = max(low.samples_per_s or 0.0, high.samples_per_s or 0.0) >= KNEE * best
             size = _between(low.size, high.size) if is_near and high.size > FINE * low.size else None
             if size is not None and self._could_be_timed(size):
                 return size
