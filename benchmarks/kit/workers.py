@@ -83,7 +83,7 @@ def workers_rows(options: Options) -> Iterator[Row]:
 def in_turns(a: PlainLoop, b: PlainLoop, lap_s: float) -> Estimate:
     """How many times as fast as `a` the loop `b` is."""
     comparison = Comparison(most_quads=QUADS)
-    for _ in range(QUADS):
+    while comparison.verdict is None:
         a1, b1, b2, a2 = (loop.step_s(lap_s) for loop in (a, b, b, a))
         comparison.add(a1, b1, b2, a2)
     assert comparison.estimate is not None
