@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from benchmarks.recipes import FailedError, Ran, Result
+from benchmarks.recipe_results import Ran, Result, banded, lines
+from benchmarks.recipes import FailedError
 from recipe_data import tiny_config
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -326,13 +327,13 @@ def test_the_loop_as_the_guides_end_counts_for_as_much_as_hotlap_made_and_the_fa
     assert result.ratio == pytest.approx(9.0)
     assert result.ratio_to_fastest == pytest.approx(6.0)
     assert result.saved_s == 3.0
-    said = "\n".join(recipes.lines("temporal", result))
+    said = "\n".join(lines("temporal", result))
     assert "ratio         9.00x, extrapolated; on one H200 8x wanted: reached; 6.00x to its fastest setting" in said
     assert "fp16                  30 ms a step, 200 ms an evaluation" in said
     assert "as much as hotlap did 40.0 s as the guides end, 25.0 s at its fastest" in said
     assert "again         2.0 s, 3.0 s less" in said
     result.cold = ran(10.0, lstm=1000, mlp=2000)
-    assert "4.50x, extrapolated; on one H200 8x wanted: not reached" in "\n".join(recipes.lines("temporal", result))
+    assert "4.50x, extrapolated; on one H200 8x wanted: not reached" in "\n".join(lines("temporal", result))
 
 
 def test_for_the_band_each_model_is_trained_by_itself():
@@ -343,11 +344,11 @@ def test_for_the_band_each_model_is_trained_by_itself():
 
 
 def test_a_score_outside_the_band_is_said_with_how_far():
-    assert recipes.banded([0.5, 0.7, 0.6], 0.65)["outside"] == 0
-    assert recipes.banded([0.5, 0.7, 0.6], 0.4)["outside"] == pytest.approx(0.1)
-    score = recipes.banded([0.5, 0.7, 0.6], 0.75)
+    assert banded([0.5, 0.7, 0.6], 0.65)["outside"] == 0
+    assert banded([0.5, 0.7, 0.6], 0.4)["outside"] == pytest.approx(0.1)
+    score = banded([0.5, 0.7, 0.6], 0.75)
     band = {"epochs": 3, "seeds": [0, 1, 2], "models": {"mlp": {"accuracy": score, "macro_f1": score}}}
-    said = recipes.lines("temporal", Result(epochs=3, wanted=8.0, band=band))
+    said = lines("temporal", Result(epochs=3, wanted=8.0, band=band))
     assert "    mlp         macro-F1  [0.5000, 0.7000], tuned 0.7500: outside by 0.0500" in said
 
 
@@ -399,6 +400,6 @@ def test_a_model_that_fails_without_tuning_is_told_and_the_others_have_their_ban
     result = bench.run(part, tmp_path)
     assert set(result.band["models"]) == {"transformer", "mlp"}
     assert result.failures == ["band: 1 of 9 trainings without tuning: stopped after 7 s (--limit)"]
-    said = "\n".join(recipes.lines("temporal", result))
+    said = "\n".join(lines("temporal", result))
     assert "mlp         accuracy  [0.5000, 0.5000], tuned 0.5000: within" in said
     assert "failed        band: 1 of 9" in said

@@ -87,7 +87,7 @@ class Bench:
     def trains(self, window: Window, *, updates: int = WARM) -> str | None:
         """Make some real updates; why they cannot be made, where memory is too small, and None where they were.
 
-        As in a training that begins: what lies where in memory does not depend on what was tried before.
+        As in a training that begins: the optimizer has no state of earlier tries, which lay where there was room then.
         """
         self.rig.optimizer.state.clear()
         self.tidy()
@@ -102,7 +102,6 @@ class Bench:
 
     def why_full(self, work: Callable[[], None]) -> str | None:
         """Do some work; why it could not be done, where memory was too small, and None where it was done."""
-        had_state = bool(self.rig.optimizer.state)
         try:
             work()
         except Exception as error:
@@ -110,8 +109,7 @@ class Bench:
                 raise
             why = first_line(error)
             _let_go_of_frames(error)
-            if not had_state:
-                self.rig.optimizer.state.clear()  # some of it may be missing
+            self.rig.optimizer.state.clear()  # some of it may be missing
             self.tidy()
             return why
         return None
@@ -119,9 +117,10 @@ class Bench:
     def step_s(self, *windows: Window) -> float:
         """Seconds an update with each of these in turn, once some were made: the middle one of several blocks.
 
-        Their batches are on the device by then: what it takes to bring them there depends on the feed.
+        The batch of a single one is on the device by then; several may not fit there, and are brought one by one.
         """
-        windows = tuple(self._at_hand(window) for window in windows)
+        if len(windows) == 1:
+            windows = (self._at_hand(windows[0]),)
         found = []
         for _ in range(BLOCKS):
             begun, made = time.perf_counter(), 0

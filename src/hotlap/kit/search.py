@@ -239,7 +239,7 @@ class Search:
             size //= 2
 
     def _time_between(self) -> None:
-        """Time sizes between those that are nearly the fastest: for some of them libraries have better kernels."""
+        """Time sizes between those that are nearly the fastest: speed may jump from one to the next."""
         while (size := self._untimed_between()) is not None and self.enough() is None:
             self.tried(size)
 
@@ -268,10 +268,10 @@ class Search:
 
 
 def _between(low: int, high: int) -> int | None:
-    """A size well between two others: of those the roundest, for which kernels are made. None where there is none."""
+    """Of the sizes well between two others the one that can be halved most often; None where there is none."""
     apart = math.sqrt(FINE)
     sizes = range(math.ceil(low * apart), int(high / apart) + 1)
-    return max(sizes, key=lambda size: (size & -size, -abs(size - math.sqrt(low * high))), default=None)
+    return max(sizes, key=lambda size: size & -size, default=None)
 
 
 def _predicted(fitting: list[Trial], size: int) -> float:
