@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hotlap.core.units import show_seconds
+from hotlap.tuner.stats import student_t
 
 METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1"}
 
@@ -90,15 +93,21 @@ class Result:
         }
 
 
-def banded(eager: Sequence[float], tuned: float) -> dict[str, Any]:
-    """A score beside those of the seeds, and how far outside of them it lies."""
-    low, high = min(eager), max(eager)
+def banded(eager: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:
+    """The scores of as many seeds: how far the tuned mean lies outside of the others, and how the means differ."""
+    low, high, mean = min(eager), max(eager), statistics.fmean(tuned)
+    spread = math.sqrt((statistics.variance(eager) + statistics.variance(tuned)) / len(eager))
+    half = student_t(2 * len(eager) - 2, 0.05) * spread
+    more = mean - statistics.fmean(eager)
     return {
         "eager": list(eager),
         "low": low,
         "high": high,
-        "tuned": tuned,
-        "outside": max(low - tuned, tuned - high, 0.0),
+        "tuned": list(tuned),
+        "mean": mean,
+        "outside": max(low - mean, mean - high, 0.0),
+        "more": more,
+        "interval": [more - half, more + half],
     }
 
 
@@ -146,17 +155,23 @@ def lines(name: str, result: Result) -> list[str]:
         told += [f"    {line}" for line in result.again.from_cache]
     if band := result.band:
         seeds = ", ".join(map(str, band["seeds"]))
-        told.append(f"  band          eager fp32, seeds {seeds}, {_epochs(band['epochs'])}; beside it the tuned run")
+        told.append(f"  band          seeds {seeds}, {_epochs(band['epochs'])}: eager fp32, and under the tuned plan")
         for model, scores in band["models"].items():
-            for metric, words in METRICS.items():
-                one = scores[metric]
-                where = f"outside by {one['outside']:.4f}" if one["outside"] else "within"
-                figures = f"[{one['low']:.4f}, {one['high']:.4f}], tuned {one['tuned']:.4f}: {where}"
-                told.append(f"    {model:<12}{words:<9} {figures}")
+            told += [f"    {model:<12}{words:<9} {_compared(scores[metric])}" for metric, words in METRICS.items()]
     told += [f"  failed        {failure}" for failure in result.failures]
     for model, said in result.cold.models.items() if result.cold else ():
         told += [f"  {model}", *(f"    {line}" for line in said["table"])] if said["table"] else []
     return told
+
+
+def _compared(scores: Mapping[str, Any]) -> str:
+    where = f"outside by {scores['outside']:.4f}" if scores["outside"] else "within"
+    low, high = scores["interval"]
+    clear = "no difference seen" if low <= 0 <= high else "a difference"
+    return (
+        f"[{scores['low']:.4f}, {scores['high']:.4f}], tuned {scores['mean']:.4f} in the mean: {where}; "
+        f"{scores['more']:+.4f} [{low:+.4f}, {high:+.4f}]: {clear}"
+    )
 
 
 def _epochs(count: int) -> str:

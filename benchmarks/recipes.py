@@ -17,11 +17,12 @@ For each, in a process of its own:
 - `hotlap train … --test …` with an empty cache: the time of the whole process, from the command to the predictions.
   Its patience is as long as the training, so that no model stops early; steps are those that were made;
 - the same command again, with the cache that it left;
-- with `--band`, the recipe under `--plan off` (eager, fp32) with seeds 0, 1 and 2, all of it at once since nothing is
-  timed by then, and under a tuned plan, all for `--band-epochs`: whether the tuned one scores between the lowest and
-  the highest of them. By chance alone one of four is the highest or the lowest half of the time: it is how far outside
-  that counts. Processes take turns on a GPU, and the nine of temporal had not ended after six minutes on one H200:
-  CUDA's MPS (`nvidia-cuda-mps-control -d` before) is to let them run beside each other, which is yet to be seen.
+- with `--band`, each model under `--plan off` (eager, fp32) and under the plan that tuning ended with, with seeds 0, 1
+  and 2 each, for `--band-epochs`, all of it at once since nothing is timed by then: whether the tuned ones score in the
+  mean between the lowest and the highest of the others, and how the means differ, with an interval of 95 %. One tuned
+  run would not do: by chance alone one of four is the highest or the lowest half of the time. Processes take turns on a
+  GPU, and nine of temporal had not ended after six minutes on one H200; with CUDA's MPS (`nvidia-cuda-mps-control -d`
+  before), which lets them run beside each other, they took 3 min 18 s.
 
 Results are written after every process, as far as they are there. One that fails says why and the others go on; the
 exit code is then 1. A ratio that is not reached is said, and is no failure. On one H200, for calls of 10 minutes:
@@ -46,6 +47,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -267,38 +269,39 @@ class Bench:
         return False
 
     def _band(self, words: Sequence[str], result: Result, folder: Path) -> None:
-        epochs = self._options.band_epochs or result.epochs
-        asked = [*words, *_lasting(epochs), "--retrain"]
-        tuned = result.cold
-        if tuned is None or epochs != result.epochs:
-            tuned = self._trained([*asked, "--plan", self._options.plan], folder, "tuned")
+        if result.cold is None:
+            raise FailedError("there is no tuned plan")
+        epochs, names = self._options.band_epochs or result.epochs, list(result.cold.models)
 
-        def eagerly(seed: int, number: int, command: Sequence[str]) -> Ran | FailedError:
-            asked = [*command, "--plan", "off", "--seed", str(seed)]
+        def one(name: str, seed: int, kind: str) -> dict[str, Any] | FailedError:
+            plan = "off" if kind == "eager" else str(folder / "cold" / "models" / name / "plan.toml")
+            asked = [*alone(words, name), *_lasting(epochs), "--retrain", "--plan", plan, "--seed", str(seed)]
             try:
-                return self._trained(asked, folder, f"seed{seed}-{number}")
+                return self._trained(asked, folder, f"{kind}-{name}-{seed}").models[name]
             except FailedError as error:
                 return error
 
-        alone = [(seed, number, command) for seed in SEEDS for number, command in enumerate(model_by_model(asked))]
-        with ThreadPoolExecutor(len(alone)) as pool:  # at once: it is scores that are asked for, not times
-            ran = list(pool.map(eagerly, *zip(*alone, strict=True)))
-        eager: dict[int, dict[str, dict[str, Any]]] = {seed: {} for seed in SEEDS}
-        for (seed, *_), one in zip(alone, ran, strict=True):
-            eager[seed] |= {} if isinstance(one, FailedError) else one.models
+        asked = list(product(names, SEEDS, ("eager", "tuned")))
+        with ThreadPoolExecutor(len(asked)) as pool:  # at once: it is scores that are asked for, not times
+            ran = dict(zip(asked, pool.map(one, *zip(*asked, strict=True)), strict=True))
+        failed = {key: one for key, one in ran.items() if isinstance(one, FailedError)}
+        scores = {key: one for key, one in ran.items() if not isinstance(one, FailedError)}
+        whole = [name for name in names if not any(name == key[0] for key in failed)]
         result.band = {
             "epochs": epochs,
             "seeds": list(SEEDS),
             "models": {
                 name: {
-                    metric: banded([eager[seed][name][metric] for seed in SEEDS], model[metric]) for metric in METRICS
+                    metric: banded(
+                        *([scores[name, seed, kind][metric] for seed in SEEDS] for kind in ("eager", "tuned"))
+                    )
+                    for metric in METRICS
                 }
-                for name, model in tuned.models.items()
-                if all(name in eager[seed] for seed in SEEDS)
+                for name in whole
             },
         }
-        if failed := [one for one in ran if isinstance(one, FailedError)]:
-            raise FailedError(f"{len(failed)} of {len(ran)} trainings without tuning: {failed[0]}")
+        if failed:
+            raise FailedError(f"{len(failed)} of {len(ran)} trainings: {next(iter(failed.values()))}")
 
     def _trained(self, command: Sequence[str], folder: Path, name: str) -> Ran:
         return trained(command, folder / name, self._variables(folder, "hotlap"), self._options.limit)
@@ -309,12 +312,12 @@ class Bench:
         return {**caches, "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}
 
 
-def model_by_model(command: Sequence[str]) -> list[list[str]]:
-    """The command for each of its models alone: first weights and order are the same for each as beside others."""
+def alone(command: Sequence[str], name: str) -> list[str]:
+    """The command for one of its models: first weights and order are the same for it as beside others."""
     if "--models" not in command:
-        return [list(command)]
+        return list(command)
     place = command.index("--models") + 1
-    return [[*command[:place], name, *command[place + 1 :]] for name in command[place].split(",")]
+    return [*command[:place], name, *command[place + 1 :]]
 
 
 def _lasting(epochs: int) -> list[str]:
@@ -341,7 +344,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="RECIPE")
     parser.add_argument("--epochs", type=int, help="of both; else 50 and 3")
     parser.add_argument("--rival-steps", type=int, default=1000, help="of the guides' loop; 0 leaves it out")
-    parser.add_argument("--band", action="store_true", help="three seeds without tuning, too")
+    parser.add_argument(
+        "--band", action="store_true", help="three seeds without tuning and three with the tuned plan, too"
+    )
     parser.add_argument("--band-epochs", type=int, help="of the band; else as many as of the rest")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--plan", default="auto", help="of hotlap: auto, off or max")

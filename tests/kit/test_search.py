@@ -43,6 +43,20 @@ def test_the_largest_that_trains_is_found_to_the_sample_from_wherever_it_begins(
     assert all(one.size >= least for one in found.trials)
 
 
+@given(limit=st.integers(1, 3000), later=st.integers(1, 3000), start=st.integers(1, 4000))
+def test_the_largest_is_one_that_trains_when_it_is_timed_too(limit, later, start):
+    attempt, _ = trials_of(limit)
+
+    def at_edge(size, timed):
+        return attempt(size, timed) if size <= later or not timed else Trial(size=size, why_not="memory in pieces")
+
+    found = search(at_edge, start=start, most=10**6, room_bytes=10**12, by_speed=False)
+    assert found.largest.size == min(limit, later)
+    assert found.largest.samples_per_s is not None
+    assert found.found_largest
+    assert found.ended.startswith(f"{min(limit, later) + 1:,} does not train: ")
+
+
 @given(limit=st.integers(200, 5000), share=st.floats(0.3, 0.95))
 def test_the_largest_that_keeps_the_reserve_is_timed(limit, share):
     attempt, _ = trials_of(limit, bytes_of=lambda size: 50 + 3 * size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotlap.machine.kernels import run_kernel
+from hotlap.machine.kernels import first_line, run_kernel
 
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
 
@@ -21,6 +21,12 @@ def test_an_error_is_answered_with_its_first_line(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", fail)
     assert run_kernel("cpu", "fp32") == NO_KERNEL
+
+
+def test_a_full_gpu_is_told_without_torchs_account_of_it():
+    full = "CUDA out of memory. Tried to allocate 66.00 MiB."
+    account = "GPU 0 has a total capacity of 139.80 GiB of which 124.41 GiB is free. Process 545 has 66.00 MiB in use."
+    assert first_line(torch.OutOfMemoryError(f"{full} {account}\nand more")) == full
 
 
 def test_a_kernel_that_computes_nonsense_is_found_out(monkeypatch):

@@ -87,10 +87,10 @@ class Bench:
     def trains(self, window: Window, *, updates: int = WARM) -> str | None:
         """Make some real updates; why they cannot be made, where memory is too small, and None where they were.
 
-        As in a training that begins: the optimizer has no state of earlier tries, which lay where there was room then.
+        As in a training that begins, so that what fits does not depend on what was tried before.
         """
         self.rig.optimizer.state.clear()
-        self.tidy()
+        self._place_anew()
         self._kept.put_weights_back()
 
         def make_updates() -> None:
@@ -157,6 +157,17 @@ class Bench:
         with counted:
             self.rig.step(window)
         return counted.peak_bytes, counted.peak_bytes
+
+    def _place_anew(self) -> None:
+        """All memory is given back before weights come: else they may lie amid what then cannot be put together."""
+        self.tidy()
+        if self.device.type == "cuda":
+            for module in self.rig.modules:
+                module.to("cpu")
+            torch._C._cuda_clearCublasWorkspaces()  # made again where they are needed
+            self.tidy()
+            for module in self.rig.modules:
+                module.to(self.device)
 
     def tidy(self) -> None:
         """Let go of gradients and of all memory that nobody uses."""

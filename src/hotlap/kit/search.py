@@ -188,16 +188,22 @@ class Search:
             size, failed, ended = self._up(size)
             if ended is not None:
                 return ended, False
-        while failed - size > max(1, size // self.finer if self.finer else 1):
-            if (why := self.enough()) is not None:
-                return why, False
-            middle = (size + failed) // 2
-            if self.tried(middle, timed=False).trains:
-                size = middle
-            else:
-                failed = middle
-        self.tried(size)
-        return f"{failed:,} does not train: {self.found[failed].why_not}", True
+        while True:
+            while failed - size > max(1, size // self.finer if self.finer else 1):
+                if (why := self.enough()) is not None:
+                    return why, False
+                middle = (size + failed) // 2
+                if self.tried(middle, timed=False).trains:
+                    size = middle
+                else:
+                    failed = middle
+            if self.tried(size).trains:
+                return f"{failed:,} does not train: {self.found[failed].why_not}", True
+            # It did at first, and no longer when it was timed.
+            smaller = [one.size for one in self.fitting if one.size < size]
+            if not smaller:
+                return f"{size:,} does not train: {self.found[size].why_not}", False
+            size, failed = smaller[-1], size
 
     def _up(self, size: int) -> tuple[int, int, str | None]:
         """Double until it fails: the last that trained, the first that did not, or why it ended before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -24,6 +25,7 @@ _TORCH_NAME: Final = {
     "fp16": "float16",
     "bf16": "bfloat16",
 }
+_ACCOUNT: Final = re.compile(r" GPU \d+ has a total capacity of ")
 
 
 def run_kernel(device: torch.device | str, dtype: str) -> str | None:
@@ -57,6 +59,6 @@ def proof(device: str, dtype: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind where it has none."""
+    """The first line of an error's text, or its kind where it has none; of a full GPU without torch's account of it."""
     lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    return _ACCOUNT.split(lines[0].strip())[0] if lines else type(error).__name__
