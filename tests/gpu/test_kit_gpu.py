@@ -85,6 +85,34 @@ def test_the_largest_batch_trains_and_a_twentieth_more_does_not(memory_of):
     assert found.effective_batch == 64
 
 
+def test_what_trains_does_not_depend_on_what_was_tried_before(memory_of):
+    memory_of(2 * GIB)
+    mine = job()
+    largest = hotlap.batch(mine, progress=False).largest.size
+    sizes = range(largest - 2, largest + 4)
+    with opened(mine) as bench:
+        upwards = [bench.trains(bench.window(size)) is None for size in sizes]
+        assert bench.trains(bench.window(min(2 * largest, bench.most))) is not None
+        downwards = [bench.trains(bench.window(size)) is None for size in reversed(sizes)]
+    assert upwards == downwards[::-1]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def test_recurrent_layers_keep_their_weights_in_one_piece():
+    with opened(job(Recurrent())) as bench:
+        assert bench.trains(bench.window(8)) is None  # torch warns where they are not, and a warning is an error
+        first, *others = bench.rig.model.lstm._flat_weights
+        assert {one.untyped_storage().data_ptr() for one in others} == {first.untyped_storage().data_ptr()}
+
+
 def test_a_step_is_timed_with_its_batch_on_the_device(monkeypatch):
     seen = []
     with opened(job()) as bench:

@@ -253,17 +253,25 @@ def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
     peak = taken = 0
     step_s = 1.0
 
-    def measure() -> None:
-        nonlocal peak, taken, step_s
-        peak, taken = bench.peak_bytes(window)
-        step_s = bench.step_s(window) if timed else step_s
+    def time_it() -> None:
+        nonlocal step_s
+        step_s = bench.step_s(window)
 
-    # What has trained twice may still fail later, where memory is in pieces by then.
-    why_not = bench.trains(window) or bench.why_full(measure)
+    def measure() -> None:
+        nonlocal peak, taken
+        peak, taken = bench.peak_bytes(window)
+
+    # What has trained a few times may still fail later, where memory is in pieces by then.
+    why_not = bench.trains(window) or (bench.why_full(time_it) if timed else None)
     if why_not is not None:
         return Trial(size=size, why_not=why_not)
+    rest, (peak, taken) = bench.rest_bytes, bench.peak_so_far
+    # Less is taken where what lay idle was given back before. A training does not do that, so it may fail here.
+    why_not = bench.why_full(measure)
+    if why_not is not None and not taken:
+        return Trial(size=size, why_not=why_not)
     speed = size * pieces / step_s if timed else None
-    return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken, rest_bytes=bench.rest_bytes)
+    return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken, rest_bytes=rest)
 
 
 def batch_of_script(

@@ -33,7 +33,7 @@ from hotlap.machine.cuda import usable_bytes
 from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import read_memory
 
-WARM, BLOCKS, BLOCK_S = 2, 5, 0.04
+WARM, BLOCKS, BLOCK_S = 3, 5, 0.04
 """Updates before a block is timed; blocks, of which the middle one counts; and what a block takes at least."""
 
 
@@ -92,6 +92,8 @@ class Bench:
         self.rig.optimizer.state.clear()
         self._place_anew()
         self._kept.put_weights_back()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
         def make_updates() -> None:
             for _ in range(updates):
@@ -140,6 +142,13 @@ class Bench:
         there = {id(piece): to_device(piece, self.device) for piece in window.pieces}
         return dataclasses.replace(window, pieces=[there[id(piece)] for piece in window.pieces])
 
+    @property
+    def peak_so_far(self) -> tuple[int, int]:
+        """The most that tensors took since `trains` began, and the most that torch took for them; 0 on the CPU."""
+        if self.device.type != "cuda":
+            return 0, 0
+        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+
     def peak_bytes(self, window: Window) -> tuple[int, int]:
         """The most that tensors take in one update, and the most that torch takes for them.
 
@@ -150,7 +159,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.rig.step(window)
             self.rig.wait()
-            return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+            return self.peak_so_far
         counted = LiveTensors(self.device)
         know_training(counted, self.rig)
         counted.know((tensor for piece in window.pieces for tensor in tensors_in(piece)), "batch")
