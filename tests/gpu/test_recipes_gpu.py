@@ -44,8 +44,8 @@ def test_memory_is_the_same_after_each_model(tmp_path, plan):
 
 def test_pictures_in_files_are_learnt_held_on_the_device_and_captured(tmp_path):
     data = digits_folder(tmp_path / "digits")
-    given = "--size 16 --width 8 --depth 1 --epochs 6 --batch-size 24 --lr 4e-3 --flip no --crop 0.1 --colour 0".split()
-    words = {name[2:].replace("-", "_"): value for name, value in zip(given[::2], given[1::2], strict=True)}
+    words = {"size": "16", "width": "8", "depth": "1", "epochs": "6", "batch_size": "24", "lr": "4e-3"}
+    words |= {"flip": "no", "crop": "0.1", "colour": "0"}
     words |= {"data": str(data), "test": str(data), "plan": "max", "device": "cuda"}
     options = options_of(image.RECIPE.options, None, words)
     folder = train(image.RECIPE, options, out=tmp_path / "run", retrain=True, say=lambda line: None, progress=False)
