@@ -37,15 +37,20 @@ def batch_rows(options: Options) -> Iterator[Row]:
                     yield Row(
                         part="batch", what=f"{name}: the largest is proven", seen=found.searched.ended, kept=False
                     )
-                kept, fast = found.keeps_reserve, found.fastest
-                assert kept is not None
+                fast = found.fastest
                 assert fast is not None
-                sizes = sorted({fast.size, kept.size, *sweep_sizes(kept.size, 6 if options.quick else 28)})
+                sizes = sorted({fast.size, *sweep_sizes(largest.size, 6 if options.quick else 28)})
                 effective = job.effective_batch or 1
-                speeds = {size: tried(bench, size, effective, True).samples_per_s or 0.0 for size in sizes}
+                trials = [tried(bench, size, effective, True) for size in sizes]
+            speeds = {
+                one.size: one.samples_per_s or 0.0
+                for one in trials
+                if one.size == fast.size or (one.trains and one.taken_bytes <= found.allowed_bytes)
+            }
             best = max(speeds, key=lambda size: speeds[size])
             part = speeds[fast.size] / speeds[best]
-            told = f"{fast.size:,} has {part:.1%} of {best:,} ({show_rate(speeds[best])} samples/s; {len(sizes)} sizes)"
+            told = f"{fast.size:,} has {part:.1%} of {best:,} ({show_rate(speeds[best])} samples/s"
+            told += f"; {len(speeds)} of {len(sizes)} sizes keep the reserve)"
             yield Row(part="batch", what=f"{name}: the fastest", seen=told, kept=part >= LEAST_SPEED or options.quick)
 
 

@@ -67,6 +67,14 @@ def test_the_largest_that_keeps_the_reserve_is_timed(limit, share):
     assert kept.taken_bytes <= room
 
 
+@given(edge=st.integers(20, 600), start=st.integers(1, 1000))
+def test_the_largest_that_keeps_the_reserve_is_found_where_memory_leaps(edge, start):
+    attempt, _ = trials_of(700, speed=float, bytes_of=lambda size: size if size <= edge else 1001)
+    found = search(attempt, start=start, most=10**6, room_bytes=1000, by_speed=False)
+    kept = fastest(found.within(1000))
+    assert 0.94 * edge - 1 <= kept.size <= edge
+
+
 def test_where_memory_never_ends_two_doublings_without_a_gain_end_it():
     attempt, asked = trials_of(speed=lambda size: float(min(size, 256)))
     found = search(attempt, start=16, most=10**6, room_bytes=10**12, by_speed=True)

@@ -18,6 +18,8 @@ NEAR = 1.5
 """Sizes that differ by no more than this factor are as good as one on the curve."""
 FINE = 1.2
 """The same among those that are nearly the fastest."""
+CLOSE = 0.95
+"""What has so much of the most that a size may take, or of a size that takes more, is as large as need be."""
 KNEE = 0.95
 """The knee is the smallest batch with so much of the best speed."""
 
@@ -152,6 +154,7 @@ class Search:
             with suppress(TooShortError):
                 self._keep_reserve()
                 self._time_smaller()
+                self._keep_reserve()  # among smaller ones may be the first that keeps it
                 if not self.by_speed and self.finer is None:
                     self._time_between()
         trials = tuple(self.found[size] for size in sorted(self.found))
@@ -165,6 +168,11 @@ class Search:
     @property
     def _best(self) -> float:
         return max(one.samples_per_s or 0.0 for one in self.found.values())
+
+    @property
+    def _within(self) -> list[Trial]:
+        """Timed ones that take no more than they may, the smallest first."""
+        return [one for one in self.fitting if one.samples_per_s and one.taken_bytes <= self.room_bytes]
 
     def tried(self, size: int, *, timed: bool = True) -> Trial:
         """What is known of a size, by trying it where it is not known yet."""
@@ -236,9 +244,12 @@ class Search:
         return larger
 
     def _time_smaller(self) -> None:
-        """Time smaller sizes too: those that were leapt over, then smaller ones until they are clearly slower."""
+        """Time smaller sizes too: those that were leapt over, then smaller ones until they are clearly slower.
+
+        Some of those that are timed have to take no more than they may.
+        """
         smallest, size, slower = self.fitting[0].size, self.fitting[-1].size // 2, 0
-        while size >= self.least and slower < NO_GAIN and self.enough() is None:
+        while size >= self.least and (slower < NO_GAIN or not self._within) and self.enough() is None:
             near = [one for one in self.fitting if one.samples_per_s and size / NEAR <= one.size <= size * NEAR]
             speed = (near[0] if near else self.tried(size)).samples_per_s or 0.0
             slower = slower + 1 if size < smallest and speed < KNEE * self._best else 0
@@ -250,7 +261,7 @@ class Search:
             self.tried(size)
 
     def _untimed_between(self) -> int | None:
-        timed = [one for one in self.fitting if one.samples_per_s and one.taken_bytes <= self.room_bytes]
+        timed = self._within
         best = max((one.samples_per_s or 0.0 for one in timed), default=0.0)
         for low, high in itertools.pairwise(timed):
             is_near = max(low.samples_per_s or 0.0, high.samples_per_s or 0.0) >= KNEE * best
@@ -260,17 +271,18 @@ class Search:
         return None
 
     def _keep_reserve(self) -> None:
-        """Time the largest size that takes no more than it may: it is seen from those that were tried."""
+        """Time the largest size that takes no more than it may, but for a twentieth."""
         inside = [one for one in self.fitting if one.taken_bytes <= self.room_bytes]
         beyond = [one for one in self.fitting if one.taken_bytes > self.room_bytes]
         if not inside or not beyond:
             return
-        low, high = inside[-1], beyond[0]
+        low, high = self.tried(inside[-1].size), beyond[0]
         slope = (high.taken_bytes - low.taken_bytes) / max(1, high.size - low.size)
         size = low.size + int((self.room_bytes - low.taken_bytes) / slope) if slope > 0 else low.size
-        while size > low.size and self.tried(size).taken_bytes > self.room_bytes:
-            size = max(low.size, size - max(1, size // 50))
-        self.tried(size)
+        while low.size < size < high.size and low.taken_bytes < CLOSE * self.room_bytes and self.enough() is None:
+            one = self.tried(size)
+            low, high = (one, high) if one.trains and one.taken_bytes <= self.room_bytes else (low, one)
+            size = (low.size + high.size) // 2 if high.size > low.size / CLOSE else low.size
 
 
 def _between(low: int, high: int) -> int | None:
