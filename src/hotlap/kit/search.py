@@ -18,8 +18,8 @@ NEAR = 1.5
 """Sizes that differ by no more than this factor are as good as one on the curve."""
 FINE = 1.2
 """The same among those that are nearly the fastest."""
-CLOSE = 0.95
-"""What has so much of the most that a size may take, or of a size that takes more, is as large as need be."""
+CLOSE, APART = 0.95, 20
+"""The largest that keeps the reserve has so much of what it may take, or takes too much with this part more."""
 KNEE = 0.95
 """The knee is the smallest batch with so much of the best speed."""
 
@@ -271,18 +271,22 @@ class Search:
         return None
 
     def _keep_reserve(self) -> None:
-        """Time the largest size that takes no more than it may, but for a twentieth."""
+        """Time about the largest size that takes no more than it may."""
         inside = [one for one in self.fitting if one.taken_bytes <= self.room_bytes]
         beyond = [one for one in self.fitting if one.taken_bytes > self.room_bytes]
         if not inside or not beyond:
             return
         low, high = self.tried(inside[-1].size), beyond[0]
-        slope = (high.taken_bytes - low.taken_bytes) / max(1, high.size - low.size)
+        slope = (high.taken_bytes - low.taken_bytes) / (high.size - low.size)
         size = low.size + int((self.room_bytes - low.taken_bytes) / slope) if slope > 0 else low.size
-        while low.size < size < high.size and low.taken_bytes < CLOSE * self.room_bytes and self.enough() is None:
-            one = self.tried(size)
+        while (
+            high.size - low.size > max(1, high.size // (self.finer or APART))
+            and low.taken_bytes < CLOSE * self.room_bytes
+            and self.enough() is None
+        ):
+            one = self.tried(size if low.size < size < high.size else (low.size + high.size) // 2)
             low, high = (one, high) if one.trains and one.taken_bytes <= self.room_bytes else (low, one)
-            size = (low.size + high.size) // 2 if high.size > low.size / CLOSE else low.size
+            size = low.size
 
 
 def _between(low: int, high: int) -> int | None:
