@@ -22,7 +22,7 @@ For each, in a process of its own:
   mean between the lowest and the highest of the others, and how the means differ, with an interval of 95 %. One tuned
   run would not do: by chance alone one of four is the highest or the lowest half of the time. Processes take turns on a
   GPU, and nine of temporal had not ended after six minutes on one H200; with CUDA's MPS (`nvidia-cuda-mps-control -d`
-  before), which lets them run beside each other, they took 3 min 18 s.
+  before), which lets them run beside each other, they took 3 min 18 s. The eighteen of now have not run there yet.
 
 Results are written after every process, as far as they are there. One that fails says why and the others go on; the
 exit code is then 1. A ratio that is not reached is said, and is no failure. On one H200, for calls of 10 minutes:

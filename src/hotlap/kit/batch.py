@@ -268,7 +268,7 @@ def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
     rest, (peak, taken) = bench.rest_bytes, bench.peak_so_far
     # Less is taken where what lay idle was given back before. A training does not do that, so it may fail here.
     why_not = bench.why_full(measure)
-    if why_not is not None and not taken:
+    if why_not is not None and not bench.memory_ends:
         return Trial(size=size, why_not=why_not)
     speed = size * pieces / step_s if timed else None
     return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken, rest_bytes=rest)

@@ -90,12 +90,12 @@ class Bench:
         As in a training that begins, so that what fits does not depend on what was tried before.
         """
         self.rig.optimizer.state.clear()
-        self._place_anew()
-        self._kept.put_weights_back()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
 
         def make_updates() -> None:
+            self._place_anew()
+            self._kept.put_weights_back()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
             for _ in range(updates):
                 self.rig.step(window)
             self.rig.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -100,7 +100,12 @@ class Searched:
 
     def within(self, most_bytes: float) -> list[Trial]:
         """Timed ones that take no more."""
-        return [one for one in self.trials if one.samples_per_s is not None and one.taken_bytes <= most_bytes]
+        return timed_within(self.trials, most_bytes)
+
+
+def timed_within(trials: Iterable[Trial], most_bytes: float) -> list[Trial]:
+    """Timed ones that take no more."""
+    return [one for one in trials if one.samples_per_s is not None and one.taken_bytes <= most_bytes]
 
 
 def fastest(trials: list[Trial]) -> Trial | None:
@@ -172,7 +177,7 @@ class Search:
     @property
     def _within(self) -> list[Trial]:
         """Timed ones that take no more than they may, the smallest first."""
-        return [one for one in self.fitting if one.samples_per_s and one.taken_bytes <= self.room_bytes]
+        return timed_within(self.fitting, self.room_bytes)
 
     def tried(self, size: int, *, timed: bool = True) -> Trial:
         """What is known of a size, by trying it where it is not known yet."""
@@ -207,11 +212,8 @@ class Search:
                     failed = middle
             if self.tried(size).trains:
                 return f"{failed:,} does not train: {self.found[failed].why_not}", True
-            # It did at first, and no longer when it was timed.
-            smaller = [one.size for one in self.fitting if one.size < size]
-            if not smaller:
-                return f"{size:,} does not train: {self.found[size].why_not}", False
-            size, failed = smaller[-1], size
+            # It did at first, and no longer when it was timed, as the first that trained was.
+            size, failed = max(one.size for one in self.fitting if one.size < size), size
 
     def _up(self, size: int) -> tuple[int, int, str | None]:
         """Double until it fails: the last that trained, the first that did not, or why it ended before."""
