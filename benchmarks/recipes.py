@@ -272,6 +272,7 @@ class Bench:
         if result.cold is None:
             raise FailedError("there is no tuned plan")
         epochs, names = self._options.band_epochs or result.epochs, list(result.cold.models)
+        seeds = list(self._options.band_seeds)
 
         def one(name: str, seed: int, kind: str) -> dict[str, Any] | FailedError:
             plan = "off" if kind == "eager" else str(folder / "cold" / "models" / name / "plan.toml")
@@ -281,7 +282,7 @@ class Bench:
             except FailedError as error:
                 return error
 
-        asked = list(product(names, SEEDS, ("eager", "tuned")))
+        asked = list(product(names, seeds, ("eager", "tuned")))
         with ThreadPoolExecutor(len(asked)) as pool:  # at once: it is scores that are asked for, not times
             ran = dict(zip(asked, pool.map(one, *zip(*asked, strict=True)), strict=True))
         failed = {key: one for key, one in ran.items() if isinstance(one, FailedError)}
@@ -289,11 +290,11 @@ class Bench:
         whole = [name for name in names if not any(name == key[0] for key in failed)]
         result.band = {
             "epochs": epochs,
-            "seeds": list(SEEDS),
+            "seeds": seeds,
             "models": {
                 name: {
                     metric: banded(
-                        *([scores[name, seed, kind][metric] for seed in SEEDS] for kind in ("eager", "tuned"))
+                        *([scores[name, seed, kind][metric] for seed in seeds] for kind in ("eager", "tuned"))
                     )
                     for metric in METRICS
                 }
@@ -345,7 +346,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help="of both; else 50 and 3")
     parser.add_argument("--rival-steps", type=int, default=1000, help="of the guides' loop; 0 leaves it out")
     parser.add_argument(
-        "--band", action="store_true", help="three seeds without tuning and three with the tuned plan, too"
+        "--band", action="store_true", help="some seeds without tuning and as many with the tuned plan, too"
+    )
+    parser.add_argument(
+        "--band-seeds", type=int, nargs="+", default=SEEDS, help="of the band, two at least; else 0 1 2"
     )
     parser.add_argument("--band-epochs", type=int, help="of the band; else as many as of the rest")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -358,6 +362,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=570.0, help="seconds after which a process is stopped")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if len(set(options.band_seeds)) < 2:
+        parser.error("--band-seeds: two different ones at least, since one has no spread")
     if options.config is not None:
         options.config = options.config.resolve()
     return options

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kit [--only PART …] [--quick] [--device cpu|cuda] [--files 20000] [--json FILE]
 
-- batch: under the memory of a T4, for ResNet-18 and an encoder of BERT-base's size: does the largest batch train, does
-  one sample more fail, and is the fastest within 3 % of a sweep over all sizes;
+- batch: under the memory of a T4, for ResNet-18 and an encoder of BERT-base's size: does the largest batch train and
+  one sample more fail, each in a plain loop in a process of its own, and is the fastest within 3 % of a sweep;
 - memory: does the account add up to the allocator's peak within 5 %;
 - workers: for data in memory and for a slow dataset, against loops over a plain DataLoader with every count;
 - jpeg: files decoded once, then samples/s of training with hotlap against the same step with its batch at hand (at

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 import hotlap
+from benchmarks.kit.plain import why_not
 from benchmarks.kit.rows import Options, Row
 from benchmarks.kit.trainings import as_t4, jobs
+from hotlap import Job
 from hotlap.core.units import show_bytes, show_rate
-from hotlap.kit.batch import tried
+from hotlap.kit.batch import BatchFound, tried
 from hotlap.kit.bench import opened
 
 LEAST_SPEED, MOST_OFF = 0.97, 0.05
@@ -24,34 +26,41 @@ def batch_rows(options: Options) -> Iterator[Row]:
         with as_t4(options.device):
             found = hotlap.batch(job, seconds=5 if options.quick else 180)
             print(f"\n{name}\n{found.summary()}\n")
-            largest = found.largest
-            assert largest is not None, "nothing trains"
-            with opened(job) as bench:
-                trains = bench.trains(bench.window(largest.size), updates=5)
-                yield Row(part="batch", what=f"{name}: {largest.size:,} trains", seen=trains or "yes", kept=not trains)
-                if found.searched.found_largest:
-                    more = bench.trains(bench.window(largest.size + 1), updates=5)
-                    what = f"{name}: {largest.size + 1:,} does not"
-                    yield Row(part="batch", what=what, seen=more or "it trains", kept=more is not None)
-                elif options.device != "cpu":
-                    yield Row(
-                        part="batch", what=f"{name}: the largest is proven", seen=found.searched.ended, kept=False
-                    )
-                fast = found.fastest
-                assert fast is not None
-                sizes = sorted({fast.size, *sweep_sizes(largest.size, 6 if options.quick else 28)})
-                effective = job.effective_batch or 1
-                trials = [tried(bench, size, effective, True) for size in sizes]
-            speeds = {
-                one.size: one.samples_per_s or 0.0
-                for one in trials
-                if one.size == fast.size or (one.trains and one.taken_bytes <= found.allowed_bytes)
-            }
-            best = max(speeds, key=lambda size: speeds[size])
-            part = speeds[fast.size] / speeds[best]
-            told = f"{fast.size:,} has {part:.1%} of {best:,} ({show_rate(speeds[best])} samples/s"
-            told += f"; {len(speeds)} of {len(sizes)} sizes keep the reserve)"
-            yield Row(part="batch", what=f"{name}: the fastest", seen=told, kept=part >= LEAST_SPEED or options.quick)
+            yield from largest_rows(name, found, options)
+            yield fastest_row(name, found, job, options)
+
+
+def largest_rows(name: str, found: BatchFound, options: Options) -> Iterator[Row]:
+    """The largest against a plain loop."""
+    assert found.largest is not None, "nothing trains"
+    size = found.largest.size
+    full = why_not(name, size, options)
+    yield Row(part="batch", what=f"{name}: {size:,} trains", seen=full or "yes", kept=full is None)
+    if found.searched.found_largest:
+        full = why_not(name, size + 1, options)
+        yield Row(part="batch", what=f"{name}: {size + 1:,} does not", seen=full or "it trains", kept=full is not None)
+    elif options.device != "cpu":
+        yield Row(part="batch", what=f"{name}: the largest is proven", seen=found.searched.ended, kept=False)
+
+
+def fastest_row(name: str, found: BatchFound, job: Job, options: Options) -> Row:
+    """The fastest against a sweep."""
+    fast, largest = found.fastest, found.largest
+    assert fast is not None, "no batch keeps the reserve"
+    assert largest is not None, "nothing trains"
+    sizes = sorted({fast.size, *sweep_sizes(largest.size, 6 if options.quick else 28)})
+    with opened(job) as bench:
+        trials = [tried(bench, size, job.effective_batch or 1, True) for size in sizes]
+    speeds = {
+        one.size: one.samples_per_s or 0.0
+        for one in trials
+        if one.size == fast.size or (one.trains and one.taken_bytes <= found.allowed_bytes)
+    }
+    best = max(speeds, key=lambda size: speeds[size])
+    part = speeds[fast.size] / speeds[best]
+    told = f"{fast.size:,} has {part:.1%} of {best:,} ({show_rate(speeds[best])} samples/s"
+    told += f"; {len(speeds)} of {len(sizes)} sizes keep the reserve)"
+    return Row(part="batch", what=f"{name}: the fastest", seen=told, kept=part >= LEAST_SPEED or options.quick)
 
 
 def sweep_sizes(most: int, count: int) -> list[int]:

@@ -3,6 +3,8 @@
 import itertools
 
 import pytest
+from benchmarks.kit.plain import why_not
+from benchmarks.kit.rows import Options
 from benchmarks.kit.sizes import sweep_sizes
 from benchmarks.kit.workers import QUADS, in_turns
 
@@ -34,3 +36,10 @@ def test_a_sweep_goes_from_small_sizes_to_the_largest():
     sizes = sweep_sizes(250, 28)
     assert (sizes[0], sizes[-1]) == (2, 250)
     assert all(high <= 1.25 * low + 1 for low, high in itertools.pairwise(sizes))
+
+
+def test_a_size_is_trained_in_a_process_of_its_own_and_what_goes_wrong_there_is_no_answer():
+    options = Options(device="cpu", quick=True, files=0)
+    assert why_not("BERT-base", 4, options) is None
+    with pytest.raises(RuntimeError, match="KeyError: 'GPT-5'"):
+        why_not("GPT-5", 4, options)

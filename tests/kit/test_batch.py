@@ -171,6 +171,13 @@ def test_every_size_is_tried_as_by_a_training_that_begins():
     assert str(mine.optimizer.state_dict()) == str(before)
 
 
+def test_what_an_optimizer_keeps_is_let_go_of_afterwards_even_where_the_bench_is_held():
+    with opened(job(optimizer=lambda parameters: torch.optim.AdamW(parameters))) as bench:
+        assert bench.trains(bench.window(8)) is None
+        assert bench.rig.optimizer.state
+    assert not bench.rig.optimizer.state
+
+
 def test_sequences_are_tried_at_their_longest():
     lengths = [3] * 40 + [17] + [5] * 20
     data = Sequences({"x": [torch.ones(n, dtype=torch.long) for n in lengths]}, columns={"y": torch.zeros(61)})

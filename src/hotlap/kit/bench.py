@@ -209,6 +209,7 @@ def opened(job: Job) -> Iterator[Bench]:
         finally:
             task.rig.hand_back()
             task.rig.close()
+            task.rig.optimizer.state.clear()  # else on the device for as long as somebody holds the bench
     finally:
         kept.put_back()
 
