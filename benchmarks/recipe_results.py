@@ -12,6 +12,9 @@ from hotlap.core.units import show_seconds
 from hotlap.tuner.stats import student_t
 
 METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1"}
+"""Of the epoch that was best by macro-F1."""
+LATE = {f"late_{metric}": f"{words}, later epochs" for metric, words in METRICS.items()}
+"""In the mean over the later half of the epochs: does not depend on which was best, as that of one epoch does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,12 @@ def banded(eager: Sequence[float], tuned: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def late(evaluations: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric in the mean over the later half of what was evaluated."""
+    half = evaluations[len(evaluations) // 2 :]
+    return {f"late_{metric}": statistics.fmean(one[metric] for one in half) for metric in METRICS}
+
+
 # --- for people ----------------------------------------------------------------------------------------
 
 
@@ -154,10 +163,10 @@ def lines(name: str, result: Result) -> list[str]:
         told.append(f"  again         {result.again.seconds:.1f} s, {saved}")
         told += [f"    {line}" for line in result.again.from_cache]
     if band := result.band:
-        seeds = ", ".join(map(str, band["seeds"]))
+        seeds, named = ", ".join(map(str, band["seeds"])), METRICS | LATE
         told.append(f"  band          seeds {seeds}, {_epochs(band['epochs'])}: eager fp32, and under the tuned plan")
         for model, scores in band["models"].items():
-            told += [f"    {model:<12}{words:<9} {_compared(scores[metric])}" for metric, words in METRICS.items()]
+            told += [f"    {model:<12}{named[metric]:<23} {_compared(one)}" for metric, one in scores.items()]
     told += [f"  failed        {failure}" for failure in result.failures]
     for model, said in result.cold.models.items() if result.cold else ():
         told += [f"  {model}", *(f"    {line}" for line in said["table"])] if said["table"] else []

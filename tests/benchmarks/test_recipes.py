@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from benchmarks.recipe_results import Ran, Result, banded, lines
+from benchmarks.recipe_results import Ran, Result, banded, late, lines
 from benchmarks.recipes import FailedError
 from recipe_data import tiny_config
 from torch import nn
@@ -25,6 +25,7 @@ from hotlap import cli
 from hotlap.data.windows import Windows
 from hotlap.recipes.every import recipe_named
 from hotlap.recipes.options import from_words, options_of
+from hotlap.store.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--plan", "off", "--epochs", "1", "--rival-steps", "5"]
@@ -313,10 +314,13 @@ def test_the_band_is_of_three_seeds_beside_three_of_the_tuned_plan(tmp_path, mon
 # --- figures -------------------------------------------------------------------------------------------
 
 
+SCORES = {"accuracy": 0.5, "macro_f1": 0.4, "late_accuracy": 0.45, "late_macro_f1": 0.25}
+
+
 def ran(seconds, **steps):
     model = {"training_samples": 10, "stopped": "after all epochs", "train_s": 1.0, "plan": "a plan", "table": []}
     model |= {"from_cache": True}
-    models = {name: {**model, "steps": count, "accuracy": 0.5, "macro_f1": 0.4} for name, count in steps.items()}
+    models = {name: {**model, "steps": count, **SCORES} for name, count in steps.items()}
     return Ran(seconds=seconds, machine="a machine", models=models, said=[])
 
 
@@ -362,8 +366,11 @@ def test_scores_under_the_tuned_plan_are_told_beside_the_band():
     told = (
         "[0.5000, 0.7000], tuned 0.7500 in the mean: outside by 0.0500; +0.1500 [-0.0292, +0.3292]: no difference seen"
     )
-    assert f"    mlp         macro-F1  {told}" in said
-    assert any("accuracy  [0.5000, 0.5200], tuned 0.7100" in line and line.endswith("a difference") for line in said)
+    assert f"    mlp         macro-F1                {told}" in said
+    assert any(
+        "accuracy                [0.5000, 0.5200], tuned 0.7100" in line and line.endswith("a difference")
+        for line in said
+    )
 
 
 # --- processes -----------------------------------------------------------------------------------------
@@ -397,6 +404,8 @@ def test_a_whole_command_in_a_process_of_its_own_is_read_back(tmp_path):
     assert found.models["mlp"]["steps"] == 4
     assert found.models["mlp"]["stopped"] == "after all epochs"
     assert found.seconds > found.models["mlp"]["train_s"]
+    *_, last = RunFolder.open(tmp_path / "run" / "models" / "mlp").read_metrics()
+    assert found.models["mlp"]["late_accuracy"] == last["accuracy"]
     assert "CPU" in found.machine
     assert (tmp_path / "run" / "predictions.csv").is_file()
 
@@ -415,5 +424,17 @@ def test_a_model_that_fails_in_one_of_its_trainings_is_told_and_the_others_have_
     assert set(result.band["models"]) == {"transformer", "mlp"}
     assert result.failures == ["band: 1 of 18 trainings: stopped after 7 s (--limit)"]
     said = "\n".join(lines("temporal", result))
-    assert "mlp         accuracy  [0.5000, 0.5000], tuned 0.5000 in the mean: within; +0.0000" in said
+    assert "mlp         accuracy                [0.5000, 0.5000], tuned 0.5000 in the mean: within; +0.0000" in said
+    assert "mlp         macro-F1, later epochs  [0.2500, 0.2500], tuned 0.2500 in the mean: within" in said
     assert "failed        band: 1 of 18" in said
+
+
+def test_later_epochs_are_the_second_half_of_them():
+    evaluations = [{"accuracy": one / 10, "macro_f1": one / 20} for one in range(5)]
+    assert late(evaluations) == pytest.approx({"late_accuracy": 0.3, "late_macro_f1": 0.15})
+
+
+def test_one_seed_alone_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        recipes.parsed(["--band", "--band-seeds", "3", "3"])
+    assert "two different ones at least" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """The kit on a real GPU under small memory: the largest batch really is the largest, and the account adds up."""
 
 import gc
-import textwrap
 
 import pytest
 import torch
@@ -12,13 +11,8 @@ from torch import nn
 import hotlap
 from hotlap import Job, TrainingError
 from hotlap.data.columns import tensors_in
-from hotlap.kit.batch import batch_of_script
 from hotlap.kit.bench import opened
 from hotlap.kit.live import LiveTensors
-from hotlap.kit.looks import Wish
-from hotlap.kit.memory import memory_of_script
-from hotlap.kit.visiting import visit
-from hotlap.script.running import Target
 
 DEVICE = "cuda"
 WIDTH, LENGTH, BLOCKS = 256, 128, 4
@@ -289,93 +283,3 @@ def test_data_in_memory_is_told_that_workers_do_not_pay():
         any(not one.feed.pinned for one in found.settings if one.feed.kind == "loader")
         or found.best.feed.kind != "loader"
     )
-
-
-# --- scripts ---------------------------------------------------------------------------------------------
-
-SCRIPT = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-total = torch.cuda.get_device_properties(0).total_memory
-torch.cuda.set_per_process_memory_fraction(2**30 / total)
-model = nn.Sequential(nn.Linear(1024, 8192), nn.GELU(), nn.Linear(8192, 4)).cuda()
-optimizer = torch.optim.Adam(model.parameters())
-data = TensorDataset(torch.randn(40_000, 1024), torch.randint(4, (40_000,)))
-loader = DataLoader(data, batch_size=1024, shuffle=True)
-for epoch in range(1000):
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x.cuda()), y.cuda()).backward()
-        optimizer.step()
-"""
-
-
-def test_a_scripts_largest_batch_is_found_in_processes_of_its_own(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(textwrap.dedent(SCRIPT))
-    found = batch_of_script(Target(path=str(path)), seconds=150, progress=False)
-    assert found.searched.found_largest, found.summary()
-    assert 1024 < found.largest.size < 32_000
-    assert 0.9 * GIB < found.room_bytes < 1.1 * GIB
-    assert found.effective_batch == 1024
-
-
-RAGGED = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-
-texts = [([1] * n, n % 2) for n in [20, 40, 4000] + [30] * 2000]
-
-def padded(rows):
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids, _ in rows], batch_first=True)
-    return ids, torch.tensor([label for _, label in rows])
-
-torch.cuda.set_per_process_memory_fraction(2**30 / torch.cuda.get_device_properties(0).total_memory)
-model = nn.Sequential(nn.Embedding(5, 256), nn.Linear(256, 2)).cuda()
-optimizer = torch.optim.Adam(model.parameters())
-loader = DataLoader(texts, batch_size=8, shuffle=True, collate_fn=padded)
-for epoch in range(10_000):
-    for ids, labels in loader:
-        nn.functional.cross_entropy(model(ids.cuda()).mean(1), labels.cuda()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
-def test_a_scripts_largest_batch_is_one_that_its_longest_samples_fit_in(tmp_path):
-    path = tmp_path / "ragged.py"
-    path.write_text(RAGGED)
-    found = batch_of_script(Target(path=str(path)), seconds=240, progress=False)
-    assert "batches hold the longest of all 2,003 samples" in found.summary()
-    # What the embedding gives for a sample, and its gradient: of 4,000 words and not of 30.
-    assert found.searched.line.bytes_a_sample > 4000 * 256 * 4
-    assert found.searched.found_largest, found.summary()
-    assert found.largest.size < GIB / (4000 * 256 * 4)
-
-
-def test_a_scripts_account_adds_up(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(textwrap.dedent(SCRIPT).replace("batch_size=1024", "batch_size=4096"))
-    found = memory_of_script(Target(path=str(path)), progress=False)
-    assert found.device.startswith("cuda")
-    assert abs(found.peak_bytes - found.counted_bytes) < 0.05 * found.peak_bytes, found.summary()
-    assert found.kinds["libraries"] > 0
-    assert found.held == ()
-    half = next(one for one in found.savings if "autocast" in one.what)
-    assert half.why_not is None, half
-    assert half.step_s > 0
-    assert half.peak_bytes < found.peak_bytes
-
-
-@pytest.mark.parametrize("kind", ["gather", "stream", "resident"])
-def test_a_scripts_batches_come_as_hotlap_run_brings_them(tmp_path, kind):
-    path = tmp_path / "mine.py"
-    path.write_text(textwrap.dedent(SCRIPT))
-    seen = visit(Target(path=str(path)), Wish(laps=2, lap_s=0.05, feed=kind))
-    assert seen.why_not is None
-    assert seen.refused == {}
-    assert len(seen.laps) == 2
-    assert seen.device.startswith("cuda")

@@ -17,7 +17,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ALONE = ("test_machine_gpu.py", "test_monitor.py", "test_tuner_gpu.py", "test_waits_gpu.py")
-LONGEST = ("test_compiling_gpu.py", "test_kit_gpu.py", "test_encoders_gpu.py", "test_engine_gpu.py")
+LONGEST = (
+    "test_compiling_gpu.py",
+    "test_encoders_gpu.py",
+    "test_engine_gpu.py",
+    "test_kit_gpu.py",
+    "test_kit_lengths_gpu.py",
+    "test_kit_scripts_gpu.py",
+)
 """These are begun first: the last one is waited for."""
 MOST = 6
 """Processes at a time."""
