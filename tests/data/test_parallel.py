@@ -364,3 +364,56 @@ def _is_alive(pid):
             return False
         time.sleep(0.05)
     return True
+
+
+def test_a_function_that_only_the_program_itself_makes_is_done_here(tmp_path):
+    text = """
+        import logging
+        from hotlap import parallel_map
+
+        if __name__ == "__main__":
+            logging.basicConfig()
+
+            def double(number):
+                return 2 * number
+
+            print(parallel_map(double, range(4), workers=2, progress=False))
+    """
+    done = script(tmp_path, text)
+    assert done.stdout == "[0, 2, 4, 6]\n"
+    assert 'double is written under if __name__ == "__main__":' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_that_comes_by_stdin_does_all_of_it_here():
+    text = (
+        "import hotlap\ndef same(n): return n\nprint(hotlap.parallel_map(same, range(4), workers=2, progress=False))\n"
+    )
+    done = subprocess.run([sys.executable, "-"], input=text, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("[0, 1, 2, 3]\n", 0), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_was_kept_is_not_used_once_a_helper_or_a_constant_is_another(tmp_path):
+    text = """
+        import sys
+        from hotlap import parallel_map
+        import tools
+
+        FACTOR = {factor}
+
+        def helped(number):
+            return tools.plus(number) * FACTOR
+
+        if __name__ == "__main__":
+            print(parallel_map(helped, range(3), cache=True, workers=1, progress=False))
+    """
+    cache = {**os.environ, "HOTLAP_CACHE": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def ran(factor, plus):
+        (tmp_path / "tools.py").write_text(f"def plus(number):\n    return number + {plus}\n")
+        return script(tmp_path, text.format(factor=factor), env=cache).stdout.strip()
+
+    assert ran(1, 1) == "[1, 2, 3]"
+    assert ran(1, 5) == "[5, 6, 7]"
+    assert ran(2, 5) == "[10, 12, 14]"

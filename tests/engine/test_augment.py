@@ -1,9 +1,13 @@
 """Augmentation does what it says, to each sample by itself, and the same under every feed."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
+from hotlap import Job, fit
 from hotlap.core.errors import JobError, TrainingError
 from hotlap.core.plan import Plan
 from hotlap.engine.augment import (
@@ -224,3 +228,42 @@ def test_a_sample_is_augmented_otherwise_in_each_epoch():
     rig.close()
     (first, _), (second, _) = seen
     assert all(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: Augment(crop="a"), "crop='a' must be at least 0 and below 1"),
+        (lambda: Augment(mixup=None), "mixup=None must be 0 or a number above it"),
+        (lambda: Augment(classes=2.5), "classes=2.5 must be 0 or a whole number"),
+        (lambda: Normalise((0.5,), (0.0,)), "has a 0"),
+        (lambda: Normalise((0.5, 0.5), (0.5,)), "2 means and 1 spreads"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_made(made, said):
+    with pytest.raises(JobError, match=re.escape(said)):
+        made()
+
+
+def test_pictures_of_other_channels_or_without_samples_are_refused():
+    with pytest.raises(TrainingError, match="for 3 channels, and pictures of"):
+        Normalise()(torch.rand(2, 1, 4, 4))
+    assert Normalise((0.5,), (0.5,))(torch.rand(2, 3, 4, 4)).shape == (2, 3, 4, 4)
+    with pytest.raises(TrainingError, match=re.escape("and these are (3, 8, 8)")):
+        Augment(flip=True)((torch.rand(3, 8, 8), torch.tensor([0])))
+
+
+def test_a_target_of_no_class_is_told_and_never_lost():
+    pictures, target = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 1])
+    said = re.escape("a target of 2 came, and Augment(classes=2) has classes up to 1")
+    with pytest.raises(TrainingError, match=said):
+        Augment(mixup=0.2, classes=2)((pictures, target))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+    common = {"loss": nn.CrossEntropyLoss(), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "batch_size": 2}
+    augment = Augment(mixup=0.2, classes=2)
+    for data in ((pictures, target), Subset(TensorDataset(pictures, target), [2, 3])):
+        job = Job(model=model, data=data, epochs=1, device="cpu", augment=augment, **common)
+        with pytest.raises(TrainingError, match=said):
+            fit(job, plan="off", progress=False)
+    fine = Subset(TensorDataset(pictures, target), [0, 1, 3])
+    fit(Job(model=model, data=fine, epochs=1, device="cpu", augment=augment, **common), plan="off", progress=False)

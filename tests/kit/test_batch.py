@@ -484,3 +484,8 @@ def test_a_script_that_does_not_train_is_told_in_one_line(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(TrainingError, match=said):
         visit(Target(path=str(path)), Wish())
+
+
+def test_a_batch_norm_is_not_advised_to_train_with_one_sample():
+    found = hotlap.batch(job(batch_size=1, accumulate=1), progress=False)
+    assert found.advice.startswith("a batch norm cannot train with your 1 sample at once: 2 at least")

@@ -204,6 +204,14 @@ def test_memory_that_grows_is_found_with_the_line_and_the_holder():
     assert held.tensors_an_update == 1
 
 
+def test_what_a_hook_holds_is_told_by_its_layer_and_not_by_who_asked():
+    kept, model = [], nn.Sequential(nn.Flatten(), nn.Linear(LENGTH * WIDTH, 3))
+    model[1].register_forward_hook(lambda layer, given, made: kept.append(made))
+    (held,) = hotlap.memory(job(model), progress=False).held
+    assert held.line == "no line of yours, while 1 or a hook of it was at work"
+    assert held.holder.startswith("kept of test_what_a_hook_holds")
+
+
 def test_the_course_of_an_update_is_drawn(found, tmp_path):
     path = tmp_path / "memory.svg"
     found.draw(path)

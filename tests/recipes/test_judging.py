@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from hotlap.recipes import scores
 from hotlap.recipes.answers import Threshold
-from hotlap.recipes.judging import ByClass, ByNumber, judge_of
+from hotlap.recipes.judging import PARTS, ByClass, ByNumber, judge_of, parted_by_others
 
 
 def test_without_classes_numbers_are_judged():
@@ -41,3 +42,60 @@ def test_what_is_written_are_classes_by_their_threshold_or_numbers():
         "y": ["no", "yes"], "y_no": [0.9, 0.7], "y_yes": [0.1, 0.3],
     }  # fmt: skip
     assert judge_of(()).written("y", np.array([1.5]), None, all_of_it=True) == {"y": [1.5]}
+
+
+def two_classes(rows, *, tells, seed=0, rare=0.1):
+    """Probabilities of two classes, one of them rare, which tell so much of it; none reaches a half."""
+    numbers = np.random.default_rng(seed)
+    target = (numbers.random(rows) < rare).astype(np.int64)
+    sure = np.clip(0.2 + tells * target + 0.1 * numbers.standard_normal(rows), 0.01, 0.49)
+    return target, np.stack([1 - sure, sure], axis=1)
+
+
+def test_a_threshold_is_sought_for_a_rare_class_that_is_told_apart():
+    judge = judge_of(("ham", "spam"))
+    target, answers = two_classes(2000, tells=0.2)
+    found = judge.threshold(answers, target)
+    assert found.rare == 1
+    assert 0.2 < found.least < 0.45
+    report = judge.report(target, answers, found)
+    assert report["threshold"] == {"class": "spam", "least": found.least}
+    assert report["macro_f1"] > judge.report(target, answers, None)["macro_f1"] + 0.2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_not_made_to_look_better_by_a_threshold(seed):
+    judge = judge_of(("ham", "spam"))
+    target, answers = two_classes(200, tells=0.0, seed=seed)
+    found = judge.threshold(answers, target)
+    auc = scores.roc_auc(target, answers)
+    assert found is None or auc > 0.5 + 2 * (201 / 12 / target.sum() / (200 - target.sum())) ** 0.5
+    if found is None:
+        assert judge.report(target, answers, found)["macro_f1"] == judge.report(target, answers, None)["macro_f1"]
+
+
+def test_no_row_is_judged_by_a_threshold_that_it_has_helped_to_choose():
+    target, answers = two_classes(300, tells=0.1, seed=3)
+    before = parted_by_others(answers, target, 1)
+    rows = np.flatnonzero(target == 1)
+    for row in rows[:5]:
+        # However sure the model were of this one, the threshold that it is held against stays the same.
+        moved = answers.copy()
+        moved[row] = [0.6, 0.4]
+        after = parted_by_others(moved, target, 1)
+        part = np.flatnonzero(rows == row)[0] % PARTS
+        own = rows[np.arange(len(rows)) % PARTS == part]
+        others = np.setdiff1d(own, [row])
+        np.testing.assert_array_equal(after[others], before[others])
+
+
+def test_a_threshold_that_gains_nothing_is_not_used():
+    target = np.array([0] * 90 + [1] * 10)
+    sure = np.where(target == 1, 0.9, 0.1)
+    assert judge_of(("no", "yes")).threshold(np.stack([1 - sure, sure], axis=1), target) is None
+
+
+def test_the_worst_mistakes_are_mistakes_of_the_answers_that_are_given():
+    answers = np.array([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]])
+    found = judge_of(("no", "yes")).worst(np.array([0, 0, 1]), answers, Threshold(1, 0.25), lambda at: f"row {at}")
+    assert [(row["sample"], row["true"], row["answered"]) for row in found] == [("row 1", "no", "yes")]

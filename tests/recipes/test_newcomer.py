@@ -1,6 +1,7 @@
 """What somebody new to the recipes may do wrong: one clear line, before time is spent, and nothing lost."""
 
 import csv
+import datetime
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +24,7 @@ from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, PlanError, StoreError
 from hotlap.recipes import encoders, scores, training
 from hotlap.recipes.answers import write_answers
+from hotlap.recipes.checks import target_problems
 from hotlap.recipes.options import from_words, options_of
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.temporal import TemporalOptions
@@ -431,3 +434,48 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_options_and_folde
     undisturbed = train(tmp_path, data, "undisturbed", retrain=True, **given)
     mine, theirs = (load_file(one / "model.safetensors") for one in (run, undisturbed))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def answered(tmp_path, data, name):
+    table = read_table(data)
+    out = tmp_path / name
+    write_answers(out, data, table, list(table.columns), np.arange(len(table)), {"answer": [1] * len(table)})
+    return out
+
+
+def test_cells_of_the_file_are_written_as_they_are(tmp_path):
+    rows = [["NA", "007", "null"], ["US", "0.10", "-"]]
+    data = write_rows(tmp_path / "t.csv", ["country", "code", "note"], rows)
+    with answered(tmp_path, data, "a.csv").open() as file:
+        assert list(csv.reader(file)) == [["country", "code", "note", "answer"], *([*row, "1"] for row in rows)]
+
+
+def test_columns_of_a_parquet_file_are_written_with_their_types(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    given = arrow.table(
+        {
+            "id": arrow.array([7, None], arrow.uint64()),
+            "large": arrow.array([2**63 + 1234567, 2**64 - 3], arrow.uint64()),
+            "price": arrow.array([Decimal("12345678901234567.89"), Decimal("1.10")], arrow.decimal128(25, 2)),
+            "at": arrow.array([datetime.time(10, 30), None], arrow.time32("ms")),
+            "when": arrow.array([0, 10**6], arrow.timestamp("us", tz="UTC")),
+        }
+    )
+    data = tmp_path / "t.parquet"
+    parquet.write_table(given, data)
+    table = read_table(data)
+    assert table["id"].kind == "whole number"
+    assert table["large"].texts() == [str(2**63 + 1234567), str(2**64 - 3)]
+    found = parquet.read_table(answered(tmp_path, data, "a.parquet"))
+    assert found.select(given.column_names).to_pylist() == given.to_pylist()
+    assert {one.name: one.type for one in given.schema}.items() <= {one.name: one.type for one in found.schema}.items()
+    with answered(tmp_path, data, "a.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert (first["id"], second["id"]) == ("7", "")
+    assert (first["large"], first["price"], second["price"]) == (str(2**63 + 1234567), "12345678901234567.89", "1.10")
+
+
+def test_words_that_mean_nothing_are_named_where_they_are_a_targets_classes(tmp_path):
+    rows = [["none", "a"], ["mild", "b"]] * 5
+    table = read_table(write_rows(tmp_path / "t.csv", ["pain", "x"], rows))
+    assert any("a word such as NA, none, null or -" in problem for problem in target_problems(table["pain"]))

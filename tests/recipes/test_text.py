@@ -12,7 +12,7 @@ from hotlap.recipes import encoders
 from hotlap.recipes.encoders import encoder_in
 from hotlap.recipes.options import options_of
 from hotlap.recipes.text import RECIPE, prepare
-from hotlap.recipes.training import predict, revived, train
+from hotlap.recipes.training import predict, train
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -70,20 +70,25 @@ def test_with_a_shuffled_target_it_scores_chance(tmp_path):
     assert abs(report_of(folder)["models"]["encoder"]["roc_auc"] - 0.5) < 0.09
 
 
-def test_a_rare_class_gets_a_threshold_of_its_own_which_predictions_use(tmp_path):
+def test_predictions_use_the_threshold_of_a_rare_class(tmp_path):
     data = texts_file(tmp_path / "train.csv", rows=400, rare=0.12)
     folder = trained(tmp_path, data, "run", [], epochs="3")
-    state, _, _ = revived(folder)
-    assert state["threshold"] is not None
-    predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
-    with (tmp_path / "answers.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    rare, least = state["threshold"]
-    name = state["reader"]["classes"][rare]
-    assert name == "money"
-    for row in rows:
-        given = float(row[f"predicted_label_{name}"])
-        assert abs(given - least) < 1e-5 or (row["predicted_label"] == name) == (given > least)
+    name = "predicted_label_money"
+
+    def answered(out):
+        predict(folder, data, tmp_path / out, say=lambda line: None, probabilities=True, device="cpu")
+        with (tmp_path / out).open() as file:
+            return list(csv.DictReader(file))
+
+    plain = answered("plain.csv")
+    least = float(np.median([float(row[name]) for row in plain if row["predicted_label"] == "money"]))
+    file = folder / "recipe.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "threshold": [0, least]}))
+    parted = answered("parted.csv")
+    for row in parted:
+        given = float(row[name])
+        assert abs(given - least) < 1e-5 or (row["predicted_label"] == "money") == (given > least)
+    assert parted != plain
 
 
 def test_two_columns_of_text_go_in_as_a_pair(tmp_path):
@@ -257,3 +262,31 @@ def test_a_training_that_diverges_is_said_to_have_and_what_to_do(tmp_path):
     assert said.startswith("the training of encoder diverged: its answers are nan for 24 of 24 rows held out")
     assert said.endswith("train with a smaller --lr than 1e+25, or without it")
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("changed", [{"threshold": "x"}, {"threshold": [0]}, {"target": 5}])
+def test_a_damaged_state_is_told_in_one_line(tmp_path, changed):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    folder = trained(tmp_path, data, "run", [], epochs="1")
+    file = folder / "recipe.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    with pytest.raises(StoreError, match=r"recipe\.json is damaged"):
+        predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    assert not (tmp_path / "answers.csv").exists()
+
+
+def test_a_run_that_is_not_there_or_was_interrupted_is_told_as_such(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    with pytest.raises(StoreError, match="nope does not exist"):
+        predict(tmp_path / "nope", data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    folder = trained(tmp_path, data, "run", [], epochs="1")
+    (folder / "recipe.json").unlink()
+    with pytest.raises(StoreError, match="was interrupted before it had a model; go on with: hotlap train text"):
+        predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+
+
+def test_other_data_in_the_folder_of_an_interrupted_run_is_refused_by_what_there_is_to_do(tmp_path):
+    trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60), "run", [], epochs="1")
+    (tmp_path / "run" / "recipe.json").unlink()
+    with pytest.raises(StoreError, match=r"(?s)was another training in .*; go on with .* or name another --out"):
+        trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60, seed=7), "run", [], epochs="1")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
+import sysconfig
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +19,44 @@ from hotlap.store.keys import key_of
 log = logging.getLogger(__name__)
 
 KIND = "map"
+_LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 KEEP_S = 5.0
 """Results are written down so often: what a crash may lose."""
+
+
+def reached(f: Callable[..., Any]) -> list[Any]:
+    """What a function uses by name: the text of functions, classes and modules of no library, and words and numbers."""
+    while isinstance(f, functools.partial):
+        f = f.func
+    waiting: list[Any] = [f]
+    seen, found = {id(f)}, []
+    while waiting:
+        one = waiting.pop()
+        for name in sorted(_names_in(one.__code__)) if isinstance(one, types.FunctionType) else ():
+            value = one.__globals__.get(name)
+            if isinstance(value, (bool, int, float, str, bytes)):
+                found.append([name, value])
+            elif isinstance(value, (types.FunctionType, type, types.ModuleType)) and id(value) not in seen:
+                seen.add(id(value))
+                if (text := _own_text(value)) is not None:
+                    found.append([name, text])
+                    waiting.append(value)
+    return found
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names that a piece of code uses, with what is written within it."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _own_text(value: Any) -> str | None:
+    """The source of something that is written in Python, and in no library; else None."""
+    with contextlib.suppress(TypeError, OSError):
+        file = inspect.getsourcefile(value)
+        if file is not None and not file.startswith(_LIBRARIES):
+            return inspect.getsource(value)
+    return None
 
 
 class KeptResults:
@@ -28,7 +68,7 @@ class KeptResults:
     def __init__(self, f: Callable[..., Any], items: Sequence[Any], cache: Cache | None = None) -> None:
         """Raises StoreError where function or items can be no part of a key."""
         self._cache, self._items = cache or Cache(), list(items)
-        self._key = key_of(KIND, f, self._items)
+        self._key = key_of(KIND, f, self._items, reached(f))
         self._name = getattr(f, "__qualname__", type(f).__name__)
         self.found: dict[int, Any] = {}
         """What is there."""

@@ -5,6 +5,7 @@ Nothing here imports torch: a process that does without it starts in a tenth of 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
 import multiprocessing
@@ -71,8 +72,9 @@ def parallel_map(
     `f` failed at; an error of hotlap's own says by itself where it arose. Ctrl-C ends the processes too.
 
     `progress` is told how many are done; True shows a bar on stderr where the work takes long, None and False nothing.
-    With `cache` (True: hotlap's own) results are kept as they come, by the source of `f` and by the items, so that a
-    call that was interrupted goes on where it was; StoreError where there is no key to keep them by.
+    With `cache` (True: hotlap's own) results are kept as they come, by the items and by the source of `f` and of what
+    it calls outside of libraries, so that a call that was interrupted goes on where it was; StoreError where there is
+    no key to keep them by.
     """
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise DataError(f"workers={shown(workers)} must be a whole number of at least 1")
@@ -155,10 +157,35 @@ def why_not_apart(f: Callable[..., Any]) -> str | None:
         if b"__main__" in sent:
             return f"{name} is written in a notebook or a shell, where no other process finds it; write it in a file"
         return None
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        if "__main__" not in Path(path).read_text(encoding="utf-8"):
-            return f'{Path(path).name} would be run by each process: put its work under if __name__ == "__main__":'
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return f"{path} is no file that other processes could read; write it in one"
+    except (OSError, UnicodeDecodeError):
+        return None
+    if "__main__" not in text:
+        return f'{Path(path).name} would be run by each process: put its work under if __name__ == "__main__":'
+    if getattr(f, "__module__", None) == "__main__" and _is_under_guard(name.partition(".")[0], text):
+        return f'{name} is written under if __name__ == "__main__":, which no other process runs; write it above'
     return None
+
+
+def _is_under_guard(name: str, text: str) -> bool:
+    """Whether a program makes what it calls so only where it is run itself."""
+    try:
+        statements = ast.parse(text).body
+    except SyntaxError:
+        return False
+    guards = [one for one in statements if isinstance(one, ast.If) and "__main__" in ast.unparse(one.test)]
+    return any(name in _made_in(one) for one in guards) and not any(
+        name in _made_in(one) for one in statements if one not in guards
+    )
+
+
+def _made_in(statement: ast.stmt) -> set[str]:
+    """The functions and classes that a statement may make."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {one.name for one in ast.walk(statement) if isinstance(one, kinds)}
 
 
 def _done_here(work: _Work, results: list[Any]) -> Iterator[int]:

@@ -50,15 +50,15 @@ class Augment:
         wrong = [
             f"{name}={shown(getattr(self, name))} must be at least 0 and below 1"
             for name in ("crop", "colour")
-            if not 0 <= getattr(self, name) < 1
+            if not _is_number(getattr(self, name)) or not 0 <= getattr(self, name) < 1
         ]
         wrong += [
             f"{name}={shown(getattr(self, name))} must be 0 or a number above it"
             for name in ("mixup", "cutmix")
-            if not 0 <= getattr(self, name) < float("inf")
+            if not _is_number(getattr(self, name)) or not 0 <= getattr(self, name) < float("inf")
         ]
-        if self.classes < 0:
-            wrong.append(f"classes={self.classes} is below 0")
+        if not isinstance(self.classes, int) or self.classes < 0:
+            wrong.append(f"classes={shown(self.classes)} must be 0 or a whole number above it")
         if wrong:
             raise JobError(wrong)
 
@@ -67,6 +67,9 @@ class Augment:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise TrainingError(f"Augment takes batches (pictures, target), and this is {_outline(batch)}")
         pictures, target = batch
+        if pictures.ndim != 4:
+            shape = tuple(pictures.shape)
+            raise TrainingError(f"Augment takes pictures of (samples, channels, height, width), and these are {shape}")
         if self.flip:
             pictures = flipped(pictures)
         pictures = as_shares(pictures)
@@ -74,15 +77,22 @@ class Augment:
             pictures = cropped(pictures, self.crop)
         if self.colour:
             pictures = coloured(pictures, self.colour)
-        if self.mixup or self.cutmix:
+        if self.mixes:
             pictures, target = mixed(pictures, self._mixable(target), mixup=self.mixup, cutmix=self.cutmix)
         return pictures, target
+
+    @property
+    def mixes(self) -> bool:
+        """Whether targets are mixed too."""
+        return bool(self.mixup or self.cutmix)
 
     def _mixable(self, target: Tensor) -> Tensor:
         if target.is_floating_point():
             return target
         if not self.classes:
             raise TrainingError("mixup and cutmix of targets that are whole numbers need Augment(classes=…)")
+        if target.device.type == "cpu":  # a look at the device would wait for it; there fit has looked before
+            check_classes(target, self.classes)
         return one_hot(target, self.classes)
 
 
@@ -97,11 +107,20 @@ class Normalise(nn.Module):
 
     def __init__(self, mean: Sequence[float] = IMAGENET_MEAN, spread: Sequence[float] = IMAGENET_SPREAD) -> None:
         super().__init__()
+        if len(mean) != len(spread):
+            raise JobError([f"Normalise has {len(mean)} means and {len(spread)} spreads: give one of each a channel"])
+        if not all(spread):
+            raise JobError([f"spread={shown(tuple(spread))} has a 0, by which nothing can be divided"])
         for name, values in (("mean", mean), ("spread", spread)):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).reshape(1, -1, 1, 1))
 
     def forward(self, pictures: Tensor) -> Tensor:
         """The same pictures around 0."""
+        if pictures.ndim < 3 or self.mean.numel() not in (1, pictures.shape[-3]):
+            raise TrainingError(
+                f"Normalise is for {self.mean.numel()} channels, and pictures of {tuple(pictures.shape)} came: give it "
+                "a mean and a spread for each of theirs"
+            )
         return normalised(as_shares(pictures), self.mean, self.spread)
 
 
@@ -169,6 +188,16 @@ def mixed(pictures: Tensor, target: Tensor, *, mixup: float = 0.0, cutmix: float
 def one_hot(target: Tensor, classes: int) -> Tensor:
     """Whole numbers as shares of classes, without looking at them on the host."""
     return (target.unsqueeze(-1) == torch.arange(classes, device=target.device)).float()
+
+
+def check_classes(target: Tensor, classes: int) -> None:
+    """Raises TrainingError where a whole number is that of no class. It looks at them: not for use within a step."""
+    if target.numel() and (most := int(target.max())) >= classes:
+        raise TrainingError(f"a target of {most} came, and Augment(classes={classes}) has classes up to {classes - 1}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 def _draws(pictures: Tensor) -> Tensor:

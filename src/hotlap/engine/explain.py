@@ -14,8 +14,8 @@ def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
     text = str(error)
     if "more than 1 value per channel" in text:
         return (
-            f"a batch norm was given a piece of one sample (of sizes {window.sizes}); leave out the last, shorter "
-            "batch (drop_last=True), or choose a batch size that leaves no single sample"
+            f"a batch norm was given a single value of each channel (pieces of {window.sizes} samples); leave out the "
+            "last, shorter batch (drop_last=True), or choose a batch size that leaves no single sample"
         )
     if "view size is not compatible" in text:
         return (

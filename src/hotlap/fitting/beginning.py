@@ -133,12 +133,17 @@ def _go_on_from_checkpoint(
     return trail
 
 
+class AnotherTrainingError(StoreError):
+    """A folder holds a training that differs from the one that is to go on in it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; resume it as it was, or allow the changes (allow_changes=True, --allow-changes)")
+        self.what = what
+
+
 def _refuse(folder: RunFolder, changed: list[str], allow_changes: bool) -> None:
     if changed and not allow_changes:
-        raise StoreError(
-            listed(f"{folder.path} was another training in", "point", changed)
-            + "; resume it as it was, or allow the changes (allow_changes=True, --allow-changes)"
-        )
+        raise AnotherTrainingError(listed(f"{folder.path} was another training in", "point", changed))
 
 
 def _say_banner(task: Task, folder: RunFolder) -> None:

@@ -17,6 +17,8 @@ from hotlap.core.job_checks import plateau_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.data.course import Course
+from hotlap.data.source import Columns, Selection, Source
+from hotlap.engine.augment import Augment, check_classes
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes
 from hotlap.fitting.best import trained_tensors
@@ -80,6 +82,16 @@ def _use_everything(rig: Rig) -> None:
         )
 
 
+def check_targets(augment: Augment, source: Source) -> None:
+    """Raises TrainingError where targets are to be mixed that are of no class, as far as all of them are at hand."""
+    inner, rows = (source.inner, source.rows) if isinstance(source, Selection) else (source, None)
+    if not isinstance(inner, Columns) or inner.own_collate or len(inner.tensors) != 2:
+        return
+    _, target = inner.tensors.values()
+    if augment.classes and not target.is_floating_point() and target.ndim == 1:
+        check_classes(target if rows is None else target[rows.to(target.device)], augment.classes)
+
+
 def set_up(
     job: Job,
     course: Course,
@@ -112,6 +124,8 @@ def set_up(
         if wrong:
             raise JobError(wrong)
     rig.attach(course)
+    if isinstance(job.augment, Augment) and job.augment.mixes and job.prepare is None:
+        check_targets(job.augment, course.source)
     own_plan = rig.plan
     if plan == EVERYTHING:
         _use_everything(rig)

@@ -19,7 +19,7 @@ from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.prior import Prior, prior, remember
 from hotlap.kit.search import Search, Searched, Trial, fastest, knee
 from hotlap.kit.telling import sayer
-from hotlap.kit.visiting import RUNS, visit
+from hotlap.kit.visiting import RUNS, EndedError, visit
 from hotlap.script.running import Target
 
 RESERVE = 0.1
@@ -48,6 +48,8 @@ class BatchFound:
     room_bytes: int
     """What the process may take."""
     notes: tuple[str, ...] = ()
+    least: int = 1
+    """The smallest batch that can train."""
     writes: Callable[[int, int], str] = dataclasses.field(repr=False, default=lambda batch, times: "")
     """What to write for so many samples at once, so many times an update."""
 
@@ -85,6 +87,9 @@ class BatchFound:
         whole = self.effective_batch
         if whole is None:
             return f"{knee.size:,} samples at once; your batches are made by a batch sampler, which decides how many"
+        if whole < self.least:
+            most = f"{self.least} at least, up to {knee.size:,}"
+            return f"a batch norm cannot train with your {whole:,} sample at once: {most}"
         if whole <= knee.size:
             more = f"; up to {knee.size:,} would be faster, with another effective batch" if knee.size > whole else ""
             return f"the effective batch of {whole:,} goes through in one piece: {self.writes(whole, 1)}{more}"
@@ -223,6 +228,7 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
         began=began,
         room_bytes=bench.room_bytes,
         notes=tuple(notes),
+        least=bench.least,
         writes=_job_words,
     )
 
@@ -300,8 +306,14 @@ def batch_of_script(
             laps=5 if timed else 1,
             counts=True,
         )
-        seen = first if size == own and not first.varies else visit(target, wish)
-        one = of_visit(size, seen)
+        try:
+            seen = first if size == own and not first.varies else visit(target, wish)
+        except EndedError as error:
+            if size == own:
+                raise
+            one = Trial(size=size, why_not=error.why)  # it may be written for its own size
+        else:
+            one = of_visit(size, seen)
         say(told(one))
         return one
 
@@ -320,6 +332,11 @@ def batch_of_script(
         "speed is that of the script's own loop, its loading included; its accumulation was left as it is",
         first.longest or "batches are those that came first: the lengths of samples are not known",
     ]
+    if first.other_loaders:
+        several = f"{first.other_loaders + 1} loaders bring the batches of an update"
+        notes.append(f"{several}: sizes are those of the first that it asks, the others stay as they are")
+    if any(one.trains and not one.taken_bytes for one in searched.trials):
+        notes.append("where memory was not seen, the script was over before it was looked at: let it train longer")
     if not on_gpu:
         notes.append("memory is counted from the sizes of tensors: a CPU keeps no account of it")
     return BatchFound(

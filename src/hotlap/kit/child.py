@@ -6,14 +6,16 @@ seen is written to a file.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import inspect
 import json
 import os
+import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import asdict
@@ -54,6 +56,7 @@ WARM = 3
 MOST_SHORT = 3
 """Updates that are left out while memory is looked at, since they have fewer samples than most: an epoch's last."""
 
+PR_SET_PDEATHSIG = 1
 NUMBER = "_hotlap_number"
 """The attribute that tells loaders apart, and their iterators, by the order in which the first of each is made."""
 
@@ -70,10 +73,14 @@ class Visitor:
         """The last ones that were made, by their number."""
         self._optimizer: Optimizer | None = None
         self._served: Counter[int] = Counter()
-        self._samples = self._samples_before = self._samples_last = 0
-        self._sizes: Counter[int] = Counter()
+        self._samples: Counter[int] = Counter()
+        """By the number of their loader, as in what follows."""
+        self._samples_before: Counter[int] = Counter()
+        self._samples_last: dict[int, int] = {}
+        """Of the last update."""
+        self._sizes: dict[int, Counter[int]] = defaultdict(Counter)
         """How many updates had so many samples."""
-        self._lap: tuple[float, int] | None = None
+        self._lap: tuple[float, Counter[int]] | None = None
         self._watch: Watch | None = None
         self._turns: Turns | None = None
         self._modules: list[nn.Module] = []
@@ -159,7 +166,7 @@ class Visitor:
                 self._first_s[number] = time.perf_counter() - self._asked[number]
             if torch.is_grad_enabled():  # else it is an evaluation's
                 self._served[number] += 1
-                self._samples += count_samples(batch) or 0
+                self._samples[number] += count_samples(batch) or 0
                 self._note(batch, time.perf_counter() - asked)
             return batch
 
@@ -202,9 +209,10 @@ class Visitor:
             return
         seen, self._stepped_at = self.seen, time.perf_counter()
         seen.updates += 1
-        self._samples_last = self._samples - self._samples_before
-        self._sizes[self._samples_last] += 1
-        self._samples_before = self._samples
+        self._samples_last = {one: count - self._samples_before[one] for one, count in self._samples.items()}
+        for one, count in self._samples_last.items():
+            self._sizes[one][count] += 1
+        self._samples_before = self._samples.copy()
         if self._obeying is not None:
             self._obeying.stepped()
             if self._obeying.why_given_up() is not None:
@@ -218,7 +226,7 @@ class Visitor:
         elif seen.updates >= WARM and (self._obeying is None or self._obeying.has_settled):
             self._begin()
 
-    def _lap_goes_on(self, began: float, samples: int) -> None:
+    def _lap_goes_on(self, began: float, samples: Counter[int]) -> None:
         """An update of a lap was made, which has begun then, after so many samples."""
         # A lap ends with the device's work done: to look at the clock before would flatter it.
         self._lap_updates += 1
@@ -227,7 +235,9 @@ class Visitor:
         is_round = self._lap_updates >= LAP_ROUNDS * workers and self._lap_updates % max(1, workers) == 0
         if spent_s >= self._wish.lap_s and is_round:
             self._wait()
-            self.seen.laps.append([time.perf_counter() - began - self._paused_s, self._samples - samples])
+            main = self._main
+            made = self._samples[main] - samples[main]
+            self.seen.laps.append([time.perf_counter() - began - self._paused_s, made])
             self.seen.lap_updates.append(self._lap_updates)
             self._begin()
         if len(self.seen.laps) >= self._wish.laps:
@@ -255,7 +265,7 @@ class Visitor:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         self._paused_s, self._lap_updates = 0.0, 0
-        self._lap = (time.perf_counter(), self._samples)
+        self._lap = (time.perf_counter(), self._samples.copy())
 
     def _count_begins(self) -> None:
         """On a GPU torch has kept account all along; on the CPU, or where it is asked for, operations are looked at."""
@@ -286,7 +296,8 @@ class Visitor:
         assert watch is not None
         live = watch.live
         if not self.seen.account:
-            if self._samples_last < self._samples_an_update and self._left_out < MOST_SHORT:
+            is_short = self._samples_last.get(self._main, 0) < self._samples_an_update
+            if is_short and self._left_out < MOST_SHORT:
                 self._left_out += 1
                 watch.__exit__(None, None, None)
                 self._open_watch(lines=False)
@@ -325,21 +336,27 @@ class Visitor:
     @property
     def _samples_an_update(self) -> int:
         """As most of them have; where several numbers are about as frequent, the largest of those."""
-        most = max(self._sizes.values(), default=0)
-        return max((size for size, count in self._sizes.items() if 2 * count >= most), default=0)
+        sizes = self._sizes[self._main]
+        most = max(sizes.values(), default=0)
+        return max((size for size, count in sizes.items() if 2 * count >= most), default=0)
+
+    @property
+    def _main(self) -> int:
+        """The number of the loader that brings the training's batches, of several the first; -1 where there is none."""
+        return max(self._served, key=lambda one: self._served[one], default=-1)
 
     @property
     def _workers(self) -> int:
-        """Of the loader that brings the training's batches."""
-        number = max(self._served, key=lambda one: self._served[one], default=-1)
-        return self._loaders[number].num_workers if number >= 0 else 0
+        """Of that loader."""
+        return self._loaders[self._main].num_workers if self._main >= 0 else 0
 
     def _say_loader(self) -> None:
-        seen, number = self.seen, max(self._served, key=lambda one: self._served[one], default=-1)
+        seen, number = self.seen, self._main
         if number < 0:
             seen.why_fixed = "its batches do not come from a DataLoader"
             return
         seen.first_batch_s = self._first_s.get(number)
+        seen.other_loaders = sum(2 * count >= self._served[number] for count in self._served.values()) - 1
         tell_of(self._loaders, number, seen)
         if self._wish.lengths:
             tell_lengths(self._loaders[number], seen)
@@ -392,8 +409,15 @@ def _in_place(original: Callable[..., None]) -> Callable[..., None]:
     return zero_grad
 
 
+def end_with_parent() -> None:
+    """On Linux: where whoever asked for the look is killed, this process is too, whatever the script is at."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
 def main() -> None:
     """Look at the script that the command line names."""
+    end_with_parent()
     settings = json.loads(sys.argv[1])
     words = sys.argv[2:]
     report = Path(settings.pop("report"))

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import FrameType, ModuleType
+from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class Turns:
                 continue
             found.append(
                 Held(
-                    line=line or "a line of torch's or hotlap's own",
+                    line=line or _at_work(pieces.values()),
                     bytes_an_update=sum(piece.size for piece in pieces.values()) // count,
                     tensors_an_update=len(pieces) / count,
                     holder=_holder(pieces),
@@ -147,6 +147,12 @@ class Turns:
             )
             return [Held(bytes_an_update=size, what=what)]
         return []
+
+
+def _at_work(pieces: Iterable[Piece]) -> str:
+    """Where no line of the user's made them: what did."""
+    layers = sorted({piece.layer for piece in pieces} - {""})
+    return f"no line of yours, while {layers[0]} or a hook of it was at work" if layers else "a line of torch's own"
 
 
 def grown(levels: Sequence[int]) -> int:
@@ -213,12 +219,26 @@ def _name_of(thing: Any) -> str:
             owner = next((o for o in gc.get_referrers(names) if getattr(o, "__dict__", None) is names), None)
             if owner is not None and not isinstance(owner, ModuleType):
                 return f"{type(owner).__name__}.{key}"
+        elif isinstance(names, CellType):
+            if name := _closed_over(names):
+                return name
         elif hasattr(names, "__dict__") and not isinstance(names, type):
             # From Python 3.11 on, attributes may lie in the object itself.
             key = next((key for key, value in vars(names).items() if value is thing), None)
             if key is not None:
                 return f"{type(names).__name__}.{key}"
     return _variable(thing)
+
+
+def _closed_over(cell: CellType) -> str:
+    """How a function calls what it has from the one that it is written in."""
+    for cells in gc.get_referrers(cell):
+        for function in gc.get_referrers(cells) if isinstance(cells, tuple) else ():
+            if isinstance(function, FunctionType) and function.__closure__:
+                names = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+                if name := next((name for name, one in names if one is cell), ""):
+                    return f"{name} of {function.__qualname__}"
+    return ""
 
 
 def _variable(thing: Any) -> str:

@@ -28,6 +28,8 @@ KERNELS = "kernels"
 LIBRARIES = "libraries"
 """The kind of what cuBLAS keeps to work in, from its first use on."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_CALLERS = str(Path(__file__).with_name("memory.py"))
+"""Who makes the updates of a job: beyond are those who asked for it, and have made nothing."""
 _STANDARD = str(Path(sys.modules["collections"].__file__ or "").parents[1])
 
 
@@ -174,7 +176,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             file = frame.f_code.co_filename
             if is_users_file(file):
                 return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-            if frame.f_back is None:
+            if frame.f_back is None or file == _CALLERS:
                 break
             frame = frame.f_back
         return ""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hotlap.kit.lengths import LongestFirst, longest_in
 from hotlap.kit.looks import Seen
@@ -22,7 +22,7 @@ def maker_of(dataset: Any) -> Hashable:
     lines = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))  # a line may make several
         frame = frame.f_back
     samples = None
     with suppress(Exception):  # of somebody's class, or for want of a length
@@ -52,6 +52,7 @@ def tell_of(loaders: Mapping[int, DataLoader[Any]], number: int, seen: Seen) -> 
     loader = loaders[number]
     seen.workers, seen.pinned = loader.num_workers, bool(loader.pin_memory)
     seen.loader, seen.batch_size = number, loader.batch_size
+    seen.iterates = isinstance(loader.dataset, IterableDataset)
     try:
         seen.samples = len(loader.dataset)  # type: ignore[arg-type]
     except TypeError:

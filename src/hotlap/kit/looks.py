@@ -54,6 +54,7 @@ class Seen:
     lap_updates: list[int] = field(default_factory=list)
     """Updates of each lap."""
     samples_an_update: int = 0
+    """Of the loader that brings its batches."""
     first_batch_s: float | None = None
     """From asking the loader for an iterator to its first batch."""
     loader: int | None = None
@@ -62,8 +63,12 @@ class Seen:
     """Of that one; None where a batch sampler decides it."""
     why_fixed: str | None = None
     """Why its batch size cannot be set."""
+    other_loaders: int = 0
+    """How many others bring batches for its updates, too."""
     workers: int = 0
     pinned: bool = False
+    iterates: bool = False
+    """Whether its dataset is an IterableDataset, which each worker goes through by itself."""
     samples: int | None = None
     """In its dataset."""
     longest: str | None = None

@@ -34,6 +34,8 @@ from hotlap.machine.limits import read_cpu
 from hotlap.script.running import Target
 from hotlap.tuner.stats import Comparison
 
+REPEATS = "each would give all samples of an IterableDataset, unless it shares them out by get_worker_info"
+
 
 def workers_of_script(
     target: Target, *, seconds: float = MOST_S, progress: bool = True, say: Say | None = None
@@ -94,10 +96,12 @@ class _Looks:
         self._seen: dict[Feed, list[Seen]] = {self.own: [first]}
         self._why_not: dict[str, str] = {}
         """Of kinds of feed that its batches do not come by."""
+        self._most_workers = 1 if first.iterates and self.own.workers <= 1 else None
+        """Where the script has more already, its dataset has to share its samples out among them."""
 
     def look(self, feed: Feed) -> None:
         """Run the script under a feed once more; one that cannot be is not tried again."""
-        if feed.kind in self._why_not:
+        if feed.kind in self._why_not or self._repeats(feed):
             return
         if feed.kind == "loader":
             change = {} if feed == self.own else _change(feed)
@@ -116,12 +120,16 @@ class _Looks:
         self._seen.setdefault(feed, []).append(seen)
         self._say(f"workers    {words_of(feed)}: {show_seconds(_step_s(self._seen[feed]))} a step")
 
+    def _repeats(self, feed: Feed) -> bool:
+        """Whether samples may come several times by this feed."""
+        return feed.kind == "loader" and self._most_workers is not None and feed.workers > self._most_workers
+
     def setting(self, feed: Feed, seconds: float) -> Setting:
         """What was seen of a feed."""
         one = Setting(words=words_of(feed), feed=feed, is_own=feed == self.own)
         several = self._seen.get(feed, [])
         if not several or feed.kind in self._why_not:
-            why_not = self._why_not.get(feed.kind, f"{seconds:g} s were spent")
+            why_not = self._why_not.get(feed.kind, REPEATS if self._repeats(feed) else f"{seconds:g} s were spent")
             return dataclasses.replace(one, why_not=why_not)
         return dataclasses.replace(one, start_s=several[0].first_batch_s, step_s=_step_s(several))
 
@@ -154,7 +162,9 @@ def _change(feed: Feed) -> dict[str, Any]:
 
 def _laps(seen: Seen) -> list[float]:
     """Seconds an update in each lap."""
-    return [spent / (samples / seen.samples_an_update) for spent, samples in seen.laps]
+    if not seen.samples_an_update:
+        return [spent / count for (spent, _), count in zip(seen.laps, seen.lap_updates, strict=True)]
+    return [spent / (samples / seen.samples_an_update) for spent, samples in seen.laps if samples]
 
 
 def _step_s(several: Sequence[Seen]) -> float:

@@ -95,8 +95,9 @@ class Searched:
 
     @property
     def line(self) -> Line | None:
-        """Memory over size, as it was measured; None where it does not grow."""
-        return line_through([one for one in self.trials if one.trains])
+        """Memory over size, as it was measured; None where it does not grow, or but one size was measured."""
+        measured = [one for one in self.trials if one.trains]
+        return line_through(measured) if len(measured) > 1 else None
 
     def within(self, most_bytes: float) -> list[Trial]:
         """Timed ones that take no more."""

@@ -19,10 +19,19 @@ MOST_S = 600.0
 RUNS = "the script was run anew for each try, for some updates; what it writes before them was written each time"
 
 
+class EndedError(TrainingError):
+    """A script ended by an error of its own."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} ended by an error: {why}")
+        self.why = why
+
+
 def visit(target: Target, wish: Wish) -> Seen:
     """Run a script for some updates, as the wish says, and tell what was seen.
 
-    Raises TrainingError where it ended by an error of its own, or before it had made enough updates.
+    Raises EndedError where it ended by an error of its own, TooShortError where it was over before it had made enough
+    updates, TrainingError where it takes too long.
     """
     with tempfile.TemporaryDirectory(prefix="hotlap-") as folder:
         report, said = Path(folder) / "seen.json", Path(folder) / "said.txt"
@@ -39,7 +48,9 @@ def visit(target: Target, wish: Wish) -> Seen:
         last = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     if seen is None or seen.error is not None:
         why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
-        raise TrainingError(f"{target.name} ended by an error: {why}")
+        if why.startswith("EOFError"):
+            why += " (it is run without anything to read on stdin)"
+        raise EndedError(target.name, why)
     if seen.out_of_memory is None and seen.why_not is None and not seen.laps:
         changed = ", ".join(f"{name}={value}" for name, value in wish.change.items())
         raise TooShortError(

@@ -100,6 +100,8 @@ class WorkersFound:
             return f"{self.writes(best.feed)}: {gain} as fast as {own.words}"
         if bare is not None and own.step_s is not None and own.step_s < LEAST_GAIN * bare:
             return f"nothing: with {own.words} the step waits for no batch, so it does not matter"
+        if all(other.step_s is None for other in self.settings if not other.is_own):
+            return f"nothing is known: no other way than {own.words} was timed"
         return f"nothing: no other way is seen to be faster than {own.words}"
 
     def summary(self) -> str:

@@ -16,7 +16,7 @@ from hotlap.core.errors import StoreError
 from hotlap.engine.rig import Rig
 from hotlap.recipes import parquet_files
 from hotlap.recipes.recipe import Numbers
-from hotlap.recipes.tables import Table, read_table
+from hotlap.recipes.tables import Table, arrow_columns, plain_cells
 from hotlap.store.files import write_bytes, write_text
 
 TABLES = ("", ".csv", ".tsv", ".txt", *parquet_files.SUFFIXES)
@@ -93,14 +93,17 @@ def write_answers(
         for row, value in zip(rows.tolist(), values, strict=True):
             cells[row] = value
     if path.suffix.lower() in parquet_files.SUFFIXES:
-        parquet_files.write_parquet(path, [table[name] for name in names], columns)
+        given = arrow_columns(data)
+        if len(names) < len(table.columns):  # else with those that a table cannot hold
+            given = {name: column for name, column in given.items() if name in names}
+        parquet_files.write_parquet(path, [table[name] for name in names], columns, given)
         return
-    # Read once more, as text: numbers and dates are to be as they were written.
-    plain = read_table(data, header=table.has_header, kinds=dict.fromkeys(names, "text"))
+    # Read once more: all cells are to be as they were written.
+    plain = plain_cells(data, table)
     lines = _Lines()
     writer = csv.writer(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
     writer.writerow([*names, *columns])
-    texts = [plain[name].texts() for name in names]
+    texts = [plain[name] for name in names]
     writer.writerows(zip(*texts, *(map(_written, column) for column in columns.values()), strict=True))
     write_text(path, "".join(lines))
 

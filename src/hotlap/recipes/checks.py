@@ -15,6 +15,9 @@ from hotlap.core.errors import shown
 from hotlap.recipes.kinds import Column, Values, in_order
 from hotlap.recipes.tables import Table
 
+NOTHING = "NA, none, null or -"
+"""Some of the words that mean that there is nothing."""
+
 LEAST = 2
 """Rows of a class: one to train on, and one to judge by."""
 MOST_CLASSES = 20
@@ -45,14 +48,17 @@ def target_problems(column: Column) -> list[str]:
     """Why a column cannot be learned, one line each."""
     what, rows = f"the target {column.name!r}", len(column)
     if column.kind == "empty":
-        return [f"{what} has no values at all; name another column"]
+        return [f"{what} has no values but such as {NOTHING}; name another column, or its classes otherwise"]
     if column.kind == "date":
         return [f"{what} holds dates, as {_example(column)}; name a column of classes or of numbers"]
     found = []
     if column.missing is not None:
         where = _rows(np.flatnonzero(column.missing))
         count = int(column.missing.sum())
-        found.append(f"{what} is missing in {count:,} of {rows:,} rows ({where}); fill it in or take these rows out")
+        found.append(
+            f"{what} is missing in {count:,} of {rows:,} rows ({where}), empty or a word such as {NOTHING}; fill it "
+            "in, take these rows out, or give a class that is called so another name"
+        )
     infinite = np.flatnonzero(np.isinf(column.values)) if column.kind == "number" else np.zeros(0, np.int64)
     if len(infinite):
         found.append(f"{what} is infinite in {len(infinite):,} of {rows:,} rows ({_rows(infinite)}); correct them")

@@ -203,7 +203,7 @@ def revive(state: Mapping[str, Any], folder: Path) -> PictureReader:
 
 def _network(options: ImageOptions, outputs: int) -> tuple[Sequence[str], NetworkPlan]:
     """The names of the models, and what they are made of."""
-    names: Sequence[str] = options.models
+    names: Sequence[str] = list(dict.fromkeys(options.models))
     plan = NetworkPlan(size=options.size, outputs=outputs, width=options.width, depth=options.depth)
     if options.weights and (Path(options.weights) / "config.json").is_file():
         name, plan = plan_in(Path(options.weights), plan)

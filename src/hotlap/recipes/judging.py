@@ -14,6 +14,8 @@ from hotlap.recipes.recipe import Numbers, Reader
 
 RARE = 0.25
 """A class of two that has less than this share of the samples gets a threshold of its own."""
+PARTS = 5
+"""Into so many the rows are cut: each is judged by the threshold of the others."""
 SURE = 2.0
 """So many standard errors are more than chance."""
 MISTAKES = 10
@@ -81,15 +83,24 @@ class ByClass:
 
     def threshold(self, answers: Numbers, target: Numbers) -> Threshold | None:
         """Where two classes are parted, if one of them is rare."""
-        shares = np.bincount(target, minlength=answers.shape[1]) / len(target)
-        rare = int(shares.argmin())
-        if len(shares) != 2 or not 0 < shares[rare] < RARE:
+        counts = np.bincount(target, minlength=answers.shape[1])
+        rare = int(counts.argmin())
+        if len(counts) != 2 or not PARTS <= counts[rare] < RARE * len(target):
             return None
-        return Threshold(rare, float(scores.best_threshold(answers[:, rare], (target == rare).astype(np.int64))))
+        # By chance alone a threshold that suits these rows would be found, too.
+        spread = ((len(target) + 1) / (12 * counts[0] * counts[1])) ** 0.5
+        if scores.roc_auc(target, answers) <= 0.5 + SURE * spread:
+            return None
+        found = Threshold(rare, _parting(answers, target, rare))
+        plain, parted = (self.report(target, answers, one) for one in (None, found))
+        return found if self.score(parted) > self.score(plain) else None
 
     def report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
-        """All scores, those of the probabilities too."""
-        return scores.report(target, chosen(answers, threshold), answers, self._classes)
+        """All scores, those of the probabilities too; where there is a threshold, each row by that of others."""
+        if threshold is None:
+            return scores.report(target, chosen(answers, None), answers, self._classes)
+        found = scores.report(target, parted_by_others(answers, target, threshold.rare), answers, self._classes)
+        return {**found, "threshold": {"class": self._classes[threshold.rare], "least": threshold.least}}
 
     def rule_report(self, target: Numbers, answers: Numbers) -> Report:
         """All scores of classes."""
@@ -117,16 +128,35 @@ class ByClass:
     ) -> list[Mapping[str, Any]]:
         """The samples of which it was surest and wrong."""
         sure = answers[np.arange(len(answers)), target]
-        wrong = np.flatnonzero(chosen(answers, threshold) != target)
+        answered = chosen(answers, threshold)
+        wrong = np.flatnonzero(answered != target)
         return [
             {
                 "sample": shown(int(at)),
                 "true": self._classes[int(target[at])],
-                "answered": self._classes[int(answers[at].argmax())],
+                "answered": self._classes[int(answered[at])],
                 "probability_of_the_true_one": float(sure[at]),
             }
             for at in wrong[np.argsort(sure[wrong], kind="stable")][:MISTAKES]
         ]
+
+
+def parted_by_others(answers: Numbers, target: Numbers, rare: int) -> Numbers:
+    """The class of each row, by the threshold that suits the rows of all parts but its own: never by itself."""
+    parts = np.empty(len(target), dtype=np.int64)
+    for one in (0, 1):  # as many of each class in each
+        rows = np.flatnonzero(target == one)
+        parts[rows] = np.arange(len(rows)) % PARTS
+    found = np.empty_like(target)
+    for part in range(PARTS):
+        inside = parts == part
+        least = _parting(answers[~inside], target[~inside], rare)
+        found[inside] = chosen(answers[inside], Threshold(rare, least))
+    return found
+
+
+def _parting(answers: Numbers, target: Numbers, rare: int) -> float:
+    return float(scores.best_threshold(answers[:, rare], (target == rare).astype(np.int64)))
 
 
 class ByNumber:

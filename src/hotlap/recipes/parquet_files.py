@@ -67,10 +67,13 @@ def _from_arrow(name: str, array: Any) -> Column | None:
     if types.is_boolean(kind):
         values = np.asarray(array.fill_null(False))
         return Column(name=name, kind="flag", values=values, categories=("false", "true"), missing=missing)
-    if types.is_integer(kind) and kind != "uint64":
+    if kind == "uint64" and any(value is not None and value >= 2**63 for value in array.to_pylist()):
+        # As in a CSV file: what 64 bits do not hold with a sign is the name of something, and no amount.
+        return in_words(name, ["" if value is None else str(value) for value in array.to_pylist()])
+    if types.is_integer(kind):
         values = np.asarray(array.fill_null(0)).astype(np.int64)
         return Column(name=name, kind="whole number", values=values, missing=missing)
-    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+    if types.is_floating(kind) or types.is_decimal(kind):
         values = np.asarray(array.cast("float64").fill_null(float("nan")))
         absent = np.isnan(values)
         return Column(name=name, kind="number", values=values, missing=absent if absent.any() else None)
@@ -81,10 +84,39 @@ def _from_arrow(name: str, array: Any) -> Column | None:
     return None
 
 
-def write_parquet(path: Path, columns: Sequence[Column], more: Mapping[str, Sequence[Any]]) -> None:
-    """Write columns by their kinds, and more of them behind, in which None is nothing."""
+def as_they_are(files: Sequence[Path]) -> dict[str, Any]:
+    """The columns of files one below the other, of the types that they have; none where these differ."""
+    arrow, parquet = libraries(files[0])
+    tables = [parquet.ParquetFile(file).read() for file in files]
+    try:
+        whole = arrow.concat_tables([table.select(tables[0].column_names) for table in tables])
+    except arrow.ArrowException:
+        return {}
+    return {name: whole.column(name) for name in whole.column_names}
+
+
+def exact_texts(column: Any) -> list[str] | None:
+    """The cells of a column whose type holds more than numbers do, as it writes them; None for all others."""
+    kind = column.type
+    if import_module("pyarrow").types.is_decimal(kind):
+        return ["" if value is None else str(value) for value in column.to_pylist()]
+    return None
+
+
+def write_parquet(
+    path: Path,
+    columns: Sequence[Column],
+    more: Mapping[str, Sequence[Any]],
+    given: Mapping[str, Any] | None = None,
+) -> None:
+    """Write columns by their kinds, and more of them behind, in which None is nothing.
+
+    Those that are `given` are written as they are, with those among them that are none of the others.
+    """
     arrow, parquet = libraries(path)
-    made = {column.name: _to_arrow(arrow, column) for column in columns}
+    given = given or {}
+    made = {column.name: given.get(column.name, _to_arrow(arrow, column)) for column in columns}
+    made |= {name: column for name, column in given.items() if name not in made and name not in more}
     made |= {name: arrow.array(values) for name, values in more.items()}
     content = io.BytesIO()
     parquet.write_table(arrow.table(made), content)

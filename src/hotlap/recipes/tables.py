@@ -17,7 +17,7 @@ from hotlap.recipes.kinds import Column, Kind, UnfitError, check_kinds, in_words
 from hotlap.recipes.parquet_files import ParquetFile
 from hotlap.recipes.picture_files import folder_columns
 
-__all__ = ["Column", "Kind", "Table", "columns_told", "named_columns", "read_table"]
+__all__ = ["Column", "Kind", "Table", "arrow_columns", "columns_told", "named_columns", "plain_cells", "read_table"]
 
 SUFFIXES = csv_files.SUFFIXES + parquet_files.SUFFIXES
 FILE = "file"
@@ -101,6 +101,27 @@ def read_table(
         words = [file.name for file, count in zip(files, counts, strict=True) for _ in range(count)]
         columns[FILE] = recognised(FILE, words, "category")
     return Table(path=path, columns=columns, notes=tuple(notes), has_header=has_header)
+
+
+def plain_cells(path: Path, table: Table) -> dict[str, Sequence[str]]:
+    """The cells of a table's columns as the file writes them, not as they were understood."""
+    cells: dict[str, Sequence[str]] = {name: column.texts() for name, column in table.columns.items()}
+    if path.is_dir() and not _tables_in(path):
+        return cells
+    files = _files(path)
+    if _is_parquet(files[0]):
+        exact = {name: parquet_files.exact_texts(one) for name, one in parquet_files.as_they_are(files).items()}
+        return cells | {name: texts for name, texts in exact.items() if texts is not None}
+    written = [TextFile(file, table.has_header) for file in files]
+    return cells | {name: [cell for file in written for cell in file.cells(name)] for name in written[0].names}
+
+
+def arrow_columns(path: Path) -> dict[str, Any]:
+    """The columns of Parquet files as they are, those that a table cannot hold among them; of other files none."""
+    if path.is_dir() and not _tables_in(path):
+        return {}
+    files = _files(path)
+    return parquet_files.as_they_are(files) if _is_parquet(files[0]) else {}
 
 
 def columns_told(table: Table) -> list[str]:

@@ -276,7 +276,7 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
         reader=reader,
         candidates=[
             Candidate(name=name, job=partial(_job, options, reader, name, made, judged, weights))
-            for name in options.models
+            for name in dict.fromkeys(options.models)
         ],
         target_name=options.target,
         held_out=judged,

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, PlanError, StoreError, TrainingError, UsageError, shown
+from hotlap.core.errors import DataError, HotlapError, PlanError, StoreError, TrainingError, UsageError, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
+from hotlap.fitting.beginning import AnotherTrainingError
 from hotlap.fitting.loop import fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
@@ -146,10 +147,15 @@ def predict(
     if embeddings is not None and reader.embedded is None:
         raise DataError(f"the recipe {state['recipe']} has no embeddings; the recipe text has")
     table = reader.table(data)
+    if not was_shown:
+        for note in table.notes:
+            say(f"note      {note}")
+    if probabilities and not reader.classes:
+        say("note      answers are numbers, of which there are no probabilities")
     names = kept_names(table, keep)
     asked = reader.asked(table, (lambda line: None) if was_shown else say)
     answers = answers_of(reader, model, asked.data, batch_size=state["batch_size"], device=device)
-    threshold = Threshold(*state["threshold"]) if state["threshold"] is not None else None
+    threshold = _threshold_in(state)
     written = partial(judge_of(reader.classes).written, all_of_it=probabilities)
     name, columns = state["target"], written(state["target"], answers, threshold)
     while any(column in names for column in columns):
@@ -199,15 +205,18 @@ def _folder(recipe: Recipe, options: Options, out: Path | None, say: Say) -> Pat
 def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, progress: bool) -> Run:
     """Train a job in its folder, or go on where it was interrupted there."""
     was_begun = (out / PLAN).is_file()
-    return fit(
-        job,
-        plan=options.plan,
-        out=out,
-        resume=out if was_begun else None,
-        reuse=not retrain,
-        progress=progress,
-        started_by=_words(out.parents[1]),
-    )
+    try:
+        return fit(
+            job,
+            plan=options.plan,
+            out=out,
+            resume=out if was_begun else None,
+            reuse=not retrain,
+            progress=progress,
+            started_by=_words(out.parents[1]),
+        )
+    except AnotherTrainingError as error:
+        raise StoreError(f"{error.what}; go on with the files and options that it had, or name another --out") from None
 
 
 def _words(folder: Path) -> list[str]:
@@ -221,6 +230,10 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
     from hotlap.recipes.every import recipe_named
 
     path = folder / STATE
+    if not folder.is_dir():
+        raise StoreError(f"{folder} does not exist; name the folder of a run")
+    if not path.is_file() and (folder / OPTIONS).is_file():
+        raise StoreError(f"{folder} was interrupted before it had a model; go on with: {shlex.join(_words(folder))}")
     if not path.is_file():
         raise StoreError(f"{folder} is no run of a recipe: there is no {STATE} in it")
     try:
@@ -233,9 +246,22 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
     try:
         reader = recipe_named(state["recipe"]).revive(state["reader"], folder)
         model = made_with(partial(reader.model, state["model"]), folder / MODEL)
-    except (KeyError, TypeError, AttributeError) as error:
+        if not isinstance(state["target"], str):
+            raise TypeError(f"target={shown(state['target'])}")
+        _threshold_in(state)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, HotlapError):
+            raise
         raise StoreError(f"{path} is damaged: {shown(error)}; train again") from None
     return state, reader, model.eval()
+
+
+def _threshold_in(state: dict[str, Any]) -> Threshold | None:
+    """The threshold of a run's state; TypeError or ValueError where it is none."""
+    if state["threshold"] is None:
+        return None
+    rare, least = state["threshold"]
+    return Threshold(int(rare), float(least))
 
 
 def _walked(
@@ -326,6 +352,14 @@ def _compared(found: list[Judged], rules: dict[str, Report], prepared: Prepared)
     for name, said, words in rows:
         figures = "  ".join(f"{_figure(said[score]):>8}" for _, score in judge.columns)
         lines.append(f"{name:<{width}}  {figures}  {words}")
+    for one in found:
+        if one.threshold is not None:
+            words = (
+                f"{prepared.reader.classes[one.threshold.rare]!r} from a probability of {one.threshold.least:.3g} on"
+            )
+            lines.append(
+                f"{one.name} answers {words}, which suits the rows held out; each was judged by that of others"
+            )
     if beaten_by and best < 1:
         is_chance = judge.may_be_chance(list(rules.values()), len(prepared.target))
         why = "there may be nothing to learn here" if is_chance else "train longer, or on more rows"

@@ -1,0 +1,169 @@
+"""The kit on scripts that are not as one would like them: each is told of, and nothing that was measured is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from hotlap.kit import script_workers
+from hotlap.kit.batch import batch_of_script
+from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.visiting import EndedError, visit
+from hotlap.kit.workers import by
+from hotlap.script.running import Target
+
+HEAD = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+model = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(512, 8), torch.randint(2, (512,)))
+
+def update(x, y):
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def target(tmp_path):
+    def made(text):
+        path = tmp_path / "mine.py"
+        path.write_text(HEAD + textwrap.dedent(text))
+        return Target(path=str(path))
+
+    return made
+
+
+def test_a_size_that_a_script_fails_with_does_not_train_and_the_others_are_told(target):
+    mine = target("""
+        for epoch in range(10_000):
+            for x, y in DataLoader(data, batch_size=16, drop_last=True):
+                update(x + torch.zeros(16, 8), y)
+    """)
+    found = batch_of_script(mine, most=32, seconds=60, progress=False)
+    assert found.largest.size == 16
+    (failed,) = [one for one in found.searched.trials if one.size == 32]
+    assert failed.why_not.startswith("RuntimeError: The size of tensor a (32) must match")
+    assert "the loader's batch_size=16" in found.summary()
+
+
+def test_its_own_size_has_to_train(target):
+    mine = target("""
+        for x, y in DataLoader(data, batch_size=16):
+            raise KeyError("mine")
+    """)
+    with pytest.raises(EndedError, match="mine ended by an error: KeyError"):
+        batch_of_script(mine, progress=False)
+
+
+def test_of_several_loaders_the_first_is_counted_and_the_others_are_told_of(target):
+    mine = target("""
+        first, second = DataLoader(data, batch_size=4), DataLoader(data, batch_size=32)
+        for epoch in range(10_000):
+            for (x, y), (u, _) in zip(first, second):
+                update(torch.cat((x, u[:0])), y)
+    """)
+    seen = visit(mine, Wish(laps=2, lap_s=0.0))
+    assert (seen.batch_size, seen.samples_an_update, seen.other_loaders) == (4, 4, 1)
+    assert {samples for _, samples in seen.laps} == {4}
+    found = batch_of_script(mine, most=4, seconds=30, progress=False)
+    assert found.effective_batch == 4
+    assert "2 loaders bring the batches of an update: sizes are those of the first" in found.summary()
+
+
+def test_workers_that_would_repeat_samples_are_not_tried(target, monkeypatch):
+    mine = target("""
+        class Rows(IterableDataset):
+            def __iter__(self):
+                return iter(data)
+
+        for epoch in range(10_000):
+            for x, y in DataLoader(Rows(), batch_size=16):
+                update(x, y)
+    """)
+    monkeypatch.setattr(script_workers, "counts", lambda cores: [0, 1, 2])
+    found = script_workers.workers_of_script(mine, seconds=60, progress=False)
+    reasons = {one.feed.workers: one.why_not for one in found.settings if one.feed.kind == "loader"}
+    assert reasons[0] is None
+    assert reasons[1] is None
+    assert reasons[2] == script_workers.REPEATS
+    assert found.best.feed.workers < 2
+
+
+def test_a_dataset_that_shares_its_samples_out_already_may_have_other_workers():
+    first = Seen(iterates=True, workers=4, laps=[[0.1, 8]], samples_an_update=8)
+    looks = script_workers._Looks(Target(path="mine.py"), first, lambda line: None)
+    assert looks.setting(by(8, on_gpu=False), 5).why_not == "5 s were spent"
+
+
+def test_where_nothing_else_was_timed_nothing_is_said_to_be_slower(target):
+    mine = target("""
+        for epoch in range(10_000):
+            for x, y in DataLoader(data, batch_size=16):
+                update(x, y)
+    """)
+    found = script_workers.workers_of_script(mine, seconds=0, progress=False)
+    assert found.advice == "nothing is known: no other way than no workers was timed"
+
+
+def test_memory_that_was_not_seen_is_told_with_its_reason(target):
+    # As many updates as a lap takes, and not one more, by which memory would be looked at.
+    mine = target("""
+        for x, y in DataLoader(data, batch_size=64):
+            time.sleep(0.11)
+            update(x, y)
+    """)
+    found = batch_of_script(mine, most=64, seconds=0, progress=False)
+    assert not found.largest.taken_bytes
+    assert "the script was over before it was looked at" in found.summary()
+    assert "measured " not in found.summary(), "one size shows no slope"
+
+
+def test_a_script_that_reads_is_told_that_there_is_nothing_to_read(target):
+    with pytest.raises(EndedError, match=r"EOFError.*without anything to read on stdin"):
+        visit(target("input()"), Wish())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="by Linux alone")
+def test_a_script_ends_with_whoever_looked_at_it(target, tmp_path):
+    mine = target(f"""
+        import os, pathlib
+        pathlib.Path({str(tmp_path / "part")!r}).write_text(str(os.getpid()))
+        os.rename({str(tmp_path / "part")!r}, {str(tmp_path / "pid")!r})
+        time.sleep(600)
+    """)
+    code = (
+        "import sys; from hotlap.kit.looks import Wish; from hotlap.kit.visiting import visit; "
+        "from hotlap.script.running import Target; visit(Target(path=sys.argv[1]), Wish())"
+    )
+    looking = subprocess.Popen([sys.executable, "-c", code, mine.path])
+    try:
+        until = time.monotonic() + 120
+        while not (tmp_path / "pid").is_file() and time.monotonic() < until:
+            time.sleep(0.1)
+        pid = int((tmp_path / "pid").read_text())
+    finally:
+        looking.kill()
+        looking.wait()
+    until = time.monotonic() + 60
+    while _lives(pid) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not _lives(pid)
+
+
+def _lives(pid):
+    try:
+        os.kill(pid, signal.SIG_DFL)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
