@@ -1,10 +1,13 @@
 """A training by its name: a job, a recipe, a script, a module; all else is refused in one line."""
 
+import sys
 import textwrap
 
 import pytest
+from typer.testing import CliRunner
 
 from hotlap import Job
+from hotlap.cli import app
 from hotlap.core.errors import HotlapError
 from hotlap.kit.naming import named
 
@@ -82,3 +85,56 @@ def test_what_names_no_training_is_refused_in_one_line(folder, words, said):
 def test_a_name_that_gives_no_job_is_refused_when_the_job_is_made(folder, name, said):
     with pytest.raises(HotlapError, match=said):
         named([name]).make_job()
+
+
+MINE = """
+    import torch
+    from torch import nn
+    from hotlap import Job
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            if index == 13:
+                raise ValueError("row 13 is broken")
+            return torch.randn(4), index % 2
+
+    common = dict(loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=8, epochs=1)
+    common["device"] = "cpu"
+    broken = Job(model=nn.Linear(4, 2), data=Rows(), **common)
+    unfit = Job(model=nn.Linear(5, 2), data=(torch.randn(64, 4), torch.randint(2, (64,))), **common)
+
+    def missing():
+        raise OSError("no data today")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("broken", ["error of its own", "in __getitem__", "ValueError: row 13 is broken"]),
+        ("unfit", ["cannot be called with its batches: RuntimeError: mat1 and mat2 shapes cannot be multiplied"]),
+        ("missing", ["in missing", "OSError: no data today"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["batch", "workers", "memory"])
+def test_an_error_of_a_jobs_own_is_told_by_its_own_lines(tmp_path, monkeypatch, command, name, said):
+    (tmp_path / "badly_made.py").write_text(textwrap.dedent(MINE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "badly_made", raising=False)
+    done = CliRunner().invoke(app, [command, "--quiet", f"badly_made:{name}"])
+    assert done.exit_code == 1
+    assert all(words in done.stderr for words in said), done.stderr
+    assert "typer" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 6
+
+
+def test_an_error_of_hotlaps_own_keeps_its_lines(tmp_path, monkeypatch):
+    (tmp_path / "badly_made.py").write_text(textwrap.dedent(MINE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "badly_made", raising=False)
+    monkeypatch.setattr("hotlap.kit.batch.Prior", None)
+    done = CliRunner().invoke(app, ["batch", "--quiet", "badly_made:unfit"])
+    assert isinstance(done.exception, TypeError)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from hotlap.core.errors import HotlapError
 
 NAME = typer.Argument(
     None,
@@ -23,6 +29,38 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     for command in (batch, workers, memory):
         app.command(context_settings={"allow_interspersed_args": False})(command)
+
+
+@contextmanager
+def _users_errors() -> Iterator[None]:
+    """An error of the user's own code is told by the lines of that code; one of hotlap's keeps all of its own."""
+    try:
+        yield
+    except HotlapError:
+        raise
+    except Exception as error:
+        lines = _own_lines(error)
+        if not lines:
+            raise
+        print("".join(lines), end="", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _own_lines(error: Exception) -> list[str]:
+    """The lines of the user's code that led to an error; none where hotlap itself was the last at work."""
+    from hotlap.kit.live import is_users_file
+
+    hotlaps = str(Path(__file__).parents[1])
+    frames = traceback.extract_tb(error.__traceback__)
+    last = max((at for at, frame in enumerate(frames) if frame.filename.startswith(hotlaps)), default=-1)
+    own = [frame for frame in frames[last + 1 :] if is_users_file(frame.filename)]
+    is_called = frames[last].filename.endswith("objective.py") and last < len(frames) - 1
+    if not own and not is_called:
+        return []
+    told = traceback.format_exception_only(error)
+    if own:
+        return ["hotlap: the training ended by an error of its own:\n", *traceback.format_list(own), *told]
+    return ["hotlap: the model or the loss cannot be called with its batches: ", *told]
 
 
 def _print(found: Any, as_json: bool) -> None:
@@ -48,7 +86,8 @@ def batch(
     if chosen.target is not None:
         found = batch_of_script(chosen.target, most=most, seconds=seconds, say=say)
     else:
-        found = of_job(chosen.make_job(), name=chosen.name, most=most, seconds=seconds, say=say)
+        with _users_errors():
+            found = of_job(chosen.make_job(), name=chosen.name, most=most, seconds=seconds, say=say)
     _print(found, as_json)
 
 
@@ -70,7 +109,8 @@ def workers(
     if chosen.target is not None:
         found = workers_of_script(chosen.target, seconds=seconds, say=say)
     else:
-        found = of_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=say)
+        with _users_errors():
+            found = of_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=say)
     _print(found, as_json)
 
 
@@ -97,7 +137,8 @@ def memory(
     if chosen.target is not None:
         found = memory_of_script(chosen.target, say=say)
     else:
-        found = of_job(chosen.make_job(), name=chosen.name, say=say)
+        with _users_errors():
+            found = of_job(chosen.make_job(), name=chosen.name, say=say)
     if picture is not None:
         found.draw(picture)
     _print(found, as_json)

@@ -158,14 +158,19 @@ class BarReader:
 
     def asked(self, table: Table, say: Say) -> Asked:
         """The bars that have enough before them; the others are said."""
-        series, rows = [], []
+        series, rows, most, before = [], [], 0, 0
         for one, found in zip(*known_features(table, self._frames, say, seconds=self._seconds), strict=True):
+            if len(one) > most:
+                most, before = len(one), min(found.first, len(one))
             if len(one) - found.first < self._length:
                 continue
             series.append(self._standard(found.values[found.first :]))
             rows.append(one.rows[found.first + self._length - 1 :])
         if not series:
-            raise DataError(f"{table.path} has no {self._length} bars in a row with all features; give more bars")
+            raise DataError(
+                f"{table.path} has no {self._length} bars in a row with all features: of the {most:,} of its longest "
+                f"series {before:,} have too few before them; put those that came before into the file, too"
+            )
         answered = np.concatenate(rows)
         if len(answered) < len(table):
             say(f"bars      {len(table) - len(answered):,} of {len(table):,} have too little before them for an answer")
