@@ -207,3 +207,8 @@ def test_columns_that_are_new_or_empty_are_warnings(made):
         f"column 'x' is empty in {test.path} and not in {train.path}",
         f"column 'late' is empty in {train.path} and not in {test.path}",
     ]
+
+
+def test_words_that_mean_nothing_are_named_where_they_are_a_targets_classes(made):
+    table = made(pain=["none", "mild"] * 5)
+    assert any("a word such as NA, none, null or -" in problem for problem in checks.target_problems(table["pain"]))

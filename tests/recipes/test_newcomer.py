@@ -1,7 +1,6 @@
 """What somebody new to the recipes may do wrong: one clear line, before time is spent, and nothing lost."""
 
 import csv
-import datetime
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +21,6 @@ import hotlap
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, PlanError, StoreError
 from hotlap.recipes import encoders, scores, training
-from hotlap.recipes.answers import write_answers
-from hotlap.recipes.checks import target_problems
 from hotlap.recipes.options import from_words, options_of
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.temporal import TemporalOptions
@@ -336,20 +332,6 @@ def test_answers_are_written_as_the_name_of_their_file_says(tmp_path, finished):
     assert parquet.read_table("b.parquet")["label"].to_pylist() == found["predicted_label"].to_pylist()
 
 
-def test_a_parquet_file_of_answers_has_nothing_where_nothing_is(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [["1", "2024-01-05 10:00", "yes", "", "a"], ["", "", "", "", ""], ["2.5", "2024-01-06 11:30", "no", "", "b"]]
-    data = write_rows(tmp_path / "t.csv", ["number", "date", "flag", "empty", "word"], rows)
-    table = read_table(data)
-    names = list(table.columns)
-    write_answers(tmp_path / "t.parquet", data, table, names, np.array([0, 2]), {"answer": [0.1, 0.2]})
-    found = parquet.read_table(tmp_path / "t.parquet").to_pylist()
-    assert [row["answer"] for row in found] == [0.1, None, 0.2]
-    assert found[1] == dict.fromkeys([*names, "answer"])
-    assert (found[2]["number"], found[2]["flag"], found[2]["word"]) == (2.5, False, "b")
-    assert found[0]["date"].isoformat() == "2024-01-05T10:00:00"
-
-
 def test_tokens_of_a_test_file_are_not_said_to_be_cached_in_the_run_that_made_them(tmp_path, capsys):
     data, test = texts_file(tmp_path / "train.csv", rows=60), texts_file(tmp_path / "test.csv", rows=30, seed=4)
     hotlap.train("text", data, out=tmp_path / "run", test=str(test), **quick(tmp_path))
@@ -434,48 +416,3 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_options_and_folde
     undisturbed = train(tmp_path, data, "undisturbed", retrain=True, **given)
     mine, theirs = (load_file(one / "model.safetensors") for one in (run, undisturbed))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-
-
-def answered(tmp_path, data, name):
-    table = read_table(data)
-    out = tmp_path / name
-    write_answers(out, data, table, list(table.columns), np.arange(len(table)), {"answer": [1] * len(table)})
-    return out
-
-
-def test_cells_of_the_file_are_written_as_they_are(tmp_path):
-    rows = [["NA", "007", "null"], ["US", "0.10", "-"]]
-    data = write_rows(tmp_path / "t.csv", ["country", "code", "note"], rows)
-    with answered(tmp_path, data, "a.csv").open() as file:
-        assert list(csv.reader(file)) == [["country", "code", "note", "answer"], *([*row, "1"] for row in rows)]
-
-
-def test_columns_of_a_parquet_file_are_written_with_their_types(tmp_path):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    given = arrow.table(
-        {
-            "id": arrow.array([7, None], arrow.uint64()),
-            "large": arrow.array([2**63 + 1234567, 2**64 - 3], arrow.uint64()),
-            "price": arrow.array([Decimal("12345678901234567.89"), Decimal("1.10")], arrow.decimal128(25, 2)),
-            "at": arrow.array([datetime.time(10, 30), None], arrow.time32("ms")),
-            "when": arrow.array([0, 10**6], arrow.timestamp("us", tz="UTC")),
-        }
-    )
-    data = tmp_path / "t.parquet"
-    parquet.write_table(given, data)
-    table = read_table(data)
-    assert table["id"].kind == "whole number"
-    assert table["large"].texts() == [str(2**63 + 1234567), str(2**64 - 3)]
-    found = parquet.read_table(answered(tmp_path, data, "a.parquet"))
-    assert found.select(given.column_names).to_pylist() == given.to_pylist()
-    assert {one.name: one.type for one in given.schema}.items() <= {one.name: one.type for one in found.schema}.items()
-    with answered(tmp_path, data, "a.csv").open() as file:
-        first, second = csv.DictReader(file)
-    assert (first["id"], second["id"]) == ("7", "")
-    assert (first["large"], first["price"], second["price"]) == (str(2**63 + 1234567), "12345678901234567.89", "1.10")
-
-
-def test_words_that_mean_nothing_are_named_where_they_are_a_targets_classes(tmp_path):
-    rows = [["none", "a"], ["mild", "b"]] * 5
-    table = read_table(write_rows(tmp_path / "t.csv", ["pain", "x"], rows))
-    assert any("a word such as NA, none, null or -" in problem for problem in target_problems(table["pain"]))

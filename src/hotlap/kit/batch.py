@@ -30,6 +30,7 @@ MOST_S = 120.0
 """What a search may take, about."""
 SCRIPT_FINER = 8
 """To which part of itself the largest batch of a script is sought: each try takes a process."""
+COUNTED = "memory is counted from the sizes of tensors: a CPU keeps no account of it"
 Say = Callable[[str], None]
 
 
@@ -218,7 +219,7 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
         "speed is that of the step with its batch at hand; how batches get there: hotlap workers",
     ]
     if bench.device.type != "cuda":
-        notes.append("memory is counted from the sizes of tensors: a CPU keeps no account of it")
+        notes.append(COUNTED)
     return BatchFound(
         name=name,
         device=str(bench.device),
@@ -327,6 +328,22 @@ def batch_of_script(
         enough=lambda: f"{seconds:g} s were spent" if time.monotonic() > until else None,
         finer=SCRIPT_FINER,
     ).run()
+    return BatchFound(
+        name=target.name,
+        device=first.device,
+        own_batch=own,
+        effective_batch=first.samples_an_update or None,
+        searched=searched,
+        began=began,
+        room_bytes=room,
+        notes=_script_notes(first, searched),
+        writes=lambda size, times: (
+            f"the loader's batch_size={size}" + (f", and an update every {times} batches" if times > 1 else "")
+        ),
+    )
+
+
+def _script_notes(first: Seen, searched: Searched) -> tuple[str, ...]:
     notes = [
         RUNS,
         "speed is that of the script's own loop, its loading included; its accumulation was left as it is",
@@ -337,21 +354,9 @@ def batch_of_script(
         notes.append(f"{several}: sizes are those of the first that it asks, the others stay as they are")
     if any(one.trains and not one.taken_bytes for one in searched.trials):
         notes.append("where memory was not seen, the script was over before it was looked at: let it train longer")
-    if not on_gpu:
-        notes.append("memory is counted from the sizes of tensors: a CPU keeps no account of it")
-    return BatchFound(
-        name=target.name,
-        device=first.device,
-        own_batch=own,
-        effective_batch=first.samples_an_update or None,
-        searched=searched,
-        began=began,
-        room_bytes=room,
-        notes=tuple(notes),
-        writes=lambda size, times: (
-            f"the loader's batch_size={size}" + (f", and an update every {times} batches" if times > 1 else "")
-        ),
-    )
+    if first.device == "cpu":
+        notes.append(COUNTED)
+    return tuple(notes)
 
 
 def of_visit(size: int, seen: Seen) -> Trial:

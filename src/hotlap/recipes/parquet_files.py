@@ -35,13 +35,17 @@ class ParquetFile:
             table = parquet.ParquetFile(file).read()
         except (arrow.ArrowException, OSError) as error:
             raise DataError(f"{file} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+        if twice:
+            count = table.column_names.count(twice[0])
+            raise DataError(f"{file} has the column {twice[0]!r} {count} times; give each a name of its own")
         self._columns: dict[str, Column] = {}
         self._count: int = table.num_rows
         strange = []
         for name in table.column_names:
             column = _from_arrow(name, table.column(name).combine_chunks())
             if column is None:
-                strange.append(f"column {name!r} of {file.name} holds {table.field(name).type}; it is left out")
+                strange.append(f"column {name!r} of {file.name} holds {table.field(name).type}, which is not read")
             else:
                 self._columns[name] = column
         self.names = tuple(self._columns)
@@ -85,11 +89,12 @@ def _from_arrow(name: str, array: Any) -> Column | None:
 
 
 def as_they_are(files: Sequence[Path]) -> dict[str, Any]:
-    """The columns of files one below the other, of the types that they have; none where these differ."""
+    """The columns that all files have, one below the other, of the types that they have; none where these differ."""
     arrow, parquet = libraries(files[0])
     tables = [parquet.ParquetFile(file).read() for file in files]
+    names = [name for name in tables[0].column_names if all(name in table.column_names for table in tables)]
     try:
-        whole = arrow.concat_tables([table.select(tables[0].column_names) for table in tables])
+        whole = arrow.concat_tables([table.select(names) for table in tables])
     except arrow.ArrowException:
         return {}
     return {name: whole.column(name) for name in whole.column_names}
@@ -97,8 +102,7 @@ def as_they_are(files: Sequence[Path]) -> dict[str, Any]:
 
 def exact_texts(column: Any) -> list[str] | None:
     """The cells of a column whose type holds more than numbers do, as it writes them; None for all others."""
-    kind = column.type
-    if import_module("pyarrow").types.is_decimal(kind):
+    if import_module("pyarrow").types.is_decimal(column.type):
         return ["" if value is None else str(value) for value in column.to_pylist()]
     return None
 
