@@ -1,5 +1,6 @@
 """Kernels of attention on a real GPU: timed without a trace, the same numbers, and recorded as they were chosen."""
 
+import time
 import warnings
 from contextlib import nullcontext
 
@@ -117,6 +118,10 @@ def test_choosing_leaves_randomness_memory_and_gradients_as_they_were():
     attention._chosen(Call(query, key, value, call.mask, 0.1, False, None, False))
     torch.cuda.synchronize()
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
+    # Where cores are busy, autograd's own thread lets go of the last gradients after they were handed over.
+    latest = time.perf_counter() + 5
+    while torch.cuda.memory_allocated(DEVICE) != allocated and time.perf_counter() < latest:
+        time.sleep(0.01)
     assert torch.cuda.memory_allocated(DEVICE) == allocated
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved(DEVICE) <= reserved

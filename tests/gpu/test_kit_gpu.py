@@ -277,7 +277,8 @@ def test_data_in_memory_is_told_that_workers_do_not_pay():
     found = hotlap.workers(job(batch=16), seconds=200, progress=False)
     timed = {one.feed.kind for one in found.settings if one.step_s is not None}
     assert timed == {"loader", "gather", "stream", "resident"}
-    assert found.best.feed.workers == 0
+    # Beside other tests one lap of them may be the quickest by chance; that is not advised.
+    assert not (found.matters and found.best.feed.workers), found.advice
     assert max(one.feed.workers for one in found.settings) <= found.cores
     assert (
         any(not one.feed.pinned for one in found.settings if one.feed.kind == "loader")
