@@ -320,6 +320,26 @@ def test_functions_of_a_guarded_script_are_found_and_those_of_a_shell_are_not(tm
     assert why_not_apart(isqrt) is None
 
 
+def test_a_package_that_is_run_needs_no_guard(tmp_path):
+    package = tmp_path / "tool"
+    package.mkdir()
+    (package / "work.py").write_text("import os\n\ndef own(k):\n    return k, os.getpid()\n")
+    (package / "__main__.py").write_text(
+        "import os\nfrom hotlap import parallel_map\nfrom tool.work import own\ndef here(k): return own(k)\n"
+        "print('begun')\n"
+        "for f in own, here:\n"
+        "    found = parallel_map(f, range(9), workers=2, progress=False)\n"
+        "    print([k for k, _ in found] == list(range(9)), os.getpid() in {p for _, p in found[1:]})\n"
+    )
+    ran = subprocess.run([sys.executable, "-m", "tool"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.stdout.split() == ["begun", "True", "False", "True", "True"], ran.stderr
+    assert "here is written in __main__.py, where no other process finds it" in ran.stderr
+    lines = "from math import isqrt", "from hotlap.data.parallel import why_not_apart", "print(why_not_apart(isqrt))"
+    (package / "__main__.py").write_text("\n".join(lines))
+    ran = subprocess.run([sys.executable, tmp_path / "tool"], capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "None\n", ran.stderr
+
+
 def test_ctrl_c_ends_all_processes_without_a_word_from_them(tmp_path):
     file = tmp_path / "job.py"
     file.write_text(

@@ -152,11 +152,14 @@ def why_not_apart(f: Callable[..., Any]) -> str | None:
         sent = pickle.dumps(f)
     except Exception as error:
         return f"{name} cannot be sent to another process ({first_line(error)}); write it as a function of a file"
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    if path is None:
-        if b"__main__" in sent:
-            return f"{name} is written in a notebook or a shell, where no other process finds it; write it in a file"
-        return None
+    main = sys.modules["__main__"]
+    path, module = getattr(main, "__file__", None), getattr(getattr(main, "__spec__", None), "name", "")
+    if path is None or module.rpartition(".")[2] == "__main__":  # processes do not run the latter, of a package, anew
+        where = "a notebook or a shell" if path is None else Path(path).name
+        is_there = b"__main__" in sent
+        return (
+            f"{name} is written in {where}, where no other process finds it; write it in a file" if is_there else None
+        )
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
