@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, TrainingError
-from hotlap.recipes import temporal
+from hotlap.recipes import temporal, training
 from hotlap.recipes.bars import bars_from, resampled
 from hotlap.recipes.every import recipe_named
 from hotlap.recipes.indicators import direction
@@ -63,6 +63,16 @@ def test_from_a_file_to_predictions_and_again_from_the_cache(tmp_path):
     retrained = []
     train(RECIPE, options(data), out=tmp_path / "third", retrain=True, say=retrained.append, progress=False)
     assert any(line.startswith("mlp") and "trained in" in line for line in retrained)
+
+
+def test_what_tuning_did_is_told_behind_each_training_and_not_where_there_was_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "tuning_table", lambda ledger: [f"table of {[entry.what for entry in ledger]}"])
+    data, lines, again = bars_file(tmp_path / "bars.csv"), [], []
+    trained(data, tmp_path / "run", lines)
+    at = lines.index("table of ['start']")
+    assert lines[at + 1] == "plan   gather · fp32 · plain optimizer · batches whole · eager"
+    trained(data, tmp_path / "again", again)
+    assert not any(line.startswith(("table of", "plan   ")) for line in again)
 
 
 def test_the_file_of_a_run_repeats_it(tmp_path):

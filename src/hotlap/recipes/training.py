@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hotlap.core.errors import DataError, HotlapError, PlanError, StoreError, TrainingError, UsageError, shown
 from hotlap.core.job import Job
+from hotlap.core.table import table as tuning_table
 from hotlap.core.units import show_seconds
 from hotlap.fitting.beginning import AnotherTrainingError
 from hotlap.fitting.loop import fit
@@ -121,7 +122,7 @@ def _compete(
     for one in prepared.candidates:
         out = folder / "models" / one.name
         try:
-            found.append(_judged(one, prepared, options, out, retrain=retrain, progress=progress))
+            found.append(_judged(one, prepared, options, out, retrain=retrain, say=say, progress=progress))
         except DivergedError as error:
             diverged.append(error)
             if len(prepared.candidates) > 1:
@@ -292,16 +293,18 @@ def _walked(
 
 
 def _judged(
-    one: Candidate, prepared: Prepared, options: Options, out: Path, *, retrain: bool, progress: bool
+    one: Candidate, prepared: Prepared, options: Options, out: Path, *, retrain: bool, say: Say, progress: bool
 ) -> Judged:
     run = _fitted(one.job(), options, out, retrain=retrain, progress=progress)
+    was_kept = "cache" in run.stopped
+    for line in () if was_kept else (*tuning_table(run.ledger), f"plan   {run.plan}"):
+        say(line)
     answers = _held_out_answers(one.name, run, prepared, prepared.held_out, options)
     judge = judge_of(prepared.reader.classes)
     threshold = judge.threshold(answers, prepared.target)
     report = judge.report(prepared.target, answers, threshold)
     weights = plain_state(run.model)
     history, train_s = run.history, run.train_s
-    was_kept = "cache" in run.stopped
     del run
     return Judged(
         name=one.name,
