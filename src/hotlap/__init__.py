@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.engine.rig import Rig as Rig
     from hotlap.fitting.loop import fit as fit
     from hotlap.fitting.run import Run as Run
-    from hotlap.kit.batch import batch as batch
-    from hotlap.kit.memory import memory as memory
-    from hotlap.kit.workers import workers as workers
+    from hotlap.kit.calls import batch as batch
+    from hotlap.kit.calls import memory as memory
+    from hotlap.kit.calls import workers as workers
     from hotlap.recipes.calls import predict as predict
     from hotlap.recipes.calls import train as train
     from hotlap.store.loading import load_weights as load_weights
@@ -71,18 +71,18 @@ _HOME = {
     "TrainingError": "hotlap.core.errors",
     "Tuner": "hotlap.tuner.tuner",
     "Windows": "hotlap.data.windows",
-    "batch": "hotlap.kit.batch",
+    "batch": "hotlap.kit.calls",
     "decoded": "hotlap.data.pictures",
     "fit": "hotlap.fitting.loop",
     "load_plan": "hotlap.store.plans",
     "load_weights": "hotlap.store.loading",
-    "memory": "hotlap.kit.memory",
+    "memory": "hotlap.kit.calls",
     "parallel_map": "hotlap.data.parallel",
     "predict": "hotlap.recipes.calls",
     "save_plan": "hotlap.store.plans",
     "tokenised": "hotlap.data.tokenising",
     "train": "hotlap.recipes.calls",
-    "workers": "hotlap.kit.workers",
+    "workers": "hotlap.kit.calls",
 }
 """Where each public name lives."""
 

@@ -265,7 +265,7 @@ def script(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found_of_script(script):
-    return memory_of_script(script, progress=False)
+    return memory_of_script(script)
 
 
 def test_a_scripts_memory_is_told_and_what_it_holds_is_found(found_of_script):

@@ -44,7 +44,7 @@ def test_a_script_and_a_module_are_not_run_by_naming_them(folder):
     (folder / "train.py").write_text("raise SystemExit('run')")
     script = named(["train.py", "--epochs", "3"])
     assert (script.name, script.target.words) == ("train", ["train.py", "--epochs", "3"])
-    module = named(["kit_jobs", "x"], module=True)
+    module = named(["-m", "kit_jobs", "x"])
     assert module.target.words == ["-m", "kit_jobs", "x"]
 
 

@@ -50,7 +50,7 @@ def test_a_size_that_a_script_fails_with_does_not_train_and_the_others_are_told(
             for x, y in DataLoader(data, batch_size=16, drop_last=True):
                 update(x + torch.zeros(16, 8), y)
     """)
-    found = batch_of_script(mine, most=32, seconds=60, progress=False)
+    found = batch_of_script(mine, most=32, seconds=60)
     assert found.largest.size == 16
     (failed,) = [one for one in found.searched.trials if one.size == 32]
     assert failed.why_not.startswith("RuntimeError: The size of tensor a (32) must match")
@@ -63,7 +63,7 @@ def test_its_own_size_has_to_train(target):
             raise KeyError("mine")
     """)
     with pytest.raises(EndedError, match="mine ended by an error: KeyError"):
-        batch_of_script(mine, progress=False)
+        batch_of_script(mine)
 
 
 def test_of_several_loaders_the_first_is_counted_and_the_others_are_told_of(target):
@@ -76,7 +76,7 @@ def test_of_several_loaders_the_first_is_counted_and_the_others_are_told_of(targ
     seen = visit(mine, Wish(laps=2, lap_s=0.0))
     assert (seen.batch_size, seen.samples_an_update, seen.other_loaders) == (4, 4, 1)
     assert {samples for _, samples in seen.laps} == {4}
-    found = batch_of_script(mine, most=4, seconds=30, progress=False)
+    found = batch_of_script(mine, most=4, seconds=30)
     assert found.effective_batch == 4
     assert "2 loaders bring the batches of an update: sizes are those of the first" in found.summary()
 
@@ -92,7 +92,7 @@ def test_workers_that_would_repeat_samples_are_not_tried(target, monkeypatch):
                 update(x, y)
     """)
     monkeypatch.setattr(script_workers, "counts", lambda cores: [0, 1, 2])
-    found = script_workers.workers_of_script(mine, seconds=60, progress=False)
+    found = script_workers.workers_of_script(mine, seconds=60)
     reasons = {one.feed.workers: one.why_not for one in found.settings if one.feed.kind == "loader"}
     assert reasons[0] is None
     assert reasons[1] is None
@@ -112,7 +112,7 @@ def test_where_nothing_else_was_timed_nothing_is_said_to_be_slower(target):
             for x, y in DataLoader(data, batch_size=16):
                 update(x, y)
     """)
-    found = script_workers.workers_of_script(mine, seconds=0, progress=False)
+    found = script_workers.workers_of_script(mine, seconds=0)
     assert found.advice == "nothing is known: no other way than no workers was timed"
 
 
@@ -123,7 +123,7 @@ def test_memory_that_was_not_seen_is_told_with_its_reason(target):
             time.sleep(0.11)
             update(x, y)
     """)
-    found = batch_of_script(mine, most=64, seconds=0, progress=False)
+    found = batch_of_script(mine, most=64, seconds=0)
     assert not found.largest.taken_bytes
     assert "the script was over before it was looked at" in found.summary()
     assert "measured " not in found.summary(), "one size shows no slope"

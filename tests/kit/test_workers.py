@@ -258,7 +258,7 @@ class Script:
 
 def test_where_another_feed_pays_a_script_is_told_the_command_that_has_it(monkeypatch):
     made_up = Script(monkeypatch, {0: 0.04, 1: 0.05, "gather": 0.02, "resident": 0.01})
-    found = scripts.workers_of_script(Target(path="my train.py", args=["--epochs", "3"]), progress=False)
+    found = scripts.workers_of_script(Target(path="my train.py", args=["--epochs", "3"]))
     assert found.best.feed.kind == "resident"
     assert found.best.start_s == 0.5
     assert found.advice.startswith("`hotlap run 'my train.py' --epochs 3`, which tries that by itself: 4x")
@@ -283,7 +283,7 @@ def test_a_script_that_was_lucky_where_it_was_chosen_is_not_told_of_a_gain_while
 
 def test_a_feed_that_was_not_obeyed_is_not_counted_and_not_tried_again(monkeypatch):
     made_up = Script(monkeypatch, {0: 0.04, 1: 0.01, "gather": "given up", "resident": "given up, too"})
-    found = scripts.workers_of_script(Target(path="train.py"), progress=False)
+    found = scripts.workers_of_script(Target(path="train.py"))
     reasons = {one.feed.kind: one.why_not for one in found.settings if one.why_not}
     assert reasons == {"gather": "given up", "stream": "it cannot be", "resident": "given up, too"}
     assert made_up.asked.count("resident") == made_up.asked.count("gather") == 1

@@ -76,18 +76,10 @@ def batch(
     quiet: bool = QUIET,
 ) -> None:
     """Find which micro-batch fits and which is fastest, by real updates; nothing of it is left in the training."""
-    from hotlap.kit.batch import batch as of_job
-    from hotlap.kit.batch import batch_of_script
-    from hotlap.kit.naming import named
-    from hotlap.kit.telling import sayer
+    from hotlap.kit.calls import batch as find
 
-    say = sayer(not quiet)
-    chosen = named(training or (), module=module, say=say)
-    if chosen.target is not None:
-        found = batch_of_script(chosen.target, most=most, seconds=seconds, say=say)
-    else:
-        with _users_errors():
-            found = of_job(chosen.make_job(), name=chosen.name, most=most, seconds=seconds, say=say)
+    with _users_errors():
+        found = find(_words(training, module), most=most, seconds=seconds, progress=not quiet)
     _print(found, as_json)
 
 
@@ -99,18 +91,10 @@ def workers(
     quiet: bool = QUIET,
 ) -> None:
     """Find how many workers pay, or whether batches should come without any, by the real step."""
-    from hotlap.kit.naming import named
-    from hotlap.kit.script_workers import workers_of_script
-    from hotlap.kit.telling import sayer
-    from hotlap.kit.workers import workers as of_job
+    from hotlap.kit.calls import workers as find
 
-    say = sayer(not quiet)
-    chosen = named(training or (), module=module, say=say)
-    if chosen.target is not None:
-        found = workers_of_script(chosen.target, seconds=seconds, say=say)
-    else:
-        with _users_errors():
-            found = of_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=say)
+    with _users_errors():
+        found = find(_words(training, module), seconds=seconds, progress=not quiet)
     _print(found, as_json)
 
 
@@ -123,22 +107,18 @@ def memory(
 ) -> None:
     """Show where the memory of a training goes, what would bring it down, and whether it grows."""
     from hotlap.core.errors import StoreError
-    from hotlap.kit.memory import memory as of_job
-    from hotlap.kit.memory import memory_of_script
-    from hotlap.kit.naming import named
-    from hotlap.kit.telling import sayer
+    from hotlap.kit.calls import memory as find
 
     if picture is not None and picture.exists():
         raise StoreError(f"{picture} is there already; name another file with --picture")
     if picture is not None and not picture.absolute().parent.is_dir():
         raise StoreError(f"there is no folder {picture.parent} for --picture; make it, or name another file")
-    say = sayer(not quiet)
-    chosen = named(training or (), module=module, say=say)
-    if chosen.target is not None:
-        found = memory_of_script(chosen.target, say=say)
-    else:
-        with _users_errors():
-            found = of_job(chosen.make_job(), name=chosen.name, say=say)
+    with _users_errors():
+        found = find(_words(training, module), progress=not quiet)
     if picture is not None:
         found.draw(picture)
     _print(found, as_json)
+
+
+def _words(training: list[str] | None, module: bool) -> list[str]:
+    return [*(["-m"] if module else []), *(training or [])]

@@ -18,7 +18,7 @@ from hotlap.kit.catalogue import kind_of_model
 from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.prior import Prior, prior, remember
 from hotlap.kit.search import Search, Searched, Trial, fastest, knee
-from hotlap.kit.telling import sayer
+from hotlap.kit.telling import silent
 from hotlap.kit.visiting import RUNS, EndedError, visit
 from hotlap.script.running import Target
 
@@ -164,21 +164,8 @@ class BatchFound:
         }
 
 
-def batch(
-    job: Job,
-    *,
-    most: int | None = None,
-    seconds: float = MOST_S,
-    progress: bool = True,
-    name: str = "job",
-    say: Say | None = None,
-) -> BatchFound:
-    """Find which micro-batch of a job fits and which is fastest, by real updates with its longest samples.
-
-    No larger one than `most` is tried, and after `seconds` no other. The job is left as it was; its effective batch is
-    shown and never changed. Raises HotlapError where the job will not do.
-    """
-    say = say or sayer(progress)
+def batch_of_job(job: Job, *, name: str, most: int | None = None, seconds: float = MOST_S, say: Say) -> BatchFound:
+    """As `hotlap.batch` has it, of a job, in this process."""
     with opened(job) as bench, only_new_garbage():
         return _found(bench, name, most, seconds, say)
 
@@ -282,13 +269,12 @@ def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
 
 
 def batch_of_script(
-    target: Target, *, most: int | None = None, seconds: float = MOST_S, progress: bool = True, say: Say | None = None
+    target: Target, *, most: int | None = None, seconds: float = MOST_S, say: Say = silent
 ) -> BatchFound:
-    """As `batch`, of somebody's script: its training loader is made with another batch size, in a process each time.
+    """The same of somebody's script: its training loader is made with another batch size, in a process each time.
 
     Raises TrainingError where the script makes its batches in another way, or does not train.
     """
-    say = say or sayer(progress)
     until = time.monotonic() + seconds
     say(f"batch      {target.name} is run as it is, to find its loader")
     first = visit(target, Wish(counts=True, lengths=True))

@@ -22,7 +22,7 @@ from hotlap.kit.picture import draw_course
 from hotlap.kit.savings import ModelFacts, Saving, Tried, Update, model_facts, savings, table
 from hotlap.kit.script_savings import LAP_S, LAPS, ScriptTrials, words_on
 from hotlap.kit.search import TooShortError
-from hotlap.kit.telling import sayer
+from hotlap.kit.telling import silent
 from hotlap.kit.visiting import RUNS, visit
 from hotlap.kit.watching import KINDS, Watch
 from hotlap.script.running import Target
@@ -138,12 +138,8 @@ class MemoryFound:
         }
 
 
-def memory(job: Job, *, progress: bool = True, name: str = "job", say: Say | None = None) -> MemoryFound:
-    """Find where the memory of a job goes, at its own batch size with its longest samples, after the first update.
-
-    The job is left as it was. Raises TrainingError where not even one update fits.
-    """
-    say = say or sayer(progress)
+def memory_of_job(job: Job, *, name: str, say: Say) -> MemoryFound:
+    """As `hotlap.memory` has it, of a job, in this process."""
     with opened(job) as bench:
         return _Account(bench, say).found(name)
 
@@ -261,9 +257,8 @@ class _Account:
 # --- scripts ---------------------------------------------------------------------------------------------
 
 
-def memory_of_script(target: Target, *, progress: bool = True, say: Say | None = None) -> MemoryFound:
-    """As `memory`, of somebody's script, which is run for some updates in a process of its own, and so for each try."""
-    say = say or sayer(progress)
+def memory_of_script(target: Target, *, say: Say = silent) -> MemoryFound:
+    """The same of somebody's script, which is run for some updates in a process of its own, and so for each try."""
     say(f"memory     {target.name} is run for some updates")
     first = Wish(laps=LAPS, lap_s=LAP_S, counts=True, watches=True)
     seen = visit(target, replace(first, lengths=True))

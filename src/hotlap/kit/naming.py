@@ -35,14 +35,15 @@ class Named:
         return self.job()
 
 
-def named(words: Sequence[str], *, module: bool = False, say: Say = lambda line: None) -> Named:
-    """The training that these words name; `module`: they stand behind a `-m`. Raises UsageError where there is none.
+def named(words: Sequence[str], *, say: Say = lambda line: None) -> Named:
+    """The training that these words name. Raises UsageError where there is none.
 
     Nothing is read or run yet, but for a script's file, which has to be there.
     """
     from hotlap.recipes.every import NAMES
     from hotlap.script.running import Target, look
 
+    module, words = tuple(words[:1]) == ("-m",), [word for at, word in enumerate(words) if at or word != "-m"]
     if not words:
         raise UsageError("which training? name module:job, a recipe with its options, train.py ARGS, or -m MODULE ARGS")
     first, *rest = words

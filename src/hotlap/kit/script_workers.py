@@ -13,7 +13,7 @@ from hotlap.core.plan import Feed
 from hotlap.core.units import show_seconds
 from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.obeying import FEEDS
-from hotlap.kit.telling import sayer
+from hotlap.kit.telling import silent
 from hotlap.kit.transforms import Cost
 from hotlap.kit.visiting import RUNS, visit
 from hotlap.kit.workers import (
@@ -37,14 +37,11 @@ from hotlap.tuner.stats import Comparison
 REPEATS = "each would give all samples of an IterableDataset, unless it shares them out by get_worker_info"
 
 
-def workers_of_script(
-    target: Target, *, seconds: float = MOST_S, progress: bool = True, say: Say | None = None
-) -> WorkersFound:
-    """As `workers`, of somebody's script, in a process each time.
+def workers_of_script(target: Target, *, seconds: float = MOST_S, say: Say = silent) -> WorkersFound:
+    """As `hotlap.workers` has it, of somebody's script, in a process each time.
 
     Its training loader is made with other workers; and hotlap brings its batches, as under `hotlap run --plan`.
     """
-    say = say or sayer(progress)
     until = time.monotonic() + seconds
     say(f"workers    {target.name} is run as it is, to find its loader")
     first = visit(target, Wish(transforms=True))

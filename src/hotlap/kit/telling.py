@@ -8,7 +8,11 @@ from collections.abc import Callable
 
 def sayer(progress: bool) -> Callable[[str], None]:
     """Shows a line on stderr, where progress is wanted."""
-    return _say if progress else (lambda line: None)
+    return _say if progress else silent
+
+
+def silent(line: str) -> None:
+    """Shows it to nobody."""
 
 
 def _say(line: str) -> None:

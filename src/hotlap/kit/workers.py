@@ -20,7 +20,6 @@ from hotlap.engine.rig import Place
 from hotlap.engine.step import Window
 from hotlap.kit.bench import Bench, opened
 from hotlap.kit.looks import LAP_ROUNDS
-from hotlap.kit.telling import sayer
 from hotlap.kit.transforms import Cost, costs_of
 from hotlap.machine.limits import read_cpu
 from hotlap.tuner.stats import LEAST_GAIN, Comparison, Estimate
@@ -182,15 +181,8 @@ def nearer(settings: Sequence[Setting], *, on_gpu: bool) -> list[Feed]:
     return [by(count, on_gpu=on_gpu) for count in sorted({(best + other) // 2 for other in beside} - tried)]
 
 
-def workers(
-    job: Job, *, seconds: float = MOST_S, progress: bool = True, name: str = "job", say: Say | None = None
-) -> WorkersFound:
-    """Find how a job's batches should come: by workers, gathered, streamed or held on the device.
-
-    Each way is timed with real updates over the same batches, start-up apart; the best is then compared with the job's
-    own in turns. After about `seconds` no other is tried. The job is left as it was.
-    """
-    say = say or sayer(progress)
+def workers_of_job(job: Job, *, name: str, seconds: float = MOST_S, say: Say) -> WorkersFound:
+    """As `hotlap.workers` has it, of a job, in this process; all ways go over the same batches."""
     with opened(job) as bench:
         return _Ways(bench, seconds, say).found(name)
 
