@@ -30,7 +30,7 @@ for epoch in range(10_000):
 def test_a_scripts_largest_batch_is_one_that_its_longest_samples_fit_in(tmp_path):
     path = tmp_path / "ragged.py"
     path.write_text(RAGGED)
-    found = batch_of_script(Target(path=str(path)), seconds=240, progress=False)
+    found = batch_of_script(Target(path=str(path)), seconds=240)
     assert "batches hold the longest of all 2,003 samples" in found.summary()
     # What the embedding gives for a sample, and its gradient: of 4,000 words and not of 30.
     assert found.searched.line.bytes_a_sample > 4000 * 256 * 4

@@ -31,7 +31,7 @@ for epoch in range(1000):
 def test_a_scripts_largest_batch_is_found_in_processes_of_its_own(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(SCRIPT)
-    found = batch_of_script(Target(path=str(path)), seconds=150, progress=False)
+    found = batch_of_script(Target(path=str(path)), seconds=150)
     assert found.searched.found_largest, found.summary()
     assert 2048 < found.largest.size < 32_000
     assert 0.9 * GIB < found.room_bytes < 1.1 * GIB
@@ -41,7 +41,7 @@ def test_a_scripts_largest_batch_is_found_in_processes_of_its_own(tmp_path):
 def test_a_scripts_account_adds_up(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(SCRIPT.replace("batch_size=2048", "batch_size=4096"))
-    found = memory_of_script(Target(path=str(path)), progress=False)
+    found = memory_of_script(Target(path=str(path)))
     assert found.device.startswith("cuda")
     assert abs(found.peak_bytes - found.counted_bytes) < 0.05 * found.peak_bytes, found.summary()
     assert found.kinds["libraries"] > 0

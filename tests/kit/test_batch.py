@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from hotlap import Job, Sequences
 from hotlap.core.errors import TrainingError
 from hotlap.kit import batch as kit
 from hotlap.kit import catalogue
+from hotlap.kit.batch import BatchFound
 from hotlap.kit.bench import only_new_garbage, opened
 from hotlap.kit.lengths import longest_in, size_of
-from hotlap.kit.prior import prior, remember
-from hotlap.kit.search import Line, Search
+from hotlap.kit.prior import Prior, prior, remember
+from hotlap.kit.search import Line, Search, Searched, Trial
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +116,7 @@ class Full(nn.Module):
 def test_out_of_memory_is_caught_and_the_largest_that_trains_is_found(monkeypatch):
     monkeypatch.setattr(kit, "Search", lambda **how: Search(**{**how, "by_speed": False}))  # as on a GPU
     model = Full(77)
-    found = kit.batch(job(model=model, optimizer=lambda p: torch.optim.Adam(p)), progress=False)
+    found = hotlap.batch(job(model=model, optimizer=lambda p: torch.optim.Adam(p)), progress=False)
     assert found.largest.size == 77
     assert found.searched.found_largest
     assert "78 does not train: CUDA out of memory" in found.searched.ended
@@ -323,7 +325,7 @@ def test_a_search_corrects_the_guess_and_the_next_one_begins_where_it_ended(cach
     monkeypatch.setattr("hotlap.kit.bench.Bench.memory_ends", True)
     monkeypatch.setattr("hotlap.kit.bench.room_on", lambda device: 40 * 1024)
     first, second = (
-        kit.batch(job(model=Full(200), optimizer=lambda p: torch.optim.Adam(p)), progress=False) for _ in range(2)
+        hotlap.batch(job(model=Full(200), optimizer=lambda p: torch.optim.Adam(p)), progress=False) for _ in range(2)
     )
     assert "a guess for the CPU from" in first.summary()
     assert first.largest.size == second.largest.size == 200
@@ -343,3 +345,50 @@ def test_an_optimizer_that_calls_the_model_by_itself_is_refused():
 def test_a_batch_norm_is_not_advised_to_train_with_one_sample():
     found = hotlap.batch(job(batch_size=1, accumulate=1), progress=False)
     assert found.advice.startswith("a batch norm cannot train with your 1 sample at once: 2 at least")
+
+
+# --- advice ----------------------------------------------------------------------------------------------
+
+
+def found_of(speeds, *, effective, own, writes=lambda size, times: f"{times} times {size}", proven=True):
+    """What was found where sizes have these speeds."""
+    trials = tuple(Trial(size=size, samples_per_s=speed, taken_bytes=size) for size, speed in speeds.items())
+    return BatchFound(
+        name="x",
+        device="cpu",
+        own_batch=own,
+        effective_batch=effective,
+        searched=Searched(trials=trials, ended="enough", found_largest=proven),
+        began=Prior(size=own, why="your own"),
+        room_bytes=10**6,
+        writes=writes,
+    )
+
+
+def test_an_effective_batch_that_is_nearly_the_fastest_is_not_cut():
+    speeds = {16: 150.0, 41: 224.0, 64: 229.0, 128: 230.0}
+    assert found_of(speeds, effective=64, own=64).advice == "the effective batch of 64 stays as it is"
+    # One that was not timed itself is as fast as the slower of its neighbours.
+    assert found_of(speeds, effective=50, own=50).advice == "the effective batch of 50 stays as it is"
+    assert "10 times 10" in found_of({16: 230.0, 64: 229.0, 128: 100.0}, effective=100, own=100).advice
+    # One that is larger than all that keep the reserve has to be cut.
+    assert "2 times 128" in found_of({64: 100.0, 128: 230.0}, effective=256, own=256).advice
+
+
+def test_a_training_that_accumulates_is_told_not_to_where_its_batch_goes_through_at_once():
+    mine = job(batch_size=4, accumulate=2)
+    found = hotlap.batch(mine, progress=False, seconds=5)
+    assert found.effective_batch == 8
+    whole = found_of({8: 100.0}, effective=8, own=4, writes=found.writes)
+    assert whole.advice == "the effective batch of 8 goes through in one piece: batch_size=8, accumulate=1"
+    script = found_of({8: 100.0}, effective=8, own=4, writes=partial(kit._script_words, True))
+    assert script.advice.endswith("the loader's batch_size=8, and an update with every batch")
+
+
+def test_a_curve_that_still_rises_where_the_search_ends_is_said_to():
+    speeds = {16: 100.0, 32: 200.0}
+    assert (
+        "which is 32; larger ones may be faster still" in found_of(speeds, effective=16, own=16, proven=False).summary()
+    )
+    assert "may be faster" not in found_of(speeds, effective=16, own=16).summary()
+    assert "may be faster" not in found_of({**speeds, 64: 90.0}, effective=16, own=16, proven=False).summary()

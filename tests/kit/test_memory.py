@@ -358,7 +358,7 @@ def test_other_ways_to_grow_are_told_with_what_can_be_seen_of_them(tmp_path, mon
     monkeypatch.setattr(kit, "savings", lambda *_: [])
     path = tmp_path / "leaks.py"
     path.write_text(LEAKS)
-    (held,) = memory_of_script(Target(path=str(path), args=[how]), progress=False).held
+    (held,) = memory_of_script(Target(path=str(path), args=[how])).held
     assert held.line.endswith(line)
     assert held.bytes_an_update == size
     assert said in str(held)
@@ -372,7 +372,7 @@ def test_what_is_let_go_of_does_not_grow(tmp_path, monkeypatch, how):
     monkeypatch.setattr(kit, "savings", lambda *_: [])
     path = tmp_path / "leaks.py"
     path.write_text(LEAKS)
-    assert memory_of_script(Target(path=str(path), args=[how]), progress=False).held == ()
+    assert memory_of_script(Target(path=str(path), args=[how])).held == ()
 
 
 class Allocator:

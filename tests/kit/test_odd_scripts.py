@@ -13,6 +13,7 @@ import pytest
 from hotlap.kit import script_workers
 from hotlap.kit.batch import batch_of_script
 from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.search import TooShortError
 from hotlap.kit.visiting import EndedError, visit
 from hotlap.kit.workers import by
 from hotlap.script.running import Target
@@ -54,7 +55,7 @@ def test_a_size_that_a_script_fails_with_does_not_train_and_the_others_are_told(
     assert found.largest.size == 16
     (failed,) = [one for one in found.searched.trials if one.size == 32]
     assert failed.why_not.startswith("RuntimeError: The size of tensor a (32) must match")
-    assert "the loader's batch_size=16" in found.summary()
+    assert "the effective batch of 16 stays as it is" in found.summary()
 
 
 def test_its_own_size_has_to_train(target):
@@ -167,3 +168,74 @@ def _lives(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+# --- what it says, and what it writes ---------------------------------------------------------------------
+
+
+def test_a_script_that_refuses_its_arguments_is_told_in_its_own_words(target):
+    mine = target("""
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--data", required=True)
+        parser.parse_args()
+    """)
+    with pytest.raises(EndedError, match=r"mine\.py: error: the following arguments are required: --data"):
+        visit(mine, Wish())
+
+
+def test_an_error_of_a_script_is_told_with_its_line(target):
+    mine = target("""
+        for x, y in DataLoader(data, batch_size=16):
+            raise ValueError("boom")
+    """)
+    line = next(number for number, text in enumerate(Path(mine.path).read_text().splitlines(), 1) if "boom" in text)
+    with pytest.raises(EndedError, match=rf"ended by an error: ValueError: boom \(mine.py:{line}\)"):
+        visit(mine, Wish())
+
+
+def test_a_script_that_trains_nothing_is_told_to_be_none(target):
+    with pytest.raises(TooShortError, match="none of torch's optimizers made an update"):
+        visit(target("print('hello')"), Wish())
+    short = target("""
+        for x, y in DataLoader(data, batch_size=256):
+            update(x, y)
+    """)
+    with pytest.raises(TooShortError, match="over after 2 updates, too few to be timed"):
+        visit(short, Wish())
+
+
+def test_files_that_a_script_saves_are_as_before_afterwards(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "best.pt").write_text("precious")
+    mine = target("""
+        import shutil
+        for epoch in range(10_000):
+            for x, y in DataLoader(data, batch_size=16):
+                update(x, y)
+            torch.save(model.state_dict(), "best.pt")
+            torch.save({"epoch": epoch}, open("other.pt", "wb"))
+            torch.save({"epoch": epoch}, "last.pt")
+            shutil.copyfile("last.pt", "copy.pt")
+            assert torch.load("best.pt")["weight"].shape == (2, 8)
+    """)
+    seen = visit(mine, Wish(laps=3, lap_s=0.05))
+    assert seen.updates > 64
+    assert (tmp_path / "best.pt").read_text() == "precious"
+    assert not (tmp_path / "last.pt").exists()
+    assert (tmp_path / "copy.pt").exists()  # which it did not write by torch.save
+
+
+def test_an_evaluation_is_no_part_of_an_updates_memory(target):
+    mine = target("""
+        large, made = torch.randn(65536, 8), 0
+        for epoch in range(10_000):
+            for x, y in DataLoader(data, batch_size=256):
+                if made == 4:  # after one lap the next update is looked at
+                    with torch.no_grad():
+                        model(large)
+                update(x, y)
+                made += 1
+    """)
+    account = visit(mine, Wish(laps=1, lap_s=0.0, counts=True)).account
+    assert 0 < account["peak_bytes"] < 65536 * 2 * 4

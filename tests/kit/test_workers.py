@@ -17,6 +17,7 @@ from hotlap.cli import app
 from hotlap.kit import script_workers as scripts
 from hotlap.kit import transforms
 from hotlap.kit import workers as kit
+from hotlap.kit.bench import opened
 from hotlap.kit.child import Visitor
 from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.visiting import visit
@@ -149,7 +150,9 @@ def test_a_gain_is_told_with_its_interval_and_none_where_it_may_be_chance():
     assert "2x [1.8, 2.2] as fast as no workers" in found_of(own, two, verdict="accepted").advice
     unsure = found_of(own, two, verdict="no difference seen")
     assert not unsure.matters
-    assert unsure.advice == "nothing: no other way is seen to be faster than no workers"
+    assert unsure.advice == (
+        "nothing: no other way is surely faster than no workers; 2 workers, 2x [1.8, 2.2] as fast, may be so by chance"
+    )
     assert "does not matter" in found_of(own, bare_s=0.0199).advice
     assert "as it is" in found_of(own, two).summary()
 
@@ -399,3 +402,14 @@ def test_the_cost_of_transforms_stands_in_what_workers_tells(quick, monkeypatch)
     assert [one.name for one in found.transforms] == ["halved", "all else"]
     assert "in one process: halved " in found.summary()
     assert found.to_dict()["transforms"][0]["name"] == "halved"
+
+
+def test_a_last_shorter_batch_counts_in_the_step_at_hand_as_in_laps(quick, monkeypatch):
+    def step_s(bench, *windows):
+        return float(sum(map(sum, (window.sizes for window in windows))))
+
+    monkeypatch.setattr("hotlap.kit.bench.Bench.step_s", step_s)
+    data = TensorDataset(torch.randn(20, 6), torch.randint(3, (20,)))
+    for size, mean in ((16, 10.0), (10, 10.0), (8, (8 + 8 + 4) / 3)):
+        with opened(job(DataLoader(data, batch_size=size))) as bench:
+            assert kit._Ways(bench, 10.0, lambda line: None)._bare_s() == pytest.approx(mean)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hotlap.data.randomness import HOST, Generator
-from hotlap.engine.blocks import repeated_blocks
+from hotlap.engine.blocks import checkpointed_blocks
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -21,7 +21,7 @@ _Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 def why_not_checkpointed(model: nn.Module, blocks: int, device: torch.device) -> str | None:
     """Why so many blocks of the model cannot be checkpointed, or None where they can."""
-    asked, name, there = f"memory.checkpoint={blocks}", type(model).__name__, len(repeated_blocks(model))
+    asked, name, there = f"memory.checkpoint={blocks}", type(model).__name__, len(checkpointed_blocks(model))
     if not there:
         return f"{asked} needs blocks that the model repeats, and {name} repeats none"
     if there < blocks:
@@ -38,7 +38,7 @@ class Checkpointing:
     """
 
     def __init__(self, model: nn.Module, blocks: int) -> None:
-        self._blocks = [_Block(block) for block in repeated_blocks(model)[:blocks]]
+        self._blocks = [_Block(block) for block in checkpointed_blocks(model)[:blocks]]
 
     def __enter__(self) -> None:
         for block in self._blocks:

@@ -19,7 +19,7 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Memory, Plan
 from hotlap.data.columns import tensors_in
 from hotlap.data.resident import Rows
-from hotlap.engine.blocks import repeated_blocks
+from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.capture import CapturedStep
 from hotlap.engine.rig import Place, Rig
 from hotlap.engine.snapshot import Randomness
@@ -221,7 +221,7 @@ def _parameters(rig: Rig) -> list[Tensor]:
 
 def _smaller(rig: Rig, piece: int) -> Plan | None:
     """The next plan that needs less memory than the one in force, whose largest piece has so many samples."""
-    plan, blocks = rig.plan, len(repeated_blocks(rig.model))
+    plan, blocks = rig.plan, len(checkpointed_blocks(rig.model))
     checkpointed = plan.memory.checkpoint
     if checkpointed < blocks:
         more = min(max(1, 2 * checkpointed), blocks)

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hotlap.kit.bench import Bench, only_new_garbage, opened, room_on
 from hotlap.kit.catalogue import kind_of_model
 from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.prior import Prior, prior, remember
-from hotlap.kit.search import Search, Searched, Trial, fastest, knee
+from hotlap.kit.search import KNEE, Search, Searched, Trial, fastest, knee
 from hotlap.kit.telling import silent
 from hotlap.kit.visiting import RUNS, EndedError, visit
 from hotlap.script.running import Target
@@ -75,6 +76,11 @@ class BatchFound:
         return knee(self.searched.within(self.allowed_bytes))
 
     @property
+    def _ends_early(self) -> bool:
+        """Whether the largest that was tried is the fastest, and nothing says that larger ones do not train."""
+        return not self.searched.found_largest and self.fastest is not None and self.fastest is self.largest
+
+    @property
     def keeps_reserve(self) -> Trial | None:
         """The largest timed one that keeps the reserve."""
         return max(self.searched.within(self.allowed_bytes), key=lambda one: one.size, default=None)
@@ -91,11 +97,22 @@ class BatchFound:
         if whole < self.least:
             most = f"{self.least} at least, up to {knee.size:,}"
             return f"a batch norm cannot train with your {whole:,} sample at once: {most}"
-        if whole <= knee.size:
+        if whole <= knee.size or self._is_near_best(whole):
             more = f"; up to {knee.size:,} would be faster, with another effective batch" if knee.size > whole else ""
-            return f"the effective batch of {whole:,} goes through in one piece: {self.writes(whole, 1)}{more}"
+            what = (
+                "stays as it is" if whole == self.own_batch else f"goes through in one piece: {self.writes(whole, 1)}"
+            )
+            return f"the effective batch of {whole:,} {what}{more}"
         size = max(part for part in range(1, knee.size + 1) if whole % part == 0)
         return f"for the effective batch of {whole:,} as it is: {self.writes(size, whole // size)}"
+
+    def _is_near_best(self, size: int) -> bool:
+        """Whether it keeps the reserve, and the timed ones next to it are nearly as fast as the fastest."""
+        timed = self.searched.within(self.allowed_bytes)
+        below, above = ([one for one in timed if (one.size >= size) is is_above] for is_above in (False, True))
+        beside = above[:1] if above and above[0].size == size else [*below[-1:], *above[:1]]
+        least = min((one.samples_per_s or 0.0 for one in beside), default=0.0)
+        return bool(above) and self.fastest is not None and least >= KNEE * (self.fastest.samples_per_s or 0.0)
 
     def summary(self) -> str:
         """The curve and what follows from it, for people."""
@@ -126,7 +143,8 @@ class BatchFound:
             lines.append(f"reserve    up to {self.keeps_reserve.size:,} was seen to stay within {kept}")
         if fast is not None and knee is not None and fast.samples_per_s and knee.samples_per_s:
             part = knee.samples_per_s / fast.samples_per_s
-            lines.append(f"knee       {knee.size:,} has {part:.0%} of the best, which is {fast.size:,}")
+            still = "; larger ones may be faster still" if self._ends_early else ""
+            lines.append(f"knee       {knee.size:,} has {part:.0%} of the best, which is {fast.size:,}{still}")
         own = "" if self.own_batch is None else f" ({self.own_batch:,} at once)"
         whole = "a batch sampler's own" if self.effective_batch is None else f"{self.effective_batch:,}{own}"
         lines.append(f"effective  {whole}; it stays as you set it")
@@ -217,13 +235,14 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
         room_bytes=bench.room_bytes,
         notes=tuple(notes),
         least=bench.least,
-        writes=_job_words,
+        writes=partial(_job_words, bench.job.accumulate > 1),
     )
 
 
-def _job_words(size: int, times: int) -> str:
+def _job_words(accumulates: bool, size: int, times: int) -> str:
+    """What to write in a job, which accumulates as it is, or does not."""
     if times == 1:
-        return f"batch_size={size}"
+        return f"batch_size={size}{', accumulate=1' if accumulates else ''}"
     return f"batch_size={size}, accumulate={times}; or leave the job and give the plan micro_batch={size}"
 
 
@@ -323,10 +342,14 @@ def batch_of_script(
         began=began,
         room_bytes=room,
         notes=_script_notes(first, searched),
-        writes=lambda size, times: (
-            f"the loader's batch_size={size}" + (f", and an update every {times} batches" if times > 1 else "")
-        ),
+        writes=partial(_script_words, own < (first.samples_an_update or own)),
     )
+
+
+def _script_words(accumulates: bool, size: int, times: int) -> str:
+    """What to write in a script, which accumulates as it is, or does not."""
+    updates = f", and an update every {times} batches" if times > 1 else ", and an update with every batch"
+    return f"the loader's batch_size={size}{updates if times > 1 or accumulates else ''}"
 
 
 def _script_notes(first: Seen, searched: Searched) -> tuple[str, ...]:

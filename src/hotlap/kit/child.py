@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -32,15 +33,16 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotlap.data.batches import Batch, count_samples, map_tensors
-from hotlap.engine.blocks import repeated_blocks
+from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.checkpointing import Checkpointing
 from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.kit.bench import rest_of, room_on, state_of
 from hotlap.kit.growing import Turns
-from hotlap.kit.live import LiveTensors
+from hotlap.kit.live import LiveTensors, is_users_file
 from hotlap.kit.loaders import maker_of, tell_lengths, tell_of, with_change, with_longest
 from hotlap.kit.looks import LAP_ROUNDS, Seen, Wish
 from hotlap.kit.obeying import Obeying
+from hotlap.kit.saved_files import SavedFiles
 from hotlap.kit.savings import model_facts
 from hotlap.kit.transforms import costs_of
 from hotlap.kit.watching import Watch
@@ -54,7 +56,8 @@ from hotlap.store.files import write_text
 WARM = 3
 """Updates before anything is timed: the first has no state of the optimizer's yet."""
 MOST_SHORT = 3
-"""Updates that are left out while memory is looked at, since they have fewer samples than most: an epoch's last."""
+"""Updates that are left out while memory is looked at, at the end of an epoch: they have fewer samples than most, or an
+evaluation comes before them."""
 
 PR_SET_PDEATHSIG = 1
 NUMBER = "_hotlap_number"
@@ -97,6 +100,7 @@ class Visitor:
 
     def __enter__(self) -> None:
         put = self._patches.put
+        put(torch, "save", SavedFiles(self._report.parent).before(torch.save))
         put(DataLoader, "__init__", self._made(DataLoader.__init__))
         put(DataLoader, "_get_iterator", self._iterated(DataLoader._get_iterator))
         put(_BaseDataLoaderIter, "__next__", self._given(_BaseDataLoaderIter.__next__))
@@ -118,7 +122,7 @@ class Visitor:
             line = first_line(error) if isinstance(error, Exception) else "it was interrupted"
             is_full = isinstance(error, MemoryError) or is_out_of_memory(error)
             self.seen.out_of_memory = line if is_full else None
-            self.seen.error = None if is_full else f"{type(error).__name__}: {line}"
+            self.seen.error = None if is_full else f"{type(error).__name__}: {line}{_place_in_script(at)}"
         self._write()
 
     # --- the script's loaders ----------------------------------------------------------------------
@@ -256,7 +260,7 @@ class Visitor:
         self.seen.why_not = "it calls no module as a whole" if model is None else why_not_changed(model)
         if model is None or self.seen.why_not is not None:
             self._end()
-        Checkpointing(model, len(repeated_blocks(model))).__enter__()
+        Checkpointing(model, len(checkpointed_blocks(model))).__enter__()
 
     def _begin(self) -> None:
         self._patches.take_out("model")  # which takes time
@@ -297,7 +301,7 @@ class Visitor:
         live = watch.live
         if not self.seen.account:
             is_short = self._samples_last.get(self._main, 0) < self._samples_an_update
-            if is_short and self._left_out < MOST_SHORT:
+            if (is_short or watch.evaluated) and self._left_out < MOST_SHORT:
                 self._left_out += 1
                 watch.__exit__(None, None, None)
                 self._open_watch(lines=False)
@@ -397,6 +401,12 @@ class Visitor:
         else:
             seen.room_bytes = room_on(torch.device("cpu"))
         write_text(self._report, json.dumps(asdict(seen)))
+
+
+def _place_in_script(at: TracebackType | None) -> str:
+    """In words, where in the user's code an error arose."""
+    own = [frame for frame in traceback.extract_tb(at) if is_users_file(frame.filename)]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def _in_place(original: Callable[..., None]) -> Callable[..., None]:

@@ -89,9 +89,8 @@ class MemoryFound:
 
     def summary(self) -> str:
         """The account, for people."""
-        lines = [
-            f"{'peak':<21} {show_bytes(self.peak_bytes):>10}  {self.samples:,} samples at once, after the first update"
-        ]
+        at_once = f"{self.samples:,} samples at once, " if self.samples else ""  # no loader says how many
+        lines = [f"{'peak':<21} {show_bytes(self.peak_bytes):>10}  {at_once}after the first update"]
         whole = {**self.kinds, "unseen": self.unseen_bytes}
         for kind in (*KINDS, "unseen"):
             if whole.get(kind):

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hotlap import machine
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.data.batches import Batch
-from hotlap.engine.blocks import repeated_blocks
+from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.checkpointing import why_not_checkpointed
 from hotlap.engine.precision import why_not_precision
 from hotlap.kit.catalogue import DENSE, RECURRENT, TEXT, UNITS, kind_of_model
@@ -110,7 +110,7 @@ class Trials(Protocol):
 def model_facts(model: nn.Module, sample: Batch | None, device: torch.device) -> ModelFacts:
     """What is to be known of a model on this device; `sample` is a batch that it gets."""
     names = {id(part): name for name, part in model.named_modules()}
-    blocks = [names[id(block)] for block in repeated_blocks(model)]
+    blocks = [names[id(block)] for block in checkpointed_blocks(model)]
     reasons = {one: why_not_precision(one, device) for one in ("bf16", "fp16")}
     precision = next((one for one, reason in reasons.items() if reason is None), None)
     fact = None if precision is None else machine.dtype_facts(device)[precision]

@@ -11,12 +11,16 @@ from pathlib import Path
 
 from hotlap.core.errors import TrainingError
 from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.saved_files import put_back
 from hotlap.kit.search import TooShortError
 from hotlap.script.running import Target
 
 MOST_S = 600.0
 """What one look may take, with all that the script does before it trains."""
-RUNS = "the script was run anew for each try, for some updates; what it writes before them was written each time"
+RUNS = (
+    "the script was run anew for each try, for some updates; files of its torch.save were put back, "
+    "whatever else it writes was written each time"
+)
 
 
 class EndedError(TrainingError):
@@ -44,17 +48,22 @@ def visit(target: Target, wish: Wish) -> Seen:
                 )
             except subprocess.TimeoutExpired:
                 raise TrainingError(f"{target.name} made too few updates in {MOST_S:.0f} s") from None
+            finally:
+                put_back(Path(folder))
         seen = Seen(**json.loads(report.read_text(encoding="utf-8"))) if report.is_file() else None
         last = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    if seen is None or seen.error is not None:
+    is_seen = seen is not None and bool(seen.laps or seen.out_of_memory or seen.why_not)
+    if seen is None or seen.error is not None or (done.returncode and not is_seen):
         why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
         if why.startswith("EOFError"):
             why += " (it is run without anything to read on stdin)"
         raise EndedError(target.name, why)
-    if seen.out_of_memory is None and seen.why_not is None and not seen.laps:
+    if not is_seen:
         changed = ", ".join(f"{name}={value}" for name, value in wish.change.items())
         raise TooShortError(
             f"{target.name} is over after {seen.updates:,} updates{f' with {changed}' if changed else ''}, "
-            "too few to be timed; let it train longer"
+            "too few to be timed; let it train for a few seconds"
+            if seen.updates
+            else f"{target.name} is over, and none of torch's optimizers made an update; name the script that trains"
         )
     return seen

@@ -40,6 +40,8 @@ class Watch:
         self._names = {id(part): name for module in modules for name, part in module.named_modules()}
         self._patches = Patches()
         self._inside: list[str] = []
+        self.evaluated = False
+        """Whether a module was called that keeps nothing for a backward pass, as in an evaluation."""
         self.outputs: dict[str, int] = {}
         """Bytes that each module gave, of those that were called."""
 
@@ -65,6 +67,8 @@ class Watch:
     def _enters(self, module: nn.Module, inputs: Any) -> None:
         if module.__class__.__module__.startswith("torch.optim"):
             return
+        # What is checkpointed calls its parts so, but not itself.
+        self.evaluated = self.evaluated or not (self._inside or torch.is_grad_enabled())
         self._inside.append(self._names.get(id(module)) or type(module).__name__)
         self.live.layer = self._inside[-1]
         if self.live.kind != "backward":  # a block that is computed again is part of the backward pass

@@ -101,6 +101,9 @@ class WorkersFound:
             return f"nothing: with {own.words} the step waits for no batch, so it does not matter"
         if all(other.step_s is None for other in self.settings if not other.is_own):
             return f"nothing is known: no other way than {own.words} was timed"
+        if one is not None and not best.is_own and one.ratio > 1:
+            chance = f"{best.words}, {one.ratio:.3g}x [{one.low:.3g}, {one.high:.3g}] as fast, may be so by chance"
+            return f"nothing: no other way is surely faster than {own.words}; {chance}"
         return f"nothing: no other way is seen to be faster than {own.words}"
 
     def summary(self) -> str:
@@ -112,7 +115,8 @@ class WorkersFound:
                 lines.append(f"{one.words:<{width}}  {'–':>9}  {'–':>9}  not tried: {one.why_not}")
                 continue
             start = "–" if one.start_s is None else show_seconds(one.start_s)
-            marks = [word for word, is_so in (("as it is", one.is_own), ("best", one == self.best)) if is_so]
+            word = "best" if self.matters or self.best.is_own else "best by these laps"
+            marks = [word for word, is_so in (("as it is", one.is_own), (word, one == self.best)) if is_so]
             lines.append(
                 f"{one.words:<{width}}  {show_seconds(one.step_s):>9}  {start:>9}  {', '.join(marks)}".rstrip()
             )
@@ -236,14 +240,24 @@ class _Ways:
         return [own, *(feed for feed in (*by_workers, *whole) if feed != own)]
 
     def _bare_s(self) -> float:
-        """Seconds an update whose batch is at hand: one that laps have too; all of them, where they differ."""
+        """Seconds an update whose batch is at hand: one that laps have too; all of them, where they differ.
+
+        Where laps go through several epochs, the last, shorter batch of each counts as in these.
+        """
         warm, least = self._lengths(self._cores)
         here = self._rig.windows_here
         chosen = sorted({number % here for number in range(warm, warm + least)}) if self._varies else [0]
         windows = list(self._rig.look(self._plan, chosen))
         for window in (windows * 2)[:2]:
             self._rig.step(window)
-        return self._bench.step_s(*windows)
+        step_s = self._bench.step_s(*windows)
+        if self._varies or not 1 < here <= least:
+            return step_s
+        (last,) = self._rig.look(self._plan, [here - 1])
+        if sum(last.sizes) == sum(windows[0].sizes):
+            return step_s
+        self._rig.step(last)
+        return ((here - 1) * step_s + self._bench.step_s(last)) / here
 
     def _lengths(self, workers: int) -> tuple[int, int]:
         """How many windows come before a lap, and how many it has at least."""
