@@ -141,6 +141,27 @@ def test_three_models_are_compared_and_the_best_is_the_one_that_is_kept(tmp_path
     assert type(model) is type(reader.model(best))
 
 
+def test_a_last_batch_of_one_window_is_left_out_for_every_model_alike(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    count = len(prepare(options(data), lambda line: None).candidates[0].job().data)
+    chosen = {"batch_size": str(count - 1), "models": "lstm,transformer,mlp", "epochs": "1"}
+    assert [one.job().drop_last for one in prepare(options(data, **chosen), lambda line: None).candidates] == [True] * 3
+    folder = trained(data, tmp_path / "run", [], **chosen)
+    assert set(json.loads((folder / "report.json").read_text())["models"]) == {"lstm", "transformer", "mlp"}
+    more = prepare(options(data, batch_size=str(count - 2)), lambda line: None)
+    assert more.candidates[0].job().drop_last is None
+
+
+def test_a_fold_whose_last_batch_holds_one_window_is_trained_and_one_of_a_single_window_is_refused(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=900, symbols=1)
+    folds = prepare(options(data, folds="3"), lambda line: None).folds("mlp")
+    size = len(folds[1].job().data) - 1
+    folder = trained(data, tmp_path / "run", [], folds="3", epochs="1", batch_size=str(size))
+    assert len(json.loads((folder / "report.json").read_text())["folds"]) == 3
+    with pytest.raises(DataError, match="there are too few bars for 133 folds; ask for fewer"):
+        prepare(options(data, folds="133"), lambda line: None).folds("mlp")
+
+
 @pytest.fixture
 def hasty(monkeypatch):
     """Some models, by name, learn at a rate that leaves no numbers of them."""

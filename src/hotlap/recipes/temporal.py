@@ -312,7 +312,8 @@ def _folds(
             train.append(_side(options, bars, its, 0, places[0] - options.ahead))
             held.append(_side(options, bars, its, places[0], places[1]))
         seen, later = [side for side in train if side], [side for side in held if side]
-        if not seen or not later:
+        # A single window makes no batch that a batch norm can take.
+        if not later or sum(len(side.naive) for side in seen) < 2:
             raise DataError(f"there are too few bars for {options.folds} folds; ask for fewer")
         standard = standardised(np.concatenate([side.values for side in seen]))
         data, judged = (_windows(part, standard, options.length) for part in (seen, later))
@@ -352,6 +353,9 @@ def _job(
         schedule=warm_up_and_cosine(options.warm_up),
         clip=options.clip,
         batch_size=options.batch_size,
+        # The batch norms of the MLP cannot take a batch of one sample; all models leave out the one that is left over,
+        # which is another in every epoch, so that they are compared on the same data.
+        drop_last=len(data) % options.batch_size == 1 or None,
         eval_batch=options.judged_at_once,
         epochs=options.epochs or 20,
         metrics=["accuracy", "macro_f1"],
