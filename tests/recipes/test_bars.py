@@ -109,10 +109,18 @@ def test_times_in_every_usual_form_are_the_same_seconds(write):
     assert bars.times.tolist() == plain["time"].tolist()
 
 
-def test_a_day_and_an_hour_in_two_columns_are_one_time():
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda moments: [moment.strftime("%Y.%m.%d") for moment in moments],
+        lambda moments: np.array([moment.date() for moment in moments], dtype="datetime64[s]"),
+        lambda moments: np.array([int(moment.strftime("%Y%m%d")) for moment in moments]),
+    ],
+)
+def test_a_day_and_an_hour_in_two_columns_are_one_time(write):
     plain = columns()
     moments = [datetime.fromtimestamp(t, UTC) for t in plain["time"]]
-    two = {"Date": [m.strftime("%Y.%m.%d") for m in moments], "Time": [m.strftime("%H:%M") for m in moments]}
+    two = {"Date": write(moments), "Time": [m.strftime("%H:%M") for m in moments]}
     (bars,) = bars_from({**two, **{name: values for name, values in plain.items() if name != "time"}})
     assert bars.times.tolist() == plain["time"].tolist()
 
@@ -141,6 +149,14 @@ def test_missing_volume_is_zero_and_said(caplog):
         (bars,) = bars_from(plain)
     assert bars.volume.tolist() == [0] * 6
     assert "no column for volume" in caplog.text
+
+
+@pytest.mark.parametrize(("volume", "taken"), [(np.zeros(6), "ticks"), (np.arange(6.0), "volume")])
+def test_ticks_are_the_volume_where_there_is_no_other(volume, taken):
+    plain, ticks = columns(), np.arange(6.0) + 7
+    del plain["volume"]
+    (bars,) = bars_from({**plain, "<TICKVOL>": ticks, "<VOL>": volume})
+    assert bars.volume.tolist() == {"ticks": ticks, "volume": volume}[taken].tolist()
 
 
 def test_rows_out_of_order_are_sorted_and_said(caplog):

@@ -206,6 +206,20 @@ def test_a_fold_that_diverges_is_left_out_of_the_average(tmp_path, hasty, monkey
     assert list(json.loads((folder / "report.json").read_text())["folds"]) == ["fold 2 of 3", "fold 3 of 3"]
 
 
+def test_an_export_of_metatrader_is_read_as_the_same_bars(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    with data.open() as file:
+        rows = list(csv.DictReader(file))
+    lines = ["<DATE>\t<TIME>\t<OPEN>\t<HIGH>\t<LOW>\t<CLOSE>\t<TICKVOL>\t<VOL>\t<SPREAD>"]
+    for row in rows:
+        day, hour = row["time"].split()
+        prices = [row[name] for name in ("open", "high", "low", "close", "volume")]
+        lines.append("\t".join([day.replace("-", "."), hour, *prices, "0", "2"]))
+    (tmp_path / "export.csv").write_text("\n".join(lines) + "\n")
+    mine, theirs = (prepare(options(tmp_path / name), lambda line: None) for name in ("bars.csv", "export.csv"))
+    assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -168,6 +168,9 @@ def _by_meaning(columns: Mapping[str, Any]) -> dict[str, Numbers]:
     found: dict[str, Numbers] = {}
     for meaning, known in NAMES.items():
         there = [name for name in known if name in given]
+        # MetaTrader writes <VOL> as 0 everywhere where it counts ticks alone, in <TICKVOL>.
+        if meaning == "volume" and len(there) > 1 and not np.any(given[there[0]] != 0):
+            there = there[1:]
         if there:
             found[meaning] = given[there[0]]
     missing = [
@@ -181,7 +184,10 @@ def _by_meaning(columns: Mapping[str, Any]) -> dict[str, Numbers]:
     if len(set(lengths.values())) > 1 or found["open"].ndim != 1 or not len(found["open"]):
         raise DataError(f"columns must be of one length, and not empty; they have the shapes {shown(lengths, 200)}")
     if "date" in given and re.fullmatch(r"\d\d:\d\d(:\d\d)?", str(found["time"][0])):
-        found["time"] = np.array([f"{day} {hour}" for day, hour in zip(given["date"], found["time"], strict=True)])
+        days = given["date"]
+        if days.dtype.kind == "M":  # as a table has read them: with an hour, which is midnight
+            days = days.astype("datetime64[D]")
+        found["time"] = np.array([f"{day} {hour}" for day, hour in zip(days, found["time"], strict=True)])
     return found
 
 
