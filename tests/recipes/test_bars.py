@@ -142,6 +142,48 @@ def test_each_symbol_has_its_own_bars_in_the_order_of_the_file_and_knows_its_row
     assert found[1].rows.tolist() == [1, 3, 5, 7]
 
 
+@pytest.mark.parametrize("name", ["Name", "ASSET", "instrument", "coin", "Stock", "code", "ISIN", "pair"])
+def test_symbols_are_found_under_every_usual_name(name):
+    one = columns(4)
+    both = {kind: np.tile(values, 2) for kind, values in one.items()}
+    found = bars_from({**both, name: ["A"] * 4 + ["B"] * 4})
+    assert [bars.symbol for bars in found] == ["A", "B"]
+    assert same(found[1], bars_from(one)[0])
+
+
+@pytest.mark.parametrize("values", [[f"bar {at}" for at in range(6)], [""] * 6, [7.0, 8.0] * 3])
+def test_a_name_for_every_bar_a_number_or_nothing_is_no_symbol(values):
+    (bars,) = bars_from({**columns(), "name": values})
+    assert bars.symbol == ""
+
+
+def test_a_time_that_comes_again_is_told_with_its_files_and_with_the_column_that_may_be_missing():
+    plain = columns(6)
+    plain["time"] = changed(plain["time"], [4], plain["time"][1])
+    cure = "where rows are of several symbols, name these in a column called symbol, else keep one of them"
+    for files, rows in (((), ("row 5", "row 2")), ((("a.csv", 3), ("b.csv", 3)), ("b.csv row 2", "a.csv row 2"))):
+        with pytest.raises(DataError) as error:
+            bars_from(plain, files=files)
+        assert str(error.value) == f"{rows[0]}: its time 2024-01-08T00:15:00 is that of {rows[1]} too; {cure}"
+
+
+@pytest.mark.parametrize("start", [START, START + 900 * 96])
+def test_files_of_one_symbol_with_bars_of_two_lengths_are_refused_by_their_names(start):
+    quarters, hours = columns(96), columns(24, start=start, step=3600)
+    both = {name: np.concatenate([quarters[name], hours[name]]) for name in quarters}
+    with pytest.raises(DataError) as error:
+        bars_from({**both, "symbol": ["X"] * 120}, files=(("quarters.csv", 96), ("hours.csv", 24)))
+    assert str(error.value) == "X: quarters.csv has bars of m15, and hours.csv of h1; give those of one length"
+
+
+def test_a_file_of_bars_that_are_traded_seldom_is_of_their_length_all_the_same():
+    often, seldom = columns(96), columns(60, start=START + 86400, step=1800)
+    seldom["time"][30:] -= 900
+    both = {name: np.concatenate([often[name], seldom[name]]) for name in often}
+    (bars,) = bars_from(both, files=(("often.csv", 96), ("seldom.csv", 60)))
+    assert (len(bars), bars.seconds) == (156, 900)
+
+
 def test_missing_volume_is_zero_and_said(caplog):
     plain = columns()
     del plain["volume"]

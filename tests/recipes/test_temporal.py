@@ -220,6 +220,59 @@ def test_an_export_of_metatrader_is_read_as_the_same_bars(tmp_path):
     assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
 
 
+def files_of(folder, data, parts):
+    """The rows of a file, without their symbols, in files of a folder: from where to where for each name."""
+    folder.mkdir()
+    header, *rows = [line.split(",") for line in data.read_text().splitlines()]
+    for name, (begin, end) in parts.items():
+        write_rows(folder / name, [header[0], *header[2:]], [[row[0], *row[2:]] for row in rows[begin:end]])
+    return folder
+
+
+def test_files_that_share_times_are_of_one_symbol_each_called_as_they_are(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=2), []
+    many = files_of(tmp_path / "many", data, {"AAA.csv": (0, 400), "NA.csv": (400, 800)})
+    mine, theirs = prepare(options(data), lambda line: None), prepare(options(many), lines.append)
+    assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
+    note = "its 2 files are taken to be of one each, called as the file is, such as AAA"
+    assert f"          note: there is no column of symbols: {note}" in lines
+    folder = trained(many, tmp_path / "run", [], epochs="1")
+    said = []
+    predict(folder, many, tmp_path / "answers.csv", say=said.append, device="cpu")
+    with (tmp_path / "answers.csv").open() as file:
+        assert [row["symbol"] for row in csv.DictReader(file)] == ["AAA"] * 400 + ["NA"] * 400
+    assert any("there is no column of symbols" in line for line in said)
+
+
+def test_files_that_follow_each_other_stay_one_symbol(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=1), []
+    parts = files_of(tmp_path / "parts", data, {"2022.csv": (0, 150), "2023.csv": (150, 400)})
+    mine, theirs = prepare(options(data), lambda line: None), prepare(options(parts), lines.append)
+    assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
+    assert not any("no column of symbols" in line for line in lines)
+    twice = files_of(tmp_path / "twice", data, {"2022.csv": (0, 151), "2023.csv": (150, 400)})
+    with pytest.raises(DataError, match=r"2023.csv row 1: its time .* is that of 2022.csv row 151 too; where rows are"):
+        prepare(options(twice), lambda line: None)
+
+
+def test_bars_to_judge_by_that_are_trained_on_are_known_by_the_names_of_files(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=2)
+    many = files_of(tmp_path / "many", data, {"AAA.csv": (0, 400), "BBB.csv": (400, 800)})
+    with pytest.raises(DataError, match=r"400 bars of BBB in .*BBB.csv, from .* are of times that .*many has too"):
+        prepare(options(many, valid=str(many / "BBB.csv")), lambda line: None)
+
+
+def test_files_of_two_lengths_are_refused_by_their_names(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    files_of(tmp_path / "many", data, {"EURUSD_m15.csv": (0, 400)})
+    hours = hours_of(tmp_path / "hours.csv", data).read_text().splitlines()
+    rows = [line.split(",") for line in hours[1:]]
+    header = ["time", "open", "high", "low", "close", "volume"]
+    write_rows(tmp_path / "many" / "EURUSD_h1.csv", header, [[row[0], *row[2:], 0] for row in rows])
+    with pytest.raises(DataError, match=r"the bars of EURUSD_h1 in .*many are h1, and the others m15; give bars of"):
+        prepare(options(tmp_path / "many"), lambda line: None)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

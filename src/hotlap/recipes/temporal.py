@@ -21,7 +21,8 @@ from hotlap.core.units import show_seconds
 from hotlap.data.windows import Windows
 from hotlap.recipes import bars as bars_module
 from hotlap.recipes import indicators
-from hotlap.recipes.bars import Bars, bars_from, frame_name
+from hotlap.recipes.bar_files import bars_in, is_called_as_files, with_symbols
+from hotlap.recipes.bars import Bars, frame_name
 from hotlap.recipes.indicators import Features, Standard, direction, features, standardised
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
 from hotlap.recipes.onnx_files import Served, write_onnx
@@ -124,7 +125,7 @@ class BarReader:
 
     def table(self, data: Path) -> Table:
         """A file of bars, which show what they are."""
-        return read_table(data)
+        return with_symbols(read_table(data))
 
     def state(self) -> dict[str, Any]:
         """All that it needs to be made again."""
@@ -196,7 +197,7 @@ def known_features(
     """
     if len(table) < 2:
         raise DataError(f"{table.path} has a single bar; give more of them, at least {LEAST} windows are needed")
-    bars = bars_from({name: _values(column) for name, column in table.columns.items()})
+    bars = bars_in(table)
     own = seconds or max(bars, key=len).seconds
     # What lies between a few bars may be a weekend; they have no features, and do no harm.
     for one in bars:
@@ -256,7 +257,7 @@ class _Side:
 
 def prepare(options: TemporalOptions, say: Say) -> Prepared:
     """Read the bars, make features of them, and hold the last part of each symbol out."""
-    table = shown_table(options.data, say)
+    table = _shown_bars(options.data, say)
     if options.target in table:
         raise DataError(
             f"target={options.target} is a column of {options.data}; it is only how the answers are called, "
@@ -294,6 +295,15 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
         folds=partial(_folds, options, reader, list(zip(bars, found, strict=True))),
         finish=partial(_written_as_onnx, reader, judged) if options.onnx else None,
     )
+
+
+def _shown_bars(path: str, say: Say, *, at_once: bool = False) -> Table:
+    """The table of a file or folder of bars, shown; with what its files are called for symbols where it has none."""
+    table = shown_table(path, say)
+    found = with_symbols(table, at_once=at_once)
+    for note in found.notes[len(table.notes) :]:
+        say(f"          note: {note}")
+    return found
 
 
 def _folds(
@@ -372,7 +382,9 @@ def _sides(
     """What is trained on and what is held out: of each symbol the last part, or a file of its own."""
     if options.valid:
         length = max((one for one, _ in known), key=len).seconds
-        later = list(zip(*known_features(shown_table(options.valid, say), frames, say, seconds=length), strict=True))
+        # Symbols that are called as files are called so here, too: else bars that are trained on would not be known.
+        judged_by = _shown_bars(options.valid, say, at_once=is_called_as_files(table))
+        later = list(zip(*known_features(judged_by, frames, say, seconds=length), strict=True))
         _refuse_overlaps([one for one, _ in known], [one for one, _ in later], options)
         train = [_side(options, one, its, 0, len(one)) for one, its in known]
         held = [_side(options, one, its, 0, len(one)) for one, its in later]
@@ -439,10 +451,6 @@ def _windows(sides: Sequence[_Side], standard: Standard, length: int) -> Windows
 
 def _labels(sides: Sequence[_Side], length: int) -> Numbers:
     return np.concatenate([side.labels[length - 1 :] for side in sides])
-
-
-def _values(column: Any) -> Any:
-    return column.values if column.kind in ("number", "whole number", "date") else np.asarray(column.texts())
 
 
 def revive(state: Mapping[str, Any], folder: Path) -> BarReader:
