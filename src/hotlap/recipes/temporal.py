@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, JobError, did_you_mean, shown
+from hotlap.core.errors import DataError
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.data.windows import Windows
 from hotlap.recipes import bars as bars_module
 from hotlap.recipes import indicators
 from hotlap.recipes.bar_files import bars_in, is_called_as_files, with_symbols
+from hotlap.recipes.bar_options import TemporalOptions, seconds_of
+from hotlap.recipes.bar_sides import CLASSES, LEAST, Side, cut_of, labels_of, refuse_overlaps, side_of, windows_of
 from hotlap.recipes.bars import Bars, frame_name
-from hotlap.recipes.indicators import Features, Standard, direction, features, standardised
+from hotlap.recipes.indicators import Features, Standard, features, standardised
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
 from hotlap.recipes.onnx_files import Served, write_onnx
-from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.reading import shown_table
 from hotlap.recipes.recipe import Asked, Candidate, Fold, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
@@ -34,81 +33,10 @@ from hotlap.recipes.scores import class_weights
 from hotlap.recipes.tables import Table, read_table
 from hotlap.store.cache import Cache, key_of
 
-CLASSES = ("down", "flat", "up")
-MODELS = ("lstm", "transformer", "mlp")
-UNITS = {"m": 60, "h": 3600, "d": 86400}
 FRAMES = ("m5", "m15", "h1", "h4", "d1", "d7")
 """Usual ones, to be named to those who name one that cannot be made."""
 EXAMPLES = 64
 """Windows that a written ONNX file is tried on."""
-JUDGED_BARS = 2**17
-"""Of all windows together that are answered at a time, unless four batches have more."""
-LEAST = 50
-"""Windows that each side of a split needs, for anything to be said."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TemporalOptions(Options):
-    """What the recipe can be told."""
-
-    target: str = option("direction", "the name of the answers' column")
-    frames: tuple[str, ...] = option(("h1", "h4"), "longer bars that are made of the file's own and joined to them")
-    length: int = option(20, "bars in a window")
-    ahead: int = option(4, "bars to look ahead")
-    threshold: float = option(1.0, "how far is up or down: a multiple of the volatility, or a share of the price")
-    volatility: int = option(96, "bars over which the volatility is taken; 0: the threshold is a share of the price")
-    models: tuple[str, ...] = option(MODELS, "which to train; the best is kept")
-    batch_size: int = option(256, "samples an update")
-    patience: int = option(5, "evaluations without improvement before it stops")
-    warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
-    smoothing: float = option(0.05, "of labels")
-    clip: float = option(0.5, "the largest norm of all gradients together")
-    weight_decay: float = option(0.01, "of AdamW")
-    balance: bool = option(True, "weigh classes by how rare they are")
-    folds: int = option(0, "walk forward: as many times train on what came before, judge on what comes next")
-    onnx: bool = option(False, "write the best model as model.onnx too")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wrong = [
-            f"{name}={getattr(self, name)} must be at least 1"
-            for name in ("length", "ahead")
-            if getattr(self, name) < 1
-        ]
-        wrong += outside(self, folds=(0, MOST), warm_up=(0, 1), smoothing=(0, 1), weight_decay=(0, MOST))
-        wrong += [
-            f"{name}={getattr(self, name)} must be above 0"
-            for name in ("threshold", "clip")
-            if not 0 < getattr(self, name) <= MOST
-        ]
-        if self.volatility != 0 and self.volatility < 2:
-            wrong.append(f"volatility={self.volatility} must be 0, or at least 2")
-        if self.group:
-            wrong.append(f"group={self.group} is not for bars, of which the last part is held out; leave it out")
-        wrong += [
-            f"no model is called {shown(name)}{did_you_mean(name, MODELS)}"
-            for name in self.models
-            if name not in MODELS
-        ]
-        wrong += [f"frame {shown(name)} is none; write m30, h1, h4, d1" for name in self.frames if not seconds_of(name)]
-        if not self.models:
-            wrong.append(f"models is empty; name some of {', '.join(MODELS)}")
-        if wrong:
-            raise JobError(wrong)
-
-    @property
-    def judged_at_once(self) -> int:
-        """Windows that are answered at a time: they are small, and few of them at a time keep no GPU busy."""
-        return self._judged_within(JUDGED_BARS, self.length)
-
-
-def seconds_of(frame: str) -> int | None:
-    """How long a bar of a frame is, as traders write it; None where it is none."""
-    found = re.fullmatch(r"([mhd])(\d+)|(\d+)([mhd])", frame.strip().lower())
-    if not found:
-        return None
-    unit, number = found[1] or found[4], int(found[2] or found[3])
-    return number * UNITS[unit] or None
 
 
 class BarReader:
@@ -245,16 +173,6 @@ def known_features(
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Side:
-    """One symbol's part of a split: features and labels, row by row, of windows that end in it."""
-
-    values: Numbers
-    labels: Numbers
-    naive: Numbers
-    """For each window what it did over the last bars, as many as are looked ahead."""
-
-
 def prepare(options: TemporalOptions, say: Say) -> Prepared:
     """Read the bars, make features of them, and hold the last part of each symbol out."""
     table = _shown_bars(options.data, say)
@@ -269,8 +187,8 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
     train, held = _sides(options, table, list(zip(bars, found, strict=True)), frames, say)
     standard = standardised(np.concatenate([side.values for side in train]))
     reader = BarReader(frames, options.length, standard, names, max(bars, key=len).seconds)
-    made, judged = (_windows(part, standard, options.length) for part in (train, held))
-    labels, target = (_labels(part, options.length) for part in (train, held))
+    made, judged = (windows_of(part, standard, options.length) for part in (train, held))
+    labels, target = (labels_of(part, options.length) for part in (train, held))
     counts = np.bincount(labels, minlength=len(CLASSES))
     if (counts > 0).sum() < 2:
         only = CLASSES[int(counts.argmax())]
@@ -319,18 +237,18 @@ def _folds(
                 first + (len(bars) - options.ahead - first) * part // (options.folds + 1)
                 for part in (number, number + 1)
             ]
-            train.append(_side(options, bars, its, 0, places[0] - options.ahead))
-            held.append(_side(options, bars, its, places[0], places[1]))
+            train.append(side_of(options, bars, its, 0, places[0] - options.ahead))
+            held.append(side_of(options, bars, its, places[0], places[1]))
         seen, later = [side for side in train if side], [side for side in held if side]
         # A single window makes no batch that a batch norm can take.
         if not later or sum(len(side.naive) for side in seen) < 2:
             raise DataError(f"there are too few bars for {options.folds} folds; ask for fewer")
         standard = standardised(np.concatenate([side.values for side in seen]))
-        data, judged = (_windows(part, standard, options.length) for part in (seen, later))
-        labels = _labels(seen, options.length)
+        data, judged = (windows_of(part, standard, options.length) for part in (seen, later))
+        labels = labels_of(seen, options.length)
         weights = torch.from_numpy(class_weights(labels, len(CLASSES))).float() if options.balance else None
         job = partial(_job, options, reader, name, data, judged, weights)
-        target = _labels(later, options.length)
+        target = labels_of(later, options.length)
         made.append(Fold(name=f"fold {number} of {options.folds}", job=job, held_out=judged, target=target))
     return made
 
@@ -378,21 +296,21 @@ def _job(
 
 def _sides(
     options: TemporalOptions, table: Table, known: Sequence[tuple[Bars, Features]], frames: Sequence[int], say: Say
-) -> tuple[list[_Side], list[_Side]]:
+) -> tuple[list[Side], list[Side]]:
     """What is trained on and what is held out: of each symbol the last part, or a file of its own."""
     if options.valid:
         length = max((one for one, _ in known), key=len).seconds
         # Symbols that are called as files are called so here, too: else bars that are trained on would not be known.
         judged_by = _shown_bars(options.valid, say, at_once=is_called_as_files(table))
         later = list(zip(*known_features(judged_by, frames, say, seconds=length), strict=True))
-        _refuse_overlaps([one for one, _ in known], [one for one, _ in later], options)
-        train = [_side(options, one, its, 0, len(one)) for one, its in known]
-        held = [_side(options, one, its, 0, len(one)) for one, its in later]
+        refuse_overlaps([one for one, _ in known], [one for one, _ in later], options)
+        train = [side_of(options, one, its, 0, len(one)) for one, its in known]
+        held = [side_of(options, one, its, 0, len(one)) for one, its in later]
     else:
-        cuts = [_cut(options, one, its) for one, its in known]
+        cuts = [cut_of(options, one, its) for one, its in known]
         # The labels of the last bars before a cut look beyond it: as many bars are left out.
-        train = [_side(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
-        held = [_side(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
+        train = [side_of(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
+        held = [side_of(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
     for path, what, part in (
         (options.data, "to train on", train),
         (options.valid or options.data, "to hold out", held),
@@ -401,56 +319,6 @@ def _sides(
         if count < LEAST:
             raise DataError(f"{path} has {count} windows {what}, and {LEAST} are needed; give more bars")
     return [side for side in train if side], [side for side in held if side]
-
-
-def _refuse_overlaps(trained: Sequence[Bars], held: Sequence[Bars], options: TemporalOptions) -> None:
-    """Bars of a symbol that are trained on and held out make a score too good."""
-    own = {one.symbol: one for one in trained}
-    for one in held:
-        if one.symbol not in own:
-            continue
-        theirs = own[one.symbol]
-        # The first bar trained on that has not ended when one begins: does it begin before that one ends?
-        next_one = np.searchsorted(theirs.ends, one.times, side="right")
-        both = np.append(theirs.times, np.iinfo(np.int64).max)[next_one] < one.ends
-        if both.any():
-            of = f" of {one.symbol}" if one.symbol else ""
-            first, last = one.times[both][[0, -1]].astype("datetime64[s]")
-            raise DataError(
-                f"{int(both.sum()):,} bars{of} in {options.valid}, from {first} to {last}, are of times that "
-                f"{options.data} has too, and trains on; leave them out of one of the two, or, where they are of "
-                "another symbol, name it in a column"
-            )
-
-
-def _cut(options: TemporalOptions, bars: Bars, known: Features) -> int:
-    """The first bar of a symbol that is held out."""
-    first = known.first + options.length - 1
-    return first + round((len(bars) - options.ahead - first) * (1 - options.valid_share))
-
-
-def _side(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> _Side | None:
-    """The windows of one symbol whose last bar lies between two rows, and has a label."""
-    over = options.volatility or None
-    labels = direction(bars, options.ahead, options.threshold, volatility_over=over)
-    is_known = np.flatnonzero(labels >= 0)
-    if not len(is_known):
-        return None
-    first = max(known.first + options.length - 1, begin, int(is_known[0]))
-    last = min(end, int(is_known[-1]) + 1)
-    if last <= first:
-        return None
-    before = labels[np.maximum(np.arange(first, last) - options.ahead, 0)]
-    rows = slice(first - options.length + 1, last)
-    return _Side(values=known.values[rows], labels=labels[rows], naive=np.where(before >= 0, before, 1))
-
-
-def _windows(sides: Sequence[_Side], standard: Standard, length: int) -> Windows:
-    return Windows([standard(side.values) for side in sides], length, target=[side.labels for side in sides])
-
-
-def _labels(sides: Sequence[_Side], length: int) -> Numbers:
-    return np.concatenate([side.labels[length - 1 :] for side in sides])
 
 
 def revive(state: Mapping[str, Any], folder: Path) -> BarReader:

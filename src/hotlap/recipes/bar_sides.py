@@ -1,0 +1,79 @@
+"""Which windows of bars are trained on and which are held out: for the recipe `temporal`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotlap.core.errors import DataError
+from hotlap.data.windows import Windows
+from hotlap.recipes.bar_options import TemporalOptions
+from hotlap.recipes.bars import Bars
+from hotlap.recipes.indicators import Features, Standard, direction
+from hotlap.recipes.recipe import Numbers
+
+CLASSES = ("down", "flat", "up")
+LEAST = 50
+"""Windows that each side of a split needs, for anything to be said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One symbol's part of a split: features and labels, row by row, of windows that end in it."""
+
+    values: Numbers
+    labels: Numbers
+    naive: Numbers
+    """For each window what it did over the last bars, as many as are looked ahead."""
+
+
+def refuse_overlaps(trained: Sequence[Bars], held: Sequence[Bars], options: TemporalOptions) -> None:
+    """Bars of a symbol that are trained on and held out make a score too good."""
+    own = {one.symbol: one for one in trained}
+    for one in held:
+        if one.symbol not in own:
+            continue
+        theirs = own[one.symbol]
+        # The first bar trained on that has not ended when one begins: does it begin before that one ends?
+        next_one = np.searchsorted(theirs.ends, one.times, side="right")
+        both = np.append(theirs.times, np.iinfo(np.int64).max)[next_one] < one.ends
+        if both.any():
+            of = f" of {one.symbol}" if one.symbol else ""
+            first, last = one.times[both][[0, -1]].astype("datetime64[s]")
+            raise DataError(
+                f"{int(both.sum()):,} bars{of} in {options.valid}, from {first} to {last}, are of times that "
+                f"{options.data} has too, and trains on; leave them out of one of the two, or, where they are of "
+                "another symbol, name it in a column"
+            )
+
+
+def cut_of(options: TemporalOptions, bars: Bars, known: Features) -> int:
+    """The first bar of a symbol that is held out."""
+    first = known.first + options.length - 1
+    return first + round((len(bars) - options.ahead - first) * (1 - options.valid_share))
+
+
+def side_of(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> Side | None:
+    """The windows of one symbol whose last bar lies between two rows, and has a label."""
+    over = options.volatility or None
+    labels = direction(bars, options.ahead, options.threshold, volatility_over=over)
+    is_known = np.flatnonzero(labels >= 0)
+    if not len(is_known):
+        return None
+    first = max(known.first + options.length - 1, begin, int(is_known[0]))
+    last = min(end, int(is_known[-1]) + 1)
+    if last <= first:
+        return None
+    before = labels[np.maximum(np.arange(first, last) - options.ahead, 0)]
+    rows = slice(first - options.length + 1, last)
+    return Side(values=known.values[rows], labels=labels[rows], naive=np.where(before >= 0, before, 1))
+
+
+def windows_of(sides: Sequence[Side], standard: Standard, length: int) -> Windows:
+    return Windows([standard(side.values) for side in sides], length, target=[side.labels for side in sides])
+
+
+def labels_of(sides: Sequence[Side], length: int) -> Numbers:
+    return np.concatenate([side.labels[length - 1 :] for side in sides])
