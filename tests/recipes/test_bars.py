@@ -288,11 +288,39 @@ def test_a_column_that_is_missing_is_asked_for_by_the_names_it_may_have():
 
 
 def test_one_bar_needs_to_be_told_how_long_it_is():
-    with pytest.raises(DataError, match="say with seconds= how long a bar is"):
+    with pytest.raises(DataError, match="bars of 0 s: a single bar does not say how long it is; give more of them"):
         bars_from(columns(1))
     assert bars_from(columns(1), seconds=900)[0].seconds == 900
-    with pytest.raises(DataError, match="bars of 0 s: say with seconds="):
+    with pytest.raises(DataError, match="bars of 0 s"):
         bars_from(columns(), seconds=0)
+
+
+def test_a_few_bars_of_a_symbol_are_as_long_as_those_of_the_longest():
+    long, one, two = columns(40), columns(1), columns(2, step=2 * 86400)
+    both = {name: np.concatenate([long[name], one[name], two[name]]) for name in long}
+    found = bars_from({**both, "symbol": ["A"] * 40 + ["B"] + ["C"] * 2})
+    assert [(bars.symbol, len(bars), bars.seconds) for bars in found] == [("A", 40, 900), ("B", 1, 900), ("C", 2, 900)]
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        (
+            np.arange("2020-01", "2024-01", dtype="datetime64[M]").astype("datetime64[s]"),
+            "row 3: it begins 2505600 s after row 2, and bars are 2678400 s long; "
+            "months differ in length: give bars of weeks or days (and 19 more like it)",
+        ),
+        (
+            START + np.cumsum([60, 60, 35] * 16),
+            "row 3: it begins 35 s after row 2, and bars are 60 s long; "
+            "leave it out where few are so, else give bars of one length (and 15 more like it)",
+        ),
+    ],
+)
+def test_bars_that_are_not_of_one_length_are_refused_with_what_can_be_done(times, said):
+    with pytest.raises(DataError) as error:
+        bars_from({**columns(48), "time": times})
+    assert str(error.value) == said
 
 
 def test_bars_made_by_hand_are_checked_too():

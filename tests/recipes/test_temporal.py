@@ -220,6 +220,45 @@ def test_an_export_of_metatrader_is_read_as_the_same_bars(tmp_path):
     assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
 
 
+def first_rows(path, data, counts):
+    """So many of the first rows of each symbol of a file."""
+    header, *lines = data.read_text().splitlines(keepends=True)
+    kept = [line for name, count in counts.items() for line in [one for one in lines if f",{name}," in one][:count]]
+    path.write_text("".join([header, *kept]))
+    return path
+
+
+def test_symbols_with_too_few_bars_for_a_window_are_said(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=500, symbols=5), []
+    counts = {"SIM1": 500, "SIM2": 1, "SIM3": 40, "SIM4": 60, "SIM5": 80}
+    prepare(options(first_rows(tmp_path / "some.csv", data, counts)), lines.append)
+    (line,) = [line for line in lines if line.startswith("left out")]
+    begin, _, needed = line.partition(" and 1 more: a window to train on needs ")
+    assert begin == "left out  bars of SIM2 with 1, SIM3 with 40, SIM4 with 60"
+    enough = int(needed.removesuffix(" of a symbol"))
+    for count, said in ((enough - 5, 1), (enough, 0)):
+        lines = []
+        prepare(options(first_rows(tmp_path / "two.csv", data, {"SIM1": 500, "SIM2": count})), lines.append)
+        assert sum(line.startswith("left out") for line in lines) == said
+
+
+@pytest.mark.parametrize(
+    "chosen", [{}, {"frames": "h1,h4"}, {"volatility": "200"}, {"frames": "", "valid_share": "0.6"}]
+)
+@pytest.mark.parametrize("rows", [30, 130])
+def test_too_few_bars_are_refused_with_a_number_that_is_enough(tmp_path, chosen, rows):
+    data = bars_file(tmp_path / "bars.csv", rows=rows, symbols=1)
+    with pytest.raises(DataError, match=r"50 are needed: the first \d+ bars of each symbol have too little") as raised:
+        prepare(options(data, **chosen), lambda line: None)
+    said = str(raised.value)
+    assert said.endswith("--frames") is (chosen.get("frames") == "h1,h4")
+    enough = int(said.partition("; give ")[2].split()[0])
+    lines = []
+    prepare(options(bars_file(tmp_path / "more.csv", rows=enough, symbols=1), **chosen), lines.append)
+    with pytest.raises(DataError, match="50 are needed"):
+        prepare(options(bars_file(tmp_path / "fewer.csv", rows=enough - 5, symbols=1), **chosen), lines.append)
+
+
 def files_of(folder, data, parts):
     """The rows of a file, without their symbols, in files of a folder: from where to where for each name."""
     folder.mkdir()
@@ -499,6 +538,15 @@ def test_features_of_a_test_file_are_not_said_to_be_cached_in_the_run_that_made_
     assert f"test      {test}: 1,000 rows" in lines
     assert not any("from the cache" in line for line in lines)
     assert sum(line.startswith("features") for line in lines) == 2
+
+
+def test_bars_without_an_answer_are_told_with_what_would_give_them_one(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=1), []
+    trained(data, tmp_path / "run", lines, test=str(data), epochs=1)
+    (line,) = [line for line in lines if line.startswith("bars  ")]
+    assert line.endswith(
+        "of 400 have too little before them for an answer; put those that came before in front of them"
+    )
 
 
 def test_no_epochs_and_no_rate_leave_both_to_the_recipe_and_windows_are_counted_from_one(tmp_path):

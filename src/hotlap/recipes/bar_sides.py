@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,11 +13,15 @@ from hotlap.data.windows import Windows
 from hotlap.recipes.bar_options import TemporalOptions
 from hotlap.recipes.bars import Bars
 from hotlap.recipes.indicators import Features, Standard, direction
-from hotlap.recipes.recipe import Numbers
+from hotlap.recipes.recipe import Numbers, Say
 
 CLASSES = ("down", "flat", "up")
 LEAST = 50
 """Windows that each side of a split needs, for anything to be said."""
+OWN_BARS, FRAME_BARS = 50, 20
+"""That features look back over: of the bars themselves, and of the longest frame."""
+TOLD = 3
+"""Symbols that a line names before it counts the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,52 @@ class Side:
     labels: Numbers
     naive: Numbers
     """For each window what it did over the last bars, as many as are looked ahead."""
+
+
+def refuse_few(
+    options: TemporalOptions,
+    path: str,
+    what: str,
+    known: Sequence[tuple[Bars, Features]],
+    sides: Sequence[Side | None],
+    frames: Sequence[int],
+    say: Say | None,
+) -> None:
+    """Refuse too few windows, with how many bars make enough of them; symbols that give none are said."""
+    count = sum(len(side.naive) for side in sides if side is not None)
+    warm_up = _warm_up(known, frames)
+    if count < LEAST:
+        lost = max(warm_up + options.length - 1, options.volatility)
+        shorter = ", or name shorter --frames" if frames and warm_up > max(OWN_BARS, options.volatility) else ""
+        raise DataError(
+            f"{path} has {count} windows {what}, and {LEAST} are needed: the first {lost:,} bars of each symbol have "
+            f"too little before them; give {_bars_for(options, warm_up, LEAST):,} bars of a symbol{shorter}"
+        )
+    short = [one for (one, _), side in zip(known, sides, strict=True) if side is None]
+    if short and say is not None:
+        told = ", ".join(f"{one.symbol or 'one without a name'} with {len(one):,}" for one in short[:TOLD])
+        more = f" and {len(short) - TOLD:,} more" if len(short) > TOLD else ""
+        needed = f"a window {what} needs {_bars_for(options, warm_up, 1):,} of a symbol"
+        say(f"left out  bars of {told}{more}: {needed}")
+
+
+def _warm_up(known: Sequence[tuple[Bars, Features]], frames: Sequence[int]) -> int:
+    """The first bar of a symbol with all features: as these have it, or, where none has, as the features need it."""
+    firsts = [its.first for one, its in known if its.first < len(one)]
+    seconds = max((one for one, _ in known), key=len).seconds
+    return max(firsts) if firsts else max(OWN_BARS, FRAME_BARS * max(frames, default=0) // seconds)
+
+
+def _bars_for(options: TemporalOptions, warm_up: int, windows: int) -> int:
+    """How many bars of one symbol give so many windows to train on, and as many to hold out."""
+    begin = warm_up + options.length - 1
+    unlabelled = max(0, options.volatility - begin)
+    if options.valid:
+        return begin + unlabelled + windows + options.ahead
+    train = (windows + options.ahead + unlabelled) / (1 - options.valid_share)
+    held = windows / options.valid_share
+    # One more, since the cut between them is rounded.
+    return begin + math.ceil(max(train, held)) + 1 + options.ahead
 
 
 def refuse_overlaps(trained: Sequence[Bars], held: Sequence[Bars], options: TemporalOptions) -> None:

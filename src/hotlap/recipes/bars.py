@@ -19,6 +19,8 @@ LEAST, MOST = 1e-15, 1e15
 """Between these a price is one; their ratios fit into 32 bits."""
 ENOUGH = 20
 """Bars of a file by which it is known how long they are."""
+MONTH = 28 * 86400
+"""Seconds of the shortest one."""
 MONDAY = 4 * 86400
 """A Monday of 1970, from which longer bars are counted: days begin at midnight UTC, weeks on Mondays."""
 
@@ -87,13 +89,15 @@ def bars_from(
     names, firsts, codes = np.unique(symbols.astype(str), return_index=True, return_inverse=True)
     by_symbol = np.lexsort((times, codes))
     parts = np.split(by_symbol, np.flatnonzero(np.diff(codes[by_symbol])) + 1)
+    usual = _usual_gap(times[max(parts, key=len)])
     mixed, made = [], []
     for at in np.argsort(firsts):
         rows, symbol = parts[at], str(names[at])
         if (np.diff(rows) < 0).any():
             mixed.append(symbol)
         chosen = {name: values[rows] for name, values in numbers.items()}
-        length = _usual_gap(times[rows]) if seconds is None else seconds
+        # What lies between a few bars may be a weekend: they are taken to be as long as those of the longest symbol.
+        length = seconds if seconds is not None else _usual_gap(times[rows]) if len(rows) >= ENOUGH else usual
         problems = _two_lengths(times[rows], symbol, rows, files)
         problems = problems or _problems(times[rows], chosen, length, symbol, rows, place)
         wrong += problems
@@ -198,12 +202,15 @@ def _problems(
     add(doubled, f"its time {{}} is that of {{before}} too; {cure}", times.astype("datetime64[s]"))
     if not is_whole(seconds) or seconds < 1:
         if not doubled.any():
-            found.append(f"{of}bars of {shown(seconds)} s: say with seconds= how long a bar is")
+            found.append(f"{of}bars of {shown(seconds)} s: a single bar does not say how long it is; give more of them")
     else:
         within = np.append(False, (gaps != 0) & (gaps < seconds))
-        words = (
-            f"it begins {{}} s after {{before}}, and bars are {seconds} s long; mend it, or give the length as seconds="
+        cure = (
+            "months differ in length: give bars of weeks or days"
+            if seconds >= MONTH
+            else "leave it out where few are so, else give bars of one length"
         )
+        words = f"it begins {{}} s after {{before}}, and bars are {seconds} s long; {cure}"
         add(within, words, np.append(0, gaps))
     for name in PRICES:
         values = columns[name]

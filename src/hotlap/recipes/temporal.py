@@ -21,7 +21,17 @@ from hotlap.recipes import bars as bars_module
 from hotlap.recipes import indicators
 from hotlap.recipes.bar_files import bars_in, is_called_as_files, with_symbols
 from hotlap.recipes.bar_options import TemporalOptions, seconds_of
-from hotlap.recipes.bar_sides import CLASSES, LEAST, Side, cut_of, labels_of, refuse_overlaps, side_of, windows_of
+from hotlap.recipes.bar_sides import (
+    CLASSES,
+    LEAST,
+    Side,
+    cut_of,
+    labels_of,
+    refuse_few,
+    refuse_overlaps,
+    side_of,
+    windows_of,
+)
 from hotlap.recipes.bars import Bars, frame_name
 from hotlap.recipes.indicators import Features, Standard, features, standardised
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
@@ -102,7 +112,9 @@ class BarReader:
             )
         answered = np.concatenate(rows)
         if len(answered) < len(table):
-            say(f"bars      {len(table) - len(answered):,} of {len(table):,} have too little before them for an answer")
+            count = f"{len(table) - len(answered):,} of {len(table):,}"
+            cure = "put those that came before in front of them"
+            say(f"bars      {count} have too little before them for an answer; {cure}")
         return Asked(data=Windows(series, self._length), rows=answered)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
@@ -298,6 +310,7 @@ def _sides(
     options: TemporalOptions, table: Table, known: Sequence[tuple[Bars, Features]], frames: Sequence[int], say: Say
 ) -> tuple[list[Side], list[Side]]:
     """What is trained on and what is held out: of each symbol the last part, or a file of its own."""
+    later: list[tuple[Bars, Features]] = []
     if options.valid:
         length = max((one for one, _ in known), key=len).seconds
         # Symbols that are called as files are called so here, too: else bars that are trained on would not be known.
@@ -311,13 +324,11 @@ def _sides(
         # The labels of the last bars before a cut look beyond it: as many bars are left out.
         train = [side_of(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
         held = [side_of(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
-    for path, what, part in (
-        (options.data, "to train on", train),
-        (options.valid or options.data, "to hold out", held),
-    ):
-        count = sum(len(side.naive) for side in part if side is not None)
-        if count < LEAST:
-            raise DataError(f"{path} has {count} windows {what}, and {LEAST} are needed; give more bars")
+    refuse_few(options, options.data, "to train on", known, train, frames, say)
+    # Of one file the same symbols are short, and were said.
+    refuse_few(
+        options, options.valid or options.data, "to hold out", later or known, held, frames, say if later else None
+    )
     return [side for side in train if side], [side for side in held if side]
 
 
