@@ -549,8 +549,25 @@ def test_bars_without_an_answer_are_told_with_what_would_give_them_one(tmp_path)
     )
 
 
-def test_no_epochs_and_no_rate_leave_both_to_the_recipe_and_windows_are_counted_from_one(tmp_path):
+@pytest.mark.parametrize("symbols", [1, 2])
+def test_the_worst_mistakes_are_told_by_the_time_of_their_last_bar_and_by_their_symbol(tmp_path, symbols):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=symbols)
+    found = prepare(options(data), lambda line: None)
+    bars, _ = known_features(read_table(data), [3600], lambda line: None)
+    each = len(found.target) // symbols
+    moments = [one.times[-4 - each : -4].astype("datetime64[s]") for one in bars]
+    words = [
+        f"the window up to the bar of {moment}" + (f" of {one.symbol}" if symbols > 1 else "")
+        for one, its in zip(bars, moments, strict=True)
+        for moment in its
+    ]
+    assert [found.shown(at) for at in range(len(found.target))] == words
+    folder = trained(data, tmp_path / "run", [], epochs="1")
+    worst = json.loads((folder / "report.json").read_text())["worst"]
+    assert {one["sample"] for one in worst} <= set(words)
+
+
+def test_no_epochs_and_no_rate_leave_both_to_the_recipe(tmp_path):
     found = prepare(options(bars_file(tmp_path / "bars.csv"), epochs=0, lr=0), lambda line: None)
     job = found.candidates[0].job()
     assert (job.epochs, job.optimizer.param_groups[0]["lr"]) == (20, 1e-3)
-    assert found.shown(0) == "window 1 of those held out"

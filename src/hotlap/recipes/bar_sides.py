@@ -32,6 +32,9 @@ class Side:
     labels: Numbers
     naive: Numbers
     """For each window what it did over the last bars, as many as are looked ahead."""
+    times: Numbers
+    """For each window when its last bar begins, in seconds since 1970."""
+    symbol: str
 
 
 def refuse_few(
@@ -119,7 +122,13 @@ def side_of(options: TemporalOptions, bars: Bars, known: Features, begin: int, e
         return None
     before = labels[np.maximum(np.arange(first, last) - options.ahead, 0)]
     rows = slice(first - options.length + 1, last)
-    return Side(values=known.values[rows], labels=labels[rows], naive=np.where(before >= 0, before, 1))
+    return Side(
+        values=known.values[rows],
+        labels=labels[rows],
+        naive=np.where(before >= 0, before, 1),
+        times=bars.times[first:last],
+        symbol=bars.symbol,
+    )
 
 
 def windows_of(sides: Sequence[Side], standard: Standard, length: int) -> Windows:
@@ -128,3 +137,12 @@ def windows_of(sides: Sequence[Side], standard: Standard, length: int) -> Window
 
 def labels_of(sides: Sequence[Side], length: int) -> Numbers:
     return np.concatenate([side.labels[length - 1 :] for side in sides])
+
+
+def shown_window(sides: Sequence[Side], at: int) -> str:
+    """A window of all sides together by its last bar, with its symbol where there are several."""
+    ends = np.cumsum([len(side.times) for side in sides])
+    place = int(np.searchsorted(ends, at, side="right"))
+    side = sides[place]
+    of = f" of {side.symbol}" if len(sides) > 1 else ""
+    return f"the window up to the bar of {side.times[at - ends[place]].astype('datetime64[s]')}{of}"

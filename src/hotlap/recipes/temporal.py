@@ -29,6 +29,7 @@ from hotlap.recipes.bar_sides import (
     labels_of,
     refuse_few,
     refuse_overlaps,
+    shown_window,
     side_of,
     windows_of,
 )
@@ -217,7 +218,7 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
         target_name=options.target,
         held_out=judged,
         target=target,
-        shown=lambda at: f"window {at + 1:,} of those held out",
+        shown=partial(shown_window, held),
         baselines=lambda: {
             "most frequent class": np.full(len(target), counts.argmax()),
             "what it did last": np.concatenate([side.naive for side in held]),
