@@ -169,10 +169,10 @@ def test_a_time_that_comes_again_is_told_with_its_files_and_with_the_column_that
 
 @pytest.mark.parametrize("start", [START, START + 900 * 96])
 def test_files_of_one_symbol_with_bars_of_two_lengths_are_refused_by_their_names(start):
-    quarters, hours = columns(96), columns(24, start=start, step=3600)
+    quarters, hours = columns(96), columns(60, start=start, step=3600)
     both = {name: np.concatenate([quarters[name], hours[name]]) for name in quarters}
     with pytest.raises(DataError) as error:
-        bars_from({**both, "symbol": ["X"] * 120}, files=(("quarters.csv", 96), ("hours.csv", 24)))
+        bars_from({**both, "symbol": ["X"] * 156}, files=(("quarters.csv", 96), ("hours.csv", 60)))
     assert str(error.value) == "X: quarters.csv has bars of m15, and hours.csv of h1; give those of one length"
 
 
@@ -296,10 +296,11 @@ def test_one_bar_needs_to_be_told_how_long_it_is():
 
 
 def test_a_few_bars_of_a_symbol_are_as_long_as_those_of_the_longest():
-    long, one, two = columns(40), columns(1), columns(2, step=2 * 86400)
+    long, one, two = columns(60), columns(1), columns(2, step=2 * 86400)
     both = {name: np.concatenate([long[name], one[name], two[name]]) for name in long}
-    found = bars_from({**both, "symbol": ["A"] * 40 + ["B"] + ["C"] * 2})
-    assert [(bars.symbol, len(bars), bars.seconds) for bars in found] == [("A", 40, 900), ("B", 1, 900), ("C", 2, 900)]
+    found = bars_from({**both, "symbol": ["A"] * 60 + ["B"] + ["C"] * 2})
+    assert [(bars.symbol, len(bars), bars.seconds) for bars in found] == [("A", 60, 900), ("B", 1, 900), ("C", 2, 900)]
+    assert bars_from(two, few=3600)[0].seconds == 3600
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, TrainingError
 from hotlap.recipes import temporal, training
+from hotlap.recipes.bar_columns import PRICES
 from hotlap.recipes.bars import bars_from, resampled
 from hotlap.recipes.every import recipe_named
 from hotlap.recipes.indicators import direction
 from hotlap.recipes.options import options_of
+from hotlap.recipes.simulated import simulated_bars
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.temporal import RECIPE, known_features, prepare, seconds_of
 from hotlap.recipes.training import predict, revived, train
@@ -330,7 +332,7 @@ def test_data_that_will_not_do_is_refused_in_a_line(tmp_path, change, said):
 
 def test_options_that_make_no_sense_are_refused_together():
     with pytest.raises(JobError) as raised:
-        options_of(RECIPE.options, None, {"models": "lstm,gru", "frames": "h1,soon", "length": "0"})
+        options_of(RECIPE.options, None, {"models": "lstm,gru", "frames": "auto,h1", "length": "0"})
     assert len(raised.value.problems) == 3
 
 
@@ -529,6 +531,28 @@ def test_frames_that_can_be_made_of_the_bars_are_suggested(tmp_path, seconds, fr
     with pytest.raises(DataError) as raised:
         prepare(options(data, frames=frame), lambda line: None)
     assert str(raised.value).endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "made", "said"),
+    [
+        (900, [3600, 14400], None),
+        (3600, [14400], "h1: not longer than the file's own bars of h1; name longer ones, such as --frames h4,d1"),
+        (86400, [], "h1 and h4: not longer than the file's own bars of d1; name longer ones, such as --frames d7"),
+        (5400, [], "h1 and h4: not to be made of the file's own bars of m90; name longer ones, such as --frames d1,d7"),
+        (864000, [], "h1 and h4: not longer than the file's own bars of d10"),
+    ],
+)
+def test_of_the_usual_frames_those_are_made_that_are_longer_where_none_are_named(tmp_path, seconds, made, said):
+    data, lines = tmp_path / "bars.csv", []
+    (bars,) = simulated_bars(700, 1)
+    rows = [[1_599_955_200 + at * seconds, *(getattr(bars, name)[at] for name in PRICES)] for at in range(700)]
+    write_rows(data, ["time", *PRICES], rows)
+    chosen = options(data, frames="auto")
+    found = prepare(chosen, lines.append)
+    assert found.reader.state()["frames"] == made
+    assert [line for line in lines if line.startswith("frames")] == ([f"frames    without {said}"] if said else [])
+    assert chosen.frames == RECIPE.options(data=str(data)).frames
 
 
 def test_features_of_a_test_file_are_not_said_to_be_cached_in_the_run_that_made_them(tmp_path):

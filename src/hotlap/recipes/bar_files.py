@@ -20,9 +20,9 @@ MOST = 0.5
 """Files of one symbol may share a bar where one ends and the next begins; two symbols share more of their times."""
 
 
-def bars_in(table: Table) -> list[Bars]:
-    """The bars of a table by symbol; DataError with all mistakes at once."""
-    return bars_from(_values_in(table), files=table.files)
+def bars_in(table: Table, *, few: int | None = None) -> list[Bars]:
+    """The bars of a table by symbol, with all mistakes at once in a DataError; a few are taken to be `few` s long."""
+    return bars_from(_values_in(table), few=few, files=table.files)
 
 
 def with_symbols(table: Table, *, at_once: bool = False) -> Table:

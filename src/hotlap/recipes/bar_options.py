@@ -10,6 +10,8 @@ from hotlap.recipes.options import MOST, Options, option, outside
 
 MODELS = ("lstm", "transformer", "mlp")
 UNITS = {"m": 60, "h": 3600, "d": 86400}
+AUTO = "auto"
+"""In place of frames."""
 JUDGED_BARS = 2**17
 """Of all windows together that are answered at a time, unless four batches have more."""
 
@@ -19,7 +21,10 @@ class TemporalOptions(Options):
     """What the recipe can be told."""
 
     target: str = option("direction", "the name of the answers' column")
-    frames: tuple[str, ...] = option(("h1", "h4"), "longer bars that are made of the file's own and joined to them")
+    frames: tuple[str, ...] = option(
+        (AUTO,),
+        "longer bars that are made of the file's own and joined to them; auto: h1 and h4 where longer",
+    )
     length: int = option(20, "bars in a window")
     ahead: int = option(4, "bars to look ahead")
     threshold: float = option(1.0, "how far is up or down: a multiple of the volatility, or a share of the price")
@@ -57,7 +62,9 @@ class TemporalOptions(Options):
             for name in self.models
             if name not in MODELS
         ]
-        wrong += [f"frame {shown(name)} is none; write m30, h1, h4, d1" for name in self.frames if not seconds_of(name)]
+        if self.frames != (AUTO,):
+            unknown = [name for name in self.frames if not seconds_of(name)]
+            wrong += [f"frame {shown(name)} is none; write m30, h1, h4, d1" for name in unknown]
         if not self.models:
             wrong.append(f"models is empty; name some of {', '.join(MODELS)}")
         if wrong:

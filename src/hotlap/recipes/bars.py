@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 LEAST, MOST = 1e-15, 1e15
 """Between these a price is one; their ratios fit into 32 bits."""
-ENOUGH = 20
-"""Bars of a file by which it is known how long they are."""
+ENOUGH = 50
+"""Bars by which it is known how long they are: what lies between a few may be a weekend."""
 MONTH = 28 * 86400
 """Seconds of the shortest one."""
 MONDAY = 4 * 86400
@@ -67,13 +67,18 @@ class Bars:
 
 
 def bars_from(
-    columns: Mapping[str, Any], *, seconds: int | None = None, files: Sequence[tuple[str, int]] = ()
+    columns: Mapping[str, Any],
+    *,
+    seconds: int | None = None,
+    few: int | None = None,
+    files: Sequence[tuple[str, int]] = (),
 ) -> list[Bars]:
     """Bars of each symbol, in the order in which symbols come, out of named columns as a CSV has them.
 
     Names may be written as people write them; columns that are not known are left alone. Times say when a bar begins:
     as text in ISO form, as datetime64, or as numbers since 1970; without an offset they are UTC. `seconds` is how long
-    a bar is, by default what lies between most bars of a symbol. `files` are the names of those that the columns come
+    a bar is, by default what lies between most bars of a symbol, and where these are few, `few`, by default what lies
+    between most bars of the longest symbol. `files` are the names of those that the columns come
     from, and how many rows each has. Raises DataError with all mistakes at once.
     """
     found = by_meaning(columns)
@@ -89,14 +94,13 @@ def bars_from(
     names, firsts, codes = np.unique(symbols.astype(str), return_index=True, return_inverse=True)
     by_symbol = np.lexsort((times, codes))
     parts = np.split(by_symbol, np.flatnonzero(np.diff(codes[by_symbol])) + 1)
-    usual = _usual_gap(times[max(parts, key=len)])
+    usual = few or _usual_gap(times[max(parts, key=len)])
     mixed, made = [], []
     for at in np.argsort(firsts):
         rows, symbol = parts[at], str(names[at])
         if (np.diff(rows) < 0).any():
             mixed.append(symbol)
         chosen = {name: values[rows] for name, values in numbers.items()}
-        # What lies between a few bars may be a weekend: they are taken to be as long as those of the longest symbol.
         length = seconds if seconds is not None else _usual_gap(times[rows]) if len(rows) >= ENOUGH else usual
         problems = _two_lengths(times[rows], symbol, rows, files)
         problems = problems or _problems(times[rows], chosen, length, symbol, rows, place)

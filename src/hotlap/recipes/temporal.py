@@ -20,7 +20,7 @@ from hotlap.data.windows import Windows
 from hotlap.recipes import bars as bars_module
 from hotlap.recipes import indicators
 from hotlap.recipes.bar_files import bars_in, is_called_as_files, with_symbols
-from hotlap.recipes.bar_options import TemporalOptions, seconds_of
+from hotlap.recipes.bar_options import AUTO, TemporalOptions, seconds_of
 from hotlap.recipes.bar_sides import (
     CLASSES,
     LEAST,
@@ -44,6 +44,8 @@ from hotlap.recipes.scores import class_weights
 from hotlap.recipes.tables import Table, read_table
 from hotlap.store.cache import Cache, key_of
 
+USUAL = (3600, 14400)
+"""Longer bars that are made where none are named: h1 and h4."""
 FRAMES = ("m5", "m15", "h1", "h4", "d1", "d7")
 """Usual ones, to be named to those who name one that cannot be made."""
 EXAMPLES = 64
@@ -136,27 +138,55 @@ def known_features(
 
     Bars are to be as long as those trained on, which are `seconds` long; without it, as those of the longest symbol.
     """
+    bars = _read_bars(table, seconds)
+    return bars, _features_of(bars, frames, table.path, say)
+
+
+def _read_bars(table: Table, seconds: int | None = None) -> list[Bars]:
     if len(table) < 2:
         raise DataError(f"{table.path} has a single bar; give more of them, at least {LEAST} windows are needed")
-    bars = bars_in(table)
+    bars = bars_in(table, few=seconds)
     own = seconds or max(bars, key=len).seconds
-    # What lies between a few bars may be a weekend; they have no features, and do no harm.
     for one in bars:
-        if one.seconds != own and len(one) >= LEAST:
+        if one.seconds != own:
             of = f" of {one.symbol}" if one.symbol else ""
             others = "those trained on" if seconds else "the others"
             raise DataError(
                 f"the bars{of} in {table.path} are {frame_name(one.seconds)}, and {others} {frame_name(own)}; "
                 f"give bars of {frame_name(own)}"
             )
+    return bars
+
+
+def _chosen_frames(options: TemporalOptions, own: int, say: Say) -> list[int]:
+    """The lengths of longer bars: as they are named, else of the usual ones those that the file's bars make longer."""
+    if options.frames != (AUTO,):
+        return [seconds for name in options.frames if (seconds := seconds_of(name))]
+    made = [seconds for seconds in USUAL if seconds > own and not seconds % own]
+    without = [seconds for seconds in USUAL if seconds not in made]
+    if without:
+        names = " and ".join(map(frame_name, without))
+        why = "not longer than" if max(without) <= own else "not to be made of"
+        such = f"; name longer ones, such as --frames {','.join(_fitting(own)[:2])}" if _fitting(own) else ""
+        say(f"frames    without {names}: {why} the file's own bars of {frame_name(own)}{such}")
+    return made
+
+
+def _fitting(own: int) -> list[str]:
+    """Usual frames that can be made of bars."""
+    return [name for name in FRAMES if (seconds_of(name) or 0) > own and not (seconds_of(name) or 0) % own]
+
+
+def _features_of(bars: Sequence[Bars], frames: Sequence[int], path: Path, say: Say) -> list[Features]:
+    own = max(bars, key=len).seconds
     for longer in frames:
         if longer < own or longer % own:
-            fitting = [name for name in FRAMES if (seconds_of(name) or 0) > own and not (seconds_of(name) or 0) % own]
+            fitting = _fitting(own)
             such = (
                 f"name multiples of it, such as --frames {','.join(fitting[:2])}, or none" if fitting else "name none"
             )
             raise DataError(
-                f"frame {frame_name(longer)} cannot be made of bars of {frame_name(own)}, as in {table.path}; "
+                f"frame {frame_name(longer)} cannot be made of bars of {frame_name(own)}, as in {path}; "
                 f"{such}: --frames="
             )
     began = time.perf_counter()
@@ -180,7 +210,7 @@ def known_features(
     count = f"{sum(map(len, bars)):,} bars of {frame_name(own)}, {len(bars)} symbol{'s'[: len(bars) > 1]}"
     how = f"in {took}" if made else f"from the cache, which saved {show_seconds(float(about['took_s']))}"
     say(f"features  {len(about['names'])} of {count}, {how}")
-    return bars, [
+    return [
         Features(names=tuple(about["names"]), values=np.asarray(tensors[f"values{at}"]), first=int(about["firsts"][at]))
         for at in range(len(bars))
     ]
@@ -194,8 +224,9 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
             f"target={options.target} is a column of {options.data}; it is only how the answers are called, "
             "which are whether prices fall, stay or rise: choose a name that is no column, or leave it out"
         )
-    frames = [seconds for name in options.frames if (seconds := seconds_of(name))]
-    bars, found = known_features(table, frames, say)
+    bars = _read_bars(table)
+    frames = _chosen_frames(options, max(bars, key=len).seconds, say)
+    found = _features_of(bars, frames, table.path, say)
     names = found[0].names
     train, held = _sides(options, table, list(zip(bars, found, strict=True)), frames, say)
     standard = standardised(np.concatenate([side.values for side in train]))
