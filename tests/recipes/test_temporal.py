@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import numpy as np
 import pytest
@@ -367,7 +368,9 @@ def test_the_commands_train_predict_and_list(tmp_path, monkeypatch):
     assert header == "time,direction,direction_down,direction_flat,direction_up"
     listed = CliRunner().invoke(app, ["recipes"]).output
     assert all(recipe_named(name).summary in listed for name in ("temporal", "text"))
-    assert "--ahead" in CliRunner().invoke(app, ["recipes", "temporal"]).output
+    listed = CliRunner().invoke(app, ["recipes", "temporal"]).output
+    assert "--ahead" in listed
+    assert re.search(r"--group +not for bars, of which the last part is held out", listed)
 
 
 def test_bars_of_all_symbols_are_answered_each_in_its_row(tmp_path):

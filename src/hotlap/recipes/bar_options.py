@@ -21,6 +21,7 @@ class TemporalOptions(Options):
     """What the recipe can be told."""
 
     target: str = option("direction", "the name of the answers' column")
+    group: str = option("", "not for bars, of which the last part is held out")
     frames: tuple[str, ...] = option(
         (AUTO,),
         "longer bars that are made of the file's own and joined to them; auto: h1 and h4 where longer",
