@@ -109,10 +109,18 @@ def test_times_in_every_usual_form_are_the_same_seconds(write):
     assert bars.times.tolist() == plain["time"].tolist()
 
 
-def test_a_day_and_an_hour_in_two_columns_are_one_time():
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda moments: [moment.strftime("%Y.%m.%d") for moment in moments],
+        lambda moments: np.array([moment.date() for moment in moments], dtype="datetime64[s]"),
+        lambda moments: np.array([int(moment.strftime("%Y%m%d")) for moment in moments]),
+    ],
+)
+def test_a_day_and_an_hour_in_two_columns_are_one_time(write):
     plain = columns()
     moments = [datetime.fromtimestamp(t, UTC) for t in plain["time"]]
-    two = {"Date": [m.strftime("%Y.%m.%d") for m in moments], "Time": [m.strftime("%H:%M") for m in moments]}
+    two = {"Date": write(moments), "Time": [m.strftime("%H:%M") for m in moments]}
     (bars,) = bars_from({**two, **{name: values for name, values in plain.items() if name != "time"}})
     assert bars.times.tolist() == plain["time"].tolist()
 
@@ -134,6 +142,48 @@ def test_each_symbol_has_its_own_bars_in_the_order_of_the_file_and_knows_its_row
     assert found[1].rows.tolist() == [1, 3, 5, 7]
 
 
+@pytest.mark.parametrize("name", ["Name", "ASSET", "instrument", "coin", "Stock", "code", "ISIN", "pair"])
+def test_symbols_are_found_under_every_usual_name(name):
+    one = columns(4)
+    both = {kind: np.tile(values, 2) for kind, values in one.items()}
+    found = bars_from({**both, name: ["A"] * 4 + ["B"] * 4})
+    assert [bars.symbol for bars in found] == ["A", "B"]
+    assert same(found[1], bars_from(one)[0])
+
+
+@pytest.mark.parametrize("values", [[f"bar {at}" for at in range(6)], [""] * 6, [7.0, 8.0] * 3])
+def test_a_name_for_every_bar_a_number_or_nothing_is_no_symbol(values):
+    (bars,) = bars_from({**columns(), "name": values})
+    assert bars.symbol == ""
+
+
+def test_a_time_that_comes_again_is_told_with_its_files_and_with_the_column_that_may_be_missing():
+    plain = columns(6)
+    plain["time"] = changed(plain["time"], [4], plain["time"][1])
+    cure = "where rows are of several symbols, name these in a column called symbol, else keep one of them"
+    for files, rows in (((), ("row 5", "row 2")), ((("a.csv", 3), ("b.csv", 3)), ("b.csv row 2", "a.csv row 2"))):
+        with pytest.raises(DataError) as error:
+            bars_from(plain, files=files)
+        assert str(error.value) == f"{rows[0]}: its time 2024-01-08T00:15:00 is that of {rows[1]} too; {cure}"
+
+
+@pytest.mark.parametrize("start", [START, START + 900 * 96])
+def test_files_of_one_symbol_with_bars_of_two_lengths_are_refused_by_their_names(start):
+    quarters, hours = columns(96), columns(60, start=start, step=3600)
+    both = {name: np.concatenate([quarters[name], hours[name]]) for name in quarters}
+    with pytest.raises(DataError) as error:
+        bars_from({**both, "symbol": ["X"] * 156}, files=(("quarters.csv", 96), ("hours.csv", 60)))
+    assert str(error.value) == "X: quarters.csv has bars of m15, and hours.csv of h1; give those of one length"
+
+
+def test_a_file_of_bars_that_are_traded_seldom_is_of_their_length_all_the_same():
+    often, seldom = columns(96), columns(60, start=START + 86400, step=1800)
+    seldom["time"][30:] -= 900
+    both = {name: np.concatenate([often[name], seldom[name]]) for name in often}
+    (bars,) = bars_from(both, files=(("often.csv", 96), ("seldom.csv", 60)))
+    assert (len(bars), bars.seconds) == (156, 900)
+
+
 def test_missing_volume_is_zero_and_said(caplog):
     plain = columns()
     del plain["volume"]
@@ -141,6 +191,14 @@ def test_missing_volume_is_zero_and_said(caplog):
         (bars,) = bars_from(plain)
     assert bars.volume.tolist() == [0] * 6
     assert "no column for volume" in caplog.text
+
+
+@pytest.mark.parametrize(("volume", "taken"), [(np.zeros(6), "ticks"), (np.arange(6.0), "volume")])
+def test_ticks_are_the_volume_where_there_is_no_other(volume, taken):
+    plain, ticks = columns(), np.arange(6.0) + 7
+    del plain["volume"]
+    (bars,) = bars_from({**plain, "<TICKVOL>": ticks, "<VOL>": volume})
+    assert bars.volume.tolist() == {"ticks": ticks, "volume": volume}[taken].tolist()
 
 
 def test_rows_out_of_order_are_sorted_and_said(caplog):
@@ -230,11 +288,40 @@ def test_a_column_that_is_missing_is_asked_for_by_the_names_it_may_have():
 
 
 def test_one_bar_needs_to_be_told_how_long_it_is():
-    with pytest.raises(DataError, match="say with seconds= how long a bar is"):
+    with pytest.raises(DataError, match="bars of 0 s: a single bar does not say how long it is; give more of them"):
         bars_from(columns(1))
     assert bars_from(columns(1), seconds=900)[0].seconds == 900
-    with pytest.raises(DataError, match="bars of 0 s: say with seconds="):
+    with pytest.raises(DataError, match="bars of 0 s"):
         bars_from(columns(), seconds=0)
+
+
+def test_a_few_bars_of_a_symbol_are_as_long_as_those_of_the_longest():
+    long, one, two = columns(60), columns(1), columns(2, step=2 * 86400)
+    both = {name: np.concatenate([long[name], one[name], two[name]]) for name in long}
+    found = bars_from({**both, "symbol": ["A"] * 60 + ["B"] + ["C"] * 2})
+    assert [(bars.symbol, len(bars), bars.seconds) for bars in found] == [("A", 60, 900), ("B", 1, 900), ("C", 2, 900)]
+    assert bars_from(two, few=3600)[0].seconds == 3600
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        (
+            np.arange("2020-01", "2024-01", dtype="datetime64[M]").astype("datetime64[s]"),
+            "row 3: it begins 2505600 s after row 2, and bars are 2678400 s long; "
+            "months differ in length: give bars of weeks or days (and 19 more like it)",
+        ),
+        (
+            START + np.cumsum([60, 60, 35] * 16),
+            "row 3: it begins 35 s after row 2, and bars are 60 s long; "
+            "leave it out where few are so, else give bars of one length (and 15 more like it)",
+        ),
+    ],
+)
+def test_bars_that_are_not_of_one_length_are_refused_with_what_can_be_done(times, said):
+    with pytest.raises(DataError) as error:
+        bars_from({**columns(48), "time": times})
+    assert str(error.value) == said
 
 
 def test_bars_made_by_hand_are_checked_too():

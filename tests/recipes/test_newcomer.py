@@ -175,7 +175,7 @@ def test_frames_that_the_bars_are_too_long_for_are_named_as_the_user_writes_them
     rows = [[f"2020-01-{at + 1:02}", 10, 11, 9, 10] for at in range(28)]
     data = write_rows(tmp_path / "daily.csv", ["time", "open", "high", "low", "close"], rows)
     with pytest.raises(DataError, match=r"frame h1 cannot be made of bars of d1.*--frames="):
-        hotlap.train("temporal", data, progress=False, device="cpu")
+        hotlap.train("temporal", data, frames=["h1"], progress=False, device="cpu")
 
 
 def test_a_single_bar_and_a_short_file_to_judge_by_are_said(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from typer.testing import CliRunner
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, TrainingError
 from hotlap.recipes import temporal, training
+from hotlap.recipes.bar_columns import PRICES
 from hotlap.recipes.bars import bars_from, resampled
 from hotlap.recipes.every import recipe_named
 from hotlap.recipes.indicators import direction
 from hotlap.recipes.options import options_of
+from hotlap.recipes.simulated import simulated_bars
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.temporal import RECIPE, known_features, prepare, seconds_of
 from hotlap.recipes.training import predict, revived, train
@@ -141,6 +144,27 @@ def test_three_models_are_compared_and_the_best_is_the_one_that_is_kept(tmp_path
     assert type(model) is type(reader.model(best))
 
 
+def test_a_last_batch_of_one_window_is_left_out_for_every_model_alike(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    count = len(prepare(options(data), lambda line: None).candidates[0].job().data)
+    chosen = {"batch_size": str(count - 1), "models": "lstm,transformer,mlp", "epochs": "1"}
+    assert [one.job().drop_last for one in prepare(options(data, **chosen), lambda line: None).candidates] == [True] * 3
+    folder = trained(data, tmp_path / "run", [], **chosen)
+    assert set(json.loads((folder / "report.json").read_text())["models"]) == {"lstm", "transformer", "mlp"}
+    more = prepare(options(data, batch_size=str(count - 2)), lambda line: None)
+    assert more.candidates[0].job().drop_last is None
+
+
+def test_a_fold_whose_last_batch_holds_one_window_is_trained_and_one_of_a_single_window_is_refused(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=900, symbols=1)
+    folds = prepare(options(data, folds="3"), lambda line: None).folds("mlp")
+    size = len(folds[1].job().data) - 1
+    folder = trained(data, tmp_path / "run", [], folds="3", epochs="1", batch_size=str(size))
+    assert len(json.loads((folder / "report.json").read_text())["folds"]) == 3
+    with pytest.raises(DataError, match="there are too few bars for 133 folds; ask for fewer"):
+        prepare(options(data, folds="133"), lambda line: None).folds("mlp")
+
+
 @pytest.fixture
 def hasty(monkeypatch):
     """Some models, by name, learn at a rate that leaves no numbers of them."""
@@ -185,6 +209,112 @@ def test_a_fold_that_diverges_is_left_out_of_the_average(tmp_path, hasty, monkey
     assert list(json.loads((folder / "report.json").read_text())["folds"]) == ["fold 2 of 3", "fold 3 of 3"]
 
 
+def test_an_export_of_metatrader_is_read_as_the_same_bars(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    with data.open() as file:
+        rows = list(csv.DictReader(file))
+    lines = ["<DATE>\t<TIME>\t<OPEN>\t<HIGH>\t<LOW>\t<CLOSE>\t<TICKVOL>\t<VOL>\t<SPREAD>"]
+    for row in rows:
+        day, hour = row["time"].split()
+        prices = [row[name] for name in ("open", "high", "low", "close", "volume")]
+        lines.append("\t".join([day.replace("-", "."), hour, *prices, "0", "2"]))
+    (tmp_path / "export.csv").write_text("\n".join(lines) + "\n")
+    mine, theirs = (prepare(options(tmp_path / name), lambda line: None) for name in ("bars.csv", "export.csv"))
+    assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
+
+
+def first_rows(path, data, counts):
+    """So many of the first rows of each symbol of a file."""
+    header, *lines = data.read_text().splitlines(keepends=True)
+    kept = [line for name, count in counts.items() for line in [one for one in lines if f",{name}," in one][:count]]
+    path.write_text("".join([header, *kept]))
+    return path
+
+
+def test_symbols_with_too_few_bars_for_a_window_are_said(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=500, symbols=5), []
+    counts = {"SIM1": 500, "SIM2": 1, "SIM3": 40, "SIM4": 60, "SIM5": 80}
+    prepare(options(first_rows(tmp_path / "some.csv", data, counts)), lines.append)
+    (line,) = [line for line in lines if line.startswith("left out")]
+    begin, _, needed = line.partition(" and 1 more: a window to train on needs ")
+    assert begin == "left out  bars of SIM2 with 1, SIM3 with 40, SIM4 with 60"
+    enough = int(needed.removesuffix(" of a symbol"))
+    for count, said in ((enough - 5, 1), (enough, 0)):
+        lines = []
+        prepare(options(first_rows(tmp_path / "two.csv", data, {"SIM1": 500, "SIM2": count})), lines.append)
+        assert sum(line.startswith("left out") for line in lines) == said
+
+
+@pytest.mark.parametrize(
+    "chosen", [{}, {"frames": "h1,h4"}, {"volatility": "200"}, {"frames": "", "valid_share": "0.6"}]
+)
+@pytest.mark.parametrize("rows", [30, 130])
+def test_too_few_bars_are_refused_with_a_number_that_is_enough(tmp_path, chosen, rows):
+    data = bars_file(tmp_path / "bars.csv", rows=rows, symbols=1)
+    with pytest.raises(DataError, match=r"50 are needed: the first \d+ bars of each symbol have too little") as raised:
+        prepare(options(data, **chosen), lambda line: None)
+    said = str(raised.value)
+    assert said.endswith("--frames") is (chosen.get("frames") == "h1,h4")
+    enough = int(said.partition("; give ")[2].split()[0])
+    lines = []
+    prepare(options(bars_file(tmp_path / "more.csv", rows=enough, symbols=1), **chosen), lines.append)
+    with pytest.raises(DataError, match="50 are needed"):
+        prepare(options(bars_file(tmp_path / "fewer.csv", rows=enough - 5, symbols=1), **chosen), lines.append)
+
+
+def files_of(folder, data, parts):
+    """The rows of a file, without their symbols, in files of a folder: from where to where for each name."""
+    folder.mkdir()
+    header, *rows = [line.split(",") for line in data.read_text().splitlines()]
+    for name, (begin, end) in parts.items():
+        write_rows(folder / name, [header[0], *header[2:]], [[row[0], *row[2:]] for row in rows[begin:end]])
+    return folder
+
+
+def test_files_that_share_times_are_of_one_symbol_each_called_as_they_are(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=2), []
+    many = files_of(tmp_path / "many", data, {"AAA.csv": (0, 400), "NA.csv": (400, 800)})
+    mine, theirs = prepare(options(data), lambda line: None), prepare(options(many), lines.append)
+    assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
+    note = "its 2 files are taken to be of one each, called as the file is, such as AAA"
+    assert f"          note: there is no column of symbols: {note}" in lines
+    folder = trained(many, tmp_path / "run", [], epochs="1")
+    said = []
+    predict(folder, many, tmp_path / "answers.csv", say=said.append, device="cpu")
+    with (tmp_path / "answers.csv").open() as file:
+        assert [row["symbol"] for row in csv.DictReader(file)] == ["AAA"] * 400 + ["NA"] * 400
+    assert any("there is no column of symbols" in line for line in said)
+
+
+def test_files_that_follow_each_other_stay_one_symbol(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=1), []
+    parts = files_of(tmp_path / "parts", data, {"2022.csv": (0, 150), "2023.csv": (150, 400)})
+    mine, theirs = prepare(options(data), lambda line: None), prepare(options(parts), lines.append)
+    assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
+    assert not any("no column of symbols" in line for line in lines)
+    twice = files_of(tmp_path / "twice", data, {"2022.csv": (0, 151), "2023.csv": (150, 400)})
+    with pytest.raises(DataError, match=r"2023.csv row 1: its time .* is that of 2022.csv row 151 too; where rows are"):
+        prepare(options(twice), lambda line: None)
+
+
+def test_bars_to_judge_by_that_are_trained_on_are_known_by_the_names_of_files(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=2)
+    many = files_of(tmp_path / "many", data, {"AAA.csv": (0, 400), "BBB.csv": (400, 800)})
+    with pytest.raises(DataError, match=r"400 bars of BBB in .*BBB.csv, from .* are of times that .*many has too"):
+        prepare(options(many, valid=str(many / "BBB.csv")), lambda line: None)
+
+
+def test_files_of_two_lengths_are_refused_by_their_names(tmp_path):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    files_of(tmp_path / "many", data, {"EURUSD_m15.csv": (0, 400)})
+    hours = hours_of(tmp_path / "hours.csv", data).read_text().splitlines()
+    rows = [line.split(",") for line in hours[1:]]
+    header = ["time", "open", "high", "low", "close", "volume"]
+    write_rows(tmp_path / "many" / "EURUSD_h1.csv", header, [[row[0], *row[2:], 0] for row in rows])
+    with pytest.raises(DataError, match=r"the bars of EURUSD_h1 in .*many are h1, and the others m15; give bars of"):
+        prepare(options(tmp_path / "many"), lambda line: None)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -203,7 +333,7 @@ def test_data_that_will_not_do_is_refused_in_a_line(tmp_path, change, said):
 
 def test_options_that_make_no_sense_are_refused_together():
     with pytest.raises(JobError) as raised:
-        options_of(RECIPE.options, None, {"models": "lstm,gru", "frames": "h1,soon", "length": "0"})
+        options_of(RECIPE.options, None, {"models": "lstm,gru", "frames": "auto,h1", "length": "0"})
     assert len(raised.value.problems) == 3
 
 
@@ -238,7 +368,9 @@ def test_the_commands_train_predict_and_list(tmp_path, monkeypatch):
     assert header == "time,direction,direction_down,direction_flat,direction_up"
     listed = CliRunner().invoke(app, ["recipes"]).output
     assert all(recipe_named(name).summary in listed for name in ("temporal", "text"))
-    assert "--ahead" in CliRunner().invoke(app, ["recipes", "temporal"]).output
+    listed = CliRunner().invoke(app, ["recipes", "temporal"]).output
+    assert "--ahead" in listed
+    assert re.search(r"--group +not for bars, of which the last part is held out", listed)
 
 
 def test_bars_of_all_symbols_are_answered_each_in_its_row(tmp_path):
@@ -404,6 +536,28 @@ def test_frames_that_can_be_made_of_the_bars_are_suggested(tmp_path, seconds, fr
     assert str(raised.value).endswith(said)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "made", "said"),
+    [
+        (900, [3600, 14400], None),
+        (3600, [14400], "h1: not longer than the file's own bars of h1; name longer ones, such as --frames h4,d1"),
+        (86400, [], "h1 and h4: not longer than the file's own bars of d1; name longer ones, such as --frames d7"),
+        (5400, [], "h1 and h4: not to be made of the file's own bars of m90; name longer ones, such as --frames d1,d7"),
+        (864000, [], "h1 and h4: not longer than the file's own bars of d10"),
+    ],
+)
+def test_of_the_usual_frames_those_are_made_that_are_longer_where_none_are_named(tmp_path, seconds, made, said):
+    data, lines = tmp_path / "bars.csv", []
+    (bars,) = simulated_bars(700, 1)
+    rows = [[1_599_955_200 + at * seconds, *(getattr(bars, name)[at] for name in PRICES)] for at in range(700)]
+    write_rows(data, ["time", *PRICES], rows)
+    chosen = options(data, frames="auto")
+    found = prepare(chosen, lines.append)
+    assert found.reader.state()["frames"] == made
+    assert [line for line in lines if line.startswith("frames")] == ([f"frames    without {said}"] if said else [])
+    assert chosen.frames == RECIPE.options(data=str(data)).frames
+
+
 def test_features_of_a_test_file_are_not_said_to_be_cached_in_the_run_that_made_them(tmp_path):
     data, lines = bars_file(tmp_path / "bars.csv", rows=600), []
     test = bars_file(tmp_path / "test.csv", rows=500, seed=3)
@@ -413,8 +567,34 @@ def test_features_of_a_test_file_are_not_said_to_be_cached_in_the_run_that_made_
     assert sum(line.startswith("features") for line in lines) == 2
 
 
-def test_no_epochs_and_no_rate_leave_both_to_the_recipe_and_windows_are_counted_from_one(tmp_path):
+def test_bars_without_an_answer_are_told_with_what_would_give_them_one(tmp_path):
+    data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=1), []
+    trained(data, tmp_path / "run", lines, test=str(data), epochs=1)
+    (line,) = [line for line in lines if line.startswith("bars  ")]
+    assert line.endswith(
+        "of 400 have too little before them for an answer; put those that came before in front of them"
+    )
+
+
+@pytest.mark.parametrize("symbols", [1, 2])
+def test_the_worst_mistakes_are_told_by_the_time_of_their_last_bar_and_by_their_symbol(tmp_path, symbols):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=symbols)
+    found = prepare(options(data), lambda line: None)
+    bars, _ = known_features(read_table(data), [3600], lambda line: None)
+    each = len(found.target) // symbols
+    moments = [one.times[-4 - each : -4].astype("datetime64[s]") for one in bars]
+    words = [
+        f"the window up to the bar of {moment}" + (f" of {one.symbol}" if symbols > 1 else "")
+        for one, its in zip(bars, moments, strict=True)
+        for moment in its
+    ]
+    assert [found.shown(at) for at in range(len(found.target))] == words
+    folder = trained(data, tmp_path / "run", [], epochs="1")
+    worst = json.loads((folder / "report.json").read_text())["worst"]
+    assert {one["sample"] for one in worst} <= set(words)
+
+
+def test_no_epochs_and_no_rate_leave_both_to_the_recipe(tmp_path):
     found = prepare(options(bars_file(tmp_path / "bars.csv"), epochs=0, lr=0), lambda line: None)
     job = found.candidates[0].job()
     assert (job.epochs, job.optimizer.param_groups[0]["lr"]) == (20, 1e-3)
-    assert found.shown(0) == "window 1 of those held out"

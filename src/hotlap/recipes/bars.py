@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
-from hotlap.core.errors import DataError, listed, shown
+from hotlap.core.errors import DataError, shown
 from hotlap.core.job_checks import is_whole
+from hotlap.recipes.bar_columns import PRICES, Numbers, Place, by_meaning, numbers_in, place_in, refuse, times_in
 
 log = logging.getLogger(__name__)
 
-Numbers = np.ndarray[Any, Any]
-
-PRICES = ("open", "high", "low", "close")
 LEAST, MOST = 1e-15, 1e15
 """Between these a price is one; their ratios fit into 32 bits."""
+ENOUGH = 50
+"""Bars by which it is known how long they are: what lies between a few may be a weekend."""
+MONTH = 28 * 86400
+"""Seconds of the shortest one."""
 MONDAY = 4 * 86400
 """A Monday of 1970, from which longer bars are counted: days begin at midnight UTC, weeks on Mondays."""
-NAMES = {
-    "time": ("datetime", "timestamp", "opentime", "unix", "time", "date"),
-    "open": ("open", "o"),
-    "high": ("high", "h"),
-    "low": ("low", "l"),
-    "close": ("close", "c", "adjclose", "price"),
-    "volume": ("volume", "vol", "v", "tickvolume", "tickvol"),
-    "symbol": ("symbol", "ticker", "pair"),
-}
-"""What columns are called, without case, spaces and signs; of several that are there, the first one counts."""
-UNITS = ((1e11, 1), (1e14, 10**3), (1e17, 10**6), (np.inf, 10**9))
-"""Times below each number are counted in so many parts of a second."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,7 +54,7 @@ class Bars:
         if set(shapes.values()) != {(len(self.times),)}:
             raise DataError(f"the columns of bars differ in length: {shown(shapes, 200)}; give one number each per bar")
         columns = {name: getattr(self, name) for name in (*PRICES, "volume")}
-        _refuse(_problems(self.times, columns, self.seconds, self.symbol, self.rows))
+        refuse(_problems(self.times, columns, self.seconds, self.symbol, self.rows, place_in(())))
 
     def __len__(self) -> int:
         return len(self.times)
@@ -78,37 +66,48 @@ class Bars:
         return ends
 
 
-def bars_from(columns: Mapping[str, Any], *, seconds: int | None = None) -> list[Bars]:
+def bars_from(
+    columns: Mapping[str, Any],
+    *,
+    seconds: int | None = None,
+    few: int | None = None,
+    files: Sequence[tuple[str, int]] = (),
+) -> list[Bars]:
     """Bars of each symbol, in the order in which symbols come, out of named columns as a CSV has them.
 
     Names may be written as people write them; columns that are not known are left alone. Times say when a bar begins:
     as text in ISO form, as datetime64, or as numbers since 1970; without an offset they are UTC. `seconds` is how long
-    a bar is, by default what lies between most bars of a symbol. Raises DataError with all mistakes at once.
+    a bar is, by default what lies between most bars of a symbol, and where these are few, `few`, by default what lies
+    between most bars of the longest symbol. `files` are the names of those that the columns come
+    from, and how many rows each has. Raises DataError with all mistakes at once.
     """
-    found = _by_meaning(columns)
+    found = by_meaning(columns)
     symbols = found.get("symbol", np.full(len(found["open"]), ""))
     wrong: list[str] = []
-    times = _times(found["time"], wrong)
+    place = place_in(files)
+    times = times_in(found["time"], place, wrong)
     if "volume" not in found:
         log.warning("there is no column for volume: it is taken to be 0 everywhere")
         found["volume"] = np.zeros(len(times))
-    numbers = {name: _numbers(name, found[name], wrong) for name in (*PRICES, "volume")}
-    _refuse(wrong)
+    numbers = {name: numbers_in(name, found[name], place, wrong) for name in (*PRICES, "volume")}
+    refuse(wrong)
     names, firsts, codes = np.unique(symbols.astype(str), return_index=True, return_inverse=True)
     by_symbol = np.lexsort((times, codes))
     parts = np.split(by_symbol, np.flatnonzero(np.diff(codes[by_symbol])) + 1)
+    usual = few or _usual_gap(times[max(parts, key=len)])
     mixed, made = [], []
     for at in np.argsort(firsts):
         rows, symbol = parts[at], str(names[at])
         if (np.diff(rows) < 0).any():
             mixed.append(symbol)
         chosen = {name: values[rows] for name, values in numbers.items()}
-        length = _usual_gap(times[rows]) if seconds is None else seconds
-        problems = _problems(times[rows], chosen, length, symbol, rows)
+        length = seconds if seconds is not None else _usual_gap(times[rows]) if len(rows) >= ENOUGH else usual
+        problems = _two_lengths(times[rows], symbol, rows, files)
+        problems = problems or _problems(times[rows], chosen, length, symbol, rows, place)
         wrong += problems
         if not problems:
             made.append(Bars(times=times[rows], **chosen, seconds=length, symbol=symbol, rows=rows))
-    _refuse(wrong)
+    refuse(wrong)
     if mixed:
         log.warning("rows that were out of order are sorted by time%s", f": {', '.join(mixed)}" if any(mixed) else "")
     return made
@@ -157,97 +156,36 @@ def frame_name(seconds: int) -> str:
     return f"s{seconds}"
 
 
-def _by_meaning(columns: Mapping[str, Any]) -> dict[str, Numbers]:
-    """The columns that are known, by what they mean."""
-    given: dict[str, Numbers] = {}
-    for name, values in dict(columns).items():
-        plain = re.sub("[^a-z]", "", str(name).lower())
-        if plain in given and any(plain in known for known in NAMES.values()):
-            raise DataError(f"two columns are called {plain!r}; leave one of them out")
-        given[plain] = np.asarray(values)
-    found: dict[str, Numbers] = {}
-    for meaning, known in NAMES.items():
-        there = [name for name in known if name in given]
-        if there:
-            found[meaning] = given[there[0]]
-    missing = [
-        f"there is no column for {meaning}: name one {' or '.join(map(repr, NAMES[meaning]))}; "
-        f"there are {shown([str(name) for name in columns])}"
-        for meaning in ("time", *PRICES)
-        if meaning not in found
-    ]
-    _refuse(missing)
-    lengths = {meaning: column.shape for meaning, column in found.items()}
-    if len(set(lengths.values())) > 1 or found["open"].ndim != 1 or not len(found["open"]):
-        raise DataError(f"columns must be of one length, and not empty; they have the shapes {shown(lengths, 200)}")
-    if "date" in given and re.fullmatch(r"\d\d:\d\d(:\d\d)?", str(found["time"][0])):
-        found["time"] = np.array([f"{day} {hour}" for day, hour in zip(given["date"], found["time"], strict=True)])
-    return found
-
-
-def _numbers(name: str, column: Numbers, wrong: list[str]) -> Numbers:
-    """The column as numbers, with NaN for what is missing."""
-    try:
-        return column.astype(np.float64)
-    except (TypeError, ValueError):
-        pass
-    numbers = np.full(len(column), np.nan)
-    for row, value in enumerate(column.tolist()):
-        try:
-            numbers[row] = np.nan if value in ("", None) else float(value)
-        except (TypeError, ValueError):
-            wrong.append(f"row {row + 1}: {name} is {shown(value)}, which is no number; mend it, or leave the row out")
-            break
-    return numbers
-
-
-def _times(column: Numbers, wrong: list[str]) -> Numbers:
-    """The column as seconds since 1970."""
-    if column.dtype.kind == "M":
-        column = column.astype("datetime64[s]")
-        missing = np.isnat(column)
-        times: Numbers = column.astype(np.int64)
-    else:
-        try:
-            numbers = column if column.dtype.kind in "iu" else column.astype(np.float64)
-        except (TypeError, ValueError):
-            return _read_times(column, wrong)
-        missing = ~np.isfinite(numbers)
-        if not missing.any():
-            if ((numbers >= 1900_01_01) & (numbers <= 2100_12_31)).all():  # days written as 20240131
-                return _read_times(numbers.astype(np.int64).astype(str), wrong)
-            largest = np.abs(numbers).max()
-            return np.asarray(numbers // next(unit for bound, unit in UNITS if largest < bound), dtype=np.int64)
-        times = np.zeros(len(column), np.int64)
-    if missing.any():
-        wrong.append(f"row {missing.argmax() + 1}: its time is missing; mend it, or leave the row out")
-    return times
-
-
-def _read_times(column: Numbers, wrong: list[str]) -> Numbers:
-    times = np.zeros(len(column), np.int64)
-    for row, value in enumerate(column.tolist()):
-        text = str(value).strip()
-        try:
-            moment = datetime.fromisoformat(text[:10].replace(".", "-").replace("/", "-") + text[10:])
-        except ValueError:
-            wrong.append(f"row {row + 1}: its time is {shown(value)}; write it as 2024-01-31 15:45")
-            break
-        times[row] = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-    return times
-
-
 def _usual_gap(times: Numbers) -> int:
     """What lies between most bars, which is how long one is; 0 where there is none to tell by."""
     gaps, counts = np.unique(np.diff(times), return_counts=True)
     return int(gaps[counts.argmax()]) if len(gaps) else 0
 
 
-def _problems(times: Numbers, columns: Mapping[str, Numbers], seconds: int, symbol: str, rows: Numbers) -> list[str]:
-    """What is wrong with the bars of a symbol: a line for each kind of mistake, with the first row that has it.
+def _two_lengths(times: Numbers, symbol: str, rows: Numbers, files: Sequence[tuple[str, int]]) -> list[str]:
+    """A line where files have bars of a symbol in two lengths, as m15 and h1."""
+    if len(files) < 2:
+        return []
+    of_file = np.searchsorted(np.cumsum([count for _, count in files]), rows, side="right")
+    found = []
+    for at in np.unique(of_file):
+        own = times[of_file == at]
+        if len(own) >= ENOUGH and _usual_gap(own):
+            found.append((_usual_gap(own), int(np.diff(own).min()), files[at][0]))
+    if not found:
+        return []
+    # Of bars that are traded seldom most gaps may be long, and hardly all of them.
+    (usual, _, one), (_, least, other) = min(found), max(found, key=lambda of: of[1])
+    if least <= usual:
+        return []
+    of = f"{symbol}: " if symbol else ""
+    return [f"{of}{one} has bars of {frame_name(usual)}, and {other} of {frame_name(least)}; give those of one length"]
 
-    Rows are told as people count them: from 1, below the header.
-    """
+
+def _problems(
+    times: Numbers, columns: Mapping[str, Numbers], seconds: int, symbol: str, rows: Numbers, place: Place
+) -> list[str]:
+    """What is wrong with the bars of a symbol: a line for each kind of mistake, with the first row that has it."""
     of = f"{symbol}, " if symbol else ""
     if not len(times):
         return [f"{of}there are no bars"]
@@ -257,20 +195,27 @@ def _problems(times: Numbers, columns: Mapping[str, Numbers], seconds: int, symb
         if bad.any():
             at, more = int(bad.argmax()), int(bad.sum()) - 1
             rest = f" (and {more:,} more like it)" if more else ""
-            found.append(f"{of}row {rows[at] + 1}: {words.format(*(values[at] for values in shows))}{rest}")
+            said = words.format(*(values[at] for values in shows), before=place(int(rows[at - 1])))
+            found.append(f"{of}{place(int(rows[at]))}: {said}{rest}")
 
-    before, gaps = np.roll(rows, 1) + 1, np.diff(times)
+    gaps = np.diff(times)
     doubled = np.append(False, gaps == 0)
-    add(doubled, "its time {} is that of row {} too; keep one of them", times.astype("datetime64[s]"), before)
+    cure = "keep one of them"
+    if not symbol:
+        cure = f"where rows are of several symbols, name these in a column called symbol, else {cure}"
+    add(doubled, f"its time {{}} is that of {{before}} too; {cure}", times.astype("datetime64[s]"))
     if not is_whole(seconds) or seconds < 1:
         if not doubled.any():
-            found.append(f"{of}bars of {shown(seconds)} s: say with seconds= how long a bar is")
+            found.append(f"{of}bars of {shown(seconds)} s: a single bar does not say how long it is; give more of them")
     else:
         within = np.append(False, (gaps != 0) & (gaps < seconds))
-        words = (
-            f"it begins {{}} s after row {{}}, and bars are {seconds} s long; mend it, or give the length as seconds="
+        cure = (
+            "months differ in length: give bars of weeks or days"
+            if seconds >= MONTH
+            else "leave it out where few are so, else give bars of one length"
         )
-        add(within, words, np.append(0, gaps), before)
+        words = f"it begins {{}} s after {{before}}, and bars are {seconds} s long; {cure}"
+        add(within, words, np.append(0, gaps))
     for name in PRICES:
         values = columns[name]
         add(np.isnan(values), f"{name} is missing; mend it, or leave the row out")
@@ -280,8 +225,3 @@ def _problems(times: Numbers, columns: Mapping[str, Numbers], seconds: int, symb
     volume = columns["volume"]
     add(~(np.isfinite(volume) & (volume >= 0)), "volume is {}; give a number of at least 0", volume)
     return found
-
-
-def _refuse(wrong: list[str]) -> None:
-    if wrong:
-        raise DataError(listed("the bars have", "mistake", wrong))

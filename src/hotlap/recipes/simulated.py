@@ -6,7 +6,8 @@ import numpy as np
 
 from hotlap.core.errors import DataError, shown
 from hotlap.core.job_checks import is_whole
-from hotlap.recipes.bars import MONDAY, Bars, Numbers
+from hotlap.recipes.bar_columns import Numbers
+from hotlap.recipes.bars import MONDAY, Bars
 
 SECONDS = 900
 START = MONDAY + 2608 * 7 * 86400

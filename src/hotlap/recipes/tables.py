@@ -36,6 +36,8 @@ class Table:
     """What was out of the ordinary when it was read, one line each."""
     has_header: bool = True
     """Whether its file names the columns."""
+    files: tuple[tuple[str, int], ...] = ()
+    """The files it was read from, one below the other: their names, and how many rows each has."""
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -51,7 +53,7 @@ class Table:
     def rows(self, indices: Any) -> Table:
         """The table at these rows, in this order."""
         columns = {name: column.rows(indices) for name, column in self.columns.items()}
-        return replace(self, columns=columns)
+        return replace(self, columns=columns, files=())
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -100,7 +102,8 @@ def read_table(
             raise DataError(f"{path} has a column {FILE!r} of its own; read it without with_file")
         words = [file.name for file, count in zip(files, counts, strict=True) for _ in range(count)]
         columns[FILE] = recognised(FILE, words, "category")
-    return Table(path=path, columns=columns, notes=tuple(notes), has_header=has_header)
+    sizes = tuple((file.name, count) for file, count in zip(files, counts, strict=True))
+    return Table(path=path, columns=columns, notes=tuple(notes), has_header=has_header, files=sizes)
 
 
 def plain_cells(path: Path, table: Table) -> dict[str, Sequence[str]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, JobError, did_you_mean, shown
+from hotlap.core.errors import DataError
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.data.windows import Windows
 from hotlap.recipes import bars as bars_module
 from hotlap.recipes import indicators
-from hotlap.recipes.bars import Bars, bars_from, frame_name
-from hotlap.recipes.indicators import Features, Standard, direction, features, standardised
+from hotlap.recipes.bar_files import bars_in, is_called_as_files, with_symbols
+from hotlap.recipes.bar_options import AUTO, TemporalOptions, seconds_of
+from hotlap.recipes.bar_sides import (
+    CLASSES,
+    LEAST,
+    Side,
+    cut_of,
+    labels_of,
+    refuse_few,
+    refuse_overlaps,
+    shown_window,
+    side_of,
+    windows_of,
+)
+from hotlap.recipes.bars import Bars, frame_name
+from hotlap.recipes.indicators import Features, Standard, features, standardised
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
 from hotlap.recipes.onnx_files import Served, write_onnx
-from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.reading import shown_table
 from hotlap.recipes.recipe import Asked, Candidate, Fold, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
@@ -33,81 +44,12 @@ from hotlap.recipes.scores import class_weights
 from hotlap.recipes.tables import Table, read_table
 from hotlap.store.cache import Cache, key_of
 
-CLASSES = ("down", "flat", "up")
-MODELS = ("lstm", "transformer", "mlp")
-UNITS = {"m": 60, "h": 3600, "d": 86400}
+USUAL = (3600, 14400)
+"""Longer bars that are made where none are named: h1 and h4."""
 FRAMES = ("m5", "m15", "h1", "h4", "d1", "d7")
 """Usual ones, to be named to those who name one that cannot be made."""
 EXAMPLES = 64
 """Windows that a written ONNX file is tried on."""
-JUDGED_BARS = 2**17
-"""Of all windows together that are answered at a time, unless four batches have more."""
-LEAST = 50
-"""Windows that each side of a split needs, for anything to be said."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TemporalOptions(Options):
-    """What the recipe can be told."""
-
-    target: str = option("direction", "the name of the answers' column")
-    frames: tuple[str, ...] = option(("h1", "h4"), "longer bars that are made of the file's own and joined to them")
-    length: int = option(20, "bars in a window")
-    ahead: int = option(4, "bars to look ahead")
-    threshold: float = option(1.0, "how far is up or down: a multiple of the volatility, or a share of the price")
-    volatility: int = option(96, "bars over which the volatility is taken; 0: the threshold is a share of the price")
-    models: tuple[str, ...] = option(MODELS, "which to train; the best is kept")
-    batch_size: int = option(256, "samples an update")
-    patience: int = option(5, "evaluations without improvement before it stops")
-    warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
-    smoothing: float = option(0.05, "of labels")
-    clip: float = option(0.5, "the largest norm of all gradients together")
-    weight_decay: float = option(0.01, "of AdamW")
-    balance: bool = option(True, "weigh classes by how rare they are")
-    folds: int = option(0, "walk forward: as many times train on what came before, judge on what comes next")
-    onnx: bool = option(False, "write the best model as model.onnx too")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wrong = [
-            f"{name}={getattr(self, name)} must be at least 1"
-            for name in ("length", "ahead")
-            if getattr(self, name) < 1
-        ]
-        wrong += outside(self, folds=(0, MOST), warm_up=(0, 1), smoothing=(0, 1), weight_decay=(0, MOST))
-        wrong += [
-            f"{name}={getattr(self, name)} must be above 0"
-            for name in ("threshold", "clip")
-            if not 0 < getattr(self, name) <= MOST
-        ]
-        if self.volatility != 0 and self.volatility < 2:
-            wrong.append(f"volatility={self.volatility} must be 0, or at least 2")
-        if self.group:
-            wrong.append(f"group={self.group} is not for bars, of which the last part is held out; leave it out")
-        wrong += [
-            f"no model is called {shown(name)}{did_you_mean(name, MODELS)}"
-            for name in self.models
-            if name not in MODELS
-        ]
-        wrong += [f"frame {shown(name)} is none; write m30, h1, h4, d1" for name in self.frames if not seconds_of(name)]
-        if not self.models:
-            wrong.append(f"models is empty; name some of {', '.join(MODELS)}")
-        if wrong:
-            raise JobError(wrong)
-
-    @property
-    def judged_at_once(self) -> int:
-        """Windows that are answered at a time: they are small, and few of them at a time keep no GPU busy."""
-        return self._judged_within(JUDGED_BARS, self.length)
-
-
-def seconds_of(frame: str) -> int | None:
-    """How long a bar of a frame is, as traders write it; None where it is none."""
-    found = re.fullmatch(r"([mhd])(\d+)|(\d+)([mhd])", frame.strip().lower())
-    if not found:
-        return None
-    unit, number = found[1] or found[4], int(found[2] or found[3])
-    return number * UNITS[unit] or None
 
 
 class BarReader:
@@ -124,7 +66,7 @@ class BarReader:
 
     def table(self, data: Path) -> Table:
         """A file of bars, which show what they are."""
-        return read_table(data)
+        return with_symbols(read_table(data))
 
     def state(self) -> dict[str, Any]:
         """All that it needs to be made again."""
@@ -173,7 +115,9 @@ class BarReader:
             )
         answered = np.concatenate(rows)
         if len(answered) < len(table):
-            say(f"bars      {len(table) - len(answered):,} of {len(table):,} have too little before them for an answer")
+            count = f"{len(table) - len(answered):,} of {len(table):,}"
+            cure = "put those that came before in front of them"
+            say(f"bars      {count} have too little before them for an answer; {cure}")
         return Asked(data=Windows(series, self._length), rows=answered)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
@@ -194,27 +138,55 @@ def known_features(
 
     Bars are to be as long as those trained on, which are `seconds` long; without it, as those of the longest symbol.
     """
+    bars = _read_bars(table, seconds)
+    return bars, _features_of(bars, frames, table.path, say)
+
+
+def _read_bars(table: Table, seconds: int | None = None) -> list[Bars]:
     if len(table) < 2:
         raise DataError(f"{table.path} has a single bar; give more of them, at least {LEAST} windows are needed")
-    bars = bars_from({name: _values(column) for name, column in table.columns.items()})
+    bars = bars_in(table, few=seconds)
     own = seconds or max(bars, key=len).seconds
-    # What lies between a few bars may be a weekend; they have no features, and do no harm.
     for one in bars:
-        if one.seconds != own and len(one) >= LEAST:
+        if one.seconds != own:
             of = f" of {one.symbol}" if one.symbol else ""
             others = "those trained on" if seconds else "the others"
             raise DataError(
                 f"the bars{of} in {table.path} are {frame_name(one.seconds)}, and {others} {frame_name(own)}; "
                 f"give bars of {frame_name(own)}"
             )
+    return bars
+
+
+def _chosen_frames(options: TemporalOptions, own: int, say: Say) -> list[int]:
+    """The lengths of longer bars: as they are named, else of the usual ones those that the file's bars make longer."""
+    if options.frames != (AUTO,):
+        return [seconds for name in options.frames if (seconds := seconds_of(name))]
+    made = [seconds for seconds in USUAL if seconds > own and not seconds % own]
+    without = [seconds for seconds in USUAL if seconds not in made]
+    if without:
+        names = " and ".join(map(frame_name, without))
+        why = "not longer than" if max(without) <= own else "not to be made of"
+        such = f"; name longer ones, such as --frames {','.join(_fitting(own)[:2])}" if _fitting(own) else ""
+        say(f"frames    without {names}: {why} the file's own bars of {frame_name(own)}{such}")
+    return made
+
+
+def _fitting(own: int) -> list[str]:
+    """Usual frames that can be made of bars."""
+    return [name for name in FRAMES if (seconds_of(name) or 0) > own and not (seconds_of(name) or 0) % own]
+
+
+def _features_of(bars: Sequence[Bars], frames: Sequence[int], path: Path, say: Say) -> list[Features]:
+    own = max(bars, key=len).seconds
     for longer in frames:
         if longer < own or longer % own:
-            fitting = [name for name in FRAMES if (seconds_of(name) or 0) > own and not (seconds_of(name) or 0) % own]
+            fitting = _fitting(own)
             such = (
                 f"name multiples of it, such as --frames {','.join(fitting[:2])}, or none" if fitting else "name none"
             )
             raise DataError(
-                f"frame {frame_name(longer)} cannot be made of bars of {frame_name(own)}, as in {table.path}; "
+                f"frame {frame_name(longer)} cannot be made of bars of {frame_name(own)}, as in {path}; "
                 f"{such}: --frames="
             )
     began = time.perf_counter()
@@ -238,38 +210,29 @@ def known_features(
     count = f"{sum(map(len, bars)):,} bars of {frame_name(own)}, {len(bars)} symbol{'s'[: len(bars) > 1]}"
     how = f"in {took}" if made else f"from the cache, which saved {show_seconds(float(about['took_s']))}"
     say(f"features  {len(about['names'])} of {count}, {how}")
-    return bars, [
+    return [
         Features(names=tuple(about["names"]), values=np.asarray(tensors[f"values{at}"]), first=int(about["firsts"][at]))
         for at in range(len(bars))
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Side:
-    """One symbol's part of a split: features and labels, row by row, of windows that end in it."""
-
-    values: Numbers
-    labels: Numbers
-    naive: Numbers
-    """For each window what it did over the last bars, as many as are looked ahead."""
-
-
 def prepare(options: TemporalOptions, say: Say) -> Prepared:
     """Read the bars, make features of them, and hold the last part of each symbol out."""
-    table = shown_table(options.data, say)
+    table = _shown_bars(options.data, say)
     if options.target in table:
         raise DataError(
             f"target={options.target} is a column of {options.data}; it is only how the answers are called, "
             "which are whether prices fall, stay or rise: choose a name that is no column, or leave it out"
         )
-    frames = [seconds for name in options.frames if (seconds := seconds_of(name))]
-    bars, found = known_features(table, frames, say)
+    bars = _read_bars(table)
+    frames = _chosen_frames(options, max(bars, key=len).seconds, say)
+    found = _features_of(bars, frames, table.path, say)
     names = found[0].names
     train, held = _sides(options, table, list(zip(bars, found, strict=True)), frames, say)
     standard = standardised(np.concatenate([side.values for side in train]))
     reader = BarReader(frames, options.length, standard, names, max(bars, key=len).seconds)
-    made, judged = (_windows(part, standard, options.length) for part in (train, held))
-    labels, target = (_labels(part, options.length) for part in (train, held))
+    made, judged = (windows_of(part, standard, options.length) for part in (train, held))
+    labels, target = (labels_of(part, options.length) for part in (train, held))
     counts = np.bincount(labels, minlength=len(CLASSES))
     if (counts > 0).sum() < 2:
         only = CLASSES[int(counts.argmax())]
@@ -286,7 +249,7 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
         target_name=options.target,
         held_out=judged,
         target=target,
-        shown=lambda at: f"window {at + 1:,} of those held out",
+        shown=partial(shown_window, held),
         baselines=lambda: {
             "most frequent class": np.full(len(target), counts.argmax()),
             "what it did last": np.concatenate([side.naive for side in held]),
@@ -294,6 +257,15 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
         folds=partial(_folds, options, reader, list(zip(bars, found, strict=True))),
         finish=partial(_written_as_onnx, reader, judged) if options.onnx else None,
     )
+
+
+def _shown_bars(path: str, say: Say, *, at_once: bool = False) -> Table:
+    """The table of a file or folder of bars, shown; with what its files are called for symbols where it has none."""
+    table = shown_table(path, say)
+    found = with_symbols(table, at_once=at_once)
+    for note in found.notes[len(table.notes) :]:
+        say(f"          note: {note}")
+    return found
 
 
 def _folds(
@@ -309,17 +281,18 @@ def _folds(
                 first + (len(bars) - options.ahead - first) * part // (options.folds + 1)
                 for part in (number, number + 1)
             ]
-            train.append(_side(options, bars, its, 0, places[0] - options.ahead))
-            held.append(_side(options, bars, its, places[0], places[1]))
+            train.append(side_of(options, bars, its, 0, places[0] - options.ahead))
+            held.append(side_of(options, bars, its, places[0], places[1]))
         seen, later = [side for side in train if side], [side for side in held if side]
-        if not seen or not later:
+        # A single window makes no batch that a batch norm can take.
+        if not later or sum(len(side.naive) for side in seen) < 2:
             raise DataError(f"there are too few bars for {options.folds} folds; ask for fewer")
         standard = standardised(np.concatenate([side.values for side in seen]))
-        data, judged = (_windows(part, standard, options.length) for part in (seen, later))
-        labels = _labels(seen, options.length)
+        data, judged = (windows_of(part, standard, options.length) for part in (seen, later))
+        labels = labels_of(seen, options.length)
         weights = torch.from_numpy(class_weights(labels, len(CLASSES))).float() if options.balance else None
         job = partial(_job, options, reader, name, data, judged, weights)
-        target = _labels(later, options.length)
+        target = labels_of(later, options.length)
         made.append(Fold(name=f"fold {number} of {options.folds}", job=job, held_out=judged, target=target))
     return made
 
@@ -352,6 +325,9 @@ def _job(
         schedule=warm_up_and_cosine(options.warm_up),
         clip=options.clip,
         batch_size=options.batch_size,
+        # The batch norms of the MLP cannot take a batch of one sample; all models leave out the one that is left over,
+        # which is another in every epoch, so that they are compared on the same data.
+        drop_last=len(data) % options.batch_size == 1 or None,
         eval_batch=options.judged_at_once,
         epochs=options.epochs or 20,
         metrics=["accuracy", "macro_f1"],
@@ -364,81 +340,28 @@ def _job(
 
 def _sides(
     options: TemporalOptions, table: Table, known: Sequence[tuple[Bars, Features]], frames: Sequence[int], say: Say
-) -> tuple[list[_Side], list[_Side]]:
+) -> tuple[list[Side], list[Side]]:
     """What is trained on and what is held out: of each symbol the last part, or a file of its own."""
+    later: list[tuple[Bars, Features]] = []
     if options.valid:
         length = max((one for one, _ in known), key=len).seconds
-        later = list(zip(*known_features(shown_table(options.valid, say), frames, say, seconds=length), strict=True))
-        _refuse_overlaps([one for one, _ in known], [one for one, _ in later], options)
-        train = [_side(options, one, its, 0, len(one)) for one, its in known]
-        held = [_side(options, one, its, 0, len(one)) for one, its in later]
+        # Symbols that are called as files are called so here, too: else bars that are trained on would not be known.
+        judged_by = _shown_bars(options.valid, say, at_once=is_called_as_files(table))
+        later = list(zip(*known_features(judged_by, frames, say, seconds=length), strict=True))
+        refuse_overlaps([one for one, _ in known], [one for one, _ in later], options)
+        train = [side_of(options, one, its, 0, len(one)) for one, its in known]
+        held = [side_of(options, one, its, 0, len(one)) for one, its in later]
     else:
-        cuts = [_cut(options, one, its) for one, its in known]
+        cuts = [cut_of(options, one, its) for one, its in known]
         # The labels of the last bars before a cut look beyond it: as many bars are left out.
-        train = [_side(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
-        held = [_side(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
-    for path, what, part in (
-        (options.data, "to train on", train),
-        (options.valid or options.data, "to hold out", held),
-    ):
-        count = sum(len(side.naive) for side in part if side is not None)
-        if count < LEAST:
-            raise DataError(f"{path} has {count} windows {what}, and {LEAST} are needed; give more bars")
+        train = [side_of(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
+        held = [side_of(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
+    refuse_few(options, options.data, "to train on", known, train, frames, say)
+    # Of one file the same symbols are short, and were said.
+    refuse_few(
+        options, options.valid or options.data, "to hold out", later or known, held, frames, say if later else None
+    )
     return [side for side in train if side], [side for side in held if side]
-
-
-def _refuse_overlaps(trained: Sequence[Bars], held: Sequence[Bars], options: TemporalOptions) -> None:
-    """Bars of a symbol that are trained on and held out make a score too good."""
-    own = {one.symbol: one for one in trained}
-    for one in held:
-        if one.symbol not in own:
-            continue
-        theirs = own[one.symbol]
-        # The first bar trained on that has not ended when one begins: does it begin before that one ends?
-        next_one = np.searchsorted(theirs.ends, one.times, side="right")
-        both = np.append(theirs.times, np.iinfo(np.int64).max)[next_one] < one.ends
-        if both.any():
-            of = f" of {one.symbol}" if one.symbol else ""
-            first, last = one.times[both][[0, -1]].astype("datetime64[s]")
-            raise DataError(
-                f"{int(both.sum()):,} bars{of} in {options.valid}, from {first} to {last}, are of times that "
-                f"{options.data} has too, and trains on; leave them out of one of the two, or, where they are of "
-                "another symbol, name it in a column"
-            )
-
-
-def _cut(options: TemporalOptions, bars: Bars, known: Features) -> int:
-    """The first bar of a symbol that is held out."""
-    first = known.first + options.length - 1
-    return first + round((len(bars) - options.ahead - first) * (1 - options.valid_share))
-
-
-def _side(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> _Side | None:
-    """The windows of one symbol whose last bar lies between two rows, and has a label."""
-    over = options.volatility or None
-    labels = direction(bars, options.ahead, options.threshold, volatility_over=over)
-    is_known = np.flatnonzero(labels >= 0)
-    if not len(is_known):
-        return None
-    first = max(known.first + options.length - 1, begin, int(is_known[0]))
-    last = min(end, int(is_known[-1]) + 1)
-    if last <= first:
-        return None
-    before = labels[np.maximum(np.arange(first, last) - options.ahead, 0)]
-    rows = slice(first - options.length + 1, last)
-    return _Side(values=known.values[rows], labels=labels[rows], naive=np.where(before >= 0, before, 1))
-
-
-def _windows(sides: Sequence[_Side], standard: Standard, length: int) -> Windows:
-    return Windows([standard(side.values) for side in sides], length, target=[side.labels for side in sides])
-
-
-def _labels(sides: Sequence[_Side], length: int) -> Numbers:
-    return np.concatenate([side.labels[length - 1 :] for side in sides])
-
-
-def _values(column: Any) -> Any:
-    return column.values if column.kind in ("number", "whole number", "date") else np.asarray(column.texts())
 
 
 def revive(state: Mapping[str, Any], folder: Path) -> BarReader:
