@@ -205,6 +205,14 @@ def test_rare_classes_weigh_more_and_augmentation_is_what_the_options_say(tmp_pa
     assert plain.augment is None
 
 
+def test_a_last_batch_of_a_single_picture_is_left_out(tmp_path):
+    data = table_of(tmp_path, 21)
+    trained(data, tmp_path / "run", lines := [], size=8, batch_size=8, epochs=1)
+    assert "split     17 pictures to train on, 4 held out" in lines
+    jobs = [prepared(data, batch_size=size).candidates[0].job() for size in (8, 16, 7, 1, 32)]
+    assert [job.drop_last for job in jobs] == [True, True, False, False, False]
+
+
 def test_the_recipe_is_listed_with_its_options():
     said = CliRunner().invoke(app, ["recipes"]).output
     assert "image      classes or numbers of pictures" in said
