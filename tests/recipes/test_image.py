@@ -92,6 +92,8 @@ def test_digits_as_png_files_with_broken_ones_among_them_are_learnt_through_the_
     answers = rows_of(tmp_path / "run" / "predictions.csv")
     assert [row["path"] for row in answers] == [f"digits/{path.relative_to(folder)}" for path in test]
     assert [row["class"] for row in answers] == ["", "3", "3"]
+    assert "warning   1 of 3 rows have no answer: their cells are empty, the first in row 1 below" in done.output
+    assert f"predictions of {asked} in {tmp_path / 'run' / 'predictions.csv'}: 2 of 3 rows answered" in done.output
     for name in ("curves.svg", "confusion.svg", "model.safetensors", "options.toml"):
         assert (tmp_path / "run" / name).is_file()
     # The second time nothing is decoded and nothing trained.
@@ -480,6 +482,23 @@ def test_a_short_file_of_paths_that_seem_to_be_numbers_is_read_as_words(tmp_path
     one = write_rows(tmp_path / "one.csv", ["image"], [["1e5"]])
     assert predict(folder, one, tmp_path / "answers.csv", say=lambda line: None, device="cpu") == 1
     assert rows_of(tmp_path / "answers.csv")[0]["image"] == "1e5"
+
+
+def test_rows_whose_pictures_are_missing_are_counted_where_predictions_end(tmp_path):
+    data = table_of(tmp_path, 24)
+    folder = trained(data, tmp_path / "run", [], epochs=1)
+    (tmp_path / "pictures" / "003.png").unlink()
+    (tmp_path / "pictures" / "007.png").write_bytes(b"cut")
+    words = ["predict", str(folder), "--data", str(data), "--device", "cpu", "--out"]
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "answers.csv")], catch_exceptions=False)
+    assert done.stdout == f"22 of 24 rows answered in {tmp_path / 'answers.csv'}\n"
+    assert (
+        "warning   2 of 24 rows have no answer: their cells are empty, the first in row 4 below the header, "
+        "where image is 'pictures/003.png'; fill them in before you hand the file in\n" in done.stderr
+    )
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "more.csv"), "--json"], catch_exceptions=False)
+    said = {"rows": 22, "rows_without_answer": 2, "file": str(tmp_path / "more.csv")}
+    assert json.loads(done.stdout) == said
 
 
 def numbers_table(folder, count=60):

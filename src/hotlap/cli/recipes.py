@@ -62,9 +62,9 @@ def predict(
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
     """Write what a trained recipe answers for each row of a file."""
-    from hotlap.recipes.training import predict as predicted
+    from hotlap.recipes.training import answer
 
-    count = predicted(
+    found = answer(
         run,
         data,
         out,
@@ -74,11 +74,8 @@ def predict(
         probabilities=probabilities,
         embeddings=embeddings,
     )
-    print(
-        json.dumps({"rows": count, "file": str(out)})
-        if as_json
-        else f"{count:,} row{'s'[: count != 1]} answered in {out}"
-    )
+    said = {"rows": found.rows, "rows_without_answer": found.of - found.rows, "file": str(out)}
+    print(json.dumps(said) if as_json else f"{found.line} in {out}")
 
 
 def recipes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import StoreError, shown
 from hotlap.engine.rig import Rig
 from hotlap.recipes import parquet_files
 from hotlap.recipes.recipe import Numbers
@@ -78,6 +79,35 @@ def kept_names(table: Table, keep: Sequence[str]) -> list[str]:
     """The columns to be written beside the answers: all, or those that are named, one by one or with commas."""
     words = [name for word in keep for name in ([word] if word in table else word.split(","))]
     return list(dict.fromkeys(table[word.strip()].name for word in words)) or list(table.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """How many rows of a file have an answer, and where one is missing."""
+
+    rows: int
+    of: int
+    missing: str
+    """What is to be said of rows without one, in a line; empty where there is none."""
+
+    @property
+    def line(self) -> str:
+        """How many, in a few words."""
+        count = f"{self.rows:,}" if self.rows == self.of else f"{self.rows:,} of {self.of:,}"
+        return f"{count} row{'s'[: self.of != 1]} answered"
+
+
+def answered(table: Table, names: Sequence[str], rows: Numbers) -> Answered:
+    """What is told of a file of which these rows were answered; the first of the others is shown by its first cell."""
+    empty = np.setdiff1d(np.arange(len(table)), rows)
+    said = ""
+    if len(empty):
+        cell = shown(table[names[0]].rows(empty[:1]).texts()[0])
+        said = (
+            f"{len(empty):,} of {len(table):,} rows have no answer: their cells are empty, the first in row "
+            f"{empty[0] + 1:,} below the header, where {names[0]} is {cell}; fill them in before you hand the file in"
+        )
+    return Answered(rows=len(rows), of=len(table), missing=said)
 
 
 def write_answers(
