@@ -254,8 +254,31 @@ def test_paths_that_lead_out_of_the_folder_of_the_table_are_refused_unless_a_roo
     with pytest.raises(DataError, match=r"lead out of .*; name the folder that pictures may be read from with --root"):
         prepared(other)
     assert len(prepared(other, root=str(tmp_path)).target) == 2
+    for root in (tmp_path, tmp_path / "pictures"):
+        assert len(prepared(data, root=str(root)).target) == 2
+    with pytest.raises(DataError, match=r"8 paths .* lead out of .*tables, as .*; give one that holds them all with"):
+        prepared(data, root=str(tmp_path / "tables"))
     within = ["pictures/../pictures/000.png"]
     assert placed(within, tmp_path / "x.csv", "")[0].endswith("pictures/../pictures/000.png")
+
+
+def test_a_root_does_not_let_a_single_path_out_of_it(tmp_path):
+    coloured_files(tmp_path / "in" / "pictures", 2)
+    coloured_files(tmp_path, 1)
+    for name in ("in/tables", "a/b"):
+        (tmp_path / name).mkdir(parents=True)
+    table, root = tmp_path / "in" / "tables" / "t.csv", str(tmp_path / "in")
+    inner = ["../pictures/000.png", "../pictures/001.png"]
+    assert placed(inner, table, root)[1].endswith("in/tables/../pictures/001.png")
+    for path in ("../../000.png", str(tmp_path / "000.png")):
+        with pytest.raises(DataError, match=r"a path of .*t\.csv leads out of .*in, as .*; give one"):
+            placed([*inner, path], table, root)
+    found = placed(["../../in/pictures/000.png"], tmp_path / "a" / "b" / "t.csv", root)
+    assert found[0].endswith("a/b/../../in/pictures/000.png")
+    # A file to predict may lie elsewhere, and names what is beside it.
+    assert placed(["000.png"], tmp_path / "t.csv", root) == [str(tmp_path / "000.png")]
+    with pytest.raises(DataError, match="leads out of"):
+        placed(["000.png", "../000.png"], tmp_path / "t.csv", root)
 
 
 def test_a_row_without_a_path_is_left_out_and_said(tmp_path):
