@@ -297,6 +297,37 @@ def test_names_without_an_ending_are_found_under_the_root(tmp_path):
     assert not any("broken" in line for line in lines)
 
 
+def test_the_folder_that_pictures_are_in_is_named_where_none_is_beside_the_table(tmp_path):
+    found = coloured_files(tmp_path / "kg" / "train", 12)
+    coloured_files(tmp_path / "kg" / "a test", 12, seed=2)
+    named = write_rows(tmp_path / "kg" / "train.csv", ["id", "label"], found)
+    with pytest.raises(DataError, match=r"names '000\.png', which is not in .*kg: it is .*; say --root .*kg/train$"):
+        prepared(named)
+    bare = [[path.removesuffix(".png"), colour] for path, colour in found]
+    deep, root = write_rows(tmp_path / "train.csv", ["id", "label"], bare), str(tmp_path / "kg" / "train")
+    with pytest.raises(DataError, match=r"it is .*train/000\.png, whose ending may be left out; say --root .*train$"):
+        prepared(deep)
+    lines = []
+    folder = trained(deep, tmp_path / "run", [], epochs=1, root=root)
+    test = write_rows(tmp_path / "kg" / "test.csv", ["id"], [["011.png"]])
+    predict(folder, test, tmp_path / "wrong.csv", say=lines.append, device="cpu")
+    assert f"warning   pictures of {test} are read from {root}, the root of the training; " in "\n".join(lines)
+    (tmp_path / "kg" / "train" / "011.png").unlink()
+    with pytest.raises(DataError, match=r"names '011\.png', which is not in .*: it is .*; move test\.csv into .*test$"):
+        predict(folder, test, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    test = test.rename(tmp_path / "kg" / "a test" / "test.csv")
+    predict(folder, test, tmp_path / "answers.csv", say=(said := []).append, device="cpu")
+    assert not any("warning" in line for line in said)
+
+
+def test_a_file_to_predict_names_what_is_beside_it_before_what_the_training_had(tmp_path):
+    (tmp_path / "test").mkdir()
+    coloured_files(tmp_path / "train", 2), coloured_files(tmp_path / "test", 2)
+    at = (["000.png", "001.png"], tmp_path / "test" / "test.csv", str(tmp_path / "train"))
+    assert placed(*at)[0] == str(tmp_path / "train" / "000.png")
+    assert placed(*at, is_asked=True)[0] == str(tmp_path / "test" / "000.png")
+
+
 @pytest.mark.parametrize(
     ("rows", "more", "said"),
     [
