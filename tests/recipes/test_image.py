@@ -161,19 +161,35 @@ def test_a_table_of_paths_with_groups_weights_views_and_a_file_to_judge_by(tmp_p
     assert all(
         abs(float(row["predicted_label_blue"]) + float(row["predicted_label_red"]) - 1) < 1e-4 for row in answers
     )
-    copied = []
-    found = prepared(data, copied, valid="")
-    assert any("pictures held out are trained on too, as pictures/00" in line for line in copied)
-    rows = found.candidates[0].job().data.indices
-    assert len(rows) + len(found.target) == 68
     groups = write_rows(
         tmp_path / "grouped.csv",
         ["image", "label", "who"],
         [[row["image"], row["label"], f"p{at // 6}"] for at, row in enumerate(rows_of(data)[:60])],
     )
-    held = prepared(groups, group="who", target="label")
+    held = prepared(groups, (said := []), group="who", target="label")
+    assert not any("trained on too" in line for line in said)
     assert len(held.target) % 6 == 0
     assert 0 < len(held.target) < 30
+
+
+@pytest.mark.parametrize("is_number", [False, True])
+def test_copies_of_a_picture_are_on_one_side_unless_a_group_parts_them(tmp_path, is_number):
+    found = coloured_files(tmp_path, 24)
+    rows = [[path, colour, path[:3]] for path, colour in found]
+    for at in range(8):
+        (tmp_path / f"copy{at}.png").write_bytes((tmp_path / found[at][0]).read_bytes())
+        rows.append([f"copy{at}.png", found[at][1], f"c{at}"])
+    rows = [[path, 10.5 + 3 * at if is_number else colour, who] for at, (path, colour, who) in enumerate(rows)]
+    data = write_rows(tmp_path / "train.csv", ["image", "label", "who"], rows)
+    for seed in range(4):
+        job = prepared(data, lines := [], seed=seed).candidates[0].job()
+        assert "copies    8 pictures are copies of one before, byte for byte: all copies of a picture are" in lines[-2]
+        assert not any("trained on too" in line for line in lines)
+        train, held = ({rows[at][0] for at in one.indices} for one in (job.data, job.valid))
+        assert not {name.replace("copy", "00") for name in train} & {name.replace("copy", "00") for name in held}
+        assert len(train) + len(held) == 32
+    prepared(data, lines, group="who", seed=1)
+    assert any("pictures held out are trained on too, as " in line for line in lines)
 
 
 def test_the_options_file_of_a_run_repeats_it_and_retrain_trains_again(tmp_path):
