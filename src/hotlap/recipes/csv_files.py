@@ -194,7 +194,7 @@ def _decoded(file: Path, content: bytes) -> str:
         line = content.count(b"\n", 0, at) + 1
         raise DataError(
             f"{file} is not UTF-8: byte {content[at]:#04x} at position {at:,}, on line {line:,}; "
-            f"save it as UTF-8, for one by: iconv -f latin1 -t utf-8 {file.name} > utf8.csv"
+            f"save it as UTF-8, for one by: iconv -f cp1252 -t utf-8 {file.name} > utf8.csv"
         ) from None
 
 
