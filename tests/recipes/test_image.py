@@ -94,6 +94,7 @@ def test_digits_as_png_files_with_broken_ones_among_them_are_learnt_through_the_
     assert [row["class"] for row in answers] == ["", "3", "3"]
     assert "warning   1 of 3 rows have no answer: their cells are empty, the first in row 1 below" in done.output
     assert f"predictions of {asked} in {tmp_path / 'run' / 'predictions.csv'}: 2 of 3 rows answered" in done.output
+    assert f"run       {tmp_path / 'run'} (report.json, curves.svg, confusion.svg); predict with: " in done.output
     for name in ("curves.svg", "confusion.svg", "model.safetensors", "options.toml"):
         assert (tmp_path / "run" / name).is_file()
     # The second time nothing is decoded and nothing trained.
@@ -130,6 +131,7 @@ def test_numbers_are_answered_in_their_own_units_with_onnx_beside_them(tmp_path)
     assert {"mae", "rmse", "smape"} <= set(mine)
     assert "task      price (a number) from the pictures of file" in lines
     assert not (folder / "confusion.svg").exists()
+    assert f"run       {folder} (report.json, curves.svg); predict with: " in lines[-1]
     predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
     answers = rows_of(tmp_path / "answers.csv")
     assert [row["file"] for row in answers] == [row[0] for row in rows]
@@ -203,6 +205,19 @@ def test_the_options_file_of_a_run_repeats_it_and_retrain_trains_again(tmp_path)
     assert any("trained in" in line for line in later)
     trained(data, tmp_path / "other", others := [], epochs=1, crop=0.3)
     assert any("trained in" in line for line in others)
+
+
+def test_quiet_shows_warnings_and_nothing_else(tmp_path):
+    data = table_of(tmp_path, 24)
+    with data.open("a") as file:
+        file.write("pictures/000.png,green\n")
+    words = [word for name, value in QUICK.items() for word in (f"--{name}", str(value))]
+    words = ["train", "image", "--data", str(data), "--out", str(tmp_path / "run"), *words, "--quiet"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.stdout == f"{tmp_path / 'run'}\n"
+    lines = done.stderr.splitlines()
+    assert any(line.startswith("warning   class 'green' of 'label' has a single row") for line in lines)
+    assert all(line.startswith("warning") for line in lines)
 
 
 def test_two_models_are_compared_and_the_best_is_kept(tmp_path):

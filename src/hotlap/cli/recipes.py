@@ -20,6 +20,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _warn(line: str) -> None:
+    if line.startswith("warning"):
+        _say(line)
+
+
 def train(
     context: typer.Context,
     recipe: str = typer.Argument(help="A recipe: see hotlap recipes."),
@@ -27,7 +32,7 @@ def train(
     out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
     retrain: bool = typer.Option(False, "--retrain", help="Train again what was trained before."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
-    quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
+    quiet: bool = typer.Option(False, "--quiet", help="Show no progress, only warnings."),
 ) -> None:
     """Train a ready system on a file: --data FILE --target COLUMN, and whatever `hotlap recipes NAME` lists."""
     from hotlap.core.errors import JobError, UsageError
@@ -43,9 +48,7 @@ def train(
         given = options_of(chosen.options, options, from_words(context.args))
     except JobError as error:
         raise UsageError(str(error)) from None
-    folder = trained(
-        chosen, given, out=out, retrain=retrain, say=(lambda line: None) if quiet else _say, progress=not quiet
-    )
+    folder = trained(chosen, given, out=out, retrain=retrain, say=_warn if quiet else _say, progress=not quiet)
     print((folder / REPORT).read_text(encoding="utf-8") if as_json else folder)
 
 

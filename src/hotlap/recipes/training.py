@@ -45,6 +45,7 @@ from hotlap.store.run_folder import RunFolder, finite
 from hotlap.store.weights import plain_state, save_state
 
 STATE, OPTIONS, REPORT, MODEL = "recipe.json", "options.toml", "report.json", "model.safetensors"
+CURVES, CONFUSION = "curves.svg", "confusion.svg"
 PLAN = "plan.toml"
 """In the folder of a training that was begun."""
 FORMAT = 1
@@ -112,7 +113,8 @@ def _trained(
         answers = folder / "predictions.csv"
         said = answer(folder, Path(options.test), answers, say=say, device=options.device, was_shown=True)
         say(f"predictions of {options.test} in {answers}: {said.line}")
-    say(f"run       {folder}; predict with: hotlap predict {folder} --data FILE --out FILE")
+    looked_at = [name for name in (REPORT, CURVES, CONFUSION) if (folder / name).is_file()]
+    say(f"run       {folder} ({', '.join(looked_at)}); predict with: hotlap predict {folder} --data FILE --out FILE")
     return folder
 
 
@@ -432,7 +434,7 @@ def _write(
         "worst": judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
     }
     write_text(folder / REPORT, json.dumps(finite(told), indent=1, ensure_ascii=False) + "\n")
-    pictures.curves({one.name: one.history for one in found}, folder / "curves.svg")
+    pictures.curves({one.name: one.history for one in found}, folder / CURVES)
     if prepared.reader.classes:
         counts = np.asarray(best.report["confusion"])
-        pictures.confusion_picture(counts, prepared.reader.classes, folder / "confusion.svg")
+        pictures.confusion_picture(counts, prepared.reader.classes, folder / CONFUSION)
