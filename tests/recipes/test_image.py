@@ -220,6 +220,19 @@ def test_quiet_shows_warnings_and_nothing_else(tmp_path):
     assert all(line.startswith("warning") for line in lines)
 
 
+def test_the_folder_of_a_run_may_be_named_in_a_file_and_the_command_line_wins(tmp_path):
+    lines = [f"{name} = {json.dumps(value)}" for name, value in QUICK.items()]
+    lines += [f'data = "{table_of(tmp_path, 24)}"', f'out = "{tmp_path / "run"}"', "quiet = true"]
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join(lines))
+    done = CliRunner().invoke(app, ["train", "image", "--options", str(file)], catch_exceptions=False)
+    assert (done.stdout, done.stderr) == (f"{tmp_path / 'run'}\n", "")
+    words = ["train", "image", "--options", str(file), "--out", str(tmp_path / "other"), "--json"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert json.loads(done.stdout)["best"] == "resnet"
+    assert (tmp_path / "other" / "report.json").is_file()
+
+
 def test_two_models_are_compared_and_the_best_is_kept(tmp_path):
     folder = trained(table_of(tmp_path, 30), tmp_path / "run", [], models="resnet,vit", epochs=1)
     report = report_of(folder)

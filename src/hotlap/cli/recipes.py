@@ -37,7 +37,7 @@ def train(
     """Train a ready system on a file: --data FILE --target COLUMN, and whatever `hotlap recipes NAME` lists."""
     from hotlap.core.errors import JobError, UsageError
     from hotlap.recipes.every import recipe_named
-    from hotlap.recipes.options import from_words, options_of, recipe_in
+    from hotlap.recipes.options import calling_of, from_words, options_of, recipe_in
     from hotlap.recipes.training import REPORT
     from hotlap.recipes.training import train as trained
 
@@ -46,10 +46,19 @@ def train(
         raise typer.BadParameter(f"{options} belongs to the recipe {recipe_in(options)}, not to {recipe}")
     try:
         given = options_of(chosen.options, options, from_words(context.args))
+        calling = calling_of(options)
     except JobError as error:
         raise UsageError(str(error)) from None
-    folder = trained(chosen, given, out=out, retrain=retrain, say=_warn if quiet else _say, progress=not quiet)
-    print((folder / REPORT).read_text(encoding="utf-8") if as_json else folder)
+    quiet |= calling.quiet
+    folder = trained(
+        chosen,
+        given,
+        out=out or (Path(calling.out) if calling.out else None),
+        retrain=retrain or calling.retrain,
+        say=_warn if quiet else _say,
+        progress=not quiet,
+    )
+    print((folder / REPORT).read_text(encoding="utf-8") if as_json or calling.json else folder)
 
 
 def predict(
