@@ -599,6 +599,19 @@ def test_rows_whose_pictures_are_missing_are_counted_where_predictions_end(tmp_p
     assert json.loads(done.stdout) == said
 
 
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_single_picture_is_answered_by_its_name(tmp_path, ending):
+    pytest.importorskip("pyarrow")
+    folder = trained(table_of(tmp_path, 24), tmp_path / "run", [], epochs=1)
+    one, out = tmp_path / "pictures" / "003.png", tmp_path / f"answers.{ending}"
+    assert predict(folder, one, out, say=lambda line: None, device="cpu") == 1
+    table = read_table(out)
+    assert (table["path"].texts(), len(table)) == (["003.png"], 1)
+    assert table["label"].texts()[0] in ("red", "blue")
+    with pytest.raises(DataError, match=r"none\.png"):
+        predict(folder, tmp_path / "none.png", tmp_path / "more.csv", say=lambda line: None, device="cpu")
+
+
 def numbers_table(folder, count=60):
     """A CSV of pictures with a price of some thousands."""
     found = coloured_files(folder / "pictures", count)

@@ -380,6 +380,8 @@ def test_what_is_not_utf_8_is_refused_with_its_place(written):
         (b"PK\x03\x04\x14\0", "Excel"),
         ("a,b\n1,2\n".encode("utf-16"), "UTF-16"),
         (b"PAR1 and more\0", "Parquet"),
+        (b"\xff\xd8\xff\xe0", "it is a JPEG picture"),
+        (b"\x89PNG\r\n", "it is a PNG picture"),
         (b"a,b\n1,\0\n", "byte 6 is zero"),
     ],
 )

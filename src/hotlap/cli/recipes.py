@@ -63,7 +63,7 @@ def train(
 
 def predict(
     run: Path = typer.Argument(help="The folder of a run."),
-    data: Path = typer.Option(help="The file to predict; of pictures, a folder too."),
+    data: Path = typer.Option(help="The file to predict; of pictures, a folder or one too."),
     out: Path = typer.Option(help="The file to write, CSV or Parquet."),
     keep: list[str] = typer.Option(
         [], help="Columns of the data to write beside the answers, with commas; as a rule all."

@@ -24,6 +24,8 @@ _NO_TEXT = {
     b"PK\x03\x04": "a zip archive or an Excel file",
     b"PAR1": "a Parquet file, which is named .parquet",
     b"%PDF": "a PDF",
+    b"\xff\xd8\xff": "a JPEG picture",
+    b"\x89PNG": "a PNG picture",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }

@@ -21,6 +21,7 @@ from hotlap.core.errors import DataError, shown
 from hotlap.data.decoding import Fit
 from hotlap.data.pictures import Pictures, broken_told, decoded
 from hotlap.engine.augment import as_shares
+from hotlap.recipes.kinds import in_words
 from hotlap.recipes.onnx_files import write_onnx
 from hotlap.recipes.picture_files import PATH, elsewhere, folder_of, is_picture, placed
 from hotlap.recipes.picture_networks import NetworkPlan, made
@@ -66,7 +67,9 @@ class PictureReader:
         """Files that gave no picture, and why; written into the run's folder."""
 
     def table(self, data: Path) -> Table:
-        """A folder, or a file whose paths are words, were they all numbers."""
+        """A folder, a single picture, or a file whose paths are words, were they all numbers."""
+        if data.is_file() and is_picture(data):
+            return Table(path=data, columns={PATH: in_words(PATH, [data.name])})
         table = read_table(data)
         name = self.path_in(table)
         return table if table[name].kind in ("text", "category") else read_table(data, kinds={name: "text"})
