@@ -9,6 +9,7 @@ import pytest
 from recipe_data import write_rows
 
 from hotlap.core.errors import DataError
+from hotlap.recipes.answers import answered as rows_answered
 from hotlap.recipes.answers import write_answers
 from hotlap.recipes.tables import read_table
 
@@ -39,6 +40,35 @@ def test_cells_of_the_file_are_written_as_they_are(tmp_path):
     data = write_rows(tmp_path / "t.csv", ["country", "code", "note"], rows)
     with answered(tmp_path, data, "a.csv").open() as file:
         assert list(csv.reader(file)) == [["country", "code", "note", "answer"], *([*row, "1"] for row in rows)]
+
+
+def test_space_around_cells_is_written_as_it_is_and_does_not_count(tmp_path):
+    lines = [" A1, said the goal team,1 ", "A2,  x ,2", ' "a, b", "c\n d", 3', '"he said, ""no""", said,4', "A5,y,5"]
+    data = tmp_path / "t.csv"
+    data.write_text("\n".join(["id, text,number", *lines, ""]))
+    table = read_table(data)
+    assert list(table.columns) == ["id", "text", "number"]
+    assert table["id"].texts() == ["A1", "A2", "a, b", 'he said, "no"', "A5"]
+    assert table["text"].texts() == ["said the goal team", "x", "c\n d", "said", "y"]
+    assert table["number"].kind == "whole number"
+    with answered(tmp_path, data, "a.csv").open(newline="") as file:
+        first, *rows = csv.reader(file)
+    assert first == ["id", "text", "number", "answer"]
+    assert rows == [
+        [" A1", " said the goal team", "1 ", "1"], ["A2", "  x ", "2", "1"], ["a, b", "c\n d", " 3", "1"],
+        ['he said, "no"', " said", "4", "1"], ["A5", "y", "5", "1"],
+    ]  # fmt: skip
+
+
+def test_rows_without_an_answer_are_counted_and_the_first_is_named(tmp_path):
+    rows = [[f"2024-01-0{at}", at] for at in range(1, 6)]
+    table = read_table(write_rows(tmp_path / "t.csv", ["time", "close"], rows))
+    found = rows_answered(table, ["time", "close"], np.array([2, 3, 4]))
+    assert found.line == "3 of 5 rows answered"
+    assert "2 of 5 rows have no answer: their cells are empty, the first in row 1 below" in found.missing
+    assert "where time is '2024-01-01" in found.missing
+    whole = rows_answered(table, ["close"], np.arange(5))
+    assert (whole.line, whole.missing) == ("5 rows answered", "")
 
 
 def test_columns_of_a_parquet_file_are_written_with_their_types(tmp_path):

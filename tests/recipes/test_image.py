@@ -92,6 +92,9 @@ def test_digits_as_png_files_with_broken_ones_among_them_are_learnt_through_the_
     answers = rows_of(tmp_path / "run" / "predictions.csv")
     assert [row["path"] for row in answers] == [f"digits/{path.relative_to(folder)}" for path in test]
     assert [row["class"] for row in answers] == ["", "3", "3"]
+    assert "warning   1 of 3 rows have no answer: their cells are empty, the first in row 1 below" in done.output
+    assert f"predictions of {asked} in {tmp_path / 'run' / 'predictions.csv'}: 2 of 3 rows answered" in done.output
+    assert f"run       {tmp_path / 'run'} (report.json, curves.svg, confusion.svg); predict with: " in done.output
     for name in ("curves.svg", "confusion.svg", "model.safetensors", "options.toml"):
         assert (tmp_path / "run" / name).is_file()
     # The second time nothing is decoded and nothing trained.
@@ -128,6 +131,7 @@ def test_numbers_are_answered_in_their_own_units_with_onnx_beside_them(tmp_path)
     assert {"mae", "rmse", "smape"} <= set(mine)
     assert "task      price (a number) from the pictures of file" in lines
     assert not (folder / "confusion.svg").exists()
+    assert f"run       {folder} (report.json, curves.svg); predict with: " in lines[-1]
     predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
     answers = rows_of(tmp_path / "answers.csv")
     assert [row["file"] for row in answers] == [row[0] for row in rows]
@@ -159,19 +163,35 @@ def test_a_table_of_paths_with_groups_weights_views_and_a_file_to_judge_by(tmp_p
     assert all(
         abs(float(row["predicted_label_blue"]) + float(row["predicted_label_red"]) - 1) < 1e-4 for row in answers
     )
-    copied = []
-    found = prepared(data, copied, valid="")
-    assert any("pictures held out are trained on too, as pictures/00" in line for line in copied)
-    rows = found.candidates[0].job().data.indices
-    assert len(rows) + len(found.target) == 68
     groups = write_rows(
         tmp_path / "grouped.csv",
         ["image", "label", "who"],
         [[row["image"], row["label"], f"p{at // 6}"] for at, row in enumerate(rows_of(data)[:60])],
     )
-    held = prepared(groups, group="who", target="label")
+    held = prepared(groups, (said := []), group="who", target="label")
+    assert not any("trained on too" in line for line in said)
     assert len(held.target) % 6 == 0
     assert 0 < len(held.target) < 30
+
+
+@pytest.mark.parametrize("is_number", [False, True])
+def test_copies_of_a_picture_are_on_one_side_unless_a_group_parts_them(tmp_path, is_number):
+    found = coloured_files(tmp_path, 24)
+    rows = [[path, colour, path[:3]] for path, colour in found]
+    for at in range(8):
+        (tmp_path / f"copy{at}.png").write_bytes((tmp_path / found[at][0]).read_bytes())
+        rows.append([f"copy{at}.png", found[at][1], f"c{at}"])
+    rows = [[path, 10.5 + 3 * at if is_number else colour, who] for at, (path, colour, who) in enumerate(rows)]
+    data = write_rows(tmp_path / "train.csv", ["image", "label", "who"], rows)
+    for seed in range(4):
+        job = prepared(data, lines := [], seed=seed).candidates[0].job()
+        assert "copies    8 pictures are copies of one before, byte for byte: all copies of a picture are" in lines[-2]
+        assert not any("trained on too" in line for line in lines)
+        train, held = ({rows[at][0] for at in one.indices} for one in (job.data, job.valid))
+        assert not {name.replace("copy", "00") for name in train} & {name.replace("copy", "00") for name in held}
+        assert len(train) + len(held) == 32
+    prepared(data, lines, group="who", seed=1)
+    assert any("pictures held out are trained on too, as " in line for line in lines)
 
 
 def test_the_options_file_of_a_run_repeats_it_and_retrain_trains_again(tmp_path):
@@ -185,6 +205,32 @@ def test_the_options_file_of_a_run_repeats_it_and_retrain_trains_again(tmp_path)
     assert any("trained in" in line for line in later)
     trained(data, tmp_path / "other", others := [], epochs=1, crop=0.3)
     assert any("trained in" in line for line in others)
+
+
+def test_quiet_shows_warnings_and_nothing_else(tmp_path):
+    data = table_of(tmp_path, 24)
+    with data.open("a") as file:
+        file.write("pictures/000.png,green\n")
+    words = [word for name, value in QUICK.items() for word in (f"--{name}", str(value))]
+    words = ["train", "image", "--data", str(data), "--out", str(tmp_path / "run"), *words, "--quiet"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.stdout == f"{tmp_path / 'run'}\n"
+    lines = done.stderr.splitlines()
+    assert any(line.startswith("warning   class 'green' of 'label' has a single row") for line in lines)
+    assert all(line.startswith("warning") for line in lines)
+
+
+def test_the_folder_of_a_run_may_be_named_in_a_file_and_the_command_line_wins(tmp_path):
+    lines = [f"{name} = {json.dumps(value)}" for name, value in QUICK.items()]
+    lines += [f'data = "{table_of(tmp_path, 24)}"', f'out = "{tmp_path / "run"}"', "quiet = true"]
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join(lines))
+    done = CliRunner().invoke(app, ["train", "image", "--options", str(file)], catch_exceptions=False)
+    assert (done.stdout, done.stderr) == (f"{tmp_path / 'run'}\n", "")
+    words = ["train", "image", "--options", str(file), "--out", str(tmp_path / "other"), "--json"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert json.loads(done.stdout)["best"] == "resnet"
+    assert (tmp_path / "other" / "report.json").is_file()
 
 
 def test_two_models_are_compared_and_the_best_is_kept(tmp_path):
@@ -203,6 +249,14 @@ def test_rare_classes_weigh_more_and_augmentation_is_what_the_options_say(tmp_pa
     plain = prepared(data, balance=False, flip=False, crop=0, colour=0).candidates[0].job()
     assert plain.loss.weight is None
     assert plain.augment is None
+
+
+def test_a_last_batch_of_a_single_picture_is_left_out(tmp_path):
+    data = table_of(tmp_path, 21)
+    trained(data, tmp_path / "run", lines := [], size=8, batch_size=8, epochs=1)
+    assert "split     17 pictures to train on, 4 held out" in lines
+    jobs = [prepared(data, batch_size=size).candidates[0].job() for size in (8, 16, 7, 1, 32)]
+    assert [job.drop_last for job in jobs] == [True, True, False, False, False]
 
 
 def test_the_recipe_is_listed_with_its_options():
@@ -244,8 +298,31 @@ def test_paths_that_lead_out_of_the_folder_of_the_table_are_refused_unless_a_roo
     with pytest.raises(DataError, match=r"lead out of .*; name the folder that pictures may be read from with --root"):
         prepared(other)
     assert len(prepared(other, root=str(tmp_path)).target) == 2
+    for root in (tmp_path, tmp_path / "pictures"):
+        assert len(prepared(data, root=str(root)).target) == 2
+    with pytest.raises(DataError, match=r"8 paths .* lead out of .*tables, as .*; give one that holds them all with"):
+        prepared(data, root=str(tmp_path / "tables"))
     within = ["pictures/../pictures/000.png"]
     assert placed(within, tmp_path / "x.csv", "")[0].endswith("pictures/../pictures/000.png")
+
+
+def test_a_root_does_not_let_a_single_path_out_of_it(tmp_path):
+    coloured_files(tmp_path / "in" / "pictures", 2)
+    coloured_files(tmp_path, 1)
+    for name in ("in/tables", "a/b"):
+        (tmp_path / name).mkdir(parents=True)
+    table, root = tmp_path / "in" / "tables" / "t.csv", str(tmp_path / "in")
+    inner = ["../pictures/000.png", "../pictures/001.png"]
+    assert placed(inner, table, root)[1].endswith("in/tables/../pictures/001.png")
+    for path in ("../../000.png", str(tmp_path / "000.png")):
+        with pytest.raises(DataError, match=r"a path of .*t\.csv leads out of .*in, as .*; give one"):
+            placed([*inner, path], table, root)
+    found = placed(["../../in/pictures/000.png"], tmp_path / "a" / "b" / "t.csv", root)
+    assert found[0].endswith("a/b/../../in/pictures/000.png")
+    # A file to predict may lie elsewhere, and names what is beside it.
+    assert placed(["000.png"], tmp_path / "t.csv", root) == [str(tmp_path / "000.png")]
+    with pytest.raises(DataError, match="leads out of"):
+        placed(["000.png", "../000.png"], tmp_path / "t.csv", root)
 
 
 def test_a_row_without_a_path_is_left_out_and_said(tmp_path):
@@ -262,6 +339,37 @@ def test_names_without_an_ending_are_found_under_the_root(tmp_path):
     lines = []
     assert len(prepared(data, lines, root=str(tmp_path / "pictures")).target) == 2
     assert not any("broken" in line for line in lines)
+
+
+def test_the_folder_that_pictures_are_in_is_named_where_none_is_beside_the_table(tmp_path):
+    found = coloured_files(tmp_path / "kg" / "train", 12)
+    coloured_files(tmp_path / "kg" / "a test", 12, seed=2)
+    named = write_rows(tmp_path / "kg" / "train.csv", ["id", "label"], found)
+    with pytest.raises(DataError, match=r"names '000\.png', which is not in .*kg: it is .*; say --root .*kg/train$"):
+        prepared(named)
+    bare = [[path.removesuffix(".png"), colour] for path, colour in found]
+    deep, root = write_rows(tmp_path / "train.csv", ["id", "label"], bare), str(tmp_path / "kg" / "train")
+    with pytest.raises(DataError, match=r"it is .*train/000\.png, whose ending may be left out; say --root .*train$"):
+        prepared(deep)
+    lines = []
+    folder = trained(deep, tmp_path / "run", [], epochs=1, root=root)
+    test = write_rows(tmp_path / "kg" / "test.csv", ["id"], [["011.png"]])
+    predict(folder, test, tmp_path / "wrong.csv", say=lines.append, device="cpu")
+    assert f"warning   pictures of {test} are read from {root}, the root of the training; " in "\n".join(lines)
+    (tmp_path / "kg" / "train" / "011.png").unlink()
+    with pytest.raises(DataError, match=r"names '011\.png', which is not in .*: it is .*; move test\.csv into .*test$"):
+        predict(folder, test, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    test = test.rename(tmp_path / "kg" / "a test" / "test.csv")
+    predict(folder, test, tmp_path / "answers.csv", say=(said := []).append, device="cpu")
+    assert not any("warning" in line for line in said)
+
+
+def test_a_file_to_predict_names_what_is_beside_it_before_what_the_training_had(tmp_path):
+    (tmp_path / "test").mkdir()
+    coloured_files(tmp_path / "train", 2), coloured_files(tmp_path / "test", 2)
+    at = (["000.png", "001.png"], tmp_path / "test" / "test.csv", str(tmp_path / "train"))
+    assert placed(*at)[0] == str(tmp_path / "train" / "000.png")
+    assert placed(*at, is_asked=True)[0] == str(tmp_path / "test" / "000.png")
 
 
 @pytest.mark.parametrize(
@@ -472,6 +580,36 @@ def test_a_short_file_of_paths_that_seem_to_be_numbers_is_read_as_words(tmp_path
     one = write_rows(tmp_path / "one.csv", ["image"], [["1e5"]])
     assert predict(folder, one, tmp_path / "answers.csv", say=lambda line: None, device="cpu") == 1
     assert rows_of(tmp_path / "answers.csv")[0]["image"] == "1e5"
+
+
+def test_rows_whose_pictures_are_missing_are_counted_where_predictions_end(tmp_path):
+    data = table_of(tmp_path, 24)
+    folder = trained(data, tmp_path / "run", [], epochs=1)
+    (tmp_path / "pictures" / "003.png").unlink()
+    (tmp_path / "pictures" / "007.png").write_bytes(b"cut")
+    words = ["predict", str(folder), "--data", str(data), "--device", "cpu", "--out"]
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "answers.csv")], catch_exceptions=False)
+    assert done.stdout == f"22 of 24 rows answered in {tmp_path / 'answers.csv'}\n"
+    assert (
+        "warning   2 of 24 rows have no answer: their cells are empty, the first in row 4 below the header, "
+        "where image is 'pictures/003.png'; fill them in before you hand the file in\n" in done.stderr
+    )
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "more.csv"), "--json"], catch_exceptions=False)
+    said = {"rows": 22, "rows_without_answer": 2, "file": str(tmp_path / "more.csv")}
+    assert json.loads(done.stdout) == said
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_single_picture_is_answered_by_its_name(tmp_path, ending):
+    pytest.importorskip("pyarrow")
+    folder = trained(table_of(tmp_path, 24), tmp_path / "run", [], epochs=1)
+    one, out = tmp_path / "pictures" / "003.png", tmp_path / f"answers.{ending}"
+    assert predict(folder, one, out, say=lambda line: None, device="cpu") == 1
+    table = read_table(out)
+    assert (table["path"].texts(), len(table)) == (["003.png"], 1)
+    assert table["label"].texts()[0] in ("red", "blue")
+    with pytest.raises(DataError, match=r"none\.png"):
+        predict(folder, tmp_path / "none.png", tmp_path / "more.csv", say=lambda line: None, device="cpu")
 
 
 def numbers_table(folder, count=60):

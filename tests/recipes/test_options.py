@@ -8,9 +8,11 @@ import pytest
 from hotlap.core.errors import JobError, StoreError
 from hotlap.recipes.every import NAMES, recipe_named
 from hotlap.recipes.options import (
+    Calling,
     Options,
     as_file,
     as_json,
+    calling_of,
     from_words,
     option,
     options_of,
@@ -46,6 +48,20 @@ def test_the_file_of_a_run_repeats_it_and_what_is_given_wins(tmp_path):
     assert options_of(Own, file, {}) == first
     assert options_of(Own, file, {"lr": 0.25}).lr == 0.25
     assert recipe_in(file) == "own"
+
+
+def test_a_file_may_say_what_the_command_can_and_that_of_a_run_does_not(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('lr = 0.5\nout = "here"\nretrain = true\nquiet = true\njson = false\n')
+    found = options_of(Own, file, {})
+    assert found.lr == 0.5
+    assert calling_of(file) == Calling(out="here", retrain=True, quiet=True)
+    assert calling_of(None) == Calling()
+    assert not re.search("^(out|retrain|quiet|json)", as_file("own", found), re.MULTILINE)
+    file.write_text('lr = "fast"\nretrain = "perhaps"\n')
+    with pytest.raises(JobError) as raised:
+        options_of(Own, file, {})
+    assert len(raised.value.problems) == 2
 
 
 def test_all_mistakes_are_told_at_once():

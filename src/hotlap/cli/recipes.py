@@ -20,6 +20,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _warn(line: str) -> None:
+    if line.startswith("warning"):
+        _say(line)
+
+
 def train(
     context: typer.Context,
     recipe: str = typer.Argument(help="A recipe: see hotlap recipes."),
@@ -27,12 +32,12 @@ def train(
     out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
     retrain: bool = typer.Option(False, "--retrain", help="Train again what was trained before."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
-    quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
+    quiet: bool = typer.Option(False, "--quiet", help="Show no progress, only warnings."),
 ) -> None:
     """Train a ready system on a file: --data FILE --target COLUMN, and whatever `hotlap recipes NAME` lists."""
     from hotlap.core.errors import JobError, UsageError
     from hotlap.recipes.every import recipe_named
-    from hotlap.recipes.options import from_words, options_of, recipe_in
+    from hotlap.recipes.options import calling_of, from_words, options_of, recipe_in
     from hotlap.recipes.training import REPORT
     from hotlap.recipes.training import train as trained
 
@@ -41,17 +46,24 @@ def train(
         raise typer.BadParameter(f"{options} belongs to the recipe {recipe_in(options)}, not to {recipe}")
     try:
         given = options_of(chosen.options, options, from_words(context.args))
+        calling = calling_of(options)
     except JobError as error:
         raise UsageError(str(error)) from None
+    quiet |= calling.quiet
     folder = trained(
-        chosen, given, out=out, retrain=retrain, say=(lambda line: None) if quiet else _say, progress=not quiet
+        chosen,
+        given,
+        out=out or (Path(calling.out) if calling.out else None),
+        retrain=retrain or calling.retrain,
+        say=_warn if quiet else _say,
+        progress=not quiet,
     )
-    print((folder / REPORT).read_text(encoding="utf-8") if as_json else folder)
+    print((folder / REPORT).read_text(encoding="utf-8") if as_json or calling.json else folder)
 
 
 def predict(
     run: Path = typer.Argument(help="The folder of a run."),
-    data: Path = typer.Option(help="The file to predict; of pictures, a folder too."),
+    data: Path = typer.Option(help="The file to predict; of pictures, a folder or one too."),
     out: Path = typer.Option(help="The file to write, CSV or Parquet."),
     keep: list[str] = typer.Option(
         [], help="Columns of the data to write beside the answers, with commas; as a rule all."
@@ -62,9 +74,9 @@ def predict(
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
     """Write what a trained recipe answers for each row of a file."""
-    from hotlap.recipes.training import predict as predicted
+    from hotlap.recipes.training import answer
 
-    count = predicted(
+    found = answer(
         run,
         data,
         out,
@@ -74,11 +86,8 @@ def predict(
         probabilities=probabilities,
         embeddings=embeddings,
     )
-    print(
-        json.dumps({"rows": count, "file": str(out)})
-        if as_json
-        else f"{count:,} row{'s'[: count != 1]} answered in {out}"
-    )
+    said = {"rows": found.rows, "rows_without_answer": found.of - found.rows, "file": str(out)}
+    print(json.dumps(said) if as_json else f"{found.line} in {out}")
 
 
 def recipes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import StoreError, shown
 from hotlap.engine.rig import Rig
 from hotlap.recipes import parquet_files
+from hotlap.recipes.picture_files import PATH, is_picture
 from hotlap.recipes.recipe import Numbers
 from hotlap.recipes.tables import Table, arrow_columns, plain_cells
 from hotlap.store.files import write_bytes, write_text
@@ -80,6 +82,35 @@ def kept_names(table: Table, keep: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(table[word.strip()].name for word in words)) or list(table.columns)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """How many rows of a file have an answer, and where one is missing."""
+
+    rows: int
+    of: int
+    missing: str
+    """What is to be said of rows without one, in a line; empty where there is none."""
+
+    @property
+    def line(self) -> str:
+        """How many, in a few words."""
+        count = f"{self.rows:,}" if self.rows == self.of else f"{self.rows:,} of {self.of:,}"
+        return f"{count} row{'s'[: self.of != 1]} answered"
+
+
+def answered(table: Table, names: Sequence[str], rows: Numbers) -> Answered:
+    """What is told of a file of which these rows were answered; the first of the others is shown by its first cell."""
+    empty = np.setdiff1d(np.arange(len(table)), rows)
+    said = ""
+    if len(empty):
+        cell = shown(table[names[0]].rows(empty[:1]).texts()[0])
+        said = (
+            f"{len(empty):,} of {len(table):,} rows have no answer: their cells are empty, the first in row "
+            f"{empty[0] + 1:,} below the header, where {names[0]} is {cell}; fill them in before you hand the file in"
+        )
+    return Answered(rows=len(rows), of=len(table), missing=said)
+
+
 def write_answers(
     path: Path, data: Path, table: Table, names: Sequence[str], rows: Numbers, answers: Mapping[str, Sequence[Any]]
 ) -> None:
@@ -93,13 +124,13 @@ def write_answers(
         for row, value in zip(rows.tolist(), values, strict=True):
             cells[row] = value
     if path.suffix.lower() in parquet_files.SUFFIXES:
-        given = arrow_columns(data)
+        given = {} if is_picture(data) else arrow_columns(data)
         if len(names) < len(table.columns):  # else with those that a table cannot hold
             given = {name: column for name, column in given.items() if name in names}
         parquet_files.write_parquet(path, [table[name] for name in names], columns, given)
         return
     # Read once more: all cells are to be as they were written.
-    plain = plain_cells(data, table)
+    plain = {PATH: table[PATH].texts()} if is_picture(data) else plain_cells(data, table)
     lines = _Lines()
     writer = csv.writer(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
     writer.writerow([*names, *columns])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ _NO_TEXT = {
     b"PK\x03\x04": "a zip archive or an Excel file",
     b"PAR1": "a Parquet file, which is named .parquet",
     b"%PDF": "a PDF",
+    b"\xff\xd8\xff": "a JPEG picture",
+    b"\x89PNG": "a PNG picture",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
@@ -64,15 +67,15 @@ class TextFile:
         lines = (line for line, cells in self._lines(_decoded(self.file, _content(self.file))) if cells != [])
         return next(islice(lines, record, None))
 
-    def _reader(self, text: str) -> Any:
-        lines = io.StringIO(text, newline="")
-        return csv.reader(lines, delimiter=self._delimiter, skipinitialspace=True, strict=True)
+    def _reader(self, lines: Iterable[str], *, skips: bool = True) -> Any:
+        return csv.reader(lines, delimiter=self._delimiter, skipinitialspace=skips, strict=skips)
 
     def _records(self, text: str) -> list[list[str]]:
-        """All rows but empty lines."""
+        """All rows but empty lines, with the space around their cells."""
         limit = csv.field_size_limit(_LONGEST_FIELD)
         try:
-            return [row for row in self._reader(text) if row]
+            rows = [row for row in self._reader(_lines_of(text)) if row]
+            return rows if self._is_exact(rows, text) else self._with_space(text)
         except csv.Error as error:
             *_, (line, _) = self._lines(text)
             what = "a quote is opened and never closed" if "end of data" in str(error) else f"{error}"
@@ -82,9 +85,27 @@ class TextFile:
         finally:
             csv.field_size_limit(limit)
 
+    def _is_exact(self, rows: list[list[str]], text: str) -> bool:
+        """Whether no cell lost the space that it begins with; a second reading costs less than to look at each."""
+        if f"{self._delimiter} " not in text and "\n " not in text and "\r " not in text and text[:1] != " ":
+            return True
+        return rows == [row for row in self._reader(_lines_of(text), skips=False) if row]
+
+    def _with_space(self, text: str) -> list[list[str]]:
+        """All rows with the space that cells begin with: csv skips it, so that a quote behind it is one."""
+        found, taken = [], list[str]()
+        before_quote = re.compile(rf'(^|{re.escape(self._delimiter)}) +(?=")')
+        for row in self._reader(_noted(_lines_of(text), taken)):
+            if row:
+                record = before_quote.sub(r"\1", "".join(taken))
+                plain = next(self._reader(_lines_of(record), skips=False))
+                found.append([own if own.lstrip(" ") == cell else cell for own, cell in zip(plain, row, strict=True)])
+            taken.clear()
+        return found
+
     def _lines(self, text: str) -> Iterator[tuple[int, list[str] | None]]:
         """Each record with the line on which it begins; the last is None where it cannot be read."""
-        reader, line = self._reader(text), 1
+        reader, line = self._reader(_lines_of(text)), 1
         while True:
             try:
                 row = next(reader, None)
@@ -132,6 +153,17 @@ class TextFile:
         )
 
 
+def _lines_of(text: str) -> Iterable[str]:
+    return io.StringIO(text, newline="")
+
+
+def _noted(lines: Iterable[str], taken: list[str]) -> Iterator[str]:
+    """Lines, each put into a list as it is taken."""
+    for line in lines:
+        taken.append(line)
+        yield line
+
+
 def _are_names(rows: list[list[str]]) -> bool:
     """Whether the first row holds names: it is not all numbers, and no number in it is one of those below it."""
     first = [cell.strip() for cell in rows[0]]
@@ -164,7 +196,7 @@ def _decoded(file: Path, content: bytes) -> str:
         line = content.count(b"\n", 0, at) + 1
         raise DataError(
             f"{file} is not UTF-8: byte {content[at]:#04x} at position {at:,}, on line {line:,}; "
-            f"save it as UTF-8, for one by: iconv -f latin1 -t utf-8 {file.name} > utf8.csv"
+            f"save it as UTF-8, for one by: iconv -f cp1252 -t utf-8 {file.name} > utf8.csv"
         ) from None
 
 

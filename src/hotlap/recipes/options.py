@@ -80,15 +80,50 @@ def outside(options: Options, **ranges: tuple[float, float]) -> list[str]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Calling:
+    """What `hotlap train` can be told beside a recipe's options; a file may say it, and that of a run never does."""
+
+    out: str = ""
+    retrain: bool = False
+    json: bool = False
+    quiet: bool = False
+
+
 T = TypeVar("T", bound=Options)
 
 
 def options_of(kind: type[T], file: Path | None, given: Mapping[str, Any]) -> T:
     """The options of a recipe: those given, else those of the file, else as the recipe has them.
 
-    Words are read as what the option is. Raises JobError with all mistakes at once.
+    Words are read as what the option is. Raises JobError with all mistakes at once, those of a file's `Calling` too.
     """
-    said = {**(_read(file) if file is not None else {}), **given}
+    theirs, calling = _parted(file)
+    values, wrong = _values(kind, {**theirs, **given})
+    wrong += _values(Calling, calling)[1]
+    if wrong:
+        raise JobError(wrong)
+    return kind(**values)
+
+
+def calling_of(file: Path | None) -> Calling:
+    """What a file says of the call; JobError where it cannot be that."""
+    values, wrong = _values(Calling, _parted(file)[1])
+    if wrong:
+        raise JobError(wrong)
+    return Calling(**values)
+
+
+def _parted(file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file says of a recipe, and of the call."""
+    said = _read(file) if file is not None else {}
+    calling = {one.name for one in fields(Calling)}
+    parts = [{name: value for name, value in said.items() if (name in calling) is its} for its in (False, True)]
+    return parts[0], parts[1]
+
+
+def _values(kind: type[Any], said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values of fields by their names, and what is wrong with them."""
     kinds, wrong = get_type_hints(kind), list[str]()
     known = [one.name for one in fields(kind)]
     values: dict[str, Any] = {}
@@ -107,9 +142,7 @@ def options_of(kind: type[T], file: Path | None, given: Mapping[str, Any]) -> T:
             values[plain] = True if value is None else _as(kinds[plain], value)
         except ValueError:
             wrong.append(f"{plain}={shown(value)} must be {_word(kinds[plain])}")
-    if wrong:
-        raise JobError(wrong)
-    return kind(**values)
+    return values, wrong
 
 
 def as_file(recipe: str, options: Options) -> str:

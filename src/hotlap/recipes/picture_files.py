@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from hotlap.core.errors import DataError, shown
@@ -11,6 +12,10 @@ from hotlap.core.errors import DataError, shown
 SUFFIXES = (".jpg", ".jpeg", ".png")
 PATH, CLASS = "path", "class"
 """The columns of a table that is made of a folder."""
+LOOKED_AT = 20
+"""Paths by which it is found where all of them begin."""
+LEVELS, MOST_ENTRIES = 2, 20_000
+"""How deep, and at how much, is looked for a folder that nobody named."""
 
 
 def folder_columns(folder: Path) -> tuple[dict[str, list[str]], list[str]] | None:
@@ -37,33 +42,70 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
-def placed(paths: Sequence[str], table: Path, root: str) -> list[str]:
+def placed(paths: Sequence[str], table: Path, root: str, *, is_asked: bool = False) -> list[str]:
     """The files that a table's paths name; "" where there is none.
 
-    They begin at `root`, or at the folder of the table: where the first of them is found. One that has no ending may be
-    that of a picture without it. Raises DataError where any leads out of that folder.
+    They begin at `root`, or at the folder of the table: where one of the first is found; the table's own folder comes
+    first where it `is_asked` about, since the root is that of a training. None may lead out of `root`, or, where there
+    is none or the table lies elsewhere, out of the table's own folder: DataError. One that has no ending may be that of
+    a picture without it.
     """
-    own = table if table.is_dir() else table.parent
-    first = next(filter(None, paths), "")
-    bases = [Path(root), own] if root else [own]
-    base = next((one for one in bases if _found(one, first) is not None), bases[0])
-    found, outside = [], []
-    for path in paths:
-        if path and not _is_within(base, path):
-            outside.append(path)
-        found.append(str(_found(base, path) or base / path) if path else "")
+    first = list(islice(filter(None, paths), LOOKED_AT))
+    base, limit = _place(first, folder_of(table), root, is_asked=is_asked)
+    outside = [path for path in paths if path and not _is_within(limit, base, path)]
     if outside:
         count = f"{len(outside):,} paths of {table} lead" if len(outside) > 1 else f"a path of {table} leads"
-        raise DataError(
-            f"{count} out of {base}, as {shown(outside[0])}; name the folder that pictures may be read from with --root"
-        )
-    return found
+        cure = "give one that holds them all" if root else "name the folder that pictures may be read from"
+        raise DataError(f"{count} out of {limit}, as {shown(outside[0])}; {cure} with --root")
+    return [str(_found(base, path) or base / path) if path else "" for path in paths]
 
 
-def _is_within(base: Path, path: str) -> bool:
+def folder_of(table: Path) -> Path:
+    """Where the paths of a table begin, unless it is said."""
+    return table if table.is_dir() else table.parent
+
+
+def elsewhere(path: str, table: Path, root: str) -> tuple[Path, Path] | None:
+    """A folder in which a path would be found, and the file: one beside the table or in the root, or within these."""
+    looked_at, found = 0, [Path(root), folder_of(table)] if root else [folder_of(table)]
+    for _ in range(LEVELS):
+        inner: list[Path] = []
+        for folder in found:
+            try:
+                with os.scandir(folder) as entries:
+                    some = list(islice(entries, MOST_ENTRIES - looked_at))
+                    inner += [Path(one.path) for one in some if one.is_dir() and not one.name.startswith(".")]
+            except OSError:  # one that may not be looked into
+                continue
+            looked_at += len(some)
+        # Of train/ and test/ the first is that of train.csv.
+        found = sorted(inner, key=lambda one: (table.stem not in one.name, one))
+        held = ((one, file) for one in found if (file := _found(one, path)) is not None)
+        if one := next(held, None):
+            return one
+    return None
+
+
+def _place(first: Sequence[str], own: Path, root: str, *, is_asked: bool) -> tuple[Path, Path]:
+    """Where paths begin, and what they may not lead out of."""
+    if not root:
+        return own, own
+    # The last is for a table that lies elsewhere, as one to predict may, with its pictures beside it.
+    places = [(Path(root), Path(root)), (own, Path(root)), (own, own)]
+    places = places[1:] + places[:1] if is_asked else places
+    inside = [place for place in places if any(_is_within(place[1], place[0], path) for path in first)]
+    held = [
+        (base, limit)
+        for base, limit in inside
+        if any(_is_within(limit, base, path) and _found(base, path) for path in first)
+    ]
+    return next(iter(held or inside or places))
+
+
+def _is_within(limit: Path, base: Path, path: str) -> bool:
     """Whether a path, as it is written, stays in a folder; where links lead is the user's own business."""
-    whole = os.path.normpath(base.absolute())
-    return os.path.commonpath([whole, os.path.normpath(os.path.join(whole, path))]) == whole  # noqa: PTH118
+    whole = os.path.normpath(limit.absolute())
+    return os.path.commonpath([whole, os.path.normpath(base.absolute() / path)]) == whole
 
 
 def _found(base: Path, path: str) -> Path | None:

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
-from hotlap.core.errors import DataError
+from hotlap.core.errors import DataError, shown
 from hotlap.data.decoding import Fit
 from hotlap.data.pictures import Pictures, broken_told, decoded
 from hotlap.engine.augment import as_shares
+from hotlap.recipes.kinds import in_words
 from hotlap.recipes.onnx_files import write_onnx
-from hotlap.recipes.picture_files import PATH, is_picture, placed
+from hotlap.recipes.picture_files import PATH, elsewhere, folder_of, is_picture, placed
 from hotlap.recipes.picture_networks import NetworkPlan, made
 from hotlap.recipes.recipe import Asked, Say
 from hotlap.recipes.tables import Table, named_columns, read_table
@@ -65,7 +67,9 @@ class PictureReader:
         """Files that gave no picture, and why; written into the run's folder."""
 
     def table(self, data: Path) -> Table:
-        """A folder, or a file whose paths are words, were they all numbers."""
+        """A folder, a single picture, or a file whose paths are words, were they all numbers."""
+        if data.is_file() and is_picture(data):
+            return Table(path=data, columns={PATH: in_words(PATH, [data.name])})
         table = read_table(data)
         name = self.path_in(table)
         return table if table[name].kind in ("text", "category") else read_table(data, kinds={name: "text"})
@@ -91,10 +95,15 @@ class PictureReader:
         """A network with its first weights."""
         return made(name, self.network)
 
-    def pictures(self, table: Table, say: Say) -> Pictures:
+    def pictures(self, table: Table, say: Say, *, is_asked: bool = False) -> Pictures:
         """The pictures that a table names, decoded, a row each; those that are none are told."""
         paths = table[self.path_in(table)].texts()
-        files = placed(paths, table.path, self.root)
+        files = placed(paths, table.path, self.root, is_asked=is_asked)
+        first = next(((path, file) for path, file in zip(paths, files, strict=True) if path), ("", ""))
+        if not any(Path(file).is_file() for file in files if file):
+            self._refuse_if_elsewhere(first[0], table.path, is_asked=is_asked)
+        elif is_asked:
+            self._warn_of_namesakes(*first, table.path, say)
         found = decoded(files, size=self.network.size, fit=self.fit, progress=_progress(say))
         say(f"pictures  {found.line}")
         if found.broken:
@@ -104,9 +113,29 @@ class PictureReader:
             self.broken |= {named[row]: why for row, why in found.broken.items()}
         return found
 
+    def _refuse_if_elsewhere(self, path: str, table: Path, *, is_asked: bool) -> None:
+        """Raise DataError where the first of files of which none is there is in a folder near by, which it names."""
+        found = elsewhere(path, table, self.root) if path else None
+        if found is not None:
+            folder, file = found
+            where = self.root if self.root and not is_asked else folder_of(table)
+            ending = "" if is_picture(Path(path)) else ", whose ending may be left out"
+            cure = f"move {table.name} into {folder}" if is_asked else f"say --root {shlex.quote(str(folder))}"
+            raise DataError(f"{table} names {shown(path)}, which is not in {where}: it is {file}{ending}; {cure}")
+
+    def _warn_of_namesakes(self, path: str, file: str, table: Path, say: Say) -> None:
+        """Pictures to predict may have the names of those trained on."""
+        if self.root and Path(file).is_file() and not file.startswith(str(folder_of(table) / path)):
+            found = elsewhere(path, table, "")
+            if found is not None and not found[1].samefile(file):
+                say(
+                    f"warning   pictures of {table} are read from {self.root}, the root of the training; "
+                    f"if those in {found[0]} are meant, move {table.name} into it"
+                )
+
     def asked(self, table: Table, say: Say) -> Asked:
         """The rows of a table whose files are pictures."""
-        found = self.pictures(table, say)
+        found = self.pictures(table, say, is_asked=True)
         rows = found.whole
         return Asked(data=Subset(TensorDataset(found.pixels), rows.tolist()), rows=rows)
 

@@ -90,23 +90,31 @@ def sides(options: Options, reader: PictureReader, table: Table, target: str, sa
             names=judged[reader.path_in(judged)].texts(),
         )
         return side(np.arange(len(whole))), held
-    split = _split(options, kept, answers, reader.classes, say)
+    split = _split(options, kept, answers, reader.classes, [pictures.digests[row] for row in whole], say)
     say(f"split     {len(split.train):,} pictures to train on, {len(split.valid):,} held out")
     return side(split.train), side(split.valid)
 
 
-def _split(options: Options, table: Table, answers: Numbers, classes: Sequence[str], say: Say) -> splits.Split:
+def _split(
+    options: Options, table: Table, answers: Numbers, classes: Sequence[str], digests: Sequence[str], say: Say
+) -> splits.Split:
+    # Numbers by strata, so that large and small ones are on both sides.
+    strata = answers if classes else np.argsort(np.argsort(answers)) * STRATA // len(answers)
+    copies = len(digests) - len(set(digests))
     if options.group:
         group = table[options.group]
         if group.missing is not None:
             raise DataError(f"group={group.name} is missing in {int(group.missing.sum()):,} rows; fill it in")
         split = splits.by_group(np.asarray(group.texts()), options.valid_share, options.seed)
-        for number in np.setdiff1d(answers[split.valid], answers[split.train]) if classes else ():
-            say(f"warning   all rows of {shown(classes[number])} are held out by their groups: it is never trained on")
-        return split
-    # Numbers by strata, so that large and small ones are on both sides.
-    strata = answers if classes else np.argsort(np.argsort(answers)) * STRATA // len(answers)
-    return splits.stratified(strata, options.valid_share, options.seed)
+    elif copies:
+        are = "pictures are copies" if copies > 1 else "picture is a copy"
+        say(f"copies    {copies:,} {are} of one before, byte for byte: all copies of a picture are on one side")
+        split = splits.stratified_by_group(strata, np.asarray(digests), options.valid_share, options.seed)
+    else:
+        split = splits.stratified(strata, options.valid_share, options.seed)
+    for number in np.setdiff1d(answers[split.valid], answers[split.train]) if classes else ():
+        say(f"warning   all rows of {shown(classes[number])} are held out by their groups: it is never trained on")
+    return split
 
 
 def _few_left(table: Table, target: str, classes: Sequence[str]) -> list[str]:

@@ -27,7 +27,9 @@ from hotlap.recipes import pictures, scores
 from hotlap.recipes.answers import (
     TABLES,
     VECTORS,
+    Answered,
     Threshold,
+    answered,
     check_name,
     kept_names,
     outputs_of,
@@ -43,6 +45,7 @@ from hotlap.store.run_folder import RunFolder, finite
 from hotlap.store.weights import plain_state, save_state
 
 STATE, OPTIONS, REPORT, MODEL = "recipe.json", "options.toml", "report.json", "model.safetensors"
+CURVES, CONFUSION = "curves.svg", "confusion.svg"
 PLAN = "plan.toml"
 """In the folder of a training that was begun."""
 FORMAT = 1
@@ -108,9 +111,10 @@ def _trained(
         say(line)
     if options.test:
         answers = folder / "predictions.csv"
-        predict(folder, Path(options.test), answers, say=say, device=options.device, was_shown=True)
-        say(f"predictions of {options.test} in {answers}")
-    say(f"run       {folder}; predict with: hotlap predict {folder} --data FILE --out FILE")
+        said = answer(folder, Path(options.test), answers, say=say, device=options.device, was_shown=True)
+        say(f"predictions of {options.test} in {answers}: {said.line}")
+    looked_at = [name for name in (REPORT, CURVES, CONFUSION) if (folder / name).is_file()]
+    say(f"run       {folder} ({', '.join(looked_at)}); predict with: hotlap predict {folder} --data FILE --out FILE")
     return folder
 
 
@@ -136,7 +140,18 @@ def predict(
     folder: Path, data: Path, out: Path, *, say: Say, device: str = "auto", keep: tuple[str, ...] = (),
     probabilities: bool = False, embeddings: Path | None = None, was_shown: bool = False,
 ) -> int:  # fmt: skip
-    """Write what the model of a run answers for each row of a file; how many rows were answered.
+    """As `answer`; how many rows were answered."""
+    return answer(
+        folder, data, out, say=say, device=device, keep=keep, probabilities=probabilities, embeddings=embeddings,
+        was_shown=was_shown,
+    ).rows  # fmt: skip
+
+
+def answer(
+    folder: Path, data: Path, out: Path, *, say: Say, device: str = "auto", keep: tuple[str, ...] = (),
+    probabilities: bool = False, embeddings: Path | None = None, was_shown: bool = False,
+) -> Answered:  # fmt: skip
+    """Write what the model of a run answers for each row of a file.
 
     Also, where a file for them is named, the `embeddings` of these rows. What is read is told unless it `was_shown`.
     """
@@ -168,7 +183,10 @@ def predict(
     if embeddings is not None and reader.embedded is not None:
         vectors = outputs_of(reader.embedded, model, asked.data, batch_size=state["batch_size"], device=device)
         write_vectors(embeddings, vectors)
-    return len(asked.rows)
+    found = answered(table, names, asked.rows)
+    if found.missing:
+        say(f"warning   {found.missing}")
+    return found
 
 
 def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
@@ -416,7 +434,7 @@ def _write(
         "worst": judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
     }
     write_text(folder / REPORT, json.dumps(finite(told), indent=1, ensure_ascii=False) + "\n")
-    pictures.curves({one.name: one.history for one in found}, folder / "curves.svg")
+    pictures.curves({one.name: one.history for one in found}, folder / CURVES)
     if prepared.reader.classes:
         counts = np.asarray(best.report["confusion"])
-        pictures.confusion_picture(counts, prepared.reader.classes, folder / "confusion.svg")
+        pictures.confusion_picture(counts, prepared.reader.classes, folder / CONFUSION)
