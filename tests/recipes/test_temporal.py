@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -598,3 +599,14 @@ def test_no_epochs_and_no_rate_leave_both_to_the_recipe(tmp_path):
     found = prepare(options(bars_file(tmp_path / "bars.csv"), epochs=0, lr=0), lambda line: None)
     job = found.candidates[0].job()
     assert (job.epochs, job.optimizer.param_groups[0]["lr"]) == (20, 1e-3)
+
+
+def test_a_rule_that_is_right_more_often_than_the_best_by_macro_f1_is_named():
+    def judged(accuracy):
+        return SimpleNamespace(name="mlp", report={"accuracy": accuracy, "macro_f1": 0.4})
+
+    rules = {"most frequent class": {"accuracy": 0.749}, "what it did last": {"accuracy": 0.58}}
+    (line,) = training._more_often_right(judged(0.412), rules)
+    assert line.startswith("by accuracy most frequent class is better than mlp: 0.749 against 0.412")
+    assert training._more_often_right(judged(0.8), rules) == []
+    assert training._more_often_right(judged(0.1), {}) == []

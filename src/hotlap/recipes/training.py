@@ -385,7 +385,19 @@ def _compared(found: list[Judged], rules: dict[str, Report], prepared: Prepared)
         is_chance = judge.may_be_chance(list(rules.values()), len(prepared.target))
         why = "there may be nothing to learn here" if is_chance else "train longer, or on more rows"
         lines.append(f"no model is better than {' or '.join(beaten_by)}: {why}")
+    elif prepared.reader.classes:
+        lines += _more_often_right(max(found, key=lambda one: judge.score(one.report)), rules)
     return lines
+
+
+def _more_often_right(best: Judged, rules: dict[str, Report]) -> list[str]:
+    """Told where a rule, such as the most frequent class, is right more often than what is best by macro-F1."""
+    often = max(rules, key=lambda name: rules[name]["accuracy"], default=None)
+    if often is None or rules[often]["accuracy"] <= best.report["accuracy"]:
+        return []
+    figures = f"{rules[often]['accuracy']:.3f} against {best.report['accuracy']:.3f}"
+    why = "by macro-F1, where classes count alike, it is not"
+    return [f"by accuracy {often} is better than {best.name}: {figures}; {why}"]
 
 
 def _told(one: Judged) -> dict[str, Any]:
