@@ -25,11 +25,10 @@ from hotlap.recipes.reading import refuse, shown_table
 from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
-from hotlap.recipes.tables import Table, named_columns, read_table
+from hotlap.recipes.tables import Table, read_table
+from hotlap.recipes.text_columns import columns_of, target_of, target_problems
 from hotlap.store.cache import Cache, key_of
 
-TARGETS = ("label", "target", "class", "category", "sentiment", "y")
-"""Names of a column to predict, as people have them."""
 HEADERS = {"auto": None, "yes": True, "no": False}
 COUNTS = "word-counts"
 """What the cache calls the answers of a simple rule."""
@@ -43,7 +42,7 @@ EXCERPT = 160
 class TextOptions(EncoderOptions):
     """What the recipe can be told."""
 
-    text: tuple[str, ...] = option((), "one or two columns of text; found by themselves where there are no more")
+    text: tuple[str, ...] = option((), "one or two columns of text; without it all that there are, but for ids")
     header: str = option("auto", "whether the first row holds names: yes, no, or auto to find out")
     batch_size: int = option(16, "samples an update")
     patience: int = option(2, "evaluations without improvement before it stops")
@@ -161,13 +160,13 @@ class TextReader:
 def prepare(options: TextOptions, say: Say) -> Prepared:
     """Read the file, make tokens of its texts, and hold a part out."""
     table = shown_table(options.data, say, header=HEADERS[options.header])
-    target = _target(table, options)
-    columns = _columns(table, options, target)
+    target = target_of(table, options.target)
+    columns = columns_of(table, options.text, (target, options.group), say)
     for name, named in (("text", columns), ("group", [options.group])):
         if target in named:
             raise DataError(f"{name} names {target}, which is the target; name another column")
     unread = [name for name in table.columns if name not in columns]
-    refuse([*_target_problems(table, target), *checks.leaks(table, target, but=unread)])
+    refuse([*target_problems(table, target), *checks.leaks(table, target, but=unread)])
     for line in (*checks.target_warnings(table[target]), *checks.suspects(table, target, but=unread)):
         say(f"warning   {line}")
     classes, labels = checks.classes_of(table[target])
@@ -241,39 +240,6 @@ def revive(state: Mapping[str, Any], folder: Path) -> TextReader:
 
 
 # --- the table -------------------------------------------------------------------------------------
-
-
-def _target(table: Table, options: TextOptions) -> str:
-    if options.target:
-        return table[options.target].name
-    found = [name for name in table.columns if name.lower() in TARGETS]
-    if len(found) != 1:
-        raise DataError(
-            f"which column of {table.path} is to be predicted? Say --target; there are {named_columns(table)}"
-        )
-    return found[0]
-
-
-def _columns(table: Table, options: TextOptions, target: str) -> list[str]:
-    if options.text:
-        return [table[name].name for name in options.text]
-    used = (target, options.group)
-    found = [name for name, column in table.columns.items() if column.kind == "text" and name not in used]
-    if not 1 <= len(found) <= 2:
-        raise DataError(f"which column of {table.path} holds the text? Say --text; there are {named_columns(table)}")
-    return found
-
-
-def _target_problems(table: Table, target: str) -> list[str]:
-    column = table[target]
-    found = checks.target_problems(column)
-    different = len(set(column.texts()))
-    if not found and 2 * different > len(table):
-        found.append(
-            f"the target {target!r} has {different:,} different values in {len(table):,} rows, "
-            f"as {shown(column.texts()[0])}; name a column of classes, each with several rows"
-        )
-    return found
 
 
 def _parts(
