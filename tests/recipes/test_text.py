@@ -2,9 +2,11 @@
 
 import csv
 import json
+import sys
 
 import numpy as np
 import pytest
+import torch
 from recipe_data import texts_file, tiny_config, write_rows
 
 from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError, TrainingError
@@ -290,3 +292,68 @@ def test_other_data_in_the_folder_of_an_interrupted_run_is_refused_by_what_there
     (tmp_path / "run" / "recipe.json").unlink()
     with pytest.raises(StoreError, match=r"(?s)was another training in .*; go on with .* or name another --out"):
         trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60, seed=7), "run", [], epochs="1")
+
+
+# --- ONNX --------------------------------------------------------------------------------------------
+
+
+def pairs_file(path, rows=60):
+    """Questions and answers of which the first words, together, tell the class."""
+    told = []
+    for at in range(rows):
+        first, second = ("alpha beta", "gamma delta") if at % 2 else ("gamma delta", "alpha beta")
+        longer = f"{second} and another {at} " + "more " * (at % 7)
+        told.append([f"{first} number {at}", longer, "ab" if at % 2 else "ba"])
+    return write_rows(path, ["question", "answer", "label"], told)
+
+
+def test_an_onnx_file_answers_as_the_model_does_for_batches_of_any_size_and_length(tmp_path):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    runtime, tokenizers = pytest.importorskip("onnxruntime"), pytest.importorskip("tokenizers")
+    data, lines = pairs_file(tmp_path / "pairs.csv"), []
+    folder = trained(tmp_path, data, "run", lines, onnx="true", epochs="1", vocabulary="150")
+    assert any(line.startswith("onnx") and "its answers are the model's to" in line for line in lines)
+    session = runtime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    about = session.get_modelmeta().custom_metadata_map
+    assert json.loads(about["classes"]) == ["ab", "ba"]
+    assert json.loads(about["columns"]) == ["question", "answer"]
+    assert json.loads(about["most"]) == 48
+    assert "tokens of tokenizer.json" in about["input"]
+    assert [one.name for one in session.get_inputs()] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert all(one.shape == ["batch", "length"] for one in session.get_inputs())
+    predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
+    with (tmp_path / "answers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding()
+    for asked in (rows[:1], rows[3:14]):
+        found = tokenizer.encode_batch([(row["question"], row["answer"]) for row in asked])
+        fields = [("input_ids", "ids"), ("attention_mask", "attention_mask"), ("token_type_ids", "type_ids")]
+        (given,) = session.run(None, {name: np.array([getattr(one, own) for one in found]) for name, own in fields})
+        mine = [[float(row[f"predicted_label_{name}"]) for name in ("ab", "ba")] for row in asked]
+        np.testing.assert_allclose(given, np.asarray(mine), atol=2e-5)
+
+
+def test_a_library_that_an_onnx_file_needs_is_missed_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MachineError, match=r"an ONNX file needs onnxruntime: pip install hotlap\[onnx\]"):
+        trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60), "run", [], onnx="true")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_be_written_as_onnx_is_kept_and_that_is_said_in_a_line(tmp_path, monkeypatch):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+
+    def fails(*given, **more):
+        raise RuntimeError("no such operator\nand a page of more")
+
+    monkeypatch.setattr(torch.onnx, "export", fails)
+    with pytest.raises(TrainingError) as raised:
+        trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60), "run", [], onnx="true", epochs="1")
+    said = str(raised.value)
+    assert "cannot write this model as an ONNX file: no such operator; do without --onnx" in said
+    assert "\n" not in said
+    assert (tmp_path / "run" / "model.safetensors").is_file()

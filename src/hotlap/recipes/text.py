@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,17 +15,17 @@ from hotlap.core.errors import DataError, JobError, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.data.sequences import Sequences
-from hotlap.data.tokenising import tokenised
 from hotlap.machine.device import choose_device
-from hotlap.recipes import checks, splits, word_counts
-from hotlap.recipes.encoders import Encoder, EncoderOptions, encoder_for, encoder_in
+from hotlap.recipes import checks, onnx_files, splits, word_counts
+from hotlap.recipes.encoders import EncoderOptions, encoder_for
 from hotlap.recipes.options import MOST, option, outside
 from hotlap.recipes.reading import refuse, shown_table
-from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, Say
+from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
-from hotlap.recipes.tables import Table, read_table
+from hotlap.recipes.tables import Table
 from hotlap.recipes.text_columns import columns_of, target_of, target_problems
+from hotlap.recipes.text_reader import TextReader, revive, texts_of, written_as_onnx
 from hotlap.store.cache import Cache, key_of
 
 HEADERS = {"auto": None, "yes": True, "no": False}
@@ -50,6 +49,7 @@ class TextOptions(EncoderOptions):
     dropout: float = option(0.1, "before the last layer")
     weight_decay: float = option(0.01, "of AdamW")
     balance: bool = option(True, "weigh classes by how rare they are")
+    onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,96 +69,10 @@ class TextOptions(EncoderOptions):
         return self._judged_within(JUDGED_TOKENS, self.most)
 
 
-class Classifier(nn.Module):
-    """An encoder, the mean over a text's tokens, and a layer for the classes."""
-
-    def __init__(self, encoder: nn.Module, width: int, classes: int, dropout: float) -> None:
-        super().__init__()
-        self.encoder, self.dropout, self.head = encoder, nn.Dropout(dropout), nn.Linear(width, classes)
-
-    def embedded(self, attention_mask: Tensor, **tokens: Tensor) -> Tensor:
-        """A vector for each text."""
-        hidden = self.encoder(attention_mask=attention_mask, **tokens).last_hidden_state
-        mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
-        mean: Tensor = (hidden * mask).sum(1) / mask.sum(1)
-        return mean
-
-    def forward(self, **batch: Tensor) -> Tensor:
-        """A row of scores for each text."""
-        scores: Tensor = self.head(self.dropout(self.embedded(**batch)))
-        return scores
-
-
-class TextReader:
-    """Texts as the classifier takes them."""
-
-    def __init__(
-        self,
-        encoder: Encoder,
-        columns: Sequence[str],
-        classes: Sequence[str],
-        most: int,
-        dropout: float,
-        has_header: bool = True,
-    ) -> None:
-        self.encoder, self.columns, self.classes = encoder, tuple(columns), tuple(classes)
-        self._most, self._dropout, self.has_header = most, dropout, has_header
-
-    def table(self, data: Path) -> Table:
-        """A file of texts, were they all numbers."""
-        return read_table(data, header=self.has_header, kinds=dict.fromkeys(self.columns, "text"))
-
-    def state(self) -> dict[str, Any]:
-        """All that it needs to be made again."""
-        return {
-            "columns": list(self.columns),
-            "classes": list(self.classes),
-            "most": self._most,
-            "dropout": self._dropout,
-            "has_header": self.has_header,
-            "config": self.encoder.config,
-        }
-
-    def keep_files(self, folder: Path) -> None:
-        """Write the tokenizer."""
-        self.encoder.save_tokenizer(folder)
-
-    def model(self, name: str) -> nn.Module:
-        """The classifier with first weights; those of the encoder are random."""
-        return Classifier(self.encoder.made(), self.encoder.width, len(self.classes), self._dropout)
-
-    def begun(self) -> nn.Module:
-        """The classifier as its training begins: with the encoder's pretrained weights, where it has any."""
-        return Classifier(self.encoder.begun(), self.encoder.width, len(self.classes), self._dropout)
-
-    def sequences(self, table: Table, say: Say, columns: Mapping[str, Any] | None = None) -> Sequences:
-        """The texts of a table as tokens."""
-        first, *more = (texts_of(table, name) for name in self.columns)
-        tokens = tokenised(first, self.encoder.tokenizer, pairs=more[0] if more else None, most=self._most)
-        say(f"tokens    {tokens.line}")
-        fields = {name: field for name, field in tokens.fields.items() if name in self.encoder.fields}
-        return Sequences(fields, offsets=tokens.offsets, columns=columns, pad=self._pads(fields))
-
-    def asked(self, table: Table, say: Say) -> Asked:
-        """All rows of a table."""
-        return Asked(data=self.sequences(table, say), rows=np.arange(len(table)))
-
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """A row of scores for each text."""
-        scores: Tensor = model(**_inputs(batch))
-        return scores
-
-    @property
-    def embedded(self) -> Callable[[nn.Module, Any], Tensor] | None:
-        """The mean over a text's tokens, as the last layer sees it."""
-        return lambda model, batch: model.embedded(**_inputs(batch))  # type: ignore[operator]
-
-    def _pads(self, fields: Mapping[str, Tensor]) -> dict[str, float]:
-        return {name: self.encoder.pad if name == "input_ids" else 0 for name in fields}
-
-
 def prepare(options: TextOptions, say: Say) -> Prepared:
     """Read the file, make tokens of its texts, and hold a part out."""
+    if options.onnx:
+        onnx_files.libraries()  # what is missing is said before anything is trained
     table = shown_table(options.data, say, header=HEADERS[options.header])
     target = target_of(table, options.target)
     columns = columns_of(table, options.text, (target, options.group), say)
@@ -187,6 +101,7 @@ def prepare(options: TextOptions, say: Say) -> Prepared:
         target=held_labels,
         shown=lambda at: shown[at][:EXCERPT],
         baselines=partial(_rules, train_labels, len(held_labels), counted, say),
+        finish=partial(written_as_onnx, reader, valid) if options.onnx else None,
     )
 
 
@@ -217,10 +132,6 @@ def _job(options: TextOptions, reader: TextReader, data: Sequences, held: Sequen
     )
 
 
-def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: part for name, part in batch.items() if name != "labels"}
-
-
 class _Forward:
     """The classifier's outputs and labels, for a Job."""
 
@@ -229,14 +140,6 @@ class _Forward:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         return self._reader.forward(model, batch), batch["labels"]
-
-
-def revive(state: Mapping[str, Any], folder: Path) -> TextReader:
-    """The reader of a finished run."""
-    encoder = encoder_in(folder, state["config"])
-    return TextReader(
-        encoder, state["columns"], state["classes"], state["most"], state["dropout"], state.get("has_header", True)
-    )
 
 
 # --- the table -------------------------------------------------------------------------------------
@@ -305,11 +208,6 @@ def _warn_of_copies(train: Sequence[Any], held: Sequence[Any], cure: str, say: S
             f"warning   {len(copies):,} of {len(held):,} rows held out have a text that is trained on too, "
             f"as {shown(copies[0][0])}; {cure}"
         )
-
-
-def texts_of(table: Table, name: str) -> list[str]:
-    """The texts of a column; one that is missing is a single space, which a tokenizer makes its own signs of."""
-    return [text or " " for text in table[name].texts()]
 
 
 def _by_word_counts(
