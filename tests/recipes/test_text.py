@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from recipe_data import texts_file, tiny_config, write_rows
 
 from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError, TrainingError
-from hotlap.recipes import encoders
+from hotlap.data import parallel, tokenising
+from hotlap.recipes import encoders, text_reader, word_counts
 from hotlap.recipes.encoders import encoder_in
 from hotlap.recipes.options import options_of
 from hotlap.recipes.text import RECIPE, prepare
@@ -64,6 +66,22 @@ def test_from_a_file_to_predictions_and_again_from_the_cache(tmp_path):
     # Tokens of both sides, and what the simple rule answers.
     assert sum("from the cache, which saved" in line for line in again) == 3
     assert any("trained before, which saved" in line for line in again)
+
+
+def test_what_takes_long_before_the_training_shows_that_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_reader, "TOLD_S", 0.0)
+    monkeypatch.setattr(tokenising, "CHUNK", 20)
+    monkeypatch.setattr(parallel, "GROUP_S", 0.0)
+    lines = []
+    prepare(options(tmp_path, texts_file(tmp_path / "train.csv", rows=60)), lines.append)
+    said = "\n".join(lines)
+    assert "tokens    a tokenizer is made of 48 texts\n" in said
+    assert re.search(r"tokens    of 20 of 48 texts, [\d,]+ a second\ntokens    of 40 of 48 texts", said)
+    if word_counts.is_there():
+        assert "rule      TF-IDF + logistic regression is fitted to 48 texts\n" in said
+    again = []
+    prepare(options(tmp_path, tmp_path / "train.csv"), again.append)
+    assert not any(" of 48 texts" in line for line in again if line.startswith("tokens"))
 
 
 def test_with_a_shuffled_target_it_scores_chance(tmp_path):

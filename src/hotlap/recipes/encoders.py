@@ -156,7 +156,7 @@ def encoder_in(folder: Path, config: dict[str, Any], *, weights: bool = False) -
 
 
 def _from_scratch(config: dict[str, Any], wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encoder:
-    tokenizer = _learnt(texts, wanted.vocabulary)
+    tokenizer = _learnt(texts, wanted.vocabulary, say)
     least = tokenizer.get_vocab_size()
     if least > wanted.vocabulary:
         raise DataError(
@@ -174,12 +174,15 @@ def _from_scratch(config: dict[str, Any], wanted: EncoderOptions, texts: Sequenc
     return Encoder(config=config, tokenizer=tokenizer)
 
 
-def _learnt(texts: Sequence[str], size: int) -> Any:
+def _learnt(texts: Sequence[str], size: int, say: Say) -> Any:
     """A WordPiece tokenizer of these texts: kept, since it comes out a little different each time."""
     library = _tokenizers()
-    _, kept = Cache().get_or_make(
-        "tokenizers", key_of(list(texts), size, FORMAT), lambda: ({}, _made_tokenizer(library, texts, size).to_str())
-    )
+
+    def make() -> tuple[dict[str, Any], str]:
+        say(f"tokens    a tokenizer is made of {len(texts):,} texts")
+        return {}, _made_tokenizer(library, texts, size).to_str()
+
+    _, kept = Cache().get_or_make("tokenizers", key_of(list(texts), size, FORMAT), make)
     return library.Tokenizer.from_str(kept)
 
 

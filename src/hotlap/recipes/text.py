@@ -228,6 +228,7 @@ def _by_word_counts(
     if choose_device(options.device).type == "cuda":
         counting = word_counts.begun(texts, labels.tolist(), theirs)
     else:
+        say(f"rule      {word_counts.NAME} is fitted to {len(texts):,} texts")
         counting = partial(word_counts.Counted, *word_counts.fitted(texts, labels.tolist(), theirs))
     return lambda: word_counts.Counted(*cache.get_or_make(COUNTS, key, lambda: ({}, tuple(counting())))[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from hotlap.recipes.onnx_files import write_onnx
 from hotlap.recipes.recipe import Asked, Say
 from hotlap.recipes.tables import Table, read_table
 
+TOLD_S = 5.0
+"""Seconds between lines that tell how far tokenising is."""
 EXAMPLES = 64
 """Texts that a written ONNX file is tried on."""
 
@@ -87,7 +90,13 @@ class TextReader:
     def sequences(self, table: Table, say: Say, columns: Mapping[str, Any] | None = None) -> Sequences:
         """The texts of a table as tokens."""
         first, *more = (texts_of(table, name) for name in self.columns)
-        tokens = tokenised(first, self.encoder.tokenizer, pairs=more[0] if more else None, most=self._most)
+        tokens = tokenised(
+            first,
+            self.encoder.tokenizer,
+            pairs=more[0] if more else None,
+            most=self._most,
+            progress=_progress(say),
+        )
         say(f"tokens    {tokens.line}")
         fields = {name: field for name, field in tokens.fields.items() if name in self.encoder.fields}
         return Sequences(fields, offsets=tokens.offsets, columns=columns, pad=self._pads(fields))
@@ -121,6 +130,19 @@ def revive(state: Mapping[str, Any], folder: Path) -> TextReader:
 def texts_of(table: Table, name: str) -> list[str]:
     """The texts of a column; one that is missing is a single space, which a tokenizer makes its own signs of."""
     return [text or " " for text in table[name].texts()]
+
+
+def _progress(say: Say) -> Callable[[int, int], None]:
+    began = last = time.perf_counter()
+
+    def told(done: int, total: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last >= TOLD_S and done < total:
+            last = now
+            say(f"tokens    of {done:,} of {total:,} texts, {done / (now - began):,.0f} a second")
+
+    return told
 
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
