@@ -12,6 +12,7 @@ from recipe_data import texts_file, tiny_config, write_rows
 
 from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError, TrainingError
 from hotlap.data import parallel, tokenising
+from hotlap.data.sequences import SequenceColumns
 from hotlap.recipes import encoders, text_reader, word_counts
 from hotlap.recipes.encoders import encoder_in
 from hotlap.recipes.options import options_of
@@ -200,6 +201,69 @@ def test_a_folder_without_tokenizer_or_safetensors_is_said(tmp_path):
     prepare(options(tmp_path, data), lambda line: None).reader.keep_files(tmp_path)
     with pytest.raises(StoreError, match=r"has no \.safetensors file"):
         encoder_in(tmp_path, {}, weights=True)
+
+
+def configured(folder, config, **more):
+    """What is prepared with an encoder of this config."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    data = more.pop("data", None) or texts_file(folder / "train.csv", rows=60)
+    return prepare(options(folder, data, **{"config": str(path), **more}), lambda line: None)
+
+
+def outputs_for(found, rows=5):
+    job = found.candidates[0].job()
+    batch = SequenceColumns(found.held_out).gather(torch.arange(rows))
+    return job.forward(job.model, batch)[0]
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}
+DISTILBERT = {"model_type": "distilbert", "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "width"), [({"model_type": "bert", "num_hidden_layers": 1}, 768), (GPT2, 32), (DISTILBERT, 32)]
+)
+def test_a_config_that_calls_its_width_otherwise_or_leaves_it_out_is_trained(tmp_path, config, width):
+    found = configured(tmp_path, config)
+    assert found.reader.encoder.width == width
+    assert outputs_for(found).shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("t5", "t5 has a decoder behind its encoder"), ("vit", "vit takes pixel_values and no tokens")],
+)
+def test_a_config_of_something_else_than_an_encoder_is_refused_in_a_line(tmp_path, kind, why):
+    with pytest.raises(StoreError) as raised:
+        configured(tmp_path, {"model_type": kind})
+    said = str(raised.value)
+    assert said == (
+        f"{tmp_path / 'config.json'} is no encoder of texts: {why}; give an encoder alone, as bert or mpnet"
+    )
+
+
+def test_a_pair_goes_into_an_encoder_that_takes_no_token_types(tmp_path):
+    found = configured(tmp_path, DISTILBERT, data=pairs_file(tmp_path / "pairs.csv"), vocabulary="150")
+    assert set(found.held_out.fields) == {"input_ids"}
+    assert outputs_for(found).shape == (5, 2)
+
+
+def test_any_number_of_tokens_can_be_the_most(tmp_path):
+    found = configured(tmp_path, json.loads(tiny_config(tmp_path / "tiny.json").read_text()), most="11")
+    assert outputs_for(found).shape == (5, 3)
+
+
+def test_more_tokens_than_a_pretrained_encoder_takes_are_refused_in_a_line(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    first, folder = prepare(options(tmp_path, data), lambda line: None), tmp_path / "encoder"
+    first.reader.begun().encoder.save_pretrained(folder)
+    first.reader.keep_files(folder)
+    given = options(tmp_path, data, config="", weights=str(folder), most="60")
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join([*lines, f"61,{'goal ' * 70},sport"]) + "\n")
+    with pytest.raises(DataError, match=r"has 60 tokens, and this encoder takes 48; train with --most 48$"):
+        prepare(given, lambda line: None)
 
 
 def test_embeddings_are_a_vector_for_each_text_in_its_order(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hotlap.core.errors import DataError
 from hotlap.data.sequences import SequenceColumns, Sequences
 from hotlap.data.tokenising import tokenised
 from hotlap.recipes.encoders import TOKENIZER, Encoder, encoder_in
@@ -99,7 +100,14 @@ class TextReader:
         )
         say(f"tokens    {tokens.line}")
         fields = {name: field for name, field in tokens.fields.items() if name in self.encoder.fields}
-        return Sequences(fields, offsets=tokens.offsets, columns=columns, pad=self._pads(fields))
+        made = Sequences(fields, offsets=tokens.offsets, columns=columns, pad=self._pads(fields))
+        longest = self.encoder.longest
+        if longest is not None and made.longest > longest:
+            raise DataError(
+                f"a text of {table.path} has {made.longest} tokens, and this encoder takes {longest}; "
+                f"train with --most {longest}"
+            )
+        return made
 
     def asked(self, table: Table, say: Say) -> Asked:
         """All rows of a table."""
