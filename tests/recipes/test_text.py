@@ -203,6 +203,45 @@ def test_a_folder_without_tokenizer_or_safetensors_is_said(tmp_path):
         encoder_in(tmp_path, {}, weights=True)
 
 
+def with_column(path, name, value):
+    """A file with one more column, of this function of its rows."""
+    with path.open() as file:
+        head, *rows = csv.reader(file)
+    return write_rows(path, [*head, name], [[*row, value(row)] for row in rows])
+
+
+def test_a_column_that_is_the_target_again_is_noted_though_nobody_reads_it(tmp_path):
+    data, lines = texts_file(tmp_path / "train.csv", rows=60), []
+    with_column(data, "topic", lambda row: row[2].upper())
+    prepare(options(tmp_path, data), lines.append)
+    (line,) = (line for line in lines if line.startswith("note"))
+    assert line.startswith("note      column 'topic' is the target 'label' under other names")
+    assert line.endswith("it is not read")
+
+
+def test_a_file_to_predict_whose_texts_are_numbers_is_refused_before_the_training(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    test = write_rows(tmp_path / "test.csv", ["id", "text"], [[at, at * 7] for at in range(20)])
+    with pytest.raises(DataError, match=r"column 'text' is text in .* and whole number in .*test\.csv \(as '0'\)"):
+        trained(tmp_path, data, "run", [], test=str(test))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_worst_mistakes_name_the_rows_of_the_file(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=120, shuffled=True)
+    other = texts_file(tmp_path / "other.csv", rows=60, seed=3, shuffled=True)
+    for out, file, more in (("own", data, {}), ("theirs", other, {"valid": str(other)})):
+        worst = report_of(trained(tmp_path, data, out, [], epochs="1", **more))["worst"]
+        with file.open() as lines:
+            rows = list(csv.DictReader(lines))
+        assert worst
+        for one in worst:
+            number, where, text = re.fullmatch(r"row (\d+) of (\S+): (.*)", one["sample"]).groups()
+            assert where == str(file)
+            assert rows[int(number) - 1]["text"][:160] == text
+            assert rows[int(number) - 1]["label"] == one["true"]
+
+
 def configured(folder, config, **more):
     """What is prepared with an encoder of this config."""
     path = folder / "config.json"

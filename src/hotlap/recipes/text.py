@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from hotlap.recipes.reading import refuse, shown_table
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
-from hotlap.recipes.tables import Table
+from hotlap.recipes.tables import Table, read_table
 from hotlap.recipes.text_columns import columns_of, target_of, target_problems
 from hotlap.recipes.text_reader import TextReader, revive, texts_of, written_as_onnx
 from hotlap.store.cache import Cache, key_of
@@ -83,9 +84,16 @@ def prepare(options: TextOptions, say: Say) -> Prepared:
     refuse([*target_problems(table, target), *checks.leaks(table, target, but=unread)])
     for line in (*checks.target_warnings(table[target]), *checks.suspects(table, target, but=unread)):
         say(f"warning   {line}")
+    for line in checks.unread_leaks(table, target, but=[*columns, options.group]):
+        say(f"note      {line}")
+    if options.test:
+        asked = read_table(Path(options.test), header=table.has_header)
+        # A column that it lacks is told with the names that it has, where it is read.
+        read = replace(table, columns={name: table[name] for name in columns if name in asked})
+        refuse(checks.mismatch_problems(read, asked, ""))
     classes, labels = checks.classes_of(table[target])
     say(f"task      {target} ({len(classes)} classes) from {' and '.join(columns)}")
-    train, train_labels, held, held_labels = _parts(options, table, target, columns, classes, labels, say)
+    train, train_labels, held, held_labels, rows = _parts(options, table, target, columns, classes, labels, say)
     counted = _by_word_counts(options, train, train_labels, held, columns, say)
     encoder = encoder_for(options, [text for name in columns for text in texts_of(train, name)], say)
     reader = TextReader(encoder, columns, classes, options.most, options.dropout, table.has_header)
@@ -99,7 +107,7 @@ def prepare(options: TextOptions, say: Say) -> Prepared:
         target_name=target,
         held_out=valid,
         target=held_labels,
-        shown=lambda at: shown[at][:EXCERPT],
+        shown=lambda at: f"row {rows[at] + 1:,} of {held.path}: {shown[at][:EXCERPT]}",
         baselines=partial(_rules, train_labels, len(held_labels), counted, say),
         finish=partial(written_as_onnx, reader, valid) if options.onnx else None,
     )
@@ -153,10 +161,11 @@ def _parts(
     classes: Sequence[str],
     labels: Numbers,
     say: Say,
-) -> tuple[Table, Numbers, Table, Numbers]:
+) -> tuple[Table, Numbers, Table, Numbers, Numbers]:
     """What is trained on and what is held out, with labels: a file of its own, whole groups, a share of each class.
 
-    Rows of one text are on one side where the split is free to have them so.
+    As the last, which rows of their file those held out are. Rows of one text are on one side where the split is free
+    to have them so.
     """
     texts = _joined(table, columns)
     places = {text: at for at, text in enumerate(dict.fromkeys(texts))}
@@ -173,7 +182,7 @@ def _parts(
         )
         known = np.asarray([classes.index(name) for name in theirs])[numbers]
         _warn_of_copies(texts, _joined(held, columns), f"leave them out of {options.valid}", say)
-        return table, labels, held, known
+        return table, labels, held, known, np.arange(len(held))
     if options.group:
         group = table[options.group]
         if group.missing is not None:
@@ -191,7 +200,8 @@ def _parts(
     for number in np.setdiff1d(labels[split.valid], labels[split.train]):
         say(f"warning   all rows of {shown(classes[number])} are held out by their groups: it is never trained on")
     say(f"split     {len(split.train):,} rows to train on, {len(split.valid):,} held out")
-    return table.rows(split.train), labels[split.train], table.rows(split.valid), labels[split.valid]
+    train_labels, held_labels = labels[split.train], labels[split.valid]
+    return table.rows(split.train), train_labels, table.rows(split.valid), held_labels, split.valid
 
 
 def _joined(table: Table, columns: Sequence[str]) -> list[tuple[str, ...]]:
