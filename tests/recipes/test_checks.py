@@ -212,3 +212,22 @@ def test_columns_that_are_new_or_empty_are_warnings(made):
 def test_words_that_mean_nothing_are_named_where_they_are_a_targets_classes(made):
     table = made(pain=["none", "mild"] * 5)
     assert any("a word such as NA, none, null or -" in problem for problem in checks.target_problems(table["pain"]))
+
+
+def test_a_column_that_is_the_target_again_and_not_read_is_noted(made):
+    table = made(label=LABELS, again=LABELS, code=[{"no": 0, "maybe": 1, "yes": 2}[one] for one in LABELS], x=NOISE)
+    same, renamed = checks.unread_leaks(table, "label")
+    assert same == "column 'again' is equal to the target 'label'; it is not read"
+    assert renamed.startswith("column 'code' is the target 'label' under other names")
+    assert renamed.endswith("; it is not read")
+    assert checks.unread_leaks(table, "label", but=["again", "code"]) == []
+
+
+def test_classes_that_differ_in_capitals_or_spaces_only_are_warned_of(made):
+    table = made(label=["SPORT", "sport", "money", "big  tax", "Big tax"] * 12, x=NOISE)
+    (line,) = checks.target_warnings(table["label"])
+    assert line == (
+        "classes 'Big tax' and 'big  tax' of 'label' differ in capitals or spaces only, and so in 1 other pair; "
+        "write them alike if they are one class"
+    )
+    assert checks.target_warnings(made(label=["sport", "sports", "Money"] * 20, x=NOISE)["label"]) == []

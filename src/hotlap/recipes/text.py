@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,19 @@ from hotlap.core.errors import DataError, JobError, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.data.sequences import Sequences
-from hotlap.data.tokenising import tokenised
 from hotlap.machine.device import choose_device
-from hotlap.recipes import checks, splits, word_counts
-from hotlap.recipes.encoders import Encoder, EncoderOptions, encoder_for, encoder_in
+from hotlap.recipes import checks, onnx_files, splits, word_counts
+from hotlap.recipes.encoders import EncoderOptions, encoder_for
 from hotlap.recipes.options import MOST, option, outside
 from hotlap.recipes.reading import refuse, shown_table
-from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, Say
+from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
-from hotlap.recipes.tables import Table, named_columns, read_table
+from hotlap.recipes.tables import Table, read_table
+from hotlap.recipes.text_columns import columns_of, target_of, target_problems
+from hotlap.recipes.text_reader import TextReader, revive, texts_of, written_as_onnx
 from hotlap.store.cache import Cache, key_of
 
-TARGETS = ("label", "target", "class", "category", "sentiment", "y")
-"""Names of a column to predict, as people have them."""
 HEADERS = {"auto": None, "yes": True, "no": False}
 COUNTS = "word-counts"
 """What the cache calls the answers of a simple rule."""
@@ -43,7 +42,7 @@ EXCERPT = 160
 class TextOptions(EncoderOptions):
     """What the recipe can be told."""
 
-    text: tuple[str, ...] = option((), "one or two columns of text; found by themselves where there are no more")
+    text: tuple[str, ...] = option((), "one or two columns of text; without it all that there are, but for ids")
     header: str = option("auto", "whether the first row holds names: yes, no, or auto to find out")
     batch_size: int = option(16, "samples an update")
     patience: int = option(2, "evaluations without improvement before it stops")
@@ -51,6 +50,7 @@ class TextOptions(EncoderOptions):
     dropout: float = option(0.1, "before the last layer")
     weight_decay: float = option(0.01, "of AdamW")
     balance: bool = option(True, "weigh classes by how rare they are")
+    onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,109 +70,30 @@ class TextOptions(EncoderOptions):
         return self._judged_within(JUDGED_TOKENS, self.most)
 
 
-class Classifier(nn.Module):
-    """An encoder, the mean over a text's tokens, and a layer for the classes."""
-
-    def __init__(self, encoder: nn.Module, width: int, classes: int, dropout: float) -> None:
-        super().__init__()
-        self.encoder, self.dropout, self.head = encoder, nn.Dropout(dropout), nn.Linear(width, classes)
-
-    def embedded(self, attention_mask: Tensor, **tokens: Tensor) -> Tensor:
-        """A vector for each text."""
-        hidden = self.encoder(attention_mask=attention_mask, **tokens).last_hidden_state
-        mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
-        mean: Tensor = (hidden * mask).sum(1) / mask.sum(1)
-        return mean
-
-    def forward(self, **batch: Tensor) -> Tensor:
-        """A row of scores for each text."""
-        scores: Tensor = self.head(self.dropout(self.embedded(**batch)))
-        return scores
-
-
-class TextReader:
-    """Texts as the classifier takes them."""
-
-    def __init__(
-        self,
-        encoder: Encoder,
-        columns: Sequence[str],
-        classes: Sequence[str],
-        most: int,
-        dropout: float,
-        has_header: bool = True,
-    ) -> None:
-        self.encoder, self.columns, self.classes = encoder, tuple(columns), tuple(classes)
-        self._most, self._dropout, self.has_header = most, dropout, has_header
-
-    def table(self, data: Path) -> Table:
-        """A file of texts, were they all numbers."""
-        return read_table(data, header=self.has_header, kinds=dict.fromkeys(self.columns, "text"))
-
-    def state(self) -> dict[str, Any]:
-        """All that it needs to be made again."""
-        return {
-            "columns": list(self.columns),
-            "classes": list(self.classes),
-            "most": self._most,
-            "dropout": self._dropout,
-            "has_header": self.has_header,
-            "config": self.encoder.config,
-        }
-
-    def keep_files(self, folder: Path) -> None:
-        """Write the tokenizer."""
-        self.encoder.save_tokenizer(folder)
-
-    def model(self, name: str) -> nn.Module:
-        """The classifier with first weights; those of the encoder are random."""
-        return Classifier(self.encoder.made(), self.encoder.width, len(self.classes), self._dropout)
-
-    def begun(self) -> nn.Module:
-        """The classifier as its training begins: with the encoder's pretrained weights, where it has any."""
-        return Classifier(self.encoder.begun(), self.encoder.width, len(self.classes), self._dropout)
-
-    def sequences(self, table: Table, say: Say, columns: Mapping[str, Any] | None = None) -> Sequences:
-        """The texts of a table as tokens."""
-        first, *more = (texts_of(table, name) for name in self.columns)
-        tokens = tokenised(first, self.encoder.tokenizer, pairs=more[0] if more else None, most=self._most)
-        say(f"tokens    {tokens.line}")
-        fields = {name: field for name, field in tokens.fields.items() if name in self.encoder.fields}
-        return Sequences(fields, offsets=tokens.offsets, columns=columns, pad=self._pads(fields))
-
-    def asked(self, table: Table, say: Say) -> Asked:
-        """All rows of a table."""
-        return Asked(data=self.sequences(table, say), rows=np.arange(len(table)))
-
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """A row of scores for each text."""
-        scores: Tensor = model(**_inputs(batch))
-        return scores
-
-    @property
-    def embedded(self) -> Callable[[nn.Module, Any], Tensor] | None:
-        """The mean over a text's tokens, as the last layer sees it."""
-        return lambda model, batch: model.embedded(**_inputs(batch))  # type: ignore[operator]
-
-    def _pads(self, fields: Mapping[str, Tensor]) -> dict[str, float]:
-        return {name: self.encoder.pad if name == "input_ids" else 0 for name in fields}
-
-
 def prepare(options: TextOptions, say: Say) -> Prepared:
     """Read the file, make tokens of its texts, and hold a part out."""
+    if options.onnx:
+        onnx_files.libraries()  # what is missing is said before anything is trained
     table = shown_table(options.data, say, header=HEADERS[options.header])
-    target = _target(table, options)
-    columns = _columns(table, options, target)
+    target = target_of(table, options.target)
+    columns = columns_of(table, options.text, (target, options.group), say)
     for name, named in (("text", columns), ("group", [options.group])):
         if target in named:
             raise DataError(f"{name} names {target}, which is the target; name another column")
     unread = [name for name in table.columns if name not in columns]
-    refuse([*_target_problems(table, target), *checks.leaks(table, target, but=unread)])
+    refuse([*target_problems(table, target), *checks.leaks(table, target, but=unread)])
     for line in (*checks.target_warnings(table[target]), *checks.suspects(table, target, but=unread)):
         say(f"warning   {line}")
+    for line in checks.unread_leaks(table, target, but=[*columns, options.group]):
+        say(f"note      {line}")
+    if options.test:
+        asked = read_table(Path(options.test), header=table.has_header)
+        # A column that it lacks is told with the names that it has, where it is read.
+        read = replace(table, columns={name: table[name] for name in columns if name in asked})
+        refuse(checks.mismatch_problems(read, asked, ""))
     classes, labels = checks.classes_of(table[target])
     say(f"task      {target} ({len(classes)} classes) from {' and '.join(columns)}")
-    train, train_labels, held, held_labels = _parts(options, table, target, columns, classes, labels, say)
+    train, train_labels, held, held_labels, rows = _parts(options, table, target, columns, classes, labels, say)
     counted = _by_word_counts(options, train, train_labels, held, columns, say)
     encoder = encoder_for(options, [text for name in columns for text in texts_of(train, name)], say)
     reader = TextReader(encoder, columns, classes, options.most, options.dropout, table.has_header)
@@ -186,8 +107,9 @@ def prepare(options: TextOptions, say: Say) -> Prepared:
         target_name=target,
         held_out=valid,
         target=held_labels,
-        shown=lambda at: shown[at][:EXCERPT],
+        shown=lambda at: f"row {rows[at] + 1:,} of {held.path}: {shown[at][:EXCERPT]}",
         baselines=partial(_rules, train_labels, len(held_labels), counted, say),
+        finish=partial(written_as_onnx, reader, valid) if options.onnx else None,
     )
 
 
@@ -218,10 +140,6 @@ def _job(options: TextOptions, reader: TextReader, data: Sequences, held: Sequen
     )
 
 
-def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: part for name, part in batch.items() if name != "labels"}
-
-
 class _Forward:
     """The classifier's outputs and labels, for a Job."""
 
@@ -232,48 +150,7 @@ class _Forward:
         return self._reader.forward(model, batch), batch["labels"]
 
 
-def revive(state: Mapping[str, Any], folder: Path) -> TextReader:
-    """The reader of a finished run."""
-    encoder = encoder_in(folder, state["config"])
-    return TextReader(
-        encoder, state["columns"], state["classes"], state["most"], state["dropout"], state.get("has_header", True)
-    )
-
-
 # --- the table -------------------------------------------------------------------------------------
-
-
-def _target(table: Table, options: TextOptions) -> str:
-    if options.target:
-        return table[options.target].name
-    found = [name for name in table.columns if name.lower() in TARGETS]
-    if len(found) != 1:
-        raise DataError(
-            f"which column of {table.path} is to be predicted? Say --target; there are {named_columns(table)}"
-        )
-    return found[0]
-
-
-def _columns(table: Table, options: TextOptions, target: str) -> list[str]:
-    if options.text:
-        return [table[name].name for name in options.text]
-    used = (target, options.group)
-    found = [name for name, column in table.columns.items() if column.kind == "text" and name not in used]
-    if not 1 <= len(found) <= 2:
-        raise DataError(f"which column of {table.path} holds the text? Say --text; there are {named_columns(table)}")
-    return found
-
-
-def _target_problems(table: Table, target: str) -> list[str]:
-    column = table[target]
-    found = checks.target_problems(column)
-    different = len(set(column.texts()))
-    if not found and 2 * different > len(table):
-        found.append(
-            f"the target {target!r} has {different:,} different values in {len(table):,} rows, "
-            f"as {shown(column.texts()[0])}; name a column of classes, each with several rows"
-        )
-    return found
 
 
 def _parts(
@@ -284,10 +161,11 @@ def _parts(
     classes: Sequence[str],
     labels: Numbers,
     say: Say,
-) -> tuple[Table, Numbers, Table, Numbers]:
+) -> tuple[Table, Numbers, Table, Numbers, Numbers]:
     """What is trained on and what is held out, with labels: a file of its own, whole groups, a share of each class.
 
-    Rows of one text are on one side where the split is free to have them so.
+    As the last, which rows of their file those held out are. Rows of one text are on one side where the split is free
+    to have them so.
     """
     texts = _joined(table, columns)
     places = {text: at for at, text in enumerate(dict.fromkeys(texts))}
@@ -304,7 +182,7 @@ def _parts(
         )
         known = np.asarray([classes.index(name) for name in theirs])[numbers]
         _warn_of_copies(texts, _joined(held, columns), f"leave them out of {options.valid}", say)
-        return table, labels, held, known
+        return table, labels, held, known, np.arange(len(held))
     if options.group:
         group = table[options.group]
         if group.missing is not None:
@@ -322,7 +200,8 @@ def _parts(
     for number in np.setdiff1d(labels[split.valid], labels[split.train]):
         say(f"warning   all rows of {shown(classes[number])} are held out by their groups: it is never trained on")
     say(f"split     {len(split.train):,} rows to train on, {len(split.valid):,} held out")
-    return table.rows(split.train), labels[split.train], table.rows(split.valid), labels[split.valid]
+    train_labels, held_labels = labels[split.train], labels[split.valid]
+    return table.rows(split.train), train_labels, table.rows(split.valid), held_labels, split.valid
 
 
 def _joined(table: Table, columns: Sequence[str]) -> list[tuple[str, ...]]:
@@ -339,11 +218,6 @@ def _warn_of_copies(train: Sequence[Any], held: Sequence[Any], cure: str, say: S
             f"warning   {len(copies):,} of {len(held):,} rows held out have a text that is trained on too, "
             f"as {shown(copies[0][0])}; {cure}"
         )
-
-
-def texts_of(table: Table, name: str) -> list[str]:
-    """The texts of a column; one that is missing is a single space, which a tokenizer makes its own signs of."""
-    return [text or " " for text in table[name].texts()]
 
 
 def _by_word_counts(
@@ -364,6 +238,7 @@ def _by_word_counts(
     if choose_device(options.device).type == "cuda":
         counting = word_counts.begun(texts, labels.tolist(), theirs)
     else:
+        say(f"rule      {word_counts.NAME} is fitted to {len(texts):,} texts")
         counting = partial(word_counts.Counted, *word_counts.fitted(texts, labels.tolist(), theirs))
     return lambda: word_counts.Counted(*cache.get_or_make(COUNTS, key, lambda: ({}, tuple(counting())))[1])
 
