@@ -46,18 +46,10 @@ def outputs_of(
 
 
 class Threshold(NamedTuple):
-    """From which probability on a rare class of two is answered."""
+    """From which probability on a rare class is answered."""
 
     rare: int
     least: float
-
-
-def chosen(scores: Numbers, threshold: Threshold | None) -> Numbers:
-    """The class of each row of scores: the likeliest; of two, the rare one from its threshold on."""
-    if threshold is not None:
-        return np.where(scores[:, threshold.rare] >= threshold.least, threshold.rare, 1 - threshold.rare)
-    likeliest: Numbers = scores.argmax(1)
-    return likeliest
 
 
 def check_name(path: Path, option: str, suffixes: Sequence[str]) -> None:

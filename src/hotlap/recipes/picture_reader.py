@@ -7,8 +7,7 @@ import io
 import itertools
 import json
 import shlex
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from hotlap.recipes.kinds import in_words
 from hotlap.recipes.onnx_files import write_onnx
 from hotlap.recipes.picture_files import PATH, elsewhere, folder_of, is_picture, placed
 from hotlap.recipes.picture_networks import NetworkPlan, made
+from hotlap.recipes.reading import now_and_then
 from hotlap.recipes.recipe import Asked, Say
 from hotlap.recipes.tables import Table, named_columns, read_table
 from hotlap.store.files import write_text
 
-TOLD_S = 5.0
-"""Seconds between lines that tell how far decoding is."""
 CLOSE = 1e-4
 """How far an answer of an ONNX file may be from the network's: a probability, or a share of the numbers' spread."""
 PATHS = (PATH, "file", "filename", "file_name", "image", "image_path", "image_id", "img", "id")
@@ -104,7 +102,12 @@ class PictureReader:
             self._refuse_if_elsewhere(first[0], table.path, is_asked=is_asked)
         elif is_asked:
             self._warn_of_namesakes(*first, table.path, say)
-        found = decoded(files, size=self.network.size, fit=self.fit, progress=_progress(say))
+        found = decoded(
+            files,
+            size=self.network.size,
+            fit=self.fit,
+            progress=now_and_then(say, "pictures  {done:,} of {total:,} decoded"),
+        )
         say(f"pictures  {found.line}")
         if found.broken:
             named = [path or "(no path)" for path in paths]
@@ -187,19 +190,6 @@ def views(pictures: Tensor, count: int, *, crop: float, mirrors: bool) -> list[T
     if mirrors:
         found = [view for one in found for view in (one, one.flip(-1))]
     return found[:count]
-
-
-def _progress(say: Say) -> Callable[[int, int], None]:
-    began = last = time.perf_counter()
-
-    def told(done: int, total: int) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        if now - last >= TOLD_S and done < total:
-            last = now
-            say(f"pictures  {done:,} of {total:,} decoded, {done / (now - began):,.0f} a second")
-
-    return told
 
 
 # --- ONNX ----------------------------------------------------------------------------------------------

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hotlap.core.errors import DataError, listed
 from hotlap.recipes.recipe import Say
 from hotlap.recipes.tables import Table, columns_told, read_table
+
+TOLD_S = 5.0
+"""How often it is said that something goes on."""
 
 
 def shown_table(path: str, say: Say, *, header: bool | None = None) -> Table:
@@ -22,3 +27,17 @@ def refuse(wrong: list[str]) -> None:
     """Raise DataError with these mistakes, if there are any."""
     if wrong:
         raise DataError(listed("the data have", "mistake", wrong))
+
+
+def now_and_then(say: Say, words: str) -> Callable[[int, int], None]:
+    """Told how much of something is done, says so in these words every few seconds until all of it is."""
+    began = last = time.perf_counter()
+
+    def told(done: int, total: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last >= TOLD_S and done < total:
+            last = now
+            say(f"{words.format(done=done, total=total)}, {done / (now - began):,.0f} a second")
+
+    return told

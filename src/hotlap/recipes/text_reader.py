@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ from hotlap.data.sequences import SequenceColumns, Sequences
 from hotlap.data.tokenising import tokenised
 from hotlap.recipes.encoders import TOKENIZER, Encoder, encoder_in
 from hotlap.recipes.onnx_files import write_onnx
+from hotlap.recipes.reading import now_and_then
 from hotlap.recipes.recipe import Asked, Say
 from hotlap.recipes.tables import Table, read_table
 
-TOLD_S = 5.0
-"""Seconds between lines that tell how far tokenising is."""
 EXAMPLES = 64
 """Texts that a written ONNX file is tried on."""
 
@@ -96,7 +94,7 @@ class TextReader:
             self.encoder.tokenizer,
             pairs=more[0] if more else None,
             most=self._most,
-            progress=_progress(say),
+            progress=now_and_then(say, "tokens    of {done:,} of {total:,} texts"),
         )
         say(f"tokens    {tokens.line}")
         fields = {name: field for name, field in tokens.fields.items() if name in self.encoder.fields}
@@ -138,19 +136,6 @@ def revive(state: Mapping[str, Any], folder: Path) -> TextReader:
 def texts_of(table: Table, name: str) -> list[str]:
     """The texts of a column; one that is missing is a single space, which a tokenizer makes its own signs of."""
     return [text or " " for text in table[name].texts()]
-
-
-def _progress(say: Say) -> Callable[[int, int], None]:
-    began = last = time.perf_counter()
-
-    def told(done: int, total: int) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        if now - last >= TOLD_S and done < total:
-            last = now
-            say(f"tokens    of {done:,} of {total:,} texts, {done / (now - began):,.0f} a second")
-
-    return told
 
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
