@@ -102,12 +102,8 @@ class PictureReader:
             self._refuse_if_elsewhere(first[0], table.path, is_asked=is_asked)
         elif is_asked:
             self._warn_of_namesakes(*first, table.path, say)
-        found = decoded(
-            files,
-            size=self.network.size,
-            fit=self.fit,
-            progress=now_and_then(say, "pictures  {done:,} of {total:,} decoded"),
-        )
+        told = now_and_then(say, "pictures  {done:,} of {total:,} decoded")
+        found = decoded(files, size=self.network.size, fit=self.fit, progress=told)
         say(f"pictures  {found.line}")
         if found.broken:
             named = [path or "(no path)" for path in paths]
