@@ -72,3 +72,10 @@ def test_all_three_ask_the_same_of_jobs_and_scripts(folder, monkeypatch, call):
 def test_what_is_no_training_is_told_in_one_line(training):
     with pytest.raises(HotlapError, match="is no training: give a Job, or what names one"):
         hotlap.batch(training, progress=False)
+
+
+def test_words_that_cannot_be_told_apart_are_told_in_one_line():
+    with pytest.raises(HotlapError, match="has a quote that is never closed"):
+        hotlap.memory("train.py 'a", progress=False)
+    with pytest.raises(HotlapError, match=r"which training\?"):
+        hotlap.memory("-m", progress=False)

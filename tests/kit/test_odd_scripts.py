@@ -1,6 +1,7 @@
 """The kit on scripts that are not as one would like them: each is told of, and nothing that was measured is lost."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from hotlap.kit import script_workers
 from hotlap.kit.batch import batch_of_script
 from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.saved_files import SavedFiles, put_back
 from hotlap.kit.search import TooShortError
 from hotlap.kit.visiting import EndedError, visit
 from hotlap.kit.workers import by
@@ -224,6 +226,18 @@ def test_files_that_a_script_saves_are_as_before_afterwards(target, tmp_path, mo
     assert (tmp_path / "best.pt").read_text() == "precious"
     assert not (tmp_path / "last.pt").exists()
     assert (tmp_path / "copy.pt").exists()  # which it did not write by torch.save
+
+
+def test_a_file_is_put_back_where_its_folder_was_cleared_away(tmp_path):
+    place, aside = tmp_path / "models" / "best.pt", tmp_path / "aside"
+    place.parent.mkdir()
+    aside.mkdir()
+    place.write_text("precious")
+    SavedFiles(aside).before(lambda obj, f: Path(f).write_text("new"))(None, str(place))
+    assert place.read_text() == "new"
+    shutil.rmtree(place.parent)
+    put_back(aside)
+    assert place.read_text() == "precious"
 
 
 def test_an_evaluation_is_no_part_of_an_updates_memory(target):

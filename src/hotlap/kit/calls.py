@@ -61,7 +61,12 @@ def memory(training: Training, *, progress: bool = True) -> MemoryFound:
 def _chosen(training: Training, say: Callable[[str], None]) -> Named:
     if isinstance(training, Job):
         return Named(name="job", job=lambda: training)
-    words = shlex.split(training) if isinstance(training, str) else training
+    try:
+        words = shlex.split(training) if isinstance(training, str) else training
+    except ValueError:
+        raise UsageError(
+            f"{shown(training)} has a quote that is never closed; close it, or give a list of words"
+        ) from None
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
         raise UsageError(f"{shown(training)} is no training: give a Job, or what names one, as 'train.py --epochs 3'")
     return named(words, say=say)

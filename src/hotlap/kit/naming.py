@@ -43,10 +43,10 @@ def named(words: Sequence[str], *, say: Say = lambda line: None) -> Named:
     from hotlap.recipes.every import NAMES
     from hotlap.script.running import Target, look
 
-    module, words = tuple(words[:1]) == ("-m",), [word for at, word in enumerate(words) if at or word != "-m"]
-    if not words:
+    module = list(words[:1]) == ["-m"]
+    if len(words) == module:
         raise UsageError("which training? name module:job, a recipe with its options, train.py ARGS, or -m MODULE ARGS")
-    first, *rest = words
+    first, *rest = words[module:]
     if module or first.endswith(".py") or (first not in (*NAMES, "demo") and Path(first).exists()):
         target = Target(args=rest, **{"module" if module else "path": first})
         look(target)

@@ -50,5 +50,6 @@ def put_back(folder: Path) -> None:
         if kept is None:
             Path(path).unlink(missing_ok=True)
         elif os.path.lexists(kept):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)  # the script may have cleared it away
             Path(path).unlink(missing_ok=True)
             shutil.move(kept, path)

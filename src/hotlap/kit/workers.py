@@ -115,8 +115,8 @@ class WorkersFound:
                 lines.append(f"{one.words:<{width}}  {'–':>9}  {'–':>9}  not tried: {one.why_not}")
                 continue
             start = "–" if one.start_s is None else show_seconds(one.start_s)
-            word = "best" if self.matters or self.best.is_own else "best by these laps"
-            marks = [word for word, is_so in (("as it is", one.is_own), (word, one == self.best)) if is_so]
+            best = "best" if self.matters or self.best.is_own else "best by these laps"
+            marks = [word for word, is_so in (("as it is", one.is_own), (best, one == self.best)) if is_so]
             lines.append(
                 f"{one.words:<{width}}  {show_seconds(one.step_s):>9}  {start:>9}  {', '.join(marks)}".rstrip()
             )

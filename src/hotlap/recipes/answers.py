@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hotlap.core.errors import StoreError, shown
 from hotlap.engine.rig import Rig
 from hotlap.recipes import parquet_files
-from hotlap.recipes.picture_files import PATH, is_picture
 from hotlap.recipes.recipe import Numbers
 from hotlap.recipes.tables import Table, arrow_columns, plain_cells
 from hotlap.store.files import write_bytes, write_text
@@ -116,13 +115,13 @@ def write_answers(
         for row, value in zip(rows.tolist(), values, strict=True):
             cells[row] = value
     if path.suffix.lower() in parquet_files.SUFFIXES:
-        given = {} if is_picture(data) else arrow_columns(data)
+        given = arrow_columns(data)
         if len(names) < len(table.columns):  # else with those that a table cannot hold
             given = {name: column for name, column in given.items() if name in names}
         parquet_files.write_parquet(path, [table[name] for name in names], columns, given)
         return
     # Read once more: all cells are to be as they were written.
-    plain = {PATH: table[PATH].texts()} if is_picture(data) else plain_cells(data, table)
+    plain = plain_cells(data, table)
     lines = _Lines()
     writer = csv.writer(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
     writer.writerow([*names, *columns])

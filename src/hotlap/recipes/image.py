@@ -172,8 +172,7 @@ def _job(
         schedule=warm_up_and_cosine(options.warm_up),
         clip=1.0,
         batch_size=options.batch_size,
-        # A single picture whose last maps are of one pixel gives a batch norm nothing to take a spread of.
-        drop_last=len(data) % options.batch_size == 1 < len(data),
+        drop_last=options.leaves_one(len(data)),
         epochs=options.epochs or (8 if is_begun else 30),
         metrics=["accuracy", "macro_f1"]
         if reader.classes

@@ -61,6 +61,10 @@ class Options:
         """Samples that are answered at a time: without gradients more of them fit than are trained on."""
         return 4 * self.batch_size
 
+    def leaves_one(self, samples: int) -> bool:
+        """Whether the last batch would hold a single sample, of which a batch norm can take no spread."""
+        return samples % self.batch_size == 1 < samples
+
     def _judged_within(self, most: int, one: int) -> int:
         """The same where samples of size `one` are to be of size `most` together: a power of 2 of them.
 

@@ -15,7 +15,7 @@ from hotlap.recipes import csv_files, parquet_files
 from hotlap.recipes.csv_files import TextFile, listed_names
 from hotlap.recipes.kinds import Column, Kind, UnfitError, check_kinds, in_words, recognised
 from hotlap.recipes.parquet_files import ParquetFile
-from hotlap.recipes.picture_files import folder_columns
+from hotlap.recipes.picture_files import folder_columns, is_picture
 
 __all__ = ["Column", "Kind", "Table", "arrow_columns", "columns_told", "named_columns", "plain_cells", "read_table"]
 
@@ -109,7 +109,7 @@ def read_table(
 def plain_cells(path: Path, table: Table) -> dict[str, Sequence[str]]:
     """The cells of a table's columns as the file writes them, not as they were understood."""
     cells: dict[str, Sequence[str]] = {name: column.texts() for name, column in table.columns.items()}
-    if path.is_dir() and not _tables_in(path):
+    if _lists_pictures(path):
         return cells
     files = _files(path)
     if _is_parquet(files[0]):
@@ -121,10 +121,15 @@ def plain_cells(path: Path, table: Table) -> dict[str, Sequence[str]]:
 
 def arrow_columns(path: Path) -> dict[str, Any]:
     """The columns of Parquet files as they are, those that a table cannot hold among them; of other files none."""
-    if path.is_dir() and not _tables_in(path):
+    if _lists_pictures(path):
         return {}
     files = _files(path)
     return parquet_files.as_they_are(files) if _is_parquet(files[0]) else {}
+
+
+def _lists_pictures(path: Path) -> bool:
+    """Whether what was read there are the names of pictures, which no file writes down."""
+    return is_picture(path) or (path.is_dir() and not _tables_in(path))
 
 
 def columns_told(table: Table) -> list[str]:

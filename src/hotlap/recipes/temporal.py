@@ -325,9 +325,9 @@ def _job(
         schedule=warm_up_and_cosine(options.warm_up),
         clip=options.clip,
         batch_size=options.batch_size,
-        # The batch norms of the MLP cannot take a batch of one sample; all models leave out the one that is left over,
-        # which is another in every epoch, so that they are compared on the same data.
-        drop_last=len(data) % options.batch_size == 1 or None,
+        # The MLP has batch norms; all models leave the sample out, which is another in every epoch, so that they are
+        # compared on the same data.
+        drop_last=options.leaves_one(len(data)) or None,
         eval_batch=options.judged_at_once,
         epochs=options.epochs or 20,
         metrics=["accuracy", "macro_f1"],

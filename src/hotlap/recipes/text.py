@@ -17,7 +17,7 @@ from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.data.sequences import Sequences
 from hotlap.machine.device import choose_device
-from hotlap.recipes import checks, onnx_files, splits, word_counts
+from hotlap.recipes import checks, splits, word_counts
 from hotlap.recipes.encoders import EncoderOptions, encoder_for
 from hotlap.recipes.options import MOST, option, outside
 from hotlap.recipes.reading import refuse, shown_table
@@ -72,8 +72,6 @@ class TextOptions(EncoderOptions):
 
 def prepare(options: TextOptions, say: Say) -> Prepared:
     """Read the file, make tokens of its texts, and hold a part out."""
-    if options.onnx:
-        onnx_files.libraries()  # what is missing is said before anything is trained
     table = shown_table(options.data, say, header=HEADERS[options.header])
     target = target_of(table, options.target)
     columns = columns_of(table, options.text, (target, options.group), say)

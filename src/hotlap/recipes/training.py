@@ -23,7 +23,7 @@ from hotlap.fitting.loop import fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.machine.device import choose_device
-from hotlap.recipes import pictures, scores
+from hotlap.recipes import onnx_files, pictures, scores
 from hotlap.recipes.answers import (
     TABLES,
     VECTORS,
@@ -80,6 +80,8 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
         raise UsageError(f"no data is named; give --data FILE ({recipe.expects})")
     _check_names(recipe, options, out)
     choose_device(options.device)
+    if getattr(options, "onnx", False):
+        onnx_files.libraries()  # what is missing is said before anything is trained
     prepared = recipe.prepare(options, say)
     if options.test:
         # A mistake in it is to be known now, not after the training.
