@@ -157,7 +157,17 @@ def test_the_users_own_flags_come_back():
     fusion.set(False, captured=True)
     assert [capturable for _, _, capturable in flags()] == [False, True]
     fusion.set(False)
-    assert flags() == [(False, foreach, capturable) for _, foreach, capturable in given]
+    assert flags() == given  # a `False` that was a `None` would keep torch from choosing its fastest loop
+
+
+@pytest.mark.parametrize("given", [{"fused": True}, {"fused": False}, {"foreach": False}, {}])
+def test_the_plain_loop_is_the_users_own_or_else_torchs_choice(given):
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), **given)
+    fusion = Fusion(optimizer)
+    for kind in (True, False, True, False):
+        fusion.set(kind)
+    plain = {"fused": None, "foreach": None} if given.get("fused") else {"fused": None, "foreach": None, **given}
+    assert {name: optimizer.param_groups[0][name] for name in plain} == plain
 
 
 def test_an_optimizer_without_the_flags_is_left_alone():

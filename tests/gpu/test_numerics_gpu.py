@@ -522,6 +522,24 @@ def test_optimizers_that_are_no_plain_step_say_so():
     assert why_not_captured(Baking([weight])) == "Baking does not follow its learning rate when it is replayed"
 
 
+def test_the_plain_loop_is_as_fast_as_it_was_after_the_fused_kernel(monkeypatch):
+    """Where torch may choose, it updates all parameters at once on a GPU."""
+    weights = [nn.Parameter(torch.ones(4, device=DEVICE)) for _ in range(3)]
+    optimizer = torch.optim.AdamW(weights)
+    fusion, made = Fusion(optimizer), []
+    for name in ("_single_tensor_adam", "_multi_tensor_adam"):
+        real = getattr(torch.optim.adam, name)
+        monkeypatch.setattr(
+            torch.optim.adam, name, lambda *a, real=real, name=name, **k: (made.append(name), real(*a, **k))
+        )
+    for kind in (False, True, False):
+        fusion.set(kind)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert made == ["_multi_tensor_adam"] * 2
+
+
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "RMSprop", "ASGD"])
 def test_step_counts_are_on_the_device_while_captured_and_where_torch_has_them_for_the_plain_loop(name):
     optimizer = two_groups(name)

@@ -12,12 +12,29 @@ from torch import nn
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
 from hotlap.machine import Support
-from hotlap.moves import every, fused, resident
+from hotlap.moves import capture, every, fused, precision, resident
 from hotlap.tuner.budget import Length
+from hotlap.tuner.known import Found
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.probe import CountingProbe
 from hotlap.tuner.search import Search
 from hotlap.tuner.trials import Rest, TrialError
+
+
+class Memory:
+    """What is known of a training, without a cache."""
+
+    def __init__(self, known=None):
+        self.known = known
+
+    def found(self):
+        return self.known
+
+    def remember(self, found):
+        self.known = found
+
+    def forget(self):
+        self.known = None
 
 
 @dataclass
@@ -449,3 +466,106 @@ def test_compiling_is_tried_last_and_on_top_of_what_was_found(has_16_bits):
     assert asked[first].numerics.optimizer == "fused"
     assert asked[first].feed.kind == "resident"
     assert any(plan.numerics.precision == "bf16" for plan in asked[:first])
+
+
+# --- what an earlier run has found ---------------------------------------------------------------
+
+
+def found_by(rig, *, gate_s=0.0, rejected=None):
+    """A plan as an earlier run may have left it: the data held, and nothing else."""
+    plan = rig.plan.with_feed(Feed(kind="resident"))
+    return Found(plan=plan, moves=(resident.MOVE.name,), gain=2.0, gate_s=gate_s, rejected=rejected or {})
+
+
+def pays(plan):
+    return cost_of(plan, fused=0.6, feed={"loader": 0.01, "workers": 0.03})
+
+
+def test_what_an_earlier_run_could_not_pay_for_is_still_tried():
+    rig = rig_for()
+    memory = Memory(found_by(rig))
+    asked = drive(searching(rig, 100_000, gate=Gatekeeper(), known=memory), pays)
+    assert next(plan for plan in asked if plan != asked[0]) == found_by(rig_for()).plan
+    assert (rig.plan.feed.kind, rig.plan.numerics.optimizer) == ("resident", "fused")
+    assert set(memory.known.moves) == {"data held on the device", "fused optimizer"}
+    assert memory.known.plan == rig.plan
+    assert memory.known.gain == pytest.approx(0.02 / 0.0068, rel=0.05)
+    assert "workers that fetch ahead" in memory.known.rejected
+
+
+def test_what_an_earlier_run_has_rejected_is_not_tried_again():
+    rig = rig_for()
+    memory = Memory(found_by(rig, rejected={"fused optimizer": "no gain worth having"}))
+    asked = drive(searching(rig, 100_000, gate=Gatekeeper(), known=memory), pays)
+    assert not any(isinstance(plan, Plan) and plan.numerics.optimizer == "fused" for plan in asked)
+    assert outcomes(rig)["fused optimizer"][:2] == ("rejected", "no gain worth having")
+    assert memory.known.rejected["fused optimizer"] == "no gain worth having"
+
+
+def test_a_plan_that_is_known_to_take_longer_to_try_than_it_saves_waits_for_a_longer_run():
+    rig = rig_for()
+    memory = Memory(found_by(rig, gate_s=1000.0))
+    drive(searching(rig, 5_000, gate=Gatekeeper(), known=memory), pays)
+    outcome, why, _ = outcomes(rig)["the plan found before"]
+    assert outcome == "not tried"
+    assert why.startswith("trying takes 16 min 40 s, and ")
+    assert memory.known == found_by(rig_for(), gate_s=1000.0)
+
+
+def test_a_plan_that_does_not_hold_any_more_is_said_to_and_forgotten():
+    rig = rig_for()
+    memory = Memory(found_by(rig))
+    drive(searching(rig, 100_000, gate=Gatekeeper(), known=memory), lambda plan: (0.0, 0.01))
+    assert outcomes(rig)["the plan found before"][:2] == ("rejected", "no gain worth having")
+    assert memory.known is None
+
+
+def test_a_plan_that_a_gate_holds_back_now_is_said_to_be():
+    rig = rig_for()
+    gate = Gatekeeper(refuses=lambda plan: plan.feed.kind == "resident")
+    drive(searching(rig, 100_000, gate=gate, known=Memory(found_by(rig))), pays)
+    assert outcomes(rig)["the plan found before"][:2] == ("rejected", "gradients differ")
+    assert rig.plan.numerics.optimizer == "fused"
+
+
+# --- what hides, and what money hides ------------------------------------------------------------
+
+
+def test_what_gave_nothing_while_the_host_was_slow_is_tried_again_once_steps_are_recorded(has_16_bits, monkeypatch):
+    """In 16 bits the device is faster, which shows only where nobody waits for the host any more."""
+    recorded = dataclasses.replace(capture.MOVE, propose=lambda plan, rig: plan.but(mode="captured"))
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (precision.MOVE, recorded))
+    monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
+    monkeypatch.setattr(CountingProbe, "bound", "arithmetic")
+    # No step is made here, and without a GPU none could be recorded.
+    monkeypatch.setattr(Rig, "supports", lambda self, plan: None)
+    monkeypatch.setattr(Rig, "use", lambda self, plan, **words: setattr(self, "plan", plan))
+    rig = rig_for()
+
+    def step(plan):
+        device_s = 0.004 if in_16_bits(plan) else 0.009
+        return 0.0, max(device_s, 0.0 if plan.execution.mode == "captured" else 0.01)
+
+    asked = drive(searching(rig, 100_000, gate=Gatekeeper()), step)
+    firsts = [next(n for n, plan in enumerate(asked) if is_it(plan)) for is_it in (in_16_bits, is_recorded)]
+    assert firsts == sorted(firsts)
+    assert (rig.plan.execution.mode, rig.plan.numerics.precision) == ("captured", "bf16")
+
+
+def is_recorded(plan):
+    return plan.execution.mode == "captured"
+
+
+def test_laps_of_what_looks_faster_go_on_though_all_that_may_be_spent_was():
+    """A gate may take longer than was thought; what it has let through is not thrown away."""
+
+    class Slow(Gatekeeper):
+        def check(self, plan):
+            search.budget.made(0, 1000.0)
+            return super().check(plan)
+
+    rig = rig_for()
+    search = searching(rig, 100_000, gate=Slow())
+    drive(search, lambda plan: cost_of(plan, fused=0.6, feed={"workers": 0.03}))
+    assert rig.plan.feed.kind == "resident"
+    assert outcomes(rig)["data held on the device"][0] == "kept"

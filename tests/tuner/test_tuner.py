@@ -14,7 +14,7 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Feed
 from hotlap.tuner import budget as budgets
 from hotlap.tuner.budget import MOST_S, Budget, Length
-from hotlap.tuner.known import KnownPlans
+from hotlap.tuner.known import Found, KnownPlans
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.stats import Comparison
 
@@ -113,14 +113,21 @@ def test_a_plan_is_known_for_the_same_training_only(tmp_path, monkeypatch):
     plan = rig.plan.with_feed(Feed(kind="resident"))
     known = KnownPlans(rig, batch_size=16)
     assert known.found() is None
-    known.remember(plan, ["data held on the device"])
-    assert KnownPlans(rig, batch_size=16).found() == (plan, ["data held on the device"])
-    known.remember(rig.plan, [])
-    assert KnownPlans(rig, batch_size=16).found() == (rig.plan, [])
+    found = Found(plan=plan, moves=("data held on the device",), gain=3.5, gate_s=0.25, rejected={"TF32": "slower"})
+    known.remember(found)
+    assert KnownPlans(rig, batch_size=16).found() == found
+    known.remember(of_no_moves(rig))
+    assert KnownPlans(rig, batch_size=16).found() == of_no_moves(rig)
     assert KnownPlans(rig, batch_size=32).found() is None
     other = Rig(nn.Linear(5, 3).double(), rig_optimizer, nn.CrossEntropyLoss(), device="cpu")
     other.feed(loader(), epochs=1)
     assert KnownPlans(other, batch_size=16).found() is None
+    known.forget()
+    assert known.found() is None
+
+
+def of_no_moves(rig):
+    return Found(plan=rig.plan, moves=(), gain=1.0, gate_s=0.0)
 
 
 def rig_optimizer(parameters):
@@ -132,12 +139,13 @@ def test_a_damaged_cache_of_plans_stops_nothing(tmp_path, monkeypatch):
     rig, data = rig_for()
     rig.feed(data, epochs=1)
     known = KnownPlans(rig, batch_size=16)
-    known.remember(rig.plan, [])
+    known.remember(of_no_moves(rig))
     for file in tmp_path.rglob("*.json"):
         file.write_text("{}")
     assert known.found() is None
     monkeypatch.setenv("HOTLAP_CACHE", "/proc/nowhere")
-    known.remember(rig.plan, [])
+    known.remember(of_no_moves(rig))
+    known.forget()
     assert known.found() is None
 
 

@@ -93,12 +93,21 @@ def _small_state(values: dict[str, Any], real: Tensor, parameter: Tensor) -> dic
     return small
 
 
+_TORCHS_CHOICE: dict[str, bool | None] = {"fused": None, "foreach": None}
+"""Only where both are None does torch take the fastest of its plain loops; a False in one of them is a choice too."""
+
+
+def _plain_flags(group: dict[str, Any]) -> dict[str, bool | None]:
+    """The flags with which a group's plain loop is the user's own; where it is fused, with which it is torch's."""
+    return _TORCHS_CHOICE if group.get("fused") else {name: group.get(name) for name in _TORCHS_CHOICE}
+
+
 class Fusion:
     """The switch between the kinds of step, for one optimizer."""
 
     def __init__(self, optimizer: Optimizer, rooms: Rooms | None = None) -> None:
         self._optimizer, self._rooms = optimizer, rooms if rooms is not None else Rooms()
-        self._plain_foreach = [None if g.get("fused") else g.get("foreach") for g in optimizer.param_groups]
+        self._plain = [_plain_flags(group) for group in optimizer.param_groups]
         self._capturable = [bool(g.get("capturable")) for g in optimizer.param_groups]
 
     def set(self, fused: bool, *, captured: bool = False) -> None:
@@ -108,11 +117,12 @@ class Fusion:
         are not recorded too: its step counts stay on the device, where the recorded steps read and move them.
         """
         for number, group in enumerate(self._optimizer.param_groups):
-            known = number < len(self._plain_foreach)
+            known = number < len(self._plain)
             if bool(group.get("fused")) != fused:
                 # torch refuses fused and foreach together; the user's choice comes back with the plain loop.
-                group["foreach"] = False if fused else self._plain_foreach[number] if known else None
-                group["fused"] = fused
+                group |= (
+                    {"fused": True, "foreach": False} if fused else self._plain[number] if known else _TORCHS_CHOICE
+                )
             if "capturable" in group:
                 # torch refuses the flag where a parameter is not on a GPU.
                 can = captured and all(parameter.is_cuda for parameter in group["params"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,22 @@ from hotlap.store.keys import key_of
 log = logging.getLogger(__name__)
 
 KIND = "plan"
+FORMAT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What an earlier run of the same training came to."""
+
+    plan: Plan
+    moves: tuple[str, ...]
+    """Names of the moves that have made the plan."""
+    gain: float
+    """How many times faster than the user's own it was."""
+    gate_s: float
+    """What the dearest gate took."""
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    """Moves that were tried and gave nothing, or were held back, by name with the reason."""
 
 
 class KnownPlans:
@@ -29,25 +46,46 @@ class KnownPlans:
     def __init__(self, rig: Driven, *, batch_size: int) -> None:
         self._key = key_of(_facts(rig, batch_size))
 
-    def found(self) -> tuple[Plan, list[str]] | None:
-        """The plan that an earlier run found, and the names of its moves."""
+    def found(self) -> Found | None:
+        """What an earlier run found; None where there was none."""
         try:
             entry = Cache().get(KIND, self._key)
             if entry is None:
                 return None
-            return Plan.from_dict(entry.values["plan"]), [str(name) for name in entry.values["moves"]]
+            values = entry.values
+            return Found(
+                plan=Plan.from_dict(values["plan"]),
+                moves=tuple(str(name) for name in values["moves"]),
+                gain=float(values["gain"]),
+                gate_s=float(values["gate_s"]),
+                rejected={str(name): str(why) for name, why in dict(values["rejected"]).items()},
+            )
         except (HotlapError, OSError, LookupError, TypeError, ValueError) as error:
             log.warning("the plan found before cannot be read: %s", error)
             return None
 
-    def remember(self, plan: Plan, moves: Sequence[str]) -> None:
-        """Keep a plan for later runs, and the names of the moves that have made it."""
+    def remember(self, found: Found) -> None:
+        """Keep for later runs what was found."""
+        values = {
+            "plan": found.plan.to_dict(),
+            "moves": list(found.moves),
+            "gain": found.gain,
+            "gate_s": found.gate_s,
+            "rejected": dict(found.rejected),
+        }
         try:
             cache = Cache()
             cache.drop(KIND, self._key)
-            cache.put(KIND, self._key, values={"plan": plan.to_dict(), "moves": list(moves)}, facts={"plan": str(plan)})
+            cache.put(KIND, self._key, values=values, facts={"plan": str(found.plan)})
         except (HotlapError, OSError) as error:
             log.warning("the plan that was found cannot be kept: %s", error)
+
+    def forget(self) -> None:
+        """What was found before does not hold any more."""
+        try:
+            Cache().drop(KIND, self._key)
+        except (HotlapError, OSError) as error:
+            log.warning("the plan found before cannot be let go of: %s", error)
 
 
 def _facts(rig: Driven, batch_size: int) -> dict[str, Any]:
@@ -57,6 +95,7 @@ def _facts(rig: Driven, batch_size: int) -> dict[str, Any]:
     with randomness_watched(source.samples):
         sample = outline(source.aside().read([0])[0])
     return {
+        "format": FORMAT,
         "hotlap": __version__,
         "torch": torch.__version__,
         "pretended": os.environ.get("HOTLAP_PRETEND"),

@@ -20,7 +20,7 @@ from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.budget import Budget, Length
 from hotlap.tuner.gates import Judge
-from hotlap.tuner.known import KnownPlans
+from hotlap.tuner.known import Found, KnownPlans
 from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.probe import Probe
 from hotlap.tuner.stats import LEAST_GAIN
@@ -46,6 +46,9 @@ SHARES = 0.02
 """Of the time that is left, what may be lost to finding out what each kept move gives."""
 TOTAL = 0.04
 """The same for what all of them give together."""
+OF_KNOWN = 0.5
+"""Of what a plan that was found before will save, if it still does, what may be spent on finding that out."""
+FOUND_BEFORE = "the plan found before"
 FEW_LAPS_S = 6 * LAP_S
 """What slow laps cost where a kept move is taken out, about."""
 RECORDING = 4
@@ -80,8 +83,8 @@ class Search:
         self.gate, self._probe, self._known = gate, probe, known
         self._kept: list[Move] = []
         self._postponed: dict[Move, float] = {}
-        self._bundled: set[frozenset[str]] = set()
-        """Names of moves that were tried together."""
+        self._bundled: set[tuple[Plan, frozenset[str]]] = set()
+        """Names of moves that were tried together, each with the plan that they were to change."""
         self._doubted: list[Move] = []
         """Moves that a gate has held back for what may pass."""
         self.budget: Budget | None = None
@@ -90,6 +93,8 @@ class Search:
         self._in_all_seen: tuple[Plan, Tried] | None = None
         """A plan that was timed against the user's own, and what came of it."""
         self._looked = self._told = False
+        self._is_known_open = False
+        """Whether a plan is known that this run was too short to look at."""
 
     def run(self) -> Laps:
         """Give the plans to be timed, until nothing more is worth a trial."""
@@ -110,12 +115,14 @@ class Search:
         trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": lap.step_s})
         self._rig.keep_plans()
         try:
-            if not (yield from self._as_found_before()):
-                yield from self._for_the_device()
-                yield from self._at_once()
-                yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
-                yield from self._together(ARITHMETIC)
-                yield from self._one_by_one()
+            yield from self._as_found_before()
+            before = self.plan
+            yield from self._for_the_device()
+            yield from self._at_once()
+            yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
+            yield from self._together(ARITHMETIC)
+            yield from self._one_by_one()
+            if self.plan != before:
                 yield from self._shares()
             yield from self._in_all()
         finally:
@@ -136,19 +143,34 @@ class Search:
         return middle(laps[-3:])
 
     def _as_found_before(self) -> Laps:
-        """The plan that an earlier run of the same training found, after a quick look whether it still holds."""
-        known = self._known.found() if self._known is not None else None
-        if known is None or known[0] == self.baseline:
-            return False
-        found, names = known
-        moves = [move for move in (*MOVES, *OTHERS) if move.name in names]
-        if self._with(moves) != found or self._rig.supports(found) or self._trials.why_not(found, moves):
-            return False
-        tried = yield from self._trials.compare(self.baseline, found, settled=self.baseline)
+        """The plan that an earlier run of the same training found, after a quick look whether it still holds.
+
+        What is left then is only what that run could not pay for.
+        """
+        found = self._known.found() if self._known is not None else None
+        if found is None or found.plan == self.baseline:
+            return
+        moves = [move for move in (*MOVES, *OTHERS) if move.name in found.moves]
+        if self._with(moves) != found.plan or self._rig.supports(found.plan) is not None:
+            return
+        may_s = OF_KNOWN * self._left_s * (1 - 1 / max(1.0, found.gain))
+        if found.gate_s > may_s:
+            why = f"trying takes {show_seconds(found.gate_s)}, and {show_seconds(may_s)} may be spent"
+            self._trials.write(FOUND_BEFORE, "not tried", why=why)
+            self._is_known_open = True
+            return
+        why_not = self._trials.why_not(found.plan, moves)
+        if why_not is not None:
+            self._trials.write(FOUND_BEFORE, "rejected", why=why_not)
+            return
+        tried = yield from self._trials.compare(self.baseline, found.plan, settled=self.baseline, may_lose_s=may_s)
         if not tried.accepted:
-            return False
-        self._settle(found, moves, tried, known=1.0)
-        return True
+            self._trials.write(FOUND_BEFORE, "rejected", why=tried.words, figures=tried.figures, cost_s=tried.cost_s)
+            return
+        self._settle(found.plan, moves, tried, known=1.0)
+        for move in (*MOVES, *OTHERS):
+            if move not in moves and move.name in found.rejected:
+                self._trials.refuse(move, "rejected", found.rejected[move.name])
 
     def _for_the_device(self) -> Laps:
         """Where the device bounds the training, first what makes that faster, as far as it may be paid for by now."""
@@ -188,8 +210,8 @@ class Search:
         if len(made) == 1:
             yield from self._try(made[0])
             return
-        names = frozenset(move.name for move in made)
-        if not made or names in self._bundled:
+        names = self.plan, frozenset(move.name for move in made)
+        if not made or names in self._bundled or (all_or_none and precision.MOVE not in made):
             return
         self._bundled.add(names)
         made = self._let_through(made, all_or_none=all_or_none)
@@ -268,8 +290,8 @@ class Search:
                 for move in self._kept:
                     trials.refuse(move, "rejected", "in the end slower than the user's own plan", tried)
                 self.plan, self._kept = self.baseline, []
-            elif self._known is not None:
-                self._known.remember(self.plan, [move.name for move in self._kept])
+        if self._known is not None:
+            self._remember(self._known, tried)
         why = "" if self._kept else "nothing helped"
         self._settle_in(tried)
         figures = {**tried.figures, "cost_s": budget.spent_s}
@@ -281,6 +303,19 @@ class Search:
             trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": tried.a.step_s})
         trials.write("tuned", "chosen", why=why, figures=figures)
         self._told = True
+
+    def _remember(self, known: KnownPlans, tried: Tried) -> None:
+        """Keep what was found for later runs, or let go of what does not hold any more."""
+        if self._is_known_open:
+            return
+        if self.plan == self.baseline:
+            known.forget()
+        elif tried.estimate is not None:
+            trials = self._trials
+            rejected = {name: why for name, why in trials.rejected.items() if name in trials.refused}
+            moves = tuple(move.name for move in self._kept)
+            gain, gate_s = tried.estimate.ratio, trials.dearest_gate_s
+            known.remember(Found(plan=self.plan, moves=moves, gain=gain, gate_s=gate_s, rejected=rejected))
 
     def cut_short(self) -> None:
         """Told that the training ends first: write down what there is to write."""
@@ -357,11 +392,12 @@ class Search:
 
     def _let_through(self, moves: Sequence[Move], *, all_or_none: bool = False) -> list[Move]:
         """The moves that leave the training the same; the others are refused. Where it is to be all of them or none,
-        nothing is said of each yet."""
+        each is looked at again."""
         why = self._trials.why_not(self._with(moves), moves)
         if why is None:
             return list(moves)
         if all_or_none:
+            self._trials.write(", ".join(move.name for move in moves), "rejected", why=why)
             return []
         if len(moves) == 1:
             self._trials.refuse(moves[0], "rejected", why)
@@ -385,6 +421,8 @@ class Search:
     def _settle(self, plan: Plan, moves: Sequence[Move], tried: Tried, **more: float) -> None:
         if self.plan == self.baseline:
             self._in_all_seen = plan, tried
+        if plan.execution.mode != self.plan.execution.mode:
+            self._trials.reopen()
         self.plan, self._lap = plan, tried.b or self._lap
         if tried.estimate is not None:
             self._trials.budget.coming_s += self._left_s * (tried.estimate.low - 1)

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
@@ -17,8 +17,10 @@ from hotlap.tuner.budget import Budget
 from hotlap.tuner.gates import SAME_MATHS, Judge
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.memory import MemoryWatch
-from hotlap.tuner.stats import Comparison, Estimate
+from hotlap.tuner.stats import LEAST_GAIN, Comparison, Estimate, Outcome
 
+DECIDED = get_args(Outcome)
+"""Verdicts that are more than the end of what may be spent."""
 ODD = 5
 """One lap in so many is left out at each end: others on the machine come and go."""
 
@@ -95,11 +97,15 @@ class Trials:
         self._coin = random.Random(0)
         self._laps: dict[Plan, list[Lap]] = {}
         """Of all plans that were timed."""
-        self.gate_s = 0.0
-        """What the last gate took."""
+        self.gate_s = self.dearest_gate_s = 0.0
+        """What the last gate took, and the one that took longest."""
         self._words: dict[str, tuple[str, Mapping[str, float]]] = {}
         self.refused: dict[str, str] = {}
         """Moves that are out, by name, with the reason."""
+        self._slow: set[str] = set()
+        """Those of them that were let through and gave nothing worth having."""
+        self.rejected: dict[str, str] = {}
+        """Those of them that are out whatever may be spent, with the reason."""
 
     def why_not(self, plan: Plan, moves: Sequence[Move]) -> str | None:
         """Why the plan, which these moves have made, is not the same training; None where the gates let it through."""
@@ -108,6 +114,7 @@ class Trials:
             passed = self._gate.check(plan)
         finally:
             self.gate_s = time.perf_counter() - began
+            self.dearest_gate_s = max(self.gate_s, self.dearest_gate_s)
             self.budget.made(0, self.gate_s)
         if passed.ok:
             # Beside another precision the others were judged in the user's own.
@@ -124,6 +131,7 @@ class Trials:
         """Laps of both in turn until it is decided, or too much is spent.
 
         That is the budget, or `may_lose_s` seconds beyond the pace of the plan settled on, which is one of the two.
+        What looks faster goes on: its laps cost nothing.
         """
         comparison, a_laps, b_laps = Comparison(), list[Lap](), list[Lap]()
         before_s, began = self.budget.spent_s, (self.budget.wall_s, self.budget.updates)
@@ -147,7 +155,7 @@ class Trials:
                 (a1, a2), (b1, b2) = quad["a"], quad["b"]
                 comparison.add(a1, b1, b2, a2)
                 if may_lose_s is None:
-                    dear = self.budget.left_s < 0
+                    dear = self.budget.left_s < 0 and comparison.estimate.ratio < LEAST_GAIN
                 else:
                     pace_s = mean_s(a_laps if settled is a else b_laps)
                     dear = self.budget.lost_s(pace_s) - (began[0] - began[1] * pace_s) > may_lose_s
@@ -187,8 +195,20 @@ class Trials:
     def refuse(self, move: Move, outcome: str, why: str, tried: Tried | None = None, **more: float) -> None:
         """Write down that a move is out."""
         self.refused[move.name] = why
+        is_slow = tried is not None and tried.verdict in DECIDED
+        if is_slow:
+            self._slow.add(move.name)
+        if outcome == "rejected" and (is_slow or tried is None):
+            self.rejected[move.name] = why
         figures = {**tried.figures, **more} if tried is not None else more
         self.write(move.name, outcome, why=why, figures=figures, cost_s=tried.cost_s if tried is not None else 0.0)
+
+    def reopen(self) -> None:
+        """Let what gave nothing so far be tried again: something else bounds the training by now."""
+        for name in self._slow:
+            self.refused.pop(name, None)
+            self.rejected.pop(name, None)
+        self._slow.clear()
 
     def write(
         self, what: str, outcome: str, *, why: str = "", figures: Mapping[str, float] | None = None, cost_s: float = 0.0
