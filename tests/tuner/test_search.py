@@ -512,6 +512,32 @@ def test_a_plan_that_is_known_to_take_longer_to_try_than_it_saves_waits_for_a_lo
     assert memory.known == found_by(rig_for(), gate_s=1000.0)
 
 
+def test_a_known_plan_too_is_tried_for_as_many_seconds_as_the_user_allows_at_most():
+    rig, gate = rig_for(), Gatekeeper()
+    memory = Memory(found_by(rig, gate_s=3.0))
+    drive(searching(rig, 100_000, gate=gate, known=memory, most_s=2.0), pays)
+    outcome, why, _ = outcomes(rig)["the plan found before"]
+    assert (outcome, why) == ("not tried", "trying takes 3 s, and 2 s may be spent")
+
+
+def test_a_move_that_was_let_through_at_last_is_not_remembered_as_rejected(has_16_bits):
+    rig, memory, seen = rig_for(), Memory(), []
+
+    class Late(Gatekeeper):
+        def check(self, plan):
+            seen.extend([plan] if in_16_bits(plan) else [])
+            return Outcome(ok=not in_16_bits(plan) or len(seen) > 1, why="gradients agree to 0.9")
+
+    def step(plan):
+        feed_s, rest_s = cost_of(plan, feed={"workers": 0.012})
+        return feed_s, rest_s * (0.5 if in_16_bits(plan) else 1.0)
+
+    drive(searching(rig, 100_000, gate=Late(), known=memory), step)
+    assert in_16_bits(rig.plan)
+    assert "16-bit precision" in memory.known.moves
+    assert "16-bit precision" not in memory.known.rejected
+
+
 def test_a_plan_that_does_not_hold_any_more_is_said_to_and_forgotten():
     rig = rig_for()
     memory = Memory(found_by(rig))

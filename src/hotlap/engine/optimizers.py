@@ -119,10 +119,9 @@ class Fusion:
         for number, group in enumerate(self._optimizer.param_groups):
             known = number < len(self._plain)
             if bool(group.get("fused")) != fused:
+                plain = self._plain[number] if known else _TORCHS_CHOICE
                 # torch refuses fused and foreach together; the user's choice comes back with the plain loop.
-                group |= (
-                    {"fused": True, "foreach": False} if fused else self._plain[number] if known else _TORCHS_CHOICE
-                )
+                group |= {"fused": True, "foreach": False} if fused else plain
             if "capturable" in group:
                 # torch refuses the flag where a parameter is not on a GPU.
                 can = captured and all(parameter.is_cuda for parameter in group["params"])

@@ -153,7 +153,7 @@ class Search:
         moves = [move for move in (*MOVES, *OTHERS) if move.name in found.moves]
         if self._with(moves) != found.plan or self._rig.supports(found.plan) is not None:
             return
-        may_s = OF_KNOWN * self._left_s * (1 - 1 / max(1.0, found.gain))
+        may_s = min(self._trials.budget.most_s, OF_KNOWN * self._left_s * (1 - 1 / max(1.0, found.gain)))
         if found.gate_s > may_s:
             why = f"trying takes {show_seconds(found.gate_s)}, and {show_seconds(may_s)} may be spent"
             self._trials.write(FOUND_BEFORE, "not tried", why=why)
@@ -311,10 +311,10 @@ class Search:
         if self.plan == self.baseline:
             known.forget()
         elif tried.estimate is not None:
-            trials = self._trials
-            rejected = {name: why for name, why in trials.rejected.items() if name in trials.refused}
             moves = tuple(move.name for move in self._kept)
-            gain, gate_s = tried.estimate.ratio, trials.dearest_gate_s
+            # One that a gate held back at first may have been let through later.
+            rejected = {name: why for name, why in self._trials.rejected.items() if name not in moves}
+            gain, gate_s = tried.estimate.ratio, self._trials.dearest_gate_s
             known.remember(Found(plan=self.plan, moves=moves, gain=gain, gate_s=gate_s, rejected=rejected))
 
     def cut_short(self) -> None:
