@@ -365,6 +365,30 @@ def test_what_is_held_is_gathered_on_the_gpu_without_a_wait_and_inside_a_capture
         assert same(batch, expected)
 
 
+@pytest.mark.parametrize("can_pin", [True, False])
+@pytest.mark.parametrize("rows", [None, list(range(100, 2, -3)), [7] * 50])
+@pytest.mark.parametrize("data", [X, X.t().contiguous().t(), X.to(torch.uint8), X.clone().requires_grad_()])
+def test_what_is_held_in_many_chunks_is_what_was_given(data, rows, can_pin, monkeypatch):
+    """By way of page-locked memory, where there is any: no chunk may be overwritten while it is under way."""
+    monkeypatch.setattr("hotlap.data.holding.CHUNK_BYTES", 40)
+    if not can_pin:
+
+        def refused(*parts, pin_memory=False, made=torch.empty, **named):
+            if pin_memory:
+                raise RuntimeError("CUDA error: out of memory")
+            return made(*parts, **named)
+
+        monkeypatch.setattr(torch, "empty", refused)
+    whole = TensorDataset(data, Y)
+    source = as_source(whole if rows is None else Subset(whole, rows))
+    torch.cuda._sleep(LONG // 5)  # what is sent waits for it
+    columns = held(source, DEVICE)
+    chosen = torch.arange(101) if rows is None else torch.tensor(rows)
+    x, y = columns.gather(torch.arange(len(chosen), device=DEVICE))
+    assert torch.equal(x.cpu(), data.detach()[chosen])
+    assert torch.equal(y.cpu(), Y[chosen])
+
+
 @pytest.mark.parametrize(
     ("data", "most"),
     [

@@ -11,6 +11,7 @@ from hotlap.core.table import rows
 from hotlap.engine.rig import Place
 from hotlap.tuner import budget
 from hotlap.tuner.gates import Gate
+from hotlap.tuner.probe import CountingProbe
 
 
 def data(size=2048, shape=(16,)):
@@ -65,6 +66,48 @@ def test_a_captured_plan_that_comes_back_is_not_recorded_again(optimizer):
             rig.advance(next(windows))
     assert rig.given_up is None
     assert seen[0] == seen[-1]
+
+
+def test_a_glance_at_a_plan_leaves_no_trace_and_what_it_records_stays():
+    glanced, plain = rig_for(mlp), rig_for(mlp)
+    for rig, windows in (glanced, plain):
+        for _ in range(5):
+            rig.advance(next(windows))
+    rig = glanced[0]
+    rig.keep_plans()
+    fast = captured(rig, optimizer="fused", precision="bf16")
+    before, place, own = [p.detach().clone() for p in rig.model.parameters()], rig.place, rig.plan
+    step_s = CountingProbe(rig).glance(fast)
+    assert step_s is not None
+    assert step_s > 0
+    assert (rig.place, rig.plan, rig.steps) == (place, own, 5)
+    assert all(torch.equal(one, now) for one, now in zip(before, rig.model.parameters(), strict=True))
+    for _ in range(10):
+        losses = [float(rig.advance(next(windows))) for rig, windows in (glanced, plain)]
+        assert losses[0] == losses[1]
+    with rig.aside():
+        rig.use(fast)
+        recorded = rig.firsts
+        rig.advance(next(rig.windows(room=lambda: 64)))
+        assert rig.firsts == recorded > 0
+
+
+def test_a_glance_needs_the_rest_of_an_epoch_and_breaks_nothing():
+    rig, windows = rig_for(mlp)
+    for _ in range(rig.windows_here - 3):
+        rig.advance(next(windows))
+    assert CountingProbe(rig).glance(captured(rig)) is None
+    for _ in range(6):
+        rig.advance(next(windows))
+
+    def broken(*parts):
+        raise RuntimeError("out of memory, say")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig, "advance", broken)
+        assert CountingProbe(rig).glance(captured(rig)) is None
+    assert rig.plan.execution.mode == "eager"
+    rig.advance(next(windows))
 
 
 def test_layouts_that_take_turns_keep_their_captures():

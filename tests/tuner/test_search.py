@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -61,8 +62,8 @@ def rig_for(data=None):
     return rig
 
 
-def searching(rig, updates, **settings):
-    return Search(rig, length=lambda: Length(updates), probe=CountingProbe(rig), **settings)
+def searching(rig, updates, *, probe=None, **settings):
+    return Search(rig, length=lambda: Length(updates), probe=probe or CountingProbe(rig), **settings)
 
 
 def cost_of(plan, *, feed=None, fused=1.0, base=0.01):
@@ -595,3 +596,90 @@ def test_laps_of_what_looks_faster_go_on_though_all_that_may_be_spent_was():
     drive(search, lambda plan: cost_of(plan, fused=0.6, feed={"workers": 0.03}))
     assert rig.plan.feed.kind == "resident"
     assert outcomes(rig)["data held on the device"][0] == "kept"
+
+
+# --- a glance ------------------------------------------------------------------------------------
+
+
+class Glancing(CountingProbe):
+    """Has a glance at plans whose pace a test makes up."""
+
+    def __init__(self, rig, step, takes_s=0.0):
+        super().__init__(rig)
+        self._pace, self._takes_s, self.glanced = step, takes_s, []
+
+    def glance(self, plan):
+        self.glanced.append(plan)
+        time.sleep(self._takes_s)
+        return sum(self._pace(plan))
+
+
+@pytest.fixture
+def dear_moves(has_16_bits, monkeypatch):
+    """As on a GPU, where what pays takes seconds to try: more than a small share of a run allows."""
+    held = dataclasses.replace(resident.MOVE, setup_s=lambda plan, rig: 6.0)
+    narrow = dataclasses.replace(precision.MOVE, setup_s=lambda plan, rig: 2.0)
+    monkeypatch.setattr(precision, "MOVE", narrow)
+    monkeypatch.setattr("hotlap.tuner.search.ARITHMETIC", (narrow,))
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (fused.MOVE, held, narrow))
+    monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
+
+
+def narrower(gain):
+    """Costs of which another precision makes the step so many times faster."""
+    return lambda plan: (cost_of(plan)[0] / gain, 0.01 / gain) if in_16_bits(plan) else cost_of(plan)
+
+
+def test_what_is_much_faster_at_a_glance_may_cost_more_to_try(dear_moves):
+    rig, gate = rig_for(), Gatekeeper()
+    probe = Glancing(rig, narrower(4.0))
+    search = searching(rig, 20_000, gate=gate, probe=probe)
+    drive(search, narrower(4.0))
+    seen = probe.glanced[0]
+    assert (seen.numerics.precision, seen.numerics.optimizer, seen.feed.kind) == ("bf16", "fused", "loader")
+    assert len(probe.glanced) == 1
+    first = gate.asked[0]
+    assert (first.numerics.precision, first.numerics.optimizer, first.feed.kind) == ("bf16", "fused", "resident")
+    assert in_16_bits(rig.plan)
+    assert search.budget.hoped_s == 0.0
+    assert "at a glance 4x by fused optimizer, 16-bit precision" in outcomes(rig)["baseline"][1]
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.2])
+def test_where_a_glance_shows_little_nothing_more_is_spent(gain, dear_moves):
+    rig, gate = rig_for(), Gatekeeper()
+    search = searching(rig, 20_000, gate=gate, probe=Glancing(rig, narrower(gain)))
+    most = []
+    drive(search, lambda plan: (most.append(search.budget and search.budget.hoped_s), narrower(gain)(plan))[1])
+    assert {hoped for hoped in most if hoped is not None} == {0.0}
+    assert not in_16_bits(gate.asked[0])
+    assert "glance" not in outcomes(rig)["baseline"][1]
+
+
+def test_a_glance_is_paid_for(dear_moves):
+    rig = rig_for()
+    search = searching(rig, 20_000, gate=Gatekeeper(), probe=Glancing(rig, narrower(1.0), takes_s=0.2))
+    drive(search, narrower(1.0))
+    assert search.budget.spent_s >= 0.2
+
+
+def test_a_run_that_cannot_pay_for_a_glance_has_none(dear_moves):
+    rig = rig_for()
+    probe = Glancing(rig, narrower(4.0))
+    drive(searching(rig, 2_000, gate=Gatekeeper(), probe=probe), narrower(4.0))
+    assert probe.glanced == []
+
+
+def test_where_a_plan_was_found_before_there_is_nothing_to_glance_at(dear_moves):
+    rig = rig_for()
+    probe = Glancing(rig, pays)
+    drive(searching(rig, 20_000, gate=Gatekeeper(), probe=probe, known=Memory(found_by(rig))), pays)
+    assert probe.glanced == []
+
+
+def test_where_a_gate_holds_back_what_a_glance_has_shown_the_others_are_still_tried(dear_moves):
+    rig, gate = rig_for(), Gatekeeper(refuses=in_16_bits)
+    step = lambda plan: cost_of(plan, fused=0.5) if not in_16_bits(plan) else (0.001, 0.001)  # noqa: E731
+    drive(searching(rig, 20_000, gate=gate, probe=Glancing(rig, step)), step)
+    assert rig.plan.numerics.optimizer == "fused"
+    assert not in_16_bits(rig.plan)

@@ -140,11 +140,40 @@ def _sent(source: Source, device: torch.device, *, pretend: bool = False) -> tup
 def _brought(tensor: Tensor, chosen: Tensor | None, count: int, device: torch.device) -> Tensor:
     there = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
     step = max(1, CHUNK_BYTES // max(1, _row_bytes(tensor)))
-    for start in range(0, count, step):
-        end = min(count, start + step)
-        rows = tensor[start:end] if chosen is None else tensor.index_select(0, chosen[start:end].to(tensor.device))
-        there[start:end].copy_(rows)
+    starts = range(0, count, step)
+    if len(starts) > 1 and device.type == "cuda" and tensor.device.type == "cpu":
+        _send(tensor.detach(), chosen, there, starts)
+        return there
+    for start in starts:
+        there[start : start + step].copy_(_rows(tensor, chosen, start, start + step))
     return there
+
+
+def _send(tensor: Tensor, chosen: Tensor | None, there: Tensor, starts: range) -> None:
+    """Bring rows to a GPU by way of page-locked memory: while one chunk is under way, all cores read the next."""
+    try:
+        rooms = [torch.empty((starts.step, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True) for _ in range(2)]
+    except RuntimeError:  # there is none to be had
+        rooms = []
+    sent: list[torch.cuda.Event] = []
+    for number, start in enumerate(starts):
+        end = min(start + starts.step, len(there))
+        if not rooms:
+            there[start:end].copy_(_rows(tensor, chosen, start, end))
+            continue
+        if number >= len(rooms):
+            sent[number - len(rooms)].synchronize()
+        room = rooms[number % len(rooms)][: end - start]
+        if chosen is None:
+            room.copy_(tensor[start:end])
+        else:
+            torch.index_select(tensor, 0, chosen[start:end], out=room)
+        there[start:end].copy_(room, non_blocking=True)
+        sent.append(torch.cuda.current_stream(there.device).record_event())
+
+
+def _rows(tensor: Tensor, chosen: Tensor | None, start: int, end: int) -> Tensor:
+    return tensor[start:end] if chosen is None else tensor.index_select(0, chosen[start:end].to(tensor.device))
 
 
 def _row_bytes(tensor: Tensor) -> int:

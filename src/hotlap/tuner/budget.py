@@ -1,7 +1,7 @@
 """What tuning may cost: a small share of the run, a quarter of what it has saved already, a tenth of what it will.
 
 The share is larger where the training was seen to wait for what moves can spare it: there, a trial that fails costs
-little beside what one that succeeds saves.
+little beside what one that succeeds saves. The same holds of what was seen to be much faster at a glance.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ OF_SAVED = 0.25
 """Of what kept moves have saved so far."""
 OF_COMING = 0.1
 """Of what they will save in the rest of the run, at the least."""
+OF_HOPED = 0.25
+"""Of what all moves together would save, as a glance has shown, until they are timed."""
 MOST_S = 60.0
 """And never more, unless the user says how much it may be."""
 
@@ -43,6 +45,8 @@ class Budget:
         self.saved_s = 0.0
         self.coming_s = 0.0
         """What the rest of the run will take less than under the user's own plan, at the least."""
+        self.hoped_s = 0.0
+        """What all moves together would save in the rest of the run, where a glance at them has shown much."""
         self.wall_s, self.updates = 0.0, 0
         """Of all laps, so far."""
 
@@ -53,7 +57,8 @@ class Budget:
             return self._most_s
         share = HOPEFUL_SHARE if self.is_hopeful else SHARE
         share_s = share * self.base_s * self._length().updates
-        return min(self.most_s, share_s + OF_SAVED * self.saved_s + OF_COMING * self.coming_s)
+        gains_s = OF_SAVED * self.saved_s + OF_COMING * self.coming_s + OF_HOPED * self.hoped_s
+        return min(self.most_s, share_s + gains_s)
 
     @property
     def most_s(self) -> float:

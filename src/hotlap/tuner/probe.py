@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 
 import torch
 
-from hotlap.core.plan import Feed, Plan
+from hotlap.core.plan import MOST_REPLAY_STEPS, Feed, Plan
 from hotlap.core.units import show_seconds
 from hotlap.engine.rig import Rig
 from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
@@ -27,6 +29,8 @@ COMPILED = 2.0
 """What compiling a step that is recorded gives at most: 1.58x is the most that was measured on an H200."""
 BOUND_TO_PAY = 0.05
 """Of the user's own step, what another precision has to spare in arithmetic alone to be taken for a gain."""
+GLANCES, GLANCED, MOST_WARM = 3, 4, 12
+"""How often so many updates are timed at a glance, of which the fastest count, and windows made before at most."""
 FEED_CHOICES = {field.name for field in dataclasses.fields(Feed)}
 
 
@@ -65,6 +69,10 @@ class Probe:
         if self._diagnosis is not None:
             return self._diagnosis.line()
         return "" if self._feeding is None else f"bringing batches takes {100 * self._feeding:.0f} % of a step"
+
+    def glance(self, plan: Plan) -> float | None:
+        """Seconds an update under a plan, roughly, by a few of them aside; None where nobody has looked."""
+        return None
 
     def is_bound_to_pay(self, plan: Plan, proposed: Plan) -> bool:
         """Whether the proposed precision spares so much arithmetic that it is tried beside all else."""
@@ -131,6 +139,38 @@ class CountingProbe(Probe):
             precision=rig.plan.numerics.precision,
             least_bytes=least_bytes,
         )
+
+    def glance(self, plan: Plan) -> float | None:
+        """Seconds an update under a plan, roughly; only on a GPU, where trials are dear."""
+        rig = self._rig
+        needed = (MOST_WARM + GLANCES * GLANCED) * plan.execution.replay_steps
+        if rig.device.type != "cuda" or rig.epoch_windows - rig.place.window < needed:
+            return None
+        try:
+            with rig.aside():
+                rig.use(plan)
+                return _roughly(rig)
+        except Exception:  # whatever a plan may do; whether it can be obeyed is for the gates to say
+            return None
+
+
+def _roughly(rig: Rig) -> float:
+    """Seconds an update takes at its fastest, once what is recorded is."""
+    windows, firsts, warm = rig.windows(room=lambda: MOST_REPLAY_STEPS), -1, 0
+    while rig.firsts != firsts and warm < MOST_WARM:
+        firsts, warm = rig.firsts, warm + 1
+        rig.advance(next(windows))
+    fastest = math.inf
+    for _ in range(GLANCES):
+        rig.wait()
+        began, made = time.perf_counter(), 0
+        while made < GLANCED:
+            window = next(windows)
+            rig.advance(window)
+            made += window.updates
+        rig.wait()
+        fastest = min(fastest, (time.perf_counter() - began) / made)
+    return fastest
 
 
 def _share(lap: Lap) -> float | None:

@@ -9,6 +9,7 @@ kept is then taken out move by move, which tells what each gives.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,10 @@ FIRST_GATE_S = 0.25
 """What the first one takes beside, on a GPU: kernels that nothing has used so far are loaded, 0.2 to 0.7 s of it."""
 RIPE, OFTEN = 200, 10
 """Updates after which a precision is judged again, in runs that have so many times as many left."""
+GLANCE_UPDATES = 20
+"""What a glance takes, in updates of the user's own, about."""
+HOPE = 1.25
+"""How many times faster all moves together have to be at a glance for more to be spent on them."""
 LEAST_REST = 20
 """Updates that are waited for at least until more may be spent."""
 SHARES = 0.02
@@ -93,6 +98,9 @@ class Search:
         self._in_all_seen: tuple[Plan, Tried] | None = None
         """A plan that was timed against the user's own, and what came of it."""
         self._looked = self._told = False
+        self._glanced: Sequence[Move] = ()
+        """Moves that a glance has shown to give much together; none where they do not."""
+        self._glance_line = ""
         self._is_known_open = False
         """Whether a plan is known that this run was too short to look at."""
 
@@ -117,9 +125,11 @@ class Search:
         try:
             yield from self._as_found_before()
             before = self.plan
+            self._glance()
             yield from self._for_the_device()
             yield from self._at_once()
             yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
+            budget.hoped_s = 0.0
             yield from self._together(ARITHMETIC)
             yield from self._one_by_one()
             if self.plan != before:
@@ -172,10 +182,38 @@ class Search:
             if move not in moves and move.name in found.rejected:
                 self._trials.refuse(move, "rejected", found.rejected[move.name])
 
+    def _glance(self) -> None:
+        """What another precision and all else that is soon made give together, roughly: if much, more may be spent."""
+        if self.plan != self.baseline:
+            return
+        budget, rig, chosen = self._trials.budget, self._rig, list[Move]()
+        cost_s = GLANCE_UPDATES * budget.base_s
+        for move, setup_s in sorted(self._setups().items(), key=lambda one: one[1]):
+            if cost_s + setup_s <= budget.left_s:
+                chosen.append(move)
+                cost_s += setup_s
+        made = everything(rig, self.plan, [move for move in MOVES if move in chosen])
+        if precision.MOVE not in made.made:
+            return  # the others are what trials begin with
+        began = time.perf_counter()
+        step_s = self._probe.glance(made.plan)
+        budget.made(0, time.perf_counter() - began)
+        if step_s is not None and self._lap.step_s >= HOPE * step_s:
+            gain = self._lap.step_s / step_s
+            budget.hoped_s = self._left_s * (1 - 1 / gain)
+            self._glanced = made.made
+            names = ", ".join(move.name for move in made.made)
+            self._glance_line = f"at a glance {gain:.2g}x by {names}"
+
+    def _setups(self) -> dict[Move, float]:
+        """What may be tried at once, with the seconds that each takes to be set up."""
+        moves = [move for move in MOVES if move.kind == "A" or move in ARITHMETIC]
+        return {move: move.setup_s(self._with([move]), self._rig) for move in moves}
+
     def _for_the_device(self) -> Laps:
         """Where the device bounds the training, first what makes that faster, as far as it may be paid for by now."""
         bound = self._probe.bound
-        if bound not in BOUND_BY_DEVICE:
+        if bound not in BOUND_BY_DEVICE or self._glanced:
             return
         yield from self._together(ARITHMETIC)
         for move in MOVES:
@@ -189,7 +227,9 @@ class Search:
         Each by itself would take a gate of its own, and record what is not used for long.
         """
         proposed = precision.MOVE.propose(self.plan, self._rig)
-        if not isinstance(proposed, str) and self._probe.is_bound_to_pay(self.plan, proposed):
+        if isinstance(proposed, str):
+            return
+        if self._glanced or self._probe.is_bound_to_pay(self.plan, proposed):
             yield from self._together([m for m in MOVES if m.kind == "A" or m in ARITHMETIC], all_or_none=True)
 
     def _together(self, moves: Sequence[Move], *, all_or_none: bool = False) -> Laps:
@@ -200,8 +240,10 @@ class Search:
             move for move in everything(self._rig, self.plan, moves).made if move.name not in self._trials.refused
         ]
 
-        def order(move: Move) -> tuple[bool, float]:
-            return self._probe.bound not in move.helps, move.setup_s(self._with([move]), self._rig)
+        def order(move: Move) -> tuple[bool, bool, float]:
+            # What was made for a glance is there already.
+            is_there, helps = move in self._glanced, self._probe.bound in move.helps
+            return not is_there, not helps, move.setup_s(self._with([move]), self._rig)
 
         for move in sorted(possible, key=order):
             if self._why_not_worth(move, beside_s=setup_s) is None:  # those that are not are looked at by themselves
@@ -300,7 +342,8 @@ class Search:
             figures["saved_s"] = budget.saved_s - budget.spent_s + self._updates_left * (own_s - found_s)
             figures["own_s"] = own_s
         if tried.a is not None:
-            trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": tried.a.step_s})
+            why_slow = "; ".join(filter(None, (self._probe.line, self._glance_line)))
+            trials.write("baseline", "chosen", why=why_slow, figures={"step_s": tried.a.step_s})
         trials.write("tuned", "chosen", why=why, figures=figures)
         self._told = True
 
