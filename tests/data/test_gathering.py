@@ -1,5 +1,8 @@
 """Rows gathered on the host: the same whoever gathers them."""
 
+import multiprocessing
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -19,9 +22,10 @@ INDICES = torch.tensor([3, 0, 39, 3, 17, 38, 0])
 
 @pytest.fixture(autouse=True)
 def few_by_numpy(monkeypatch):
-    """The borders between numpy and torch, where a few samples meet them."""
+    """The borders between torch, one thread of numpy's and several, where a few samples meet them."""
     monkeypatch.setattr(gathering, "GRAIN", 8)
-    monkeypatch.setattr(gathering, "MOST_BY_NUMPY", 512)
+    monkeypatch.setattr(gathering, "MOST_BY_ONE", 256)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
 @pytest.fixture
@@ -62,7 +66,7 @@ def test_rows_however_the_tensor_lies(tensor):
     assert all(same(HostRows(tensor), tensor, indices[:count]) for count in range(len(indices) + 1))
 
 
-def test_numpy_gathers_where_torch_would_wake_its_threads_and_there_is_little(takes):
+def test_numpy_gathers_where_torch_would_wake_its_threads(takes):
     def by_numpy(tensor):
         found = []
         for count in range(1, 16):
@@ -71,12 +75,45 @@ def test_numpy_gathers_where_torch_would_wake_its_threads_and_there_is_little(ta
             found += [] if takes else [count]
         return found
 
-    assert by_numpy(X) == list(range(1, 11))
+    assert by_numpy(X) == list(range(1, 16))
     assert by_numpy(X[:, 0, 0].clone()) == list(range(9, 16))
 
 
+@pytest.mark.parametrize(("count", "hands"), [(5, 1), (6, 3), (7, 3), (40, 3)])
+def test_what_is_large_is_shared_by_as_many_threads_as_torch_may_have(count, hands, monkeypatch):
+    parts, shared = [], gathering._shared
+
+    def noted(work, *rest):
+        def done(start, end):
+            parts.append((start, end, threading.get_ident()))
+            work(start, end)
+
+        shared(done, *rest)
+
+    monkeypatch.setattr(gathering, "_shared", noted)
+    assert same(HostRows(X), X, torch.arange(count).flip(0))
+    assert len(parts) == hands
+    assert [start for start, _, _ in sorted(parts)[1:]] == [end for _, end, _ in sorted(parts)[:-1]]
+    assert sorted(parts)[0][2] == threading.get_ident()
+
+
+def test_a_process_that_was_forked_off_has_threads_of_its_own():
+    assert same(HostRows(X), X, torch.arange(COUNT))
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(same, (HostRows(X), X, torch.arange(COUNT))).get(timeout=60)
+
+
+def test_what_breaks_in_another_thread_is_told():
+    def broken(start, end):
+        if start:
+            raise MemoryError(f"{start}")
+
+    with pytest.raises(MemoryError):
+        gathering._shared(broken, 40, 1000)
+
+
 def test_it_can_be_left_to_torch(takes, monkeypatch):
-    monkeypatch.setattr(gathering, "MOST_BY_NUMPY", 0)
+    monkeypatch.setattr(gathering, "HANDS", 0)
     assert same(HostRows(X), X, INDICES)
     assert len(takes) == 1
 

@@ -71,7 +71,7 @@ def held(source: Source, device: torch.device, progress: Progress | None = None)
     return columns
 
 
-SENT_A_SECOND = 2e9
+SENT_A_SECOND = 4e9
 """Bytes a second that reach a device at least, from memory that is not page-locked."""
 
 
