@@ -372,11 +372,11 @@ def test_what_is_recorded_for_many_shapes_is_dear_to_record_again(monkeypatch):
     search = searching(rig, 2_000, gate=Gatekeeper())
     drive(search, lambda plan: cost_of(plan, fused=0.5))
     captured = rig.plan.but(mode="captured")
-    one_s = search._recording_s(captured)
+    one_s = search._now.recording_s(captured)
     assert one_s == pytest.approx(4 * search.budget.base_s)
     monkeypatch.setattr(type(rig), "shapes", 11)
-    assert search._recording_s(captured) == pytest.approx(11 * one_s)
-    assert search._recording_s(rig.plan) == 0.0
+    assert search._now.recording_s(captured) == pytest.approx(11 * one_s)
+    assert search._now.recording_s(rig.plan) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -668,6 +668,18 @@ def test_a_run_that_cannot_pay_for_a_glance_has_none(dear_moves):
     probe = Glancing(rig, narrower(4.0))
     drive(searching(rig, 2_000, gate=Gatekeeper(), probe=probe), narrower(4.0))
     assert probe.glanced == []
+
+
+@pytest.mark.parametrize(("setup_s", "looks"), [(0.1, 1), (100.0, 0)])
+def test_nobody_looks_where_a_recorded_step_cannot_be_among_what_is_seen(setup_s, looks, dear_moves, monkeypatch):
+    """Beside launches that take as long as ever, another precision shows little."""
+    recorded = dataclasses.replace(fused.MOVE, name="whole step captured", setup_s=lambda plan, rig: setup_s)
+    monkeypatch.setattr(capture, "MOVE", recorded)
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (precision.MOVE, recorded))
+    rig = rig_for()
+    probe = Glancing(rig, narrower(4.0))
+    drive(searching(rig, 20_000, gate=Gatekeeper(), probe=probe), narrower(4.0))
+    assert len(probe.glanced) == looks
 
 
 def test_where_a_plan_was_found_before_there_is_nothing_to_glance_at(dear_moves):

@@ -9,9 +9,7 @@ kept is then taken out move by move, which tells what each gives.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
 
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_seconds
@@ -21,9 +19,11 @@ from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.budget import Budget, Length
 from hotlap.tuner.gates import Judge
+from hotlap.tuner.glance import Glance, at_a_glance
 from hotlap.tuner.known import Found, KnownPlans
 from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.probe import Probe
+from hotlap.tuner.stand import GATE_UPDATES, Stand
 from hotlap.tuner.stats import LEAST_GAIN
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
@@ -35,16 +35,8 @@ ALIKE = 0.1
 """Laps of the user's own plan that differ by less are taken for its pace."""
 MOST_SETTLING = 8
 """Laps after which its pace is what it is."""
-GATE_UPDATES = 16
-"""What a gate takes, in updates of the user's own, about."""
-FIRST_GATE_S = 0.25
-"""What the first one takes beside, on a GPU: kernels that nothing has used so far are loaded, 0.2 to 0.7 s of it."""
 RIPE, OFTEN = 200, 10
 """Updates after which a precision is judged again, in runs that have so many times as many left."""
-GLANCE_UPDATES = 20
-"""What a glance takes, in updates of the user's own, about."""
-HOPE = 1.25
-"""How many times faster all moves together have to be at a glance for more to be spent on them."""
 LEAST_REST = 20
 """Updates that are waited for at least until more may be spent."""
 SHARES = 0.02
@@ -56,17 +48,6 @@ OF_KNOWN = 0.5
 FOUND_BEFORE = "the plan found before"
 FEW_LAPS_S = 6 * LAP_S
 """What slow laps cost where a kept move is taken out, about."""
-RECORDING = 4
-"""Updates of the user's own that it takes to record one shape of batch, about: some are made before it is."""
-
-
-class Doubt(NamedTuple):
-    """Why a move is not tried."""
-
-    outcome: str
-    why: str
-    cost_s: float | None = None
-    """What it costs, where it may be paid for later."""
 
 
 class Search:
@@ -83,10 +64,8 @@ class Search:
         known: KnownPlans | None = None,
     ) -> None:
         self._rig, self._length, self._most_s = rig, length, most_s
-        self.baseline = self.plan = rig.plan
-        """The user's own plan, and the one that has been settled on."""
+        self._now = Stand(rig, moves=(*MOVES, *OTHERS), length=length, probe=probe)
         self.gate, self._probe, self._known = gate, probe, known
-        self._kept: list[Move] = []
         self._postponed: dict[Move, float] = {}
         self._bundled: set[tuple[Plan, frozenset[str]]] = set()
         """Names of moves that were tried together, each with the plan that they were to change."""
@@ -98,18 +77,30 @@ class Search:
         self._in_all_seen: tuple[Plan, Tried] | None = None
         """A plan that was timed against the user's own, and what came of it."""
         self._looked = self._told = False
-        self._glanced: Sequence[Move] = ()
-        """Moves that a glance has shown to give much together; none where they do not."""
-        self._glance_line = ""
+        self._glance = Glance()
         self._is_known_open = False
         """Whether a plan is known that this run was too short to look at."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that has been settled on."""
+        return self._now.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._now.plan = plan
+
+    @property
+    def baseline(self) -> Plan:
+        """The user's own."""
+        return self._now.baseline
 
     def run(self) -> Laps:
         """Give the plans to be timed, until nothing more is worth a trial."""
         lap = yield from self._pace_of_user()
-        self._lap: Lap = lap
         budget = self.budget = Budget(base_s=lap.step_s, length=self._length, most_s=self._most_s)
         trials = self._trials = Trials(self._rig, self.gate, budget, self.baseline)
+        self._now.begin(trials, lap)
         while budget.left_s < GATE_UPDATES * lap.step_s and not self._length().known:
             yield Rest(max(RIPE, self._rig.steps))
         self._looked = True
@@ -125,7 +116,9 @@ class Search:
         try:
             yield from self._as_found_before()
             before = self.plan
-            self._glance()
+            if self.plan == self.baseline:
+                self._glance = at_a_glance(self._rig, self._now, self._probe, self._at_first())
+                budget.hoped_s = self._now.left_s * (1 - 1 / self._glance.gain)
             yield from self._for_the_device()
             yield from self._at_once()
             yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
@@ -161,9 +154,9 @@ class Search:
         if found is None or found.plan == self.baseline:
             return
         moves = [move for move in (*MOVES, *OTHERS) if move.name in found.moves]
-        if self._with(moves) != found.plan or self._rig.supports(found.plan) is not None:
+        if self._now.with_moves(moves) != found.plan or self._rig.supports(found.plan) is not None:
             return
-        may_s = min(self._trials.budget.most_s, OF_KNOWN * self._left_s * (1 - 1 / max(1.0, found.gain)))
+        may_s = min(self._trials.budget.most_s, OF_KNOWN * self._now.left_s * (1 - 1 / max(1.0, found.gain)))
         if found.gate_s > may_s:
             why = f"trying takes {show_seconds(found.gate_s)}, and {show_seconds(may_s)} may be spent"
             self._trials.write(FOUND_BEFORE, "not tried", why=why)
@@ -182,43 +175,15 @@ class Search:
             if move not in moves and move.name in found.rejected:
                 self._trials.refuse(move, "rejected", found.rejected[move.name])
 
-    def _glance(self) -> None:
-        """What another precision and all else that is soon made give together, roughly: if much, more may be spent."""
-        if self.plan != self.baseline:
-            return
-        budget, rig, chosen = self._trials.budget, self._rig, list[Move]()
-        cost_s = GLANCE_UPDATES * budget.base_s
-        for move, setup_s in sorted(self._setups().items(), key=lambda one: one[1]):
-            if cost_s + setup_s <= budget.left_s:
-                chosen.append(move)
-                cost_s += setup_s
-        made = everything(rig, self.plan, [move for move in MOVES if move in chosen])
-        if precision.MOVE not in made.made:
-            return  # the others are what trials begin with
-        began = time.perf_counter()
-        step_s = self._probe.glance(made.plan)
-        budget.made(0, time.perf_counter() - began)
-        if step_s is not None and self._lap.step_s >= HOPE * step_s:
-            gain = self._lap.step_s / step_s
-            budget.hoped_s = self._left_s * (1 - 1 / gain)
-            self._glanced = made.made
-            names = ", ".join(move.name for move in made.made)
-            self._glance_line = f"at a glance {gain:.2g}x by {names}"
-
-    def _setups(self) -> dict[Move, float]:
-        """What may be tried at once, with the seconds that each takes to be set up."""
-        moves = [move for move in MOVES if move.kind == "A" or move in ARITHMETIC]
-        return {move: move.setup_s(self._with([move]), self._rig) for move in moves}
-
     def _for_the_device(self) -> Laps:
         """Where the device bounds the training, first what makes that faster, as far as it may be paid for by now."""
         bound = self._probe.bound
-        if bound not in BOUND_BY_DEVICE or self._glanced:
+        if bound not in BOUND_BY_DEVICE or self._glance.moves:
             return
         yield from self._together(ARITHMETIC)
         for move in MOVES:
-            is_open = move not in self._kept and move.name not in self._trials.refused
-            if bound in move.helps and is_open and self._why_not_worth(move) is None:
+            is_open = move not in self._now.kept and move.name not in self._trials.refused
+            if bound in move.helps and is_open and self._now.why_not_worth(move) is None:
                 yield from self._try(move)
 
     def _at_once(self) -> Laps:
@@ -229,8 +194,12 @@ class Search:
         proposed = precision.MOVE.propose(self.plan, self._rig)
         if isinstance(proposed, str):
             return
-        if self._glanced or self._probe.is_bound_to_pay(self.plan, proposed):
-            yield from self._together([m for m in MOVES if m.kind == "A" or m in ARITHMETIC], all_or_none=True)
+        if self._glance.moves or self._probe.is_bound_to_pay(self.plan, proposed):
+            yield from self._together(self._at_first(), all_or_none=True)
+
+    def _at_first(self) -> list[Move]:
+        """What may be tried at once before anything is known."""
+        return [move for move in MOVES if move.kind == "A" or move in ARITHMETIC]
 
     def _together(self, moves: Sequence[Move], *, all_or_none: bool = False) -> Laps:
         """Moves that hide each other, all at once, if they can pay and a gate lets them through."""
@@ -242,13 +211,14 @@ class Search:
 
         def order(move: Move) -> tuple[bool, bool, float]:
             # What was made for a glance is there already.
-            is_there, helps = move in self._glanced, self._probe.bound in move.helps
-            return not is_there, not helps, move.setup_s(self._with([move]), self._rig)
+            is_there, helps = move in self._glance.moves, self._probe.bound in move.helps
+            return not is_there, not helps, self._now.setup_s(move)
 
         for move in sorted(possible, key=order):
-            if self._why_not_worth(move, beside_s=setup_s) is None:  # those that are not are looked at by themselves
+            # Those that are not are looked at by themselves.
+            if self._now.why_not_worth(move, beside_s=setup_s) is None:
+                setup_s += self._now.setup_s(move, beside=made)
                 made.append(move)
-                setup_s += move.setup_s(self._with(made), self._rig)
         if len(made) == 1:
             yield from self._try(made[0])
             return
@@ -259,7 +229,7 @@ class Search:
         made = self._let_through(made, all_or_none=all_or_none)
         if not made:
             return
-        plan = self._with(made)
+        plan = self._now.with_moves(made)
         tried = yield from self._laps_of(made, plan)
         if tried.accepted:
             self._settle(plan, made, tried)
@@ -274,7 +244,7 @@ class Search:
 
         Those that cost more than may be spent wait until enough has been saved.
         """
-        moves = [move for move in (*MOVES, *OTHERS) if move not in self._kept]
+        moves = [move for move in (*MOVES, *OTHERS) if move not in self._now.kept]
         # What is recorded is not bound by its host any more, and what helps against that comes last.
         is_recorded = self.plan.execution.mode == "captured"
         bounds = set(BOUND_BY_DEVICE) if is_recorded else {self._probe.bound}
@@ -284,39 +254,39 @@ class Search:
                 yield from self._try(move)
         while self._postponed:
             move = min(self._postponed, key=lambda one: self._postponed[one])
-            updates = self._updates_until(self._postponed.pop(move))
+            updates = self._now.updates_until(self._postponed.pop(move))
             if updates is not None:
                 yield Rest(max(LEAST_REST, updates))
             yield from self._try(move)  # which may put it off again: less may have been saved than was thought
         for move in self._doubted:
-            if self._updates_left > RIPE * OFTEN:
+            if self._now.updates_left > RIPE * OFTEN:
                 yield Rest(RIPE)
                 yield from self._try(move, last=True)
 
     def _shares(self) -> Laps:
         """Take each kept move out once; one that gives nothing beside the others goes."""
         lost_s = 0.0
-        for move in [move for move in (*MOVES, *OTHERS) if move in self._kept]:
-            without = self._with([], but=move)
+        for move in [move for move in (*MOVES, *OTHERS) if move in self._now.kept]:
+            without = self._now.with_moves([], but=move)
             if without == self.plan or self._rig.supports(without) is not None:
                 continue
-            slower_s = FEW_LAPS_S * (1 - self._lap.step_s / self._trials.budget.base_s)
-            setup_s = move.setup_s(self.plan, self._rig) + self._recording_s(without)
-            if lost_s + setup_s + slower_s > SHARES * self._left_s:
+            slower_s = FEW_LAPS_S * (1 - self._now.lap.step_s / self._trials.budget.base_s)
+            setup_s = move.setup_s(self.plan, self._rig) + self._now.recording_s(without)
+            if lost_s + setup_s + slower_s > SHARES * self._now.left_s:
                 continue
-            began_s = self._trials.budget.lost_s(self._lap.step_s)
-            may_s = SHARES * self._left_s - lost_s
+            began_s = self._trials.budget.lost_s(self._now.lap.step_s)
+            may_s = SHARES * self._now.left_s - lost_s
             tried = yield from self._trials.compare(without, self.plan, settled=self.plan, may_lose_s=may_s)
-            lost_s += self._trials.budget.lost_s(self._lap.step_s) - began_s
+            lost_s += self._trials.budget.lost_s(self._now.lap.step_s) - began_s
             if tried.estimate is None:
                 continue
             if tried.accepted or (tried.verdict != "rejected" and tried.estimate.ratio >= LEAST_GAIN):
                 self._trials.keep(move, tried, without_s=_step_s(tried.a))
             elif self._trials.why_not(without, []) is None:
-                self._kept.remove(move)
+                self._now.kept.remove(move)
                 why = "slower beside the others" if tried.verdict == "slower" else "gives nothing beside the others"
                 self._trials.refuse(move, "rejected", why, tried, without_s=_step_s(tried.a))
-                self.plan, self._lap = without, tried.a or self._lap
+                self.plan, self._now.lap = without, tried.a or self._now.lap
 
     def _in_all(self) -> Laps:
         """The plan that was found against the user's own; in the end it must have been worth it."""
@@ -326,23 +296,23 @@ class Search:
             if self._in_all_seen is not None and self._in_all_seen[0] == self.plan:
                 tried = self._in_all_seen[1]
             else:
-                may_s = TOTAL * self._left_s
+                may_s = TOTAL * self._now.left_s
                 tried = yield from trials.compare(self.baseline, self.plan, settled=self.plan, may_lose_s=may_s)
             if tried.estimate is not None and tried.estimate.high < 1:
-                for move in self._kept:
+                for move in self._now.kept:
                     trials.refuse(move, "rejected", "in the end slower than the user's own plan", tried)
-                self.plan, self._kept = self.baseline, []
+                self.plan, self._now.kept = self.baseline, []
         if self._known is not None:
             self._remember(self._known, tried)
-        why = "" if self._kept else "nothing helped"
+        why = "" if self._now.kept else "nothing helped"
         self._settle_in(tried)
         figures = {**tried.figures, "cost_s": budget.spent_s}
-        if self._kept and tried.estimate is not None:
+        if self._now.kept and tried.estimate is not None:
             own_s, found_s = trials.pace_s(self.baseline), trials.pace_s(self.plan)
-            figures["saved_s"] = budget.saved_s - budget.spent_s + self._updates_left * (own_s - found_s)
+            figures["saved_s"] = budget.saved_s - budget.spent_s + self._now.updates_left * (own_s - found_s)
             figures["own_s"] = own_s
         if tried.a is not None:
-            why_slow = "; ".join(filter(None, (self._probe.line, self._glance_line)))
+            why_slow = "; ".join(filter(None, (self._probe.line, self._glance.line)))
             trials.write("baseline", "chosen", why=why_slow, figures={"step_s": tried.a.step_s})
         trials.write("tuned", "chosen", why=why, figures=figures)
         self._told = True
@@ -354,7 +324,7 @@ class Search:
         if self.plan == self.baseline:
             known.forget()
         elif tried.estimate is not None:
-            moves = tuple(move.name for move in self._kept)
+            moves = tuple(move.name for move in self._now.kept)
             # One that a gate held back at first may have been let through later.
             rejected = {name: why for name, why in self._trials.rejected.items() if name not in moves}
             gain, gate_s = tried.estimate.ratio, self._trials.dearest_gate_s
@@ -371,16 +341,16 @@ class Search:
             return
         for move in self._on_trial:
             self._trials.refuse(move, "undecided", "the run ended before its laps had shown a difference")
-        if self._kept:
+        if self._now.kept:
             figures = {"cost_s": self.budget.spent_s}
             self._trials.write("tuned", "chosen", why="the run ended before all was tried", figures=figures)
 
     def _settle_in(self, tried: Tried) -> None:
         """Take the last laps for the pace of the rest of the run."""
         if self.plan == self.baseline:
-            self._lap = dataclasses.replace(self._lap, step_s=self._trials.budget.base_s)
+            self._now.lap = dataclasses.replace(self._now.lap, step_s=self._trials.budget.base_s)
         elif tried.b is not None:
-            self._lap = tried.b
+            self._now.lap = tried.b
 
     # --- one move --------------------------------------------------------------------------------
 
@@ -390,9 +360,9 @@ class Search:
         if isinstance(proposed, str) or reason:
             self._trials.refuse(move, "not tried", str(reason), unfit=1.0)
             return
-        doubt = self._why_not_worth(move)
+        doubt = self._now.why_not_worth(move)
         if doubt is not None:
-            if doubt.cost_s is not None and not last and self._updates_until(doubt.cost_s) is not None:
+            if doubt.cost_s is not None and not last and self._now.updates_until(doubt.cost_s) is not None:
                 self._postponed[move] = doubt.cost_s
             else:
                 self._trials.refuse(move, doubt.outcome, doubt.why)
@@ -413,30 +383,10 @@ class Search:
         self._on_trial = ()
         return tried
 
-    def _why_not_worth(self, move: Move, beside_s: float = 0.0) -> Doubt | None:
-        """Why a trial cannot pay, or may not be paid for beside others that take so long; None where it can."""
-        proposed = move.propose(self.plan, self._rig)
-        if isinstance(proposed, str):
-            return Doubt("not tried", proposed)
-        budget = self._trials.budget
-        first_s = FIRST_GATE_S if self._rig.device.type == "cuda" and not self.gate_s else 0.0
-        cost_s = move.setup_s(proposed, self._rig) + GATE_UPDATES * budget.base_s + first_s
-        most, why = self._probe.most_gain(self.plan, proposed, self._lap)
-        can_save_s = self._left_s * (1 - 1 / most)
-        if most < LEAST_GAIN:
-            return Doubt("rejected", why)
-        if cost_s > can_save_s:
-            told = f"takes {show_seconds(cost_s)} to try, can save {show_seconds(can_save_s)}"
-            return Doubt("not tried", told)
-        if cost_s > budget.left_s - beside_s:
-            may_s = show_seconds(max(0.0, budget.left_s))
-            return Doubt("not tried", f"trying takes {show_seconds(cost_s)}, and {may_s} may be spent", cost_s)
-        return None
-
     def _let_through(self, moves: Sequence[Move], *, all_or_none: bool = False) -> list[Move]:
         """The moves that leave the training the same; the others are refused. Where it is to be all of them or none,
         each is looked at again."""
-        why = self._trials.why_not(self._with(moves), moves)
+        why = self._trials.why_not(self._now.with_moves(moves), moves)
         if why is None:
             return list(moves)
         if all_or_none:
@@ -451,27 +401,23 @@ class Search:
         return passed
 
     def _let_through_beside(self, move: Move, passed: Sequence[Move]) -> list[Move]:
-        why = self._trials.why_not(self._with([*passed, move]), [move])
+        why = self._trials.why_not(self._now.with_moves([*passed, move]), [move])
         if why is not None:
             self._trials.refuse(move, "rejected", why)
         return [] if why is not None else [move]
-
-    def _with(self, moves: Sequence[Move], but: Move | None = None) -> Plan:
-        """The user's plan with the kept moves and these, in the order in which they rest on each other."""
-        chosen = [m for m in (*MOVES, *OTHERS) if (m in self._kept or m in moves) and m is not but]
-        return everything(self._rig, self.baseline, chosen).plan
 
     def _settle(self, plan: Plan, moves: Sequence[Move], tried: Tried, **more: float) -> None:
         if self.plan == self.baseline:
             self._in_all_seen = plan, tried
         if plan.execution.mode != self.plan.execution.mode:
             self._trials.reopen()
-        self.plan, self._lap = plan, tried.b or self._lap
+        self.plan, self._now.lap = plan, tried.b or self._now.lap
         if tried.estimate is not None:
-            self._trials.budget.coming_s += self._left_s * (tried.estimate.low - 1)
-        self._kept += moves
-        for move in [move for move in self._kept if move not in moves and self._with([], but=move) == plan]:
-            self._kept.remove(move)
+            self._trials.budget.coming_s += self._now.left_s * (tried.estimate.low - 1)
+        self._now.kept += moves
+        earlier = [move for move in self._now.kept if move not in moves]
+        for move in [move for move in earlier if self._now.with_moves([], but=move) == plan]:
+            self._now.kept.remove(move)
             self._trials.refuse(move, "rejected", f"{moves[0].name} is faster")
         if len(moves) > 1:
             more["together"] = float(len(moves))
@@ -482,31 +428,6 @@ class Search:
     def gate_s(self) -> float:
         """What the last gate took; 0 where there was none."""
         return self._trials.gate_s if self.budget is not None else 0.0
-
-    # --- time ------------------------------------------------------------------------------------
-
-    def _recording_s(self, plan: Plan) -> float:
-        """About how long it takes until a plan of which nothing is recorded yet replays all that it will."""
-        is_captured = plan.execution.mode == "captured"
-        return RECORDING * self._trials.budget.base_s * self._rig.shapes if is_captured else 0.0
-
-    @property
-    def _left_s(self) -> float:
-        """Seconds that the rest of the run takes under the plan settled on."""
-        return self._updates_left * float(self._lap.step_s)
-
-    @property
-    def _updates_left(self) -> int:
-        return max(0, self._length().updates - self._rig.steps)
-
-    def _updates_until(self, cost_s: float) -> int | None:
-        """Updates until so much may be spent, and it is still worth it; None where that day does not come."""
-        budget = self._trials.budget
-        a_update_s = 0.25 * (budget.base_s - self._lap.step_s)
-        if a_update_s <= 0 or cost_s > budget.most_s - budget.spent_s:
-            return None
-        updates = int(max(0.0, cost_s - budget.left_s) / a_update_s) + 1
-        return updates if 4 * updates < self._updates_left else None
 
 
 def _step_s(lap: Lap | None) -> float:

@@ -1,0 +1,58 @@
+"""A glance at what all moves give together, before any of them is judged: where it is much, more may be spent on them.
+
+Gates and laps cost seconds, and a short run may spend less than what pays takes to try. A few updates aside cost a
+tenth of that. They say nothing of whether the training stays the same, and keep nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotlap.engine.driven import Driven
+from hotlap.moves import capture, precision
+from hotlap.moves.every import everything
+from hotlap.moves.move import Move
+from hotlap.tuner.probe import Probe
+from hotlap.tuner.stand import Stand
+
+UPDATES = 12
+"""What a glance takes, in updates of the user's own, about."""
+HOPE = 1.25
+"""How many times faster all moves together have to be at a glance for more to be spent on them."""
+
+
+@dataclass(frozen=True)
+class Glance:
+    """Moves that were seen to give much together."""
+
+    moves: Sequence[Move] = ()
+    gain: float = 1.0
+
+    @property
+    def line(self) -> str:
+        """What was seen, for people; nothing where that was not much."""
+        names = ", ".join(move.name for move in self.moves)
+        return f"at a glance {self.gain:.2g}x by {names}" if self.moves else ""
+
+
+def at_a_glance(rig: Driven, stand: Stand, probe: Probe, moves: Sequence[Move]) -> Glance:
+    """What those of the moves give that are soon made, roughly. Nobody looks where that is not paid for, or where
+    what shows most in short runs is not among them: another precision, and a recorded step where there can be one."""
+    budget = stand.budget
+    possible = everything(rig, stand.plan, moves).made
+    cost_s, chosen = UPDATES * budget.base_s, list[Move]()
+    for setup_s, move in sorted(((stand.setup_s(move), move) for move in possible), key=lambda one: one[0]):
+        if cost_s + setup_s <= budget.left_s:
+            chosen.append(move)
+            cost_s += setup_s
+    made = everything(rig, stand.plan, [move for move in moves if move in chosen])
+    needed = {precision.MOVE, *({capture.MOVE} & set(possible))}
+    if not needed <= set(made.made):
+        return Glance()
+    began = time.perf_counter()
+    step_s = probe.glance(made.plan)
+    budget.made(0, time.perf_counter() - began)
+    gain = stand.lap.step_s / step_s if step_s else 1.0
+    return Glance(made.made, gain) if gain >= HOPE else Glance()

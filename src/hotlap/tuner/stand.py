@@ -1,0 +1,110 @@
+"""Where a search stands: the plan settled on, the moves that made it, its pace, and what is left of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hotlap.core.plan import Plan
+from hotlap.core.units import show_seconds
+from hotlap.engine.driven import Driven
+from hotlap.moves.every import everything
+from hotlap.moves.move import Move
+from hotlap.tuner.budget import Budget, Length
+from hotlap.tuner.laps import Lap
+from hotlap.tuner.probe import Probe
+from hotlap.tuner.stats import LEAST_GAIN
+from hotlap.tuner.trials import Trials
+
+GATE_UPDATES = 16
+"""What a gate takes, in updates of the user's own, about."""
+FIRST_GATE_S = 0.25
+"""What the first one takes beside, on a GPU: kernels that nothing has used so far are loaded, 0.2 to 0.7 s of it."""
+RECORDING = 4
+"""Updates of the user's own that it takes to record one shape of batch, about: some are made before it is."""
+
+
+class Doubt(NamedTuple):
+    """Why a move is not tried."""
+
+    outcome: str
+    why: str
+    cost_s: float | None = None
+    """What it costs, where it may be paid for later."""
+
+
+class Stand:
+    """The plan that has been settled on so far, and what trying others may still give."""
+
+    trials: Trials
+    lap: Lap
+    """How the plan settled on was seen to go."""
+
+    def __init__(self, rig: Driven, *, moves: Sequence[Move], length: Callable[[], Length], probe: Probe) -> None:
+        self._rig, self._moves, self._length, self._probe = rig, moves, length, probe
+        self.baseline = self.plan = rig.plan
+        """The user's own plan, and the one that has been settled on."""
+        self.kept: list[Move] = []
+
+    def begin(self, trials: Trials, lap: Lap) -> None:
+        """From now on the pace of the user's own plan is known."""
+        self.trials, self.lap = trials, lap
+
+    @property
+    def budget(self) -> Budget:
+        """What may be spent."""
+        return self.trials.budget
+
+    def with_moves(self, moves: Sequence[Move], but: Move | None = None) -> Plan:
+        """The user's plan with the kept moves and these, in the order in which they rest on each other."""
+        chosen = [move for move in self._moves if (move in self.kept or move in moves) and move is not but]
+        return everything(self._rig, self.baseline, chosen).plan
+
+    def setup_s(self, move: Move, beside: Sequence[Move] = ()) -> float:
+        """What it takes to set up the plan that a move makes, beside others."""
+        return move.setup_s(self.with_moves([*beside, move]), self._rig)
+
+    def why_not_worth(self, move: Move, beside_s: float = 0.0) -> Doubt | None:
+        """Why a trial cannot pay, or may not be paid for beside others that take so long; None where it can."""
+        proposed = move.propose(self.plan, self._rig)
+        if isinstance(proposed, str):
+            return Doubt("not tried", proposed)
+        first_s = FIRST_GATE_S if self._rig.device.type == "cuda" and not self.trials.gate_s else 0.0
+        cost_s = move.setup_s(proposed, self._rig) + GATE_UPDATES * self.budget.base_s + first_s
+        most, why = self._probe.most_gain(self.plan, proposed, self.lap)
+        can_save_s = self.left_s * (1 - 1 / most)
+        if most < LEAST_GAIN:
+            return Doubt("rejected", why)
+        if cost_s > can_save_s:
+            told = f"takes {show_seconds(cost_s)} to try, can save {show_seconds(can_save_s)}"
+            return Doubt("not tried", told)
+        if cost_s > self.budget.left_s - beside_s:
+            may_s = show_seconds(max(0.0, self.budget.left_s))
+            return Doubt("not tried", f"trying takes {show_seconds(cost_s)}, and {may_s} may be spent", cost_s)
+        return None
+
+    # --- time ------------------------------------------------------------------------------------
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the rest of the run takes under the plan settled on."""
+        return self.updates_left * float(self.lap.step_s)
+
+    @property
+    def updates_left(self) -> int:
+        """Updates until the end of the run."""
+        return max(0, self._length().updates - self._rig.steps)
+
+    def updates_until(self, cost_s: float) -> int | None:
+        """Updates until so much may be spent, and it is still worth it; None where that day does not come."""
+        budget = self.budget
+        a_update_s = 0.25 * (budget.base_s - self.lap.step_s)
+        if a_update_s <= 0 or cost_s > budget.most_s - budget.spent_s:
+            return None
+        updates = int(max(0.0, cost_s - budget.left_s) / a_update_s) + 1
+        return updates if 4 * updates < self.updates_left else None
+
+    def recording_s(self, plan: Plan) -> float:
+        """About how long it takes until a plan of which nothing is recorded yet replays all that it will."""
+        is_captured = plan.execution.mode == "captured"
+        return RECORDING * self.budget.base_s * self._rig.shapes if is_captured else 0.0
