@@ -598,6 +598,19 @@ def test_laps_of_what_looks_faster_go_on_though_all_that_may_be_spent_was():
     assert outcomes(rig)["data held on the device"][0] == "kept"
 
 
+def test_what_it_took_to_look_around_is_told_and_does_not_limit_trials():
+    class Slow(CountingProbe):
+        def look(self, lap, *, may_s):
+            time.sleep(0.3)
+
+    rig = rig_for()
+    search = searching(rig, 2_000, gate=Gatekeeper(), probe=Slow(rig))
+    drive(search, lambda plan: cost_of(plan))
+    told = next(entry for entry in rig.ledger if entry.what == "tuned").figures
+    assert told["cost_s"] >= 0.3 + search.budget.spent_s
+    assert search.budget.spent_s < 0.3
+
+
 # --- a glance ------------------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ def held(source: Source, device: torch.device, progress: Progress | None = None)
 
 
 SENT_A_SECOND = 4e9
-"""Bytes a second that reach a device at least, from memory that is not page-locked."""
+"""Bytes a second that reach a device, about, from memory that is not page-locked: 3.9e9 to 8e9 on hosts of an H200."""
 
 
 def time_to_hold(source: Source, device: torch.device) -> float:

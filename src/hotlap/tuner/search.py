@@ -9,6 +9,7 @@ kept is then taken out move by move, which tells what each gives.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Generator, Sequence
 
 from hotlap.core.plan import Plan
@@ -77,6 +78,8 @@ class Search:
         self._in_all_seen: tuple[Plan, Tried] | None = None
         """A plan that was timed against the user's own, and what came of it."""
         self._looked = self._told = False
+        self._look_s = 0.0
+        """What it took to find out what bounds the training, and what there is to be tried: told, but not limited."""
         self._glance = Glance()
         self._is_known_open = False
         """Whether a plan is known that this run was too short to look at."""
@@ -109,8 +112,7 @@ class Search:
             trials.write("baseline", "chosen", figures={"step_s": lap.step_s})
             trials.write("all moves", "not tried", why=f"the run takes {run_s} in all, so that trials may take {may_s}")
             return
-        self._probe.look(lap, may_s=budget.left_s)
-        budget.is_hopeful = self._probe.is_hopeful
+        self._look(lap)
         trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": lap.step_s})
         self._rig.keep_plans()
         try:
@@ -133,6 +135,14 @@ class Search:
             self._rig.tidy()
 
     # --- stages ----------------------------------------------------------------------------------
+
+    def _look(self, lap: Lap) -> None:
+        """Find out what bounds the training and which moves it can obey; both are known from then on."""
+        budget, began = self._trials.budget, time.perf_counter()
+        self._probe.look(lap, may_s=budget.left_s)
+        budget.is_hopeful = self._probe.is_hopeful
+        everything(self._rig, self.plan, (*MOVES, *OTHERS))
+        self._look_s = time.perf_counter() - began
 
     def _pace_of_user(self) -> Laps:
         """Laps of the user's own plan, until three are alike; the middle one."""
@@ -306,10 +316,11 @@ class Search:
             self._remember(self._known, tried)
         why = "" if self._now.kept else "nothing helped"
         self._settle_in(tried)
-        figures = {**tried.figures, "cost_s": budget.spent_s}
+        cost_s = budget.spent_s + self._look_s
+        figures = {**tried.figures, "cost_s": cost_s}
         if self._now.kept and tried.estimate is not None:
             own_s, found_s = trials.pace_s(self.baseline), trials.pace_s(self.plan)
-            figures["saved_s"] = budget.saved_s - budget.spent_s + self._now.updates_left * (own_s - found_s)
+            figures["saved_s"] = budget.saved_s - cost_s + self._now.updates_left * (own_s - found_s)
             figures["own_s"] = own_s
         if tried.a is not None:
             why_slow = "; ".join(filter(None, (self._probe.line, self._glance.line)))
@@ -342,7 +353,7 @@ class Search:
         for move in self._on_trial:
             self._trials.refuse(move, "undecided", "the run ended before its laps had shown a difference")
         if self._now.kept:
-            figures = {"cost_s": self.budget.spent_s}
+            figures = {"cost_s": self.budget.spent_s + self._look_s}
             self._trials.write("tuned", "chosen", why="the run ended before all was tried", figures=figures)
 
     def _settle_in(self, tried: Tried) -> None:
