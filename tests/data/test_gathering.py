@@ -1,7 +1,10 @@
 """Rows gathered on the host: the same whoever gathers them."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -85,7 +88,7 @@ def test_what_is_large_is_shared_by_as_many_threads_as_torch_may_have(count, han
 
     def noted(work, *rest):
         def done(start, end):
-            parts.append((start, end, threading.get_ident()))
+            parts.append((start, end))
             work(start, end)
 
         shared(done, *rest)
@@ -93,8 +96,7 @@ def test_what_is_large_is_shared_by_as_many_threads_as_torch_may_have(count, han
     monkeypatch.setattr(gathering, "_shared", noted)
     assert same(HostRows(X), X, torch.arange(count).flip(0))
     assert len(parts) == hands
-    assert [start for start, _, _ in sorted(parts)[1:]] == [end for _, end, _ in sorted(parts)[:-1]]
-    assert sorted(parts)[0][2] == threading.get_ident()
+    assert [start for start, _ in sorted(parts)[1:]] == [end for _, end in sorted(parts)[:-1]]
 
 
 def test_a_process_that_was_forked_off_has_threads_of_its_own():
@@ -103,13 +105,40 @@ def test_a_process_that_was_forked_off_has_threads_of_its_own():
         assert pool.apply_async(same, (HostRows(X), X, torch.arange(COUNT))).get(timeout=60)
 
 
-def test_what_breaks_in_another_thread_is_told():
+@pytest.mark.parametrize("breaks", [0, 13])
+def test_what_breaks_is_told_once_nobody_writes_any_more(breaks):
+    """Into memory that may be another batch's by then."""
+    at_work, begun = [], threading.Barrier(3)
+
     def broken(start, end):
-        if start:
+        begun.wait(timeout=60)
+        if start == breaks:
             raise MemoryError(f"{start}")
+        at_work.append(start)
+        time.sleep(0.2)
+        at_work.remove(start)
 
     with pytest.raises(MemoryError):
         gathering._shared(broken, 40, 1000)
+    assert at_work == []
+
+
+def test_a_thread_that_outlives_the_main_one_gathers_alone():
+    """Nobody may start threads by then."""
+    code = """
+import threading, torch
+from hotlap.data import gathering
+gathering.GRAIN, gathering.MOST_BY_ONE = 8, 256
+torch.set_num_threads(2)
+X = torch.arange(400.0).view(40, 10)
+def late():
+    threading.main_thread().join()
+    found = gathering.HostRows(X).at(torch.arange(39, -1, -1), None)
+    print("same" if torch.equal(found, X.flip(0)) else "other")
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("same\n", "")
 
 
 def test_it_can_be_left_to_torch(takes, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from plain import class_data, gradients_of, parameters_of, small_mlp
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hotlap.core.errors import HotlapError, JobError, PlanError, TrainingError
 from hotlap.core.plan import Plan
@@ -711,3 +711,40 @@ def test_a_function_that_prepares_in_place_is_called_once_a_batch_in_evaluation(
     scores = rig.evaluate((x.clone(), y), {"loss too": nn.functional.cross_entropy}, batch_size=8)
     assert scores["loss"] == pytest.approx(expected)
     assert scores["loss too"] == pytest.approx(expected)
+
+
+class Counting(nn.Module):
+    """Counts its calls, and draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls, self.own = small_mlp(), 0, torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x + 0.1 * torch.rand(x.shape, generator=self.own))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_windows_drawn_aside_change_nothing_of_those_to_come(persistent, steps):
+    """Persistent workers serve one iterator at a time: whoever was in the middle of another begins anew."""
+
+    def losses(looks):
+        torch.manual_seed(0)
+        rig = make_rig(Counting())
+        loader = DataLoader(
+            TensorDataset(*class_data(64)), batch_size=4, shuffle=True, num_workers=1, persistent_workers=persistent
+        )
+        windows = rig.feed(loader, epochs=2)
+        found = [float(rig.advance(next(windows))) for _ in range(3)]
+        if looks:
+            with rig.aside():
+                other = rig.windows(room=lambda: 1)
+                for _ in range(steps):
+                    rig.advance(next(other))
+        found += [float(rig.advance(window)) for window in windows]
+        rig.close()
+        return found, rig.model.calls
+
+    assert losses(looks=True) == losses(looks=False)

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
 from hotlap.monitor.bound import BOUNDS, Diagnosis
 from hotlap.tuner.budget import HOPEFUL_SHARE, SHARE, Budget, Length
 from hotlap.tuner.laps import Lap
-from hotlap.tuner.probe import BOUND_TO_PAY, COMPILED, REPLAY_S, Probe
+from hotlap.tuner.probe import BOUND_TO_PAY, COMPILED, REPLAY_S, CountingProbe, Probe
 from hotlap.tuner.stats import LEAST_GAIN
 
 
@@ -90,3 +93,91 @@ def test_hope_lets_tuning_cost_more_but_not_more_than_the_user_says():
     told = Budget(base_s=0.01, length=lambda: Length(10_000), most_s=0.5)
     told.is_hopeful = True
     assert told.all_s == 0.5
+
+
+# --- a glance ------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Counts its calls, and drops."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.layers = 0, nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.3), nn.Linear(16, 3))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layers(x)
+
+
+@pytest.fixture
+def glances_here(monkeypatch):
+    monkeypatch.setattr("hotlap.tuner.probe.GLANCED_AT", ("cpu",))
+
+
+def rig_for(**loading):
+    torch.manual_seed(0)
+    rig = Rig(Counting(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu")
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(160, 4, generator=draw), torch.randint(3, (160,), generator=draw))
+    data = DataLoader(data, batch_size=4, shuffle=True, **loading)
+    windows = rig.feed(data, epochs=3)
+    rig.keep_plans()
+    return rig, windows
+
+
+@pytest.mark.parametrize("begun", [6, 36, 40])
+def test_a_glance_leaves_no_trace_wherever_the_epoch_stands(begun, glances_here):
+    def losses(glances):
+        rig, windows = rig_for()
+        made = [float(rig.advance(next(windows))) for _ in range(begun)]
+        if glances:
+            held = rig.plan.with_feed(Feed(kind="resident")).but(optimizer="fused")
+            before = rig.place, rig.plan, rig.steps
+            step_s = CountingProbe(rig).glance(held)
+            assert step_s is not None
+            assert step_s > 0
+            assert (rig.place, rig.plan, rig.steps) == before
+        made += [float(rig.advance(next(windows))) for _ in range(60)]
+        return made, rig.model.calls
+
+    assert losses(glances=True) == losses(glances=False)
+
+
+def test_there_is_none_where_an_epoch_has_too_few_updates(glances_here):
+    rig, _ = rig_for()
+    assert rig.windows_here == 40
+    assert CountingProbe(rig).glance(rig.plan.but(optimizer="fused")) is not None
+    short, _ = rig_for()
+    short.feed((torch.randn(20, 4), torch.zeros(20, dtype=torch.int64)), batch_size=4, epochs=3)
+    assert CountingProbe(short).glance(short.plan.but(optimizer="fused")) is None
+
+
+def test_a_plan_that_breaks_is_none_and_lets_go_of_what_was_made_for_it(glances_here, monkeypatch):
+    rig, windows = rig_for()
+    rig.advance(next(windows))
+    held = rig.plan.with_feed(Feed(kind="resident"))
+    with monkeypatch.context() as patch:
+        patch.setattr(rig, "advance", lambda window: 1 / 0)
+        assert CountingProbe(rig).glance(held) is None
+    assert rig.plan.feed.kind == "loader"
+    assert not rig._route._resident
+    rig.advance(next(windows))
+
+
+def test_a_training_that_cannot_be_put_back_is_not_gone_on_with(glances_here, monkeypatch):
+    rig, _ = rig_for()
+    monkeypatch.setattr(rig, "restore", lambda snapshot: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        CountingProbe(rig).glance(rig.plan.but(optimizer="fused"))
+
+
+@pytest.mark.parametrize(("feed_s", "looks"), [(0.006, False), (0.0001, True)])
+def test_what_workers_have_ready_says_nothing_of_their_pace(feed_s, looks, glances_here):
+    rig, windows = rig_for(num_workers=1)
+    rig.advance(next(windows))
+    probe = CountingProbe(rig)
+    Probe.look(probe, Lap(step_s=0.010, updates=5, wall_s=0.05, feed_s=feed_s), may_s=0.0)
+    assert (probe.glance(rig.plan.but(optimizer="fused")) is not None) == looks
+    assert probe.glance(rig.plan.with_feed(Feed(kind="resident"))) is not None
+    rig.close()

@@ -702,6 +702,25 @@ def test_where_a_plan_was_found_before_there_is_nothing_to_glance_at(dear_moves)
     assert probe.glanced == []
 
 
+def test_hope_is_for_one_trial_and_told_where_it_came_to_nothing(dear_moves):
+    rig, gate, hoped = rig_for(), Gatekeeper(refuses=lambda plan: True), []
+    search = searching(rig, 20_000, gate=gate, probe=Glancing(rig, narrower(4.0)))
+    check = gate.check
+    gate.check = lambda plan: (hoped.append(search.budget.hoped_s), check(plan))[1]
+    drive(search, narrower(4.0))
+    assert hoped[0] > 0
+    assert not any(hoped[1:])
+    assert rig.plan == search.baseline
+    assert "at a glance 4x" in outcomes(rig)["baseline"][1]
+
+
+def test_a_plan_that_is_known_to_be_too_dear_is_not_found_by_a_glance(dear_moves):
+    rig = rig_for()
+    probe, known = Glancing(rig, pays), Memory(dataclasses.replace(found_by(rig), gate_s=1e6))
+    drive(searching(rig, 20_000, gate=Gatekeeper(), probe=probe, known=known), pays)
+    assert probe.glanced == []
+
+
 def test_where_a_gate_holds_back_what_a_glance_has_shown_the_others_are_still_tried(dear_moves):
     rig, gate = rig_for(), Gatekeeper(refuses=in_16_bits)
     step = lambda plan: cost_of(plan, fused=0.5) if not in_16_bits(plan) else (0.001, 0.001)  # noqa: E731

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 
@@ -61,9 +63,24 @@ class HostRows:
 def _shared(work: Callable[[int, int], None], count: int, size: int) -> None:
     """Have so many rows of so many bytes in all gathered, by this thread and others where that pays."""
     hands = min(HANDS, torch.get_num_threads(), count) if size > MOST_BY_ONE else 1
-    ends = [count * number // hands for number in range(hands + 1)]
-    others = [_hands(os.getpid()).submit(work, *part) for part in pairwise(ends[1:])]
-    work(0, ends[1])
+    parts = deque(pairwise(count * number // hands for number in range(hands + 1)))
+
+    def share() -> None:
+        while parts:
+            try:
+                part = parts.popleft()
+            except IndexError:  # another was faster
+                return
+            work(*part)
+
+    others: list[Future[None]] = []
+    try:
+        with suppress(RuntimeError):  # no thread is to be had, at the end of the process for one: this one does it all
+            others.extend(_hands(os.getpid()).submit(share) for _ in range(hands - 1))
+        share()
+    finally:
+        parts.clear()
+        wait(others)  # whatever broke: nobody writes there any more
     for other in others:
         other.result()
 

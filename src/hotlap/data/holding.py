@@ -141,7 +141,7 @@ def _brought(tensor: Tensor, chosen: Tensor | None, count: int, device: torch.de
     there = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
     step = max(1, CHUNK_BYTES // max(1, _row_bytes(tensor)))
     starts = range(0, count, step)
-    if len(starts) > 1 and device.type == "cuda" and tensor.device.type == "cpu":
+    if len(starts) > 1 and device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         _send(tensor.detach(), chosen, there, starts)
         return there
     for start in starts:
@@ -152,7 +152,8 @@ def _brought(tensor: Tensor, chosen: Tensor | None, count: int, device: torch.de
 def _send(tensor: Tensor, chosen: Tensor | None, there: Tensor, starts: range) -> None:
     """Bring rows to a GPU by way of page-locked memory: while one chunk is under way, all cores read the next."""
     try:
-        rooms = [torch.empty((starts.step, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True) for _ in range(2)]
+        shape = (starts.step, *tensor.shape[1:])
+        rooms = [torch.empty(shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for _ in range(2)]
     except RuntimeError:  # there is none to be had
         rooms = []
     sent: list[torch.cuda.Event] = []

@@ -34,6 +34,7 @@ from hotlap.engine.layout import Layout, why_not_channels_last
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.optimizers import Fusion, is_fused, why_not_fused
 from hotlap.engine.precision import why_not_precision
+from hotlap.engine.remembered import Remembered
 from hotlap.engine.rooms import Rooms
 from hotlap.engine.route import Place as Place
 from hotlap.engine.route import Route
@@ -253,19 +254,22 @@ class Rig:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, plans and steps leave no trace: afterwards all is as it was before, ledger and running loss too.
+        """Inside, plans and steps leave no trace: afterwards all is as it was before, ledger, running loss and what
+        modules count in plain attributes too.
 
         What is noted in the ledger meanwhile can be read there until then.
         """
         kept = self._rooms.keeps
         self.keep_plans()
         plan, settled, ledger, snapshot = self.plan, self.settled, self.ledger, self.snapshot()
+        remembered = Remembered(self.modules)
         self.ledger = Ledger()
         try:
             yield
         finally:
             self.use(plan)
             self.restore(snapshot)
+            remembered.restore()
             stays = [entry for entry in self.ledger if entry.what in ("compile", "attention")]
             self.ledger, self.settled = ledger, settled
             for entry in stays:  # what was compiled or chosen stays, and was paid for

@@ -148,6 +148,7 @@ class Route:
                         return
                     # A changed plan, or a place that was put back, begins a new stream.
                     if version != self._version or place != expected:
+                        self.recut()  # whoever else is in the middle of windows has to begin anew too
                         stream, version = self._stream(epoch, number, steps, room), self._version
                     window = next(stream)
                     made = window.updates

@@ -53,14 +53,14 @@ def fit(
     default. With "off" the training runs as the job describes it, with "max" under everything that this machine can
     do, unmeasured. A Plan or a plan file is used as it is; a dict, such as {"precision": "bf16"}, changes choices in
     the plan that the job itself describes; the folder of a run replays its plans, each at its step. Tuning takes at
-    most 1.5 % of the run (4 % where the GPU waits for its host), a quarter of what it has saved and 60 s, or
-    `tune_s` seconds. `out` must be a new or empty folder; without it one is made under `runs/`. `resume` names the
-    folder of a run to go on with: it ends as if it had never been interrupted. One that has no checkpoint yet begins
-    again at step 0, and says so; one that has ended is not trained again, unless more is asked for. A training with
-    other code, data or settings, or at step 0 with other first weights, is refused there, with the differences,
-    unless `allow_changes`. `save_every` is a number of updates between checkpoints, one before the first step and one
-    at the end included; without it they come as often as 2 % of the time allows, which in a short run may be
-    never; 0 keeps none.
+    most 1.5 % of the run (4 % where the GPU waits for its host), a quarter of what it has saved or was seen to be
+    there to save, and 60 s, or `tune_s` seconds. `out` must be a new or empty folder; without it one is made under
+    `runs/`. `resume` names the folder of a run to go on with: it ends as if it had never been interrupted. One that has
+    no checkpoint yet begins again at step 0, and says so; one that has ended is not trained again, unless more is asked
+    for. A training with other code, data or settings, or at step 0 with other first weights, is refused there, with the
+    differences, unless `allow_changes`. `save_every` is a number of updates between checkpoints, one before the first
+    step and one at the end included; without it they come as often as 2 % of the time allows, which in a short run may
+    be never; 0 keeps none.
 
     With `reuse`, a model that was trained before on the same data, code, settings, plan and first weights is
     loaded from the cache instead of trained again, and one that was not is kept there.

@@ -21,12 +21,12 @@ from hotlap.data.columns import tensors_in
 from hotlap.data.resident import Rows
 from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.capture import CapturedStep
+from hotlap.engine.remembered import Remembered
 from hotlap.engine.rig import Place, Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window
 from hotlap.fitting.task import Task
 from hotlap.machine.kernels import first_line
-from hotlap.tuner.moment import Remembered
 
 TRIES = 2
 """Windows of a shape that have to go through under a plan before it is known to fit: the first update has no state of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hotlap.data.randomness import HostRandomness
 from hotlap.engine.fingerprint import INSIDE
-from hotlap.tuner.moment import Remembered
+from hotlap.engine.remembered import Remembered
 
 LARGEST = 64 * 2**20
 """Bytes of a tensor among a layer's attributes up to which its content is put back; a larger one is data."""

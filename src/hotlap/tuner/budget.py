@@ -18,7 +18,7 @@ OF_SAVED = 0.25
 OF_COMING = 0.1
 """Of what they will save in the rest of the run, at the least."""
 OF_HOPED = 0.25
-"""Of what all moves together would save, as a glance has shown, until they are timed."""
+"""Of what all moves together would save, as a glance has shown, for their one trial."""
 MOST_S = 60.0
 """And never more, unless the user says how much it may be."""
 

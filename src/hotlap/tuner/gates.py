@@ -26,7 +26,7 @@ from hotlap.machine.kernels import first_line
 from hotlap.tuner.feed_gate import chosen_windows, why_other_samples
 from hotlap.tuner.gradients import Agreement, percent, shown_cosine
 from hotlap.tuner.likeness import alike, alike_on_average, averaged, least_gap
-from hotlap.tuner.moment import LEAST_UPDATES, MOST_UPDATES, Moment, Remembered, Windows
+from hotlap.tuner.moment import LEAST_UPDATES, MOST_UPDATES, Moment, Windows
 from hotlap.tuner.rounding import same_maths
 from hotlap.tuner.stepping import Reference, Stepping, without_dropout
 
@@ -88,14 +88,11 @@ class Gate:
         reason = rig.supports(plan) or next((line for line in rig.cautions(plan) if line not in known), None)
         if reason is not None:
             return Judgement(ok=False, why=reason)
-        remembered = Remembered(rig.modules)
         with rig.aside():
             try:
                 return self._judged(plan)
             except Exception as error:  # whatever a plan, or what the user's code makes of it, may do
                 return Judgement(ok=False, why=first_line(error))
-            finally:
-                remembered.restore()
 
     def forget(self) -> None:
         """Let go of what was found out: a few times the memory of the weights."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from hotlap.core.plan import Plan
 from hotlap.data.batches import map_tensors
 from hotlap.data.resident import Rows
+from hotlap.engine.remembered import Remembered
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import Window
@@ -63,52 +61,6 @@ class Windows:
 
         pieces = [piece if isinstance(piece, Rows) else map_tensors(piece, copied) for piece in window.pieces]
         return Window(pieces, window.sizes, window.all_count, window.updates)
-
-
-class Remembered:
-    """What modules remember beside tensors: plain values, such as a count of steps, and generators of their own."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        layers = [layer for module in modules for layer in module.modules()]
-        self._values = [(layer, _plain(layer)) for layer in layers]
-        self._generators = [
-            (value, _state(value)) for layer in layers for value in layer.__dict__.values() if isinstance(value, _OWN)
-        ]
-
-    def restore(self, *, generators: bool = True) -> None:
-        """Put all of it back."""
-        for layer, values in self._values:
-            if _plain(layer) != values:
-                layer.__dict__.update(values)
-        for generator, state in self._generators if generators else ():
-            if isinstance(generator, torch.Generator):
-                generator.set_state(state)
-            elif isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            else:
-                generator.setstate(state)
-
-
-_OWN = (torch.Generator, np.random.Generator, random.Random)
-
-
-def _plain(layer: nn.Module) -> dict[str, Any]:
-    # Rates are `without_dropout`'s to change.
-    found = {name: value for name, value in layer.__dict__.items() if isinstance(value, (int, float, str, type(None)))}
-    return {name: value for name, value in found.items() if name != rate_name(layer)}
-
-
-def rate_name(layer: nn.Module) -> str | None:
-    """The attribute by which a layer of torch knows how much it drops; None where it drops nothing."""
-    if isinstance(layer, _DropoutNd):
-        return "p"
-    return "dropout" if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) else None
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.getstate()
 
 
 class Moment:

@@ -31,6 +31,10 @@ BOUND_TO_PAY = 0.05
 """Of the user's own step, what another precision has to spare in arithmetic alone to be taken for a gain."""
 GLANCES, GLANCED, MOST_WARM = 3, 4, 12
 """How often so many updates are timed at a glance, of which the fastest count, and windows made before at most."""
+GLANCED_AT = ("cuda",)
+"""Kinds of device on which trials are so dear that a glance comes before them."""
+WAITS = 0.1
+"""Of a step, what the host waits for its workers from which on they are what bounds it."""
 FEED_CHOICES = {field.name for field in dataclasses.fields(Feed)}
 
 
@@ -141,17 +145,28 @@ class CountingProbe(Probe):
         )
 
     def glance(self, plan: Plan) -> float | None:
-        """Seconds an update under a plan, roughly; only on a GPU, where trials are dear."""
+        """Seconds an update under a plan, roughly, by a few of them aside; None where nobody has looked."""
         rig = self._rig
-        needed = (MOST_WARM + GLANCES * GLANCED) * plan.execution.replay_steps
-        if rig.device.type != "cuda" or rig.epoch_windows - rig.place.window < needed:
+        together, place = plan.execution.replay_steps, rig.place
+        needed = (MOST_WARM + GLANCES * math.ceil(GLANCED / together)) * together
+        if rig.device.type not in GLANCED_AT or rig.windows_here < needed:
             return None
-        try:
-            with rig.aside():
+        feed = plan.feed
+        if feed == rig.plan.feed and feed.workers and (self._feeding or 0.0) > WAITS:
+            return None  # what workers have ready is seen at a glance, not how fast they are
+        step_s: float | None = None
+        with rig.aside():
+            try:
+                # Any place of the epoch is as good as this.
+                rig.place = place._replace(window=min(place.window, rig.windows_here - needed))
                 rig.use(plan)
-                return _roughly(rig)
-        except Exception:  # whatever a plan may do; whether it can be obeyed is for the gates to say
-            return None
+                step_s = _roughly(rig)
+            except Exception:  # whatever a plan may do; whether it can be obeyed is for the gates to say
+                pass
+        if step_s is None:  # what was made for it may be what there is no room for
+            rig.tidy()
+            rig.keep_plans()
+        return step_s
 
 
 def _roughly(rig: Rig) -> float:

@@ -118,13 +118,13 @@ class Search:
         try:
             yield from self._as_found_before()
             before = self.plan
-            if self.plan == self.baseline:
+            if self.plan == self.baseline and not self._is_known_open:
                 self._glance = at_a_glance(self._rig, self._now, self._probe, self._at_first())
                 budget.hoped_s = self._now.left_s * (1 - 1 / self._glance.gain)
             yield from self._for_the_device()
             yield from self._at_once()
-            yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
             budget.hoped_s = 0.0
+            yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
             yield from self._together(ARITHMETIC)
             yield from self._one_by_one()
             if self.plan != before:
@@ -322,9 +322,10 @@ class Search:
             own_s, found_s = trials.pace_s(self.baseline), trials.pace_s(self.plan)
             figures["saved_s"] = budget.saved_s - cost_s + self._now.updates_left * (own_s - found_s)
             figures["own_s"] = own_s
-        if tried.a is not None:
+        if tried.a is not None or self._glance.moves:
             why_slow = "; ".join(filter(None, (self._probe.line, self._glance.line)))
-            trials.write("baseline", "chosen", why=why_slow, figures={"step_s": tried.a.step_s})
+            step_s = tried.a.step_s if tried.a is not None else budget.base_s
+            trials.write("baseline", "chosen", why=why_slow, figures={"step_s": step_s})
         trials.write("tuned", "chosen", why=why, figures=figures)
         self._told = True
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from hotlap import machine
 from hotlap.core.plan import Plan
+from hotlap.engine.remembered import rate_name
 from hotlap.engine.rig import Place, Rig
 from hotlap.engine.step import Window
 from hotlap.tuner.gradients import Gaps, Outcome, gaps_between, whole
-from hotlap.tuner.moment import Moment, Windows, rate_name
+from hotlap.tuner.moment import Moment, Windows
 from hotlap.tuner.rounding import Noise, noise_of
 
 MOST_RUNS = 6
