@@ -332,6 +332,13 @@ def test_a_row_without_a_path_is_left_out_and_said(tmp_path):
     assert "broken    1 file left out: (no path) has no path" in lines
 
 
+def test_a_name_that_is_too_long_is_a_broken_file_wherever_it_stands(tmp_path):
+    found, lines = coloured_files(tmp_path, 12), []
+    data = write_rows(tmp_path / "train.csv", ["image", "label"], [[f"{'x' * 5000}.png", "red"], *found])
+    prepared(data, lines)
+    assert any(line.startswith("broken    1 file left out: xxx") and "too long" in line for line in lines)
+
+
 def test_names_without_an_ending_are_found_under_the_root(tmp_path):
     found = coloured_files(tmp_path / "pictures", 12)
     rows = [[path.removesuffix(".png"), colour] for path, colour in found]

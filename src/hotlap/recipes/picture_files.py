@@ -42,6 +42,14 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
+def is_there(file: str | Path) -> bool:
+    """Whether there is such a file; a name that is too long, or holds a zero, is that of none."""
+    try:
+        return Path(file).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def placed(paths: Sequence[str], table: Path, root: str, *, is_asked: bool = False) -> list[str]:
     """The files that a table's paths name; "" where there is none.
 
@@ -110,16 +118,13 @@ def _is_within(limit: Path, base: Path, path: str) -> bool:
 
 def _found(base: Path, path: str) -> Path | None:
     """A file that is there, by its name or by its name without an ending."""
-    try:
-        wanted = base / path
-        if wanted.is_file():
-            return wanted
-        if not is_picture(wanted):
-            names = (wanted.with_name(f"{wanted.name}{suffix}") for suffix in SUFFIXES if wanted.name)
-            return next((one for one in names if one.is_file()), None)
-    except (OSError, ValueError):  # a name that is too long, or holds a zero
-        pass
-    return None
+    wanted = base / path
+    if is_there(wanted):
+        return wanted
+    if is_picture(wanted):
+        return None
+    names = (wanted.with_name(f"{wanted.name}{suffix}") for suffix in SUFFIXES if wanted.name)
+    return next((one for one in names if is_there(one)), None)
 
 
 def _within(folder: Path) -> list[Path]:
