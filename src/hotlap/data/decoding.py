@@ -66,6 +66,8 @@ def read(path: Path) -> bytes:
         if found.st_size > MOST_BYTES:
             raise BrokenError(f"has {show_bytes(found.st_size)}, and {show_bytes(MOST_BYTES)} at most are read")
         content = path.read_bytes()
+    except BrokenError:
+        raise
     except FileNotFoundError:
         raise BrokenError("does not exist") from None
     except (OSError, ValueError) as error:  # a name with a zero in it, for one
