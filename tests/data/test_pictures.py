@@ -217,6 +217,24 @@ def test_rows_are_files_in_their_order_and_broken_ones_are_listed(files, tmp_pat
     )
 
 
+def test_what_is_no_file_to_read_says_what_it_is(files, tmp_path):
+    (tmp_path / "in" / "gone.png").mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
+    found = decoded([*files, tmp_path / "pipe.png"], size=8, cache=False)
+    assert [found.broken[5], found.broken[6]] == ["is a folder", "is not a regular file"]
+
+
+def test_a_long_name_is_cut_where_it_is_told():
+    assert broken_told([f"in/{'x' * 5000}.png"], {0: "is empty"}) == f"{'x' * 59}… is empty"
+
+
+def test_why_a_file_cannot_be_read_is_that_of_now_and_not_of_the_cache(files, tmp_path):
+    cache = Cache(tmp_path / "cache")
+    assert decoded(files, size=8, cache=cache).broken[5] == "does not exist"
+    files[5].write_bytes(b"")
+    assert decoded(files, size=8, cache=cache).broken[5] == "is empty"
+
+
 def test_the_second_time_they_come_from_the_cache_and_stay_on_disk(files, tmp_path):
     cache = Cache(tmp_path / "cache")
     first, again = (decoded(files, size=8, cache=cache) for _ in range(2))

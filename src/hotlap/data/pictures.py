@@ -41,6 +41,8 @@ COPIES = 2
 """Of the pixels, on disk while they are decoded: the file they are decoded into, and that of the cache."""
 NAMED = 3
 """How many files a line names."""
+LONGEST_NAME = 60
+"""Characters of a name that a line shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +102,10 @@ def decoded(
     began = time.perf_counter()
     paths = _checked(files, size, fit)
     pillow()
-    digests = _digests(paths)
-    held, key, why_not = _place(cache, digests, size, fit)
+    digests, unread = _digests(paths)
+    # Two that cannot be read for other reasons are not the same.
+    known = [digest or why for digest, why in zip(digests, unread, strict=True)]
+    held, key, why_not = _place(cache, known, size, fit)
     entry = _found(held, key)
     if entry is not None:
         if progress is not None:
@@ -129,29 +133,34 @@ def decoded(
 def broken_told(paths: Iterable[str | os.PathLike[str]], broken: Mapping[int, str]) -> str:
     """The first broken files with what is wrong with them, in one line; the others are counted."""
     names = list(paths)
-    said = [f"{Path(names[row]).name} {why}" for row, why in list(broken.items())[:NAMED]]
+    said = [f"{_short(Path(names[row]).name)} {why}" for row, why in list(broken.items())[:NAMED]]
     more = f" and {len(broken) - NAMED:,} more" if len(broken) > NAMED else ""
     return f"{'; '.join(said)}{more}"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 # --- the cache -------------------------------------------------------------------------------------
 
 
-def _digests(paths: list[str]) -> tuple[str, ...]:
-    """The sha256 of each file, read by as many threads as there are cores: hashing lets the others run."""
+def _digests(paths: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The sha256 of each file, and why others have none; by a thread for each core: hashing lets the others run."""
     with ThreadPoolExecutor(max(1, read_cpu().cores)) as threads:
-        return tuple(threads.map(_digest, paths))
+        found = list(threads.map(_digest, paths))
+    return tuple(digest for digest, _ in found), [why for _, why in found]
 
 
-def _digest(path: str) -> str:
+def _digest(path: str) -> tuple[str, str]:
     try:
-        return hashlib.sha256(read(Path(path))).hexdigest()
-    except BrokenError:
-        return ""
+        return hashlib.sha256(read(Path(path))).hexdigest(), ""
+    except BrokenError as error:
+        return "", str(error)
 
 
 def _place(
-    cache: Cache | Literal[False] | None, digests: tuple[str, ...], size: int, fit: Fit
+    cache: Cache | Literal[False] | None, known: list[str], size: int, fit: Fit
 ) -> tuple[Cache | None, str, str]:
     """The cache, and the key of these pixels in it; without a cache, why there is none."""
     if cache is False:
@@ -159,7 +168,7 @@ def _place(
     try:
         # Another decoder rounds otherwise.
         decoder = "pillow" if fast_decoder() is None else "simplejpeg"
-        return cache or Cache(), key_of(KIND, FORMAT, decoder, size, fit, list(digests)), ""
+        return cache or Cache(), key_of(KIND, FORMAT, decoder, size, fit, known), ""
     except StoreError as error:
         log.info("the pictures are not cached: %s", error)
         return None, "", str(error)
