@@ -387,7 +387,9 @@ def test_a_file_to_predict_names_what_is_beside_it_before_what_the_training_had(
         ([["a.png", "x"]] * 4, {"target": "colour"}, "no column 'colour'"),
         ([["a.png", "x"]] * 4, {"path": "label", "target": "label"}, "path names label, which is the target"),
         ([["a.png", "x"], ["b.png", "y"]] * 4, {"task": "numbers"}, "task=numbers, and the target 'label' is"),
-        ([["a.png", "x"], ["b.png", "y"]] * 4, {}, "none of 8 files is a picture: a.png does not exist"),
+        ([["a.png", "x"], ["b.png", "y"]] * 4, {}, "none of the 8 files that .* names is there, as 'a.png'.*--root"),
+        ([["in\\a.png", "x"], ["in\\b.png", "y"]] * 4, {}, r"none of the 8 files .*; write / in place of \\ in paths"),
+        ([["a.png", "x"], ["b.png", "y"]] * 4, {"root": "nowhere"}, "root=nowhere is no folder; name the one"),
     ],
 )
 def test_data_that_will_not_do_is_refused_in_a_line(tmp_path, rows, more, said):
@@ -643,3 +645,53 @@ def test_errors_of_epochs_are_in_the_units_of_the_target_as_those_at_the_end(tmp
 def test_smoothing_of_a_target_of_numbers_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"smoothing=0.2 is of classes, and price is a number; leave it out"):
         prepared(numbers_table(tmp_path), target="price", smoothing=0.2)
+
+
+@pytest.mark.parametrize(
+    ("folders", "said"),
+    [
+        (("train/red", "train/blue", "test"), r"are test, train, which .*; say --test .*/test --data .*/train$"),
+        (("Train/red", "Train/blue", "val/red"), r"are Train, val, which .*; say --data .*/Train --valid .*/val$"),
+        (("all of it/red", "all of it/blue"), r"holds a single folder, 'all of it', .*; say --data '.*/all of it'$"),
+    ],
+)
+def test_folders_that_are_no_classes_are_told_with_those_to_name(tmp_path, folders, said):
+    for name in folders:
+        coloured_files(tmp_path / "in" / name, 6)
+    with pytest.raises(DataError, match=said):
+        prepared(tmp_path / "in")
+
+
+def test_a_class_may_be_called_as_a_part_of_the_data_is(tmp_path):
+    for name in ("train", "plane"):
+        coloured_files(tmp_path / "in" / name, 6, seed=len(name))
+    assert prepared(tmp_path / "in").reader.classes == ("plane", "train")
+
+
+def test_pictures_of_other_kinds_are_told_and_not_taken_for_tables(tmp_path):
+    (tmp_path / "in" / "red").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"has no tables and no pictures; put files of \.csv, .*, or of \.jpg, "):
+        prepared(tmp_path / "in")
+    (tmp_path / "in" / "red" / "1.webp").write_bytes(b"RIFF")
+    with pytest.raises(DataError, match=r"has no JPEG and no PNG files, but such as red/1\.webp; save them as PNG"):
+        prepared(tmp_path / "in")
+    found = prepared(table_of(tmp_path, 8))
+    with pytest.raises(DataError, match=r"1\.webp is no JPEG and no PNG; save it as PNG"):
+        found.reader.table(tmp_path / "in" / "red" / "1.webp")
+
+
+def test_a_table_of_paths_alone_is_asked_for_its_target(tmp_path):
+    rows = [[path] for path, _ in coloured_files(tmp_path, 4)]
+    with pytest.raises(DataError, match="is to be predicted\\? Say --target; there are path"):
+        prepared(write_rows(tmp_path / "train.csv", ["path"], rows))
+
+
+def test_a_file_to_predict_that_leads_out_or_nowhere_is_told_what_a_prediction_can_do(tmp_path):
+    found = prepared(table_of(tmp_path, 8))
+    (tmp_path / "in").mkdir()
+    out = write_rows(tmp_path / "in" / "test.csv", ["image"], [["../pictures/000.png"]])
+    with pytest.raises(DataError, match=r"leads out of .*; put test\.csv into a folder that holds them all$"):
+        found.reader.asked(found.reader.table(out), lambda line: None)
+    gone = write_rows(tmp_path / "in" / "gone.csv", ["image"], [["a.png"], ["b.png"]])
+    with pytest.raises(DataError, match=r"none of the 2 files that .* names is there, .*; put them beside gone\.csv$"):
+        found.reader.asked(found.reader.table(gone), lambda line: None)

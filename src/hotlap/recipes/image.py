@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,12 @@ from hotlap.recipes.tables import Table, named_columns
 
 TARGETS = (CLASS, "label", "target", "category", "y")
 """Names of a column to predict, as people have them."""
+PARTS = {
+    **dict.fromkeys(("train", "training"), "data"),
+    **dict.fromkeys(("valid", "val", "validation", "dev"), "valid"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""Folders that hold parts of the data, as people call them, and the options that they are for."""
 TASKS = ("auto", "classes", "numbers")
 MOST_VIEWS = 10
 
@@ -93,7 +100,10 @@ class ImageOptions(Options):
 
 def prepare(options: ImageOptions, say: Say) -> Prepared:
     """Read what names the pictures, decode them, and hold a part out."""
+    if options.root and not Path(options.root).is_dir():
+        raise DataError(f"root={options.root} is no folder; name the one that paths begin at, or leave it out")
     table = shown_table(options.data, say)
+    refuse(_folder_problems(table))
     target, path = _target(table, options), _path(table, options.path)
     for name, other in (("path", path), ("group", options.group)):
         if other == target:
@@ -223,12 +233,30 @@ def _target(table: Table, options: ImageOptions) -> str:
         return table[options.target].name
     found = [name for name in table.columns if name.lower() in TARGETS]
     if len(found) != 1:
-        if list(table.columns) == [PATH]:
+        if list(table.columns) == [PATH] and table.path.is_dir():
             raise DataError(f"{table.path} has pictures and no folders of classes; sort them into one for each class")
         raise DataError(
             f"which column of {table.path} is to be predicted? Say --target; there are {named_columns(table)}"
         )
     return found[0]
+
+
+def _folder_problems(table: Table) -> list[str]:
+    """Why the folders of a folder are no classes: they are parts of the data, or one that holds those of classes."""
+    if not table.path.is_dir() or list(table.columns) != [PATH, CLASS]:
+        return []
+    names = checks.classes_of(table[CLASS])[0]
+    parts = {name: PARTS[name.lower()] for name in names if name.lower() in PARTS}
+    if len(parts) == len(names) and "data" in parts.values():
+        said = " ".join(f"--{part} {shlex.quote(str(table.path / name))}" for name, part in sorted(parts.items()))
+        return [
+            f"the folders of {table.path} are {', '.join(names)}, which are parts of the data, no classes; say {said}"
+        ]
+    inner = {Path(path).parts[1] for path in table[PATH].texts() if len(Path(path).parts) > 2}
+    if len(names) == 1 and len(inner) > 1:
+        held = shlex.quote(str(table.path / names[0]))
+        return [f"{table.path} holds a single folder, {shown(names[0])}, which holds others; say --data {held}"]
+    return []
 
 
 def _path(table: Table, named: str) -> str:

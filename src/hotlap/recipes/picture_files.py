@@ -10,6 +10,8 @@ from pathlib import Path
 from hotlap.core.errors import DataError, shown
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+OTHERS = (".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif", ".jp2", ".dcm")
+"""How files of pictures are named that are not decoded."""
 PATH, CLASS = "path", "class"
 """The columns of a table that is made of a folder."""
 LOOKED_AT = 20
@@ -42,6 +44,12 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
+def undecoded_in(folder: Path) -> str:
+    """A picture in a folder, or in one within it, that is not decoded; "" where there is none."""
+    names = (file.relative_to(folder) for file in _within(folder))
+    return str(next((name for name in names if name.suffix.lower() in OTHERS), ""))
+
+
 def is_there(file: str | Path) -> bool:
     """Whether there is such a file; a name that is too long, or holds a zero, is that of none."""
     try:
@@ -64,7 +72,8 @@ def placed(paths: Sequence[str], table: Path, root: str, *, is_asked: bool = Fal
     if outside:
         count = f"{len(outside):,} paths of {table} lead" if len(outside) > 1 else f"a path of {table} leads"
         cure = "give one that holds them all" if root else "name the folder that pictures may be read from"
-        raise DataError(f"{count} out of {limit}, as {shown(outside[0])}; {cure} with --root")
+        cure = f"put {table.name} into a folder that holds them all" if is_asked else f"{cure} with --root"
+        raise DataError(f"{count} out of {limit}, as {shown(outside[0])}; {cure}")
     return [str(_found(base, path) or base / path) if path else "" for path in paths]
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from hotlap.core.errors import DataError, shown
-from hotlap.data.decoding import Fit
+from hotlap.data.decoding import Fit, pillow
 from hotlap.data.pictures import Pictures, broken_told, decoded
 from hotlap.engine.augment import as_shares
 from hotlap.recipes.kinds import in_words
 from hotlap.recipes.onnx_files import write_onnx
-from hotlap.recipes.picture_files import PATH, elsewhere, folder_of, is_picture, is_there, placed
+from hotlap.recipes.picture_files import OTHERS, PATH, elsewhere, folder_of, is_picture, is_there, placed
 from hotlap.recipes.picture_networks import NetworkPlan, made
 from hotlap.recipes.reading import now_and_then
 from hotlap.recipes.recipe import Asked, Say
@@ -68,6 +69,8 @@ class PictureReader:
         """A folder, a single picture, or a file whose paths are words, were they all numbers."""
         if data.is_file() and is_picture(data):
             return Table(path=data, columns={PATH: in_words(PATH, [data.name])})
+        if data.is_file() and data.suffix.lower() in OTHERS:
+            raise DataError(f"{data} is no JPEG and no PNG; save it as PNG")
         table = read_table(data)
         name = self.path_in(table)
         return table if table[name].kind in ("text", "category") else read_table(data, kinds={name: "text"})
@@ -95,11 +98,13 @@ class PictureReader:
 
     def pictures(self, table: Table, say: Say, *, is_asked: bool = False) -> Pictures:
         """The pictures that a table names, decoded, a row each; those that are none are told."""
+        pillow()
         paths = table[self.path_in(table)].texts()
         files = placed(paths, table.path, self.root, is_asked=is_asked)
         first = next(((path, file) for path, file in zip(paths, files, strict=True) if path), ("", ""))
         if not any(is_there(file) for file in files if file):
             self._refuse_if_elsewhere(first[0], table.path, is_asked=is_asked)
+            self._refuse_if_nowhere(paths, files, table.path, is_asked=is_asked)
         elif is_asked:
             self._warn_of_namesakes(*first, table.path, say)
         told = now_and_then(say, "pictures  {done:,} of {total:,} decoded")
@@ -121,6 +126,20 @@ class PictureReader:
             ending = "" if is_picture(Path(path)) else ", whose ending may be left out"
             cure = f"move {table.name} into {folder}" if is_asked else f"say --root {shlex.quote(str(folder))}"
             raise DataError(f"{table} names {shown(path)}, which is not in {where}: it is {file}{ending}; {cure}")
+
+    def _refuse_if_nowhere(self, paths: Sequence[str], files: Sequence[str], table: Path, *, is_asked: bool) -> None:
+        """Raise DataError where nothing is there under any of the names."""
+        named = [(path, file) for path, file in zip(paths, files, strict=True) if path]
+        if not named or any(os.path.lexists(file) for _, file in named):
+            return
+        path, file = named[0]
+        cure = f"put them beside {table.name}" if is_asked else "name the folder that paths begin at with --root"
+        cure = "write / in place of \\ in paths" if "\\" in path else cure
+        count = f"none of the {len(named):,} files" if len(named) > 1 else "the file"
+        there = "is there" if len(named) > 1 else "is not there"
+        raise DataError(
+            f"{count} that {table} names {there}, as {shown(path)}, which would be {shown(file, 120)}; {cure}"
+        )
 
     def _warn_of_namesakes(self, path: str, file: str, table: Path, say: Say) -> None:
         """Pictures to predict may have the names of those trained on."""

@@ -15,7 +15,8 @@ from hotlap.recipes import csv_files, parquet_files
 from hotlap.recipes.csv_files import TextFile, listed_names
 from hotlap.recipes.kinds import Column, Kind, UnfitError, check_kinds, in_words, recognised
 from hotlap.recipes.parquet_files import ParquetFile
-from hotlap.recipes.picture_files import folder_columns, is_picture
+from hotlap.recipes.picture_files import SUFFIXES as PICTURES
+from hotlap.recipes.picture_files import folder_columns, is_picture, undecoded_in
 
 __all__ = ["Column", "Kind", "Table", "arrow_columns", "columns_told", "named_columns", "plain_cells", "read_table"]
 
@@ -173,7 +174,12 @@ def _files(path: Path) -> list[Path]:
         return [path]
     found = _tables_in(path)
     if not found:
-        raise DataError(f"the folder {path} has no tables; put files of {', '.join(SUFFIXES)} in it")
+        if name := undecoded_in(path):
+            raise DataError(f"the folder {path} has no JPEG and no PNG files, but such as {name}; save them as PNG")
+        raise DataError(
+            f"the folder {path} has no tables and no pictures; put files of {', '.join(SUFFIXES)}, "
+            f"or of {', '.join(PICTURES)}, in it"
+        )
     if len({_is_parquet(file) for file in found}) > 1:
         raise DataError(f"the folder {path} has both CSV and Parquet files, as {found[0].name}; keep one sort of them")
     return found
