@@ -680,6 +680,20 @@ def test_pictures_of_other_kinds_are_told_and_not_taken_for_tables(tmp_path):
         found.reader.table(tmp_path / "in" / "red" / "1.webp")
 
 
+def test_a_file_without_a_header_loses_no_picture(tmp_path):
+    found = coloured_files(tmp_path, 12)
+    for name in ("train.csv", "bare.csv"):
+        ending = "" if name == "bare.csv" else ".png"
+        first, *rows = [[path.removesuffix(".png") + ending, colour] for path, colour in found]
+        data = write_rows(tmp_path / name, first, rows)
+        more = {"path": "column_0", "header": "no"} if name == "bare.csv" else {}
+        made, lines = prepared(data, said := [], target="column_1", **more), said
+        assert any(line.startswith("pictures  12 of") for line in lines)
+        test = write_rows(tmp_path / f"test-{name}", first[:1], [row[:1] for row in rows])
+        again = RECIPE.revive(json.loads(json.dumps(made.reader.state())), tmp_path)
+        assert len(again.asked(again.table(test), lambda line: None).rows) == 12
+
+
 def test_a_table_of_paths_alone_is_asked_for_its_target(tmp_path):
     rows = [[path] for path, _ in coloured_files(tmp_path, 4)]
     with pytest.raises(DataError, match="is to be predicted\\? Say --target; there are path"):

@@ -241,6 +241,7 @@ def test_a_first_row_of_numbers_is_no_header_unless_told(written):
     assert table["column_0"].values.tolist() == [1, 3]
     assert "no header" in table.notes[0]
     assert list(read_table(path, header=True).columns) == ["1", "2.5"]
+    assert list(read_table(written("in/a.JPG,cat\nin/b.JPG,dog\n")).columns) == ["column_0", "column_1"]
     words = read_table(written("a,b\nc,d\n"), header=False)
     assert words["column_1"].values.tolist() == ["b", "d"]
 

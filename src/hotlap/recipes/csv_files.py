@@ -14,6 +14,7 @@ from typing import Any
 
 from hotlap.core.errors import DataError, shown
 from hotlap.recipes.kinds import are_numbers
+from hotlap.recipes.picture_files import SUFFIXES as PICTURES
 
 SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _DELIMITERS = ",;\t|"
@@ -165,9 +166,9 @@ def _noted(lines: Iterable[str], taken: list[str]) -> Iterator[str]:
 
 
 def _are_names(rows: list[list[str]]) -> bool:
-    """Whether the first row holds names: it is not all numbers, and no number in it is one of those below it."""
+    """Whether the first row holds names: not all numbers, no number that comes again below it, no picture's name."""
     first = [cell.strip() for cell in rows[0]]
-    if are_numbers(first):
+    if are_numbers(first) or any(cell.lower().endswith(PICTURES) for cell in first):
         return False
     numbers = [place for place, cell in enumerate(first) if cell and are_numbers([cell])]
     return not any(place < len(row) and row[place].strip() == first[place] for place in numbers for row in rows[1:])

@@ -22,7 +22,7 @@ from hotlap.recipes.picture_files import CLASS, PATH
 from hotlap.recipes.picture_networks import BUILT_IN, NetworkPlan, begun, name_problem, plan_in
 from hotlap.recipes.picture_reader import PictureReader, most_views, path_column, written_as_onnx
 from hotlap.recipes.picture_sides import rules, sides, warn_of_copies
-from hotlap.recipes.reading import refuse, shown_table
+from hotlap.recipes.reading import HEADERS, refuse, shown_table
 from hotlap.recipes.recipe import Candidate, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
@@ -48,6 +48,7 @@ class ImageOptions(Options):
     target: str = option("", "the column to predict; in folders the class")
     path: str = option("", "the column of paths; found by itself where its values are named .jpg, .jpeg or .png")
     root: str = option("", "the folder that paths begin at; as a rule that of the file")
+    header: str = option("auto", "whether the first row holds names: yes, no, or auto to find out")
     task: str = option("auto", "classes, numbers, or auto: numbers where the target has decimals or many values")
     size: int = option(224, "pixels along a side")
     fit: str = option("stretch", "how a picture becomes a square: stretch all of it, or crop its middle")
@@ -84,7 +85,7 @@ class ImageOptions(Options):
             smoothing=(0, 1),
             weight_decay=(0, MOST),
         )
-        for name, known in (("task", TASKS), ("fit", FITS)):
+        for name, known in (("task", TASKS), ("fit", FITS), ("header", HEADERS)):
             if getattr(self, name) not in known:
                 wrong.append(f"{name}={shown(getattr(self, name))} must be one of {', '.join(known)}")
         wrong += [problem for name in self.models if (problem := name_problem(name))]
@@ -102,7 +103,8 @@ def prepare(options: ImageOptions, say: Say) -> Prepared:
     """Read what names the pictures, decode them, and hold a part out."""
     if options.root and not Path(options.root).is_dir():
         raise DataError(f"root={options.root} is no folder; name the one that paths begin at, or leave it out")
-    table = shown_table(options.data, say)
+    header = HEADERS[options.header]
+    table = shown_table(options.data, say, header=header)
     refuse(_folder_problems(table))
     target, path = _target(table, options), _path(table, options.path)
     for name, other in (("path", path), ("group", options.group)):
@@ -126,6 +128,7 @@ def prepare(options: ImageOptions, say: Say) -> Prepared:
         tta=options.tta,
         mirrors=options.flip,
         crop=options.crop,
+        header=header,
     )
     train, held = sides(options, reader, table, target, say)
     if not classes:

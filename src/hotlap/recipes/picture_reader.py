@@ -56,12 +56,15 @@ class PictureReader:
         crop: float,
         mean: float = 0.0,
         spread: float = 1.0,
+        header: bool | None = None,
     ) -> None:
         self.classes, self.network = tuple(classes), network
         self.path, self.root, self.fit = path, root, fit
         self.tta, self.mirrors, self.crop = tta, mirrors, crop
         self.mean, self.spread = mean, spread
         """Of the numbers to be answered: the network's own are around 0."""
+        self.header = header
+        """Whether the first row of a file holds names; None where that is found out."""
         self.broken: dict[str, str] = {}
         """Files that gave no picture, and why; written into the run's folder."""
 
@@ -71,9 +74,13 @@ class PictureReader:
             return Table(path=data, columns={PATH: in_words(PATH, [data.name])})
         if data.is_file() and data.suffix.lower() in OTHERS:
             raise DataError(f"{data} is no JPEG and no PNG; save it as PNG")
-        table = read_table(data)
+        table = read_table(data, header=self.header)
         name = self.path_in(table)
-        return table if table[name].kind in ("text", "category") else read_table(data, kinds={name: "text"})
+        return (
+            table
+            if table[name].kind in ("text", "category")
+            else read_table(data, header=self.header, kinds={name: "text"})
+        )
 
     def path_in(self, table: Table) -> str:
         """The column of paths: that of the training, or else as there, by what is in it."""
@@ -81,7 +88,7 @@ class PictureReader:
 
     def state(self) -> dict[str, Any]:
         """All that it needs to be made again."""
-        names = ("path", "root", "fit", "tta", "mirrors", "crop", "mean", "spread")
+        names = ("path", "root", "fit", "tta", "mirrors", "crop", "mean", "spread", "header")
         own = {name: getattr(self, name) for name in names}
         return {"classes": list(self.classes), "network": self.network.to_dict(), **own}
 

@@ -69,7 +69,7 @@ def sides(options: Options, reader: PictureReader, table: Table, target: str, sa
         return Side(pictures=pictures, rows=whole[rows], target=answers[rows], names=[names[at] for at in rows])
 
     if options.valid:
-        other = shown_table(options.valid, say)
+        other = shown_table(options.valid, say, header=reader.header)
         if reader.classes:
             theirs = set(checks.classes_of(other[target])[0]) - set(reader.classes)
             refuse(

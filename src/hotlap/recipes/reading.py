@@ -10,6 +10,8 @@ from hotlap.core.errors import DataError, listed
 from hotlap.recipes.recipe import Say
 from hotlap.recipes.tables import Table, columns_told, read_table
 
+HEADERS = {"auto": None, "yes": True, "no": False}
+"""Whether the first row holds names, as an option says it."""
 TOLD_S = 5.0
 """How often it is said that something goes on."""
 

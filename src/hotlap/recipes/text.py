@@ -20,7 +20,7 @@ from hotlap.machine.device import choose_device
 from hotlap.recipes import checks, splits, word_counts
 from hotlap.recipes.encoders import EncoderOptions, encoder_for
 from hotlap.recipes.options import MOST, option, outside
-from hotlap.recipes.reading import refuse, shown_table
+from hotlap.recipes.reading import HEADERS, refuse, shown_table
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
@@ -29,7 +29,6 @@ from hotlap.recipes.text_columns import columns_of, target_of, target_problems
 from hotlap.recipes.text_reader import TextReader, revive, texts_of, written_as_onnx
 from hotlap.store.cache import Cache, key_of
 
-HEADERS = {"auto": None, "yes": True, "no": False}
 COUNTS = "word-counts"
 """What the cache calls the answers of a simple rule."""
 JUDGED_TOKENS = 2**16
