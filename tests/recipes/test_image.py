@@ -1,7 +1,9 @@
 """The recipe image from files to predictions, with networks that train in seconds."""
 
 import csv
+import errno
 import json
+import os
 import sys
 from types import ModuleType
 
@@ -14,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from hotlap.cli import app
-from hotlap.core.errors import DataError, JobError, MachineError, StoreError
+from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, StoreError
 from hotlap.data import decoding
 from hotlap.engine.augment import Augment
 from hotlap.recipes.image import RECIPE, ImageOptions, prepare
@@ -438,6 +440,26 @@ def test_a_folder_lists_its_files_by_class_and_leaves_hidden_and_loose_ones_out(
     assert folder_columns(tmp_path / "empty") is None
 
 
+def test_folders_that_cannot_be_read_are_told_and_not_taken_for_empty_ones(tmp_path, monkeypatch):
+    for name in ("red", "blue", "locked"):
+        coloured_files(tmp_path / name, 2)
+    listed, locked = os.scandir, str(tmp_path / "locked")
+
+    def scandir(folder="."):
+        if os.fspath(folder) == locked:
+            raise PermissionError(errno.EACCES, "Permission denied", locked)
+        return listed(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert read_table(tmp_path).notes == (f"1 folders cannot be read, as {locked}: Permission denied",)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, f"{'x' * 5000}.csv"])
+def test_a_name_that_no_file_can_have_is_refused_in_a_line(tmp_path, name):
+    with pytest.raises(DataError, match=r"cannot read .*: File name too long; check the name and its rights"):
+        read_table(tmp_path / name)
+
+
 def test_without_pillow_the_extra_is_named(tmp_path, monkeypatch):
     data = write_rows(tmp_path / "train.csv", ["image", "label"], [["a.png", "x"], ["b.png", "y"]] * 2)
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -709,3 +731,18 @@ def test_a_file_to_predict_that_leads_out_or_nowhere_is_told_what_a_prediction_c
     gone = write_rows(tmp_path / "in" / "gone.csv", ["image"], [["a.png"], ["b.png"]])
     with pytest.raises(DataError, match=r"none of the 2 files that .* names is there, .*; put them beside gone\.csv$"):
         found.reader.asked(found.reader.table(gone), lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("test", "does not exist"),
+        ("valid", "does not exist"),
+        ("plan", "is none of auto, off, max"),
+        ("root", "is no folder"),
+        ("weights", "cannot read the weights"),
+    ],
+)
+def test_an_option_that_no_file_can_be_called_is_refused_in_a_line(tmp_path, name, said):
+    with pytest.raises(HotlapError, match=said):
+        trained(table_of(tmp_path, 8), tmp_path / "run", [], **{name: "x" * 5000})

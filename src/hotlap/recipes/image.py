@@ -17,6 +17,7 @@ from hotlap.core.job import Job
 from hotlap.data.decoding import FITS, Fit
 from hotlap.engine.augment import Augment
 from hotlap.recipes import checks
+from hotlap.recipes.existing import is_file, is_folder
 from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.picture_files import CLASS, PATH
 from hotlap.recipes.picture_networks import BUILT_IN, NetworkPlan, begun, name_problem, plan_in
@@ -101,7 +102,7 @@ class ImageOptions(Options):
 
 def prepare(options: ImageOptions, say: Say) -> Prepared:
     """Read what names the pictures, decode them, and hold a part out."""
-    if options.root and not Path(options.root).is_dir():
+    if options.root and not is_folder(options.root):
         raise DataError(f"root={options.root} is no folder; name the one that paths begin at, or leave it out")
     header = HEADERS[options.header]
     table = shown_table(options.data, say, header=header)
@@ -219,7 +220,7 @@ def _network(options: ImageOptions, outputs: int) -> tuple[Sequence[str], Networ
     """The names of the models, and what they are made of."""
     names: Sequence[str] = list(dict.fromkeys(options.models))
     plan = NetworkPlan(size=options.size, outputs=outputs, width=options.width, depth=options.depth)
-    if options.weights and (Path(options.weights) / "config.json").is_file():
+    if options.weights and is_file(Path(options.weights) / "config.json"):
         name, plan = plan_in(Path(options.weights), plan)
         names = [name]
     for name in names:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
 from hotlap.core.errors import DataError, shown
+from hotlap.recipes.existing import is_file
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 OTHERS = (".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif", ".jp2", ".dcm")
@@ -28,12 +29,17 @@ def folder_columns(folder: Path) -> tuple[dict[str, list[str]], list[str]] | Non
     """
     inner = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
     loose = sorted(one.name for one in folder.iterdir() if one.is_file() and not one.name.startswith("."))
-    files = [(file, one.name) for one in inner for file in _within(one)]
+    unread: list[OSError] = []
+    files = [(file, one.name) for one in inner for file in _within(one, unread.append)]
     if any(is_picture(file) for file, _ in files):
         paths = {PATH: [str(file.relative_to(folder)) for file, _ in files], CLASS: [name for _, name in files]}
         beside = [f"{len(loose):,} files beside the folders of classes are left out, as {loose[0]}"] if loose else []
-        empty = [one.name for one in inner if one.name not in set(paths[CLASS])]
-        return paths, beside + ([f"{len(empty):,} folders hold no file, as {empty[0]}"] if empty else [])
+        locked = (
+            [f"{len(unread):,} folders cannot be read, as {unread[0].filename}: {unread[0].strerror}"] if unread else []
+        )
+        known = {*paths[CLASS], *(Path(error.filename).name for error in unread)}
+        empty = [one.name for one in inner if one.name not in known]
+        return paths, beside + locked + ([f"{len(empty):,} folders hold no file, as {empty[0]}"] if empty else [])
     if any(is_picture(Path(name)) for name in loose):
         return {PATH: loose}, []
     return None
@@ -48,14 +54,6 @@ def undecoded_in(folder: Path) -> str:
     """A picture in a folder, or in one within it, that is not decoded; "" where there is none."""
     names = (file.relative_to(folder) for file in _within(folder))
     return str(next((name for name in names if name.suffix.lower() in OTHERS), ""))
-
-
-def is_there(file: str | Path) -> bool:
-    """Whether there is such a file; a name that is too long, or holds a zero, is that of none."""
-    try:
-        return Path(file).is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def placed(paths: Sequence[str], table: Path, root: str, *, is_asked: bool = False) -> list[str]:
@@ -128,17 +126,18 @@ def _is_within(limit: Path, base: Path, path: str) -> bool:
 def _found(base: Path, path: str) -> Path | None:
     """A file that is there, by its name or by its name without an ending."""
     wanted = base / path
-    if is_there(wanted):
+    if is_file(wanted):
         return wanted
     if is_picture(wanted):
         return None
     names = (wanted.with_name(f"{wanted.name}{suffix}") for suffix in SUFFIXES if wanted.name)
-    return next((one for one in names if is_there(one)), None)
+    return next((one for one in names if is_file(one)), None)
 
 
-def _within(folder: Path) -> list[Path]:
+def _within(folder: Path, told: Callable[[OSError], None] | None = None) -> list[Path]:
+    """All files of a folder and of those in it, in order of name; of folders that cannot be read, `told` is."""
     found = []
-    for here, folders, names in os.walk(folder):
+    for here, folders, names in os.walk(folder, onerror=told):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(here) / name for name in sorted(names) if not name.startswith(".")]
     return found

@@ -21,9 +21,10 @@ from hotlap.core.errors import DataError, shown
 from hotlap.data.decoding import Fit, pillow
 from hotlap.data.pictures import Pictures, broken_told, decoded
 from hotlap.engine.augment import as_shares
+from hotlap.recipes.existing import is_file
 from hotlap.recipes.kinds import in_words
 from hotlap.recipes.onnx_files import write_onnx
-from hotlap.recipes.picture_files import OTHERS, PATH, elsewhere, folder_of, is_picture, is_there, placed
+from hotlap.recipes.picture_files import OTHERS, PATH, elsewhere, folder_of, is_picture, placed
 from hotlap.recipes.picture_networks import NetworkPlan, made
 from hotlap.recipes.reading import now_and_then
 from hotlap.recipes.recipe import Asked, Say
@@ -109,7 +110,7 @@ class PictureReader:
         paths = table[self.path_in(table)].texts()
         files = placed(paths, table.path, self.root, is_asked=is_asked)
         first = next(((path, file) for path, file in zip(paths, files, strict=True) if path), ("", ""))
-        if not any(is_there(file) for file in files if file):
+        if not any(is_file(file) for file in files if file):
             self._refuse_if_elsewhere(first[0], table.path, is_asked=is_asked)
             self._refuse_if_nowhere(paths, files, table.path, is_asked=is_asked)
         elif is_asked:
@@ -150,7 +151,7 @@ class PictureReader:
 
     def _warn_of_namesakes(self, path: str, file: str, table: Path, say: Say) -> None:
         """Pictures to predict may have the names of those trained on."""
-        if self.root and is_there(file) and not file.startswith(str(folder_of(table) / path)):
+        if self.root and is_file(file) and not file.startswith(str(folder_of(table) / path)):
             found = elsewhere(path, table, "")
             if found is not None and not found[1].samefile(file):
                 say(

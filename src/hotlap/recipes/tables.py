@@ -79,13 +79,17 @@ def read_table(
     Raises DataError in one line with file, line and value where something is wrong.
     """
     path = Path(path)
-    if path.is_dir() and not _tables_in(path) and (found := folder_columns(path)) is not None:
+    try:
+        found = folder_columns(path) if path.is_dir() and not _tables_in(path) else None
+        files = _files(path) if found is None else []
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}; check the name and its rights") from None
+    if found is not None:
         cells, said = found
         check_kinds(kinds or {}, cells, path)
         return Table(
             path=path, columns={name: in_words(name, words) for name, words in cells.items()}, notes=tuple(said)
         )
-    files = _files(path)
     has_header = True
     if _is_parquet(files[0]):
         typed = [ParquetFile(file) for file in files]

@@ -36,6 +36,7 @@ from hotlap.recipes.answers import (
     write_answers,
     write_vectors,
 )
+from hotlap.recipes.existing import exists, is_file
 from hotlap.recipes.judging import Report, answers_of, judge_of
 from hotlap.recipes.options import Options, as_file, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
@@ -194,14 +195,14 @@ def answer(
 def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
     """Refuse what is not there, or is there already, before anything is read."""
     plan = Path(options.plan)
-    if options.plan not in (TUNED, EVERYTHING, OFF) and not plan.exists():
+    if options.plan not in (TUNED, EVERYTHING, OFF) and not exists(plan):
         raise PlanError(f"plan={options.plan} is none of auto, off, max, and no file or folder of a run")
-    if (plan / OPTIONS).is_file():
+    if is_file(plan / OPTIONS):
         models = ", ".join(sorted(str(one) for one in plan.glob("models/*")))
         raise PlanError(f"plan={options.plan} is a recipe's run; name one of its models: {models}")
     for name in ("valid", "test"):
         path = getattr(options, name)
-        if path and not Path(path).exists():
+        if path and not exists(path):
             raise DataError(f"{name}={path} does not exist; check the name and the folder")
     if out is not None and out.is_dir() and any(out.iterdir()) and not _was_begun(recipe, options, out):
         raise StoreError(f"{out} holds files already; name a new folder with --out")
