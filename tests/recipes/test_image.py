@@ -279,7 +279,7 @@ def test_the_recipe_is_listed_with_its_options():
         ({"fit": "pad"}, "fit='pad' must be one of stretch, crop"),
         ({"task": "words"}, "task='words' must be one of auto, classes, numbers"),
         ({"crop": 1.0}, r"crop=1\.0 must be from 0 to 0\.9"),
-        ({"tta": 3, "flip": False, "crop": 0.0}, r"tta=3, and with flip=False and crop=0\.0 a picture has 1 views"),
+        ({"tta": 3, "flip": False, "crop": 0.0}, r"tta=3, and with flip=False and crop=0\.0 a picture has 1 view$"),
         ({"models": "resnet,vit", "weights": "a.safetensors"}, "weights=a.safetensors are those of one model"),
     ],
 )
@@ -746,3 +746,10 @@ def test_a_file_to_predict_that_leads_out_or_nowhere_is_told_what_a_prediction_c
 def test_an_option_that_no_file_can_be_called_is_refused_in_a_line(tmp_path, name, said):
     with pytest.raises(HotlapError, match=said):
         trained(table_of(tmp_path, 8), tmp_path / "run", [], **{name: "x" * 5000})
+
+
+def test_too_many_views_are_one_mistake():
+    with pytest.raises(JobError, match=r"^tta=20 must be from 1 to 10$"):
+        options_of(ImageOptions, None, {"tta": 20})
+    with pytest.raises(JobError, match=r"a picture has 1 view$"):
+        options_of(ImageOptions, None, {"tta": 4, "flip": False, "crop": 0.0})

@@ -92,8 +92,9 @@ class ImageOptions(Options):
         wrong += [problem for name in self.models if (problem := name_problem(name))]
         if not self.models:
             wrong.append(f"models is empty; name some of {', '.join(BUILT_IN)}")
-        if self.tta > (most := most_views(self.crop, mirrors=self.flip)):
-            wrong.append(f"tta={self.tta}, and with flip={self.flip} and crop={self.crop} a picture has {most} views")
+        if MOST_VIEWS >= self.tta > (most := most_views(self.crop, mirrors=self.flip)):
+            views = f"{most} view{'s'[: most > 1]}"
+            wrong.append(f"tta={self.tta}, and with flip={self.flip} and crop={self.crop} a picture has {views}")
         if self.weights and len(self.models) > 1:
             wrong.append(f"weights={self.weights} are those of one model, and models names {len(self.models)}")
         if wrong:
