@@ -1,6 +1,7 @@
 """A function over many items: in order, by processes where they pay, and with errors that name their item."""
 
 import functools
+import importlib
 import io
 import logging
 import multiprocessing
@@ -18,8 +19,10 @@ import pytest
 
 from hotlap.core.errors import DataError, StoreError
 from hotlap.data import bar, parallel
+from hotlap.data.kept_results import reached
 from hotlap.data.parallel import parallel_map, why_not_apart
 from hotlap.store.cache import Cache
+from hotlap.store.keys import key_of
 
 
 def with_its_process(number):
@@ -437,3 +440,58 @@ def test_what_was_kept_is_not_used_once_a_helper_or_a_constant_is_another(tmp_pa
     assert ran(1, 1) == "[1, 2, 3]"
     assert ran(1, 5) == "[5, 6, 7]"
     assert ran(2, 5) == "[10, 12, 14]"
+
+
+USED = {
+    "a helper that a method calls": (
+        "def low(x): return {k}\nclass M:\n    def go(self, x): return low(x)\ndef f(x): return M().go(x)"
+    ),
+    "the base of a class": "class B:\n    def go(self, x): return {k}\nclass M(B): pass\ndef f(x): return M().go(x)",
+    "an instance": "class M:\n    def __init__(self): self.k = {k}\nm = M()\ndef f(x): return m.k",
+    "a table": "T = {{'k': [{k}]}}\ndef f(x): return T['k'][0]",
+    "a table of functions": "def low(x): return {k}\ndef mid(x): return low(x)\nT = [mid]\ndef f(x): return T[0](x)",
+    "a set": "T = {{{k}}}\ndef f(x): return x in T",
+    "a pattern": "import re\nP = re.compile('a' * {k})\ndef f(x): return P.match(x)",
+    "arguments": "import argparse\nA = argparse.Namespace(k={k})\ndef f(x): return A.k",
+    "a partial": "import functools\ndef low(k, x): return k\ng = functools.partial(low, {k})\ndef f(x): return g(x)",
+    "what is wrapped": (
+        "import functools\ndef low(x): return {k}\ndef same(f):\n    @functools.wraps(f)\n    def g(x): return f(x)\n"
+        "    return g\n@same\ndef f(x): return low(x)"
+    ),
+    "a helper with a memory": "import functools\n@functools.lru_cache\ndef low(x): return {k}\ndef f(x): return low(x)",
+    "a default": "def low(x): return {k}\ndef mid(x): return low(x)\ndef f(x, g=mid): return g(x)",
+    "what it is made with": (
+        "def low(x): return {k}\ndef mid(x): return low(x)\n"
+        "def make(g):\n    def f(x): return g(x)\n    return f\nf = make(mid)"
+    ),
+    "a module of a module": "import middle\ndef f(x): return middle.mid(x)",
+    "a module it imports itself": "def f(x):\n    from lowest import mid\n    return mid(x)",
+}
+
+
+@pytest.mark.parametrize("text", USED.values(), ids=USED)
+def test_what_a_function_uses_is_found_however_it_comes_by_it(tmp_path, monkeypatch, text):
+    def used(k):
+        folder = tmp_path / str(k)
+        folder.mkdir(exist_ok=True)
+        (folder / "lowest.py").write_text(f"def mid(x): return {k}\n")
+        (folder / "middle.py").write_text("import lowest\ndef mid(x): return lowest.mid(x)\n")
+        (folder / "highest.py").write_text(text.format(k=k) + "\n")
+        with monkeypatch.context() as context:
+            context.syspath_prepend(folder)
+            try:
+                return key_of(reached(importlib.import_module("highest").f))
+            finally:
+                for name in ("lowest", "middle", "highest"):
+                    sys.modules.pop(name, None)
+
+    assert used(2) == used(2)
+    assert used(2) != used(3)
+
+
+def test_what_libraries_hold_is_no_part_of_the_key():
+    def f(x):
+        return np.median(x), parallel_map(isqrt, x), log.name
+
+    log = logging.getLogger("some")
+    assert [name for name, _ in reached(f)] == [""]
