@@ -145,16 +145,9 @@ def test_a_script_ends_with_whoever_looked_at_it(target, tmp_path):
         os.rename({str(tmp_path / "part")!r}, {str(tmp_path / "pid")!r})
         time.sleep(600)
     """)
-    code = (
-        "import sys; from hotlap.kit.looks import Wish; from hotlap.kit.visiting import visit; "
-        "from hotlap.script.running import Target; visit(Target(path=sys.argv[1]), Wish())"
-    )
-    looking = subprocess.Popen([sys.executable, "-c", code, mine.path])
+    looking = _look_at(mine)
     try:
-        until = time.monotonic() + 120
-        while not (tmp_path / "pid").is_file() and time.monotonic() < until:
-            time.sleep(0.1)
-        pid = int((tmp_path / "pid").read_text())
+        pid = int(_read_once_there(tmp_path / "pid"))
     finally:
         looking.kill()
         looking.wait()
@@ -162,6 +155,21 @@ def test_a_script_ends_with_whoever_looked_at_it(target, tmp_path):
     while _lives(pid) and time.monotonic() < until:
         time.sleep(0.1)
     assert not _lives(pid)
+
+
+def _look_at(mine):
+    code = (
+        "import sys; from hotlap.kit.looks import Wish; from hotlap.kit.visiting import visit; "
+        "from hotlap.script.running import Target; visit(Target(path=sys.argv[1]), Wish())"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, mine.path])
+
+
+def _read_once_there(path):
+    until = time.monotonic() + 120
+    while not path.is_file() and time.monotonic() < until:
+        time.sleep(0.1)
+    return path.read_text()
 
 
 def _lives(pid):
@@ -226,6 +234,30 @@ def test_files_that_a_script_saves_are_as_before_afterwards(target, tmp_path, mo
     assert (tmp_path / "best.pt").read_text() == "precious"
     assert not (tmp_path / "last.pt").exists()
     assert (tmp_path / "copy.pt").exists()  # which it did not write by torch.save
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there nothing is told before it is ended")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_files_are_put_back_where_the_look_is_ended_from_outside(target, tmp_path, name):
+    number, best = getattr(signal, name), tmp_path / "best.pt"
+    best.write_text("precious")
+    looking = _look_at(
+        target(f"""
+            import pathlib
+            torch.save(model.state_dict(), {str(best)!r})
+            pathlib.Path({str(tmp_path / "saved")!r}).touch()
+            time.sleep(600)
+        """)
+    )
+    try:
+        _read_once_there(tmp_path / "saved")
+        assert best.read_bytes() != b"precious"
+        looking.send_signal(number)
+        assert looking.wait(60) == 128 + number
+    finally:
+        looking.kill()
+        looking.wait()
+    assert best.read_text() == "precious"
 
 
 def test_a_file_is_put_back_where_its_folder_was_cleared_away(tmp_path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 
 from hotlap.core.errors import TrainingError
 from hotlap.kit.looks import Seen, Wish
@@ -31,13 +36,36 @@ class EndedError(TrainingError):
         self.why = why
 
 
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Inside, a signal that would end this process at once lets it put files back before: then it exits."""
+    if threading.current_thread() is not threading.main_thread():  # Python has signals for the main one alone
+        yield
+        return
+    watched = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    taken = [number for number in watched if signal.getsignal(number) is signal.SIG_DFL]
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for one in taken:
+            signal.signal(one, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def visit(target: Target, wish: Wish) -> Seen:
     """Run a script for some updates, as the wish says, and tell what was seen.
 
     Raises EndedError where it ended by an error of its own, TooShortError where it was over before it had made enough
     updates, TrainingError where it takes too long.
     """
-    with tempfile.TemporaryDirectory(prefix="hotlap-") as folder:
+    with _ended_in_order(), tempfile.TemporaryDirectory(prefix="hotlap-") as folder:
         report, said = Path(folder) / "seen.json", Path(folder) / "said.txt"
         settings = json.dumps({**asdict(wish), "report": str(report)})
         command = [sys.executable, "-m", "hotlap.kit.child", settings, *target.words]
