@@ -80,11 +80,27 @@ def test_what_names_no_training_is_refused_in_one_line(folder, words, said):
         ("kit_jobs:jb", "has no"),
         ("kit_job:job", "No module"),
         ("json:dumps", "without arguments"),
+        (":job", "':job' is no module:job; name a module seen from this folder"),
+        ("kit_jobs:", "'kit_jobs:' is no module:job"),
+        ("../kit_jobs:job", "is no module:job"),
+        ("kit_jobs.py:job", r"did you mean kit_jobs:job\?"),
+        ("deep/kit_jobs.py:job", r"did you mean deep\.kit_jobs:job\?"),
+        ("kit_lacks:job", "kit_lacks imports 'nobody_has_this', which is not there"),
+        ("kit_wrong:job", r"kit_wrong\.py:2 is not Python as it is written"),
     ],
 )
 def test_a_name_that_gives_no_job_is_refused_when_the_job_is_made(folder, name, said):
-    with pytest.raises(HotlapError, match=said):
+    (folder / "kit_lacks.py").write_text("import nobody_has_this\n")
+    (folder / "kit_wrong.py").write_text("\ndef job(:\n")
+    with pytest.raises(HotlapError, match=said) as refused:
         named([name]).make_job()
+    assert "\n" not in str(refused.value)
+
+
+def test_an_attribute_that_a_module_lacks_while_it_is_made_is_not_taken_for_the_job(folder):
+    (folder / "kit_halfway.py").write_text("import torch\ntorch.nobody_has_this\ndef job(): pass\n")
+    with pytest.raises(AttributeError, match="nobody_has_this"):
+        named(["kit_halfway:job"]).make_job()
 
 
 MINE = """

@@ -72,14 +72,26 @@ def named_job(name: str) -> Job:
     from hotlap.core.job import Job
 
     module, _, attribute = name.partition(":")
+    if module.endswith(".py") or not all(word.isidentifier() for word in (*module.split("."), attribute)):
+        raise UsageError(
+            f"{name!r:.60} is no module:job; name a module seen from this folder, as train:job{_meant(name)}"
+        )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        made = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise UsageError(f"{name}: {module} imports {error.name!r}, which is not there; install it") from None
         raise UsageError(f"{name}: {error}; name it as module:job, seen from this folder") from None
-    except AttributeError:
-        raise UsageError(f"{name}: {module} has no {attribute!r}") from None
+    except SyntaxError as error:
+        place = f"{Path(error.filename or module).name}:{error.lineno}"
+        raise UsageError(f"{name}: {place} is not Python as it is written: {error.msg}; correct it") from None
+    if not hasattr(made, attribute):
+        raise UsageError(
+            f"{name}: {module} has no {attribute!r}; name a hotlap.Job of it, or a function that gives one"
+        )
+    found = getattr(made, attribute)
     if callable(found) and not isinstance(found, Job):
         try:
             inspect.signature(found).bind()
@@ -90,6 +102,14 @@ def named_job(name: str) -> Job:
     if not isinstance(job, Job):
         raise UsageError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
     return job
+
+
+def _meant(name: str) -> str:
+    """In words, the module:job that may be meant by the name of a file."""
+    file, _, attribute = name.rpartition(":")
+    parts = Path(file.removesuffix(".py")).parts
+    is_one = bool(parts) and all(part.isidentifier() for part in (*parts, attribute))
+    return f"; did you mean {'.'.join(parts)}:{attribute}?" if is_one else ""
 
 
 def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
