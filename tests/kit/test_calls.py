@@ -79,3 +79,10 @@ def test_words_that_cannot_be_told_apart_are_told_in_one_line():
         hotlap.memory("train.py 'a", progress=False)
     with pytest.raises(HotlapError, match=r"which training\?"):
         hotlap.memory("-m", progress=False)
+
+
+@pytest.mark.parametrize(("call", "limit"), [("batch", "seconds"), ("workers", "seconds"), ("batch", "most")])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), "10", True])
+def test_a_limit_that_is_none_is_told_in_one_line(call, limit, value):
+    with pytest.raises(HotlapError, match=rf"{limit}={value!r} must be a"):
+        getattr(hotlap, call)("nothing.py", progress=False, **{limit: value})

@@ -25,6 +25,9 @@ def batch(training: Training, *, most: int | None = None, seconds: float = MOST_
     than `most` is tried, and after `seconds` no other. A job is left as it was; its effective batch is shown and never
     changed. A script is run anew for each size. Raises HotlapError where the training will not do.
     """
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise UsageError(f"most={shown(most)} must be a whole number of at least 1, or None")
+    _check_seconds(seconds)
     say = sayer(progress)
     chosen = _chosen(training, say)
     if chosen.target is not None:
@@ -38,6 +41,7 @@ def workers(training: Training, *, seconds: float = MOST_S, progress: bool = Tru
     It is a Job, or what names one, as for `batch`. Each way is timed with real updates, start-up apart; the best is
     then compared with the training's own in turns. After about `seconds` no other is tried. A job is left as it was.
     """
+    _check_seconds(seconds)
     say = sayer(progress)
     chosen = _chosen(training, say)
     if chosen.target is not None:
@@ -56,6 +60,11 @@ def memory(training: Training, *, progress: bool = True) -> MemoryFound:
     if chosen.target is not None:
         return memory_of_script(chosen.target, say=say)
     return memory_of_job(chosen.make_job(), name=chosen.name, say=say)
+
+
+def _check_seconds(seconds: float) -> None:
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+        raise UsageError(f"seconds={shown(seconds)} must be a number above 0")
 
 
 def _chosen(training: Training, say: Callable[[str], None]) -> Named:
