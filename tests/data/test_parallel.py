@@ -213,6 +213,21 @@ def test_a_function_without_source_has_no_key(tmp_path):
         parallel_map(isqrt, range(3), cache=Cache(tmp_path / "cache"))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"f": 3}, "f=3 is no function"),
+        ({"items": 3}, "items=3 cannot be gone through"),
+        ({"progress": "yes"}, "progress='yes' must be True, False or a function"),
+        ({"cache": "folder"}, "cache='folder' must be True, False or a"),
+        ({"cache": None}, "cache=None must be True, False or a"),
+    ],
+)
+def test_an_argument_that_will_not_do_is_told_in_one_line(given, said):
+    with pytest.raises(DataError, match=said):
+        parallel_map(**{"f": isqrt, "items": [1], **given})
+
+
 # --- the bar ----------------------------------------------------------------------------------------------
 
 

@@ -78,13 +78,26 @@ def parallel_map(
     """
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise DataError(f"workers={shown(workers)} must be a whole number of at least 1")
+    if not callable(f):
+        raise DataError(f"f={shown(f)} is no function; give one that takes an item")
+    if not isinstance(items, Iterable):
+        raise DataError(
+            f"items={shown(items)} cannot be gone through; give a list, or whatever gives one item at a time"
+        )
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise DataError(
+            f"progress={shown(progress)} must be True, False or a function of how many are done, of how many"
+        )
     given = list(items)
     with contextlib.ExitStack() as stack:
         told = stack.enter_context(shown_bar()) if progress is True else (progress or None)
         if cache is False:
             return cast("list[_Result]", _mapped(_Work(f, given, range(len(given)), told), workers))
         from hotlap.data.kept_results import KeptResults  # imports torch
+        from hotlap.store.cache import Cache
 
+        if cache is not True and not isinstance(cache, Cache):
+            raise DataError(f"cache={shown(cache)} must be True, False or a hotlap.store.cache.Cache")
         kept = stack.enter_context(KeptResults(f, given, None if cache is True else cache))
         left = [at for at in range(len(given)) if at not in kept.found]
         if told is not None and kept.found:
