@@ -330,8 +330,10 @@ def main(how):
             loss.backward()
             optimizer.step()
             number += 1
-            if how == "added up":
+            if "added up" in how:
                 total = total + loss
+            if how == "kept and added up":
+                kept.append(out.detach())
             elif how == "joined":
                 outputs = torch.cat([outputs, out.detach()])
             elif how == "every second" and number % 2:
@@ -350,7 +352,7 @@ main(sys.argv[1])
     ("how", "line", "size", "said"),
     [
         ("added up", "", 0, "steps of autograd an update: a tensor of shape () keeps all that led to it"),
-        ("joined", "leaks.py:26 in main", 32 * 2 * 4, "in a tensor that grows"),
+        ("joined", "leaks.py:28 in main", 32 * 2 * 4, "in a tensor that grows"),
         ("every second", "leaks.py:18 in main", 32 * 2 * 4 // 2, "(0.5 tensors)"),
     ],
 )
@@ -365,6 +367,16 @@ def test_other_ways_to_grow_are_told_with_what_can_be_seen_of_them(tmp_path, mon
     holder = {"added up": "total of main", "joined": "__main__.outputs", "every second": "__main__.kept"}[how]
     assert held.holder == holder
     assert str(held).endswith(f", held by {holder}")
+
+
+def test_a_loss_that_is_added_up_is_told_beside_tensors_that_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "savings", lambda *_: [])
+    path = tmp_path / "leaks.py"
+    path.write_text(LEAKS)
+    kept, added = memory_of_script(Target(path=str(path), args=["kept and added up"])).held
+    assert kept.holder == "__main__.kept"
+    assert "steps of autograd an update" in str(added)
+    assert added.holder == "total of main"
 
 
 @pytest.mark.parametrize("how", ["the last two", "numbers"])

@@ -56,6 +56,9 @@ class Turns:
         live.turn = 1
         self._by_line: list[Counter[str]] = []
         self._nodes: list[int] = []
+        """Steps of autograd that are kept."""
+        self._longest: list[int] = []
+        """Those behind one tensor, the most of any."""
         self._unseen: list[int] = []
         self._taken: list[int] = []
 
@@ -72,7 +75,9 @@ class Turns:
             if piece.kind not in _NOT_HELD:
                 by_line[piece.line] += piece.size
         self._by_line.append(by_line)
-        self._nodes.append(len(steps_behind(_tensors_with_graphs())))
+        tensors = list(_tensors_with_graphs())
+        self._nodes.append(len(steps_behind(tensors)))
+        self._longest.append(max((len(steps_behind([one])) for one in tensors), default=0))
         if live.device.type == "cuda":
             self._unseen.append(torch.cuda.memory_allocated(live.device) - live.bytes)
             self._taken.append(torch.cuda.memory_reserved(live.device))
@@ -84,7 +89,8 @@ class Turns:
         found = self._tensors()
         found += self._larger_ones({one.line for one in found})
         found.sort(key=lambda one: -one.bytes_an_update)
-        return (found or self._graphs() or self._without_line())[:MOST_TOLD]
+        found += self._graphs(by_one=bool(found))
+        return (found or self._without_line())[:MOST_TOLD]
 
     def _tensors(self) -> list[Held]:
         """By line: tensors of at least every second update that still live, from the first ones on.
@@ -121,9 +127,12 @@ class Turns:
                 found.append(Held(line=line, bytes_an_update=size, holder=_holder(keys), what=what))
         return found
 
-    def _graphs(self) -> list[Held]:
-        """Losses that are added up with all that led to them: no tensor is held, but every step of each update."""
-        steps = grown(self._nodes)
+    def _graphs(self, *, by_one: bool) -> list[Held]:
+        """Losses that are added up with all that led to them: no tensor is held, but every step of each update.
+
+        `by_one`: only where one tensor keeps them. Tensors that are held each have steps of their own behind them.
+        """
+        steps = grown(self._longest if by_one else self._nodes)
         if not steps:
             return []
         longest = max(_tensors_with_graphs(), key=lambda one: len(steps_behind([one])))
