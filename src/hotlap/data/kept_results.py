@@ -109,12 +109,12 @@ def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _imported_in(code: types.CodeType, package: str | None) -> Iterator[types.ModuleType]:
     """The modules of no library that a piece of code imports when it runs."""
-    steps = list(dis.get_instructions(code))
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for at, step in enumerate(steps):
         if step.opname != "IMPORT_NAME":
             continue
-        dots = "." * steps[at - 2].argval  # how many is put before it, and what of it is wanted
         with contextlib.suppress(Exception):  # it may be there on other machines only
+            dots = "." * steps[at - 2].argval  # how many is put before it, and what of it is wanted
             spec = importlib.util.find_spec(f"{dots}{step.argval}", package)
             if spec is not None and spec.origin is not None and not spec.origin.startswith(_LIBRARIES):
                 yield importlib.import_module(spec.name)
