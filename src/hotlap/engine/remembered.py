@@ -40,7 +40,7 @@ _OWN = (torch.Generator, np.random.Generator, random.Random)
 
 
 def _plain(layer: nn.Module) -> dict[str, Any]:
-    # Rates are `without_dropout`'s to change.
+    # How much is dropped is changed on purpose, and put back by whoever did.
     found = {name: value for name, value in layer.__dict__.items() if isinstance(value, (int, float, str, type(None)))}
     return {name: value for name, value in found.items() if name != rate_name(layer)}
 

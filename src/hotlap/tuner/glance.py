@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hotlap.engine.driven import Driven
 from hotlap.moves import capture, precision
-from hotlap.moves.every import everything
+from hotlap.moves.every import Everything, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.probe import Probe
 from hotlap.tuner.stand import Stand
@@ -38,21 +38,28 @@ class Glance:
 
 
 def at_a_glance(rig: Driven, stand: Stand, probe: Probe, moves: Sequence[Move]) -> Glance:
-    """What those of the moves give that are soon made, roughly. Nobody looks where that is not paid for, or where
-    what shows most in short runs is not among them: another precision, and a recorded step where there can be one."""
-    began, budget = time.perf_counter(), stand.budget
+    """What those of the moves that are soon made give together, roughly."""
+    began = time.perf_counter()
+    made = _soon_made(rig, stand, moves)
+    step_s = probe.glance(made.plan) if made is not None else None
+    stand.budget.made(0, time.perf_counter() - began)
+    gain = stand.lap.step_s / step_s if step_s else 1.0
+    return Glance(made.made, gain) if made is not None and gain >= HOPE else Glance()
+
+
+def _soon_made(rig: Driven, stand: Stand, moves: Sequence[Move]) -> Everything | None:
+    """As many of the moves as a glance at them may be paid for.
+
+    None where what shows most in short runs is not among them: another precision, and a recorded step where there can
+    be one.
+    """
     made = everything(rig, stand.plan, moves)
-    needed = {precision.MOVE, capture.MOVE} & {precision.MOVE, *made.made}
+    needed = {precision.MOVE} | ({capture.MOVE} & set(made.made))
     setups_s = {move: stand.setup_s(move) for move in moves}
     while needed <= set(made.made):
-        if UPDATES * budget.base_s + sum(setups_s[move] for move in made.made) <= budget.left_s:
-            break
+        if UPDATES * stand.budget.base_s + sum(setups_s[move] for move in made.made) <= stand.budget.left_s:
+            return made
         dearest = max(made.made, key=lambda move: setups_s[move])
         moves = [move for move in moves if move is not dearest]
         made = everything(rig, stand.plan, moves)  # another may take its place
-    else:
-        return Glance()
-    step_s = probe.glance(made.plan)
-    budget.made(0, time.perf_counter() - began)
-    gain = stand.lap.step_s / step_s if step_s else 1.0
-    return Glance(made.made, gain) if gain >= HOPE else Glance()
+    return None

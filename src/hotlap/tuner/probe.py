@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 
@@ -11,11 +12,14 @@ import torch
 from hotlap.core.plan import MOST_REPLAY_STEPS, Feed, Plan
 from hotlap.core.units import show_seconds
 from hotlap.engine.rig import Rig
+from hotlap.machine.kernels import first_line
 from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
 from hotlap.monitor.calibration import calibration
 from hotlap.monitor.census import census
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.stats import LEAST_GAIN
+
+log = logging.getLogger(__name__)
 
 CALIBRATION_S = 1.0
 """What calibrating a machine takes at most; it is done once, and only where so much may well be spent."""
@@ -161,8 +165,8 @@ class CountingProbe(Probe):
                 rig.place = place._replace(window=min(place.window, rig.windows_here - needed))
                 rig.use(plan)
                 step_s = _roughly(rig)
-            except Exception:  # whatever a plan may do; whether it can be obeyed is for the gates to say
-                pass
+            except Exception as error:  # whatever a plan may do; whether it can be obeyed is for the gates to say
+                log.info("nothing was seen at a glance: %s", first_line(error))
         if step_s is None:  # what was made for it may be what there is no room for
             rig.tidy()
             rig.keep_plans()
