@@ -7,6 +7,10 @@ import pytest
 from killed import environment, hotlap_command
 from preloaded import Preloaded
 
+import hotlap
+from hotlap.stress.trials import SAVE_EVERY
+from hotlap.stress.victim import fate_of, victim_job
+
 SHORT = """
     import json, sys
     from hotlap.stress.trials import Trials
@@ -62,6 +66,19 @@ def test_kills_around_the_calls_of_a_save_lose_nothing(run_python):
     kinds = {"make folder", "open", "write", "sync", "sync folder", "rename", "remove"}
     assert {name.partition(" ")[2] for name in told["names"]} == kinds
     assert len(told["names"]) % 2 == 0
+
+
+@pytest.mark.parametrize(("place", "is_same"), [([6, 0, 48], True), ([5, 8, 48], True), ([5, 7, 48], False)])
+def test_the_end_of_an_epoch_is_the_beginning_of_the_next(place, is_same, tmp_path):
+    """A SIGTERM in the last step of all is answered before the training knows that the epoch is over."""
+    hotlap.fit(victim_job(0), plan="off", out=tmp_path / "run", save_every=SAVE_EVERY, progress=False)
+    whole = fate_of(tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / "step-000000048" / "training.json"
+    values = json.loads(state.read_text())
+    assert dict(values["$dict"])["place"] == {"$tuple": [6, 0, 48]}
+    values["$dict"] = [[k, {"$tuple": place} if k == "place" else v] for k, v in values["$dict"]]
+    state.write_text(json.dumps(values))
+    assert (fate_of(tmp_path / "run") == whole) == is_same
 
 
 UNSAVED = """

@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from hotlap.core.job import Job
 
 SAMPLES, EPOCHS = 96, 6
+BATCH, ACCUMULATE = 6, 2
+WINDOWS = SAMPLES // (BATCH * ACCUMULATE)
+"""Updates of an epoch."""
 
 
 class Noisy(Dataset[tuple[Tensor, int]]):
@@ -56,14 +59,14 @@ def victim_job(workers: int) -> Job:
     data = Noisy()
     return Job(
         model=model,
-        data=DataLoader(data, batch_size=6, shuffle=True, **settings),
+        data=DataLoader(data, batch_size=BATCH, shuffle=True, **settings),
         valid=DataLoader(data, batch_size=24),
         loss=nn.CrossEntropyLoss(label_smoothing=0.1),
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True),
         schedule=lambda o, updates: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=updates + 1),
         metrics=["accuracy", "macro_f1"],
         patience=3,
-        accumulate=2,
+        accumulate=ACCUMULATE,
         clip=0.5,
         epochs=EPOCHS,
         seed=7,
@@ -90,9 +93,16 @@ def fate_of(run: Path) -> tuple[str, str | None]:
     state = hashlib.sha256()
     for name in ("model.safetensors", "training.safetensors"):
         state.update((last / name).read_bytes())
-    values = _timeless(json.loads((last / "training.json").read_text()))
+    values = _with_place_counted(_timeless(json.loads((last / "training.json").read_text())))
     state.update(json.dumps(values, sort_keys=True).encode())
     return result.hexdigest(), state.hexdigest()
+
+
+def _with_place_counted(values: Any) -> Any:
+    """The end of an epoch is the beginning of the next; which of them is written depends on when a signal comes."""
+    stored = dict(values["$dict"])
+    epoch, window, served = stored["place"]["$tuple"]
+    return {**stored, "place": [epoch * WINDOWS + window, served]}
 
 
 def ended_at(run: Path) -> int | None:
