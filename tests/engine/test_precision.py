@@ -134,7 +134,7 @@ def test_a_switch_that_stood_by_itself_still_does():
 )
 def test_where_a_cpu_has_no_bf16_torch_does_not_try_onednn_and_leave_it_off(precision, support, is_on, monkeypatch):
     fact = DtypeFact(support=support, reason="", kernel="ran")
-    monkeypatch.setattr("hotlap.machine.dtype_facts", lambda device: dict.fromkeys(("bf16", "fp32"), fact))
+    monkeypatch.setattr("hotlap.machine.dtype_fact", lambda device, dtype: fact)
     mine = switches(precision, device=CPU)
     assert bool(mine) is not is_on
     for _ in range(2):

@@ -623,8 +623,8 @@ def test_plans_take_turns_and_keep_what_they_recorded():
 @pytest.mark.parametrize("mode", ["eager", "captured"])
 @pytest.mark.parametrize("size", [1.0, 1e-7])
 def test_fp16_gives_true_gradients_where_bf16_is_not(monkeypatch, mode, size):
-    facts = {"bf16": SimpleNamespace(support="absent", reason="")}
-    monkeypatch.setattr(call_refusals.machine, "dtype_facts", lambda _: facts)
+    absent = SimpleNamespace(support="absent", reason="")
+    monkeypatch.setattr(call_refusals.machine, "dtype_fact", lambda *_: absent)
     monkeypatch.setattr(call_refusals, "why_not_precision", lambda *_: None)
     module = Mlp().to(DEVICE)
     model = Scripted(module, plan_of("fp16", mode))

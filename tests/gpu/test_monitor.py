@@ -22,7 +22,8 @@ def rates():
 
 
 def test_every_figure_of_the_gpu_is_there_and_sensible(rates):
-    hardware = {name for name, has in machine.dtype_support(DEVICE).items() if has is machine.Support.HARDWARE}
+    facts = machine.dtype_facts(DEVICE)
+    hardware = {name for name, fact in facts.items() if fact.support is machine.Support.HARDWARE}
     assert set(rates.matmul_flops) == hardware
     if "bf16" in hardware:
         assert rates.matmul_flops["bf16"] > 2 * rates.matmul_flops["fp32"]

@@ -122,7 +122,7 @@ def with_bf16(monkeypatch, support):
     """Has the CPU as one that has bf16 so."""
     facts = machine.dtype_facts(torch.device("cpu"))
     facts = {**facts, "bf16": replace(facts["bf16"], support=support, reason="it says so")}
-    monkeypatch.setattr(savings.machine, "dtype_facts", lambda device: facts)
+    monkeypatch.setattr(savings.machine, "dtype_fact", lambda device, dtype: facts[dtype])
 
 
 @pytest.fixture

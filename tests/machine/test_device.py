@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hotlap.core.errors import MachineError
-from hotlap.machine import choose_device, detect, dtype_facts, dtype_support
+from hotlap.machine import choose_device, detect, dtype_fact, dtype_facts
 from hotlap.machine.cuda import Cuda
 from hotlap.machine.detect import assemble
 from hotlap.machine.device import facts_on, pick
@@ -129,6 +129,15 @@ def test_a_format_whose_kernel_fails_is_absent(machine, card):
     assert facts["tf32"].support == "hardware"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_of_one_format_no_other_has_to_be_proven(machine, card, device):
+    here, asked = machine(card("h200")), []
+    facts = facts_on(here, device, lambda d, t: asked.append((d, t)), ("fp16",))
+    assert asked == [(device, "fp16")]
+    assert facts["fp16"] == facts_on(here, device, ran)["fp16"]
+    assert dtype_fact("cpu", "bf16") == dtype_facts("cpu")["bf16"]
+
+
 def test_formats_are_told_for_cpu_and_cuda_only(machine, card):
     here = machine(card("h200"))
     assert facts_on(here, "cpu:0", ran) == facts_on(here, "cpu", ran)
@@ -150,7 +159,8 @@ def test_on_this_machine_auto_is_the_cpu_and_a_required_gpu_is_refused():
 @no_gpu_here
 def test_pretending_without_a_gpu_stays_on_the_cpu_and_answers_formats_as_that_gpu():
     assert choose_device(pretend="t4") == torch.device("cpu")
-    assert dtype_support(torch.device("cpu"), pretend="t4") == {
+    facts = dtype_facts(torch.device("cpu"), pretend="t4")
+    assert {name: fact.support for name, fact in facts.items()} == {
         "fp32": "hardware",
         "tf32": "absent",
         "bf16": "emulated",

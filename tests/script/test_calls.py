@@ -232,15 +232,14 @@ def test_hooks_are_fine_with_another_precision_and_not_with_capture():
 
 
 def in_fp16(monkeypatch):
-    monkeypatch.setattr(
-        call_refusals.machine, "dtype_facts", lambda _: {"bf16": SimpleNamespace(support="absent", reason="")}
-    )
+    absent = SimpleNamespace(support="absent", reason="")
+    monkeypatch.setattr(call_refusals.machine, "dtype_fact", lambda *_: absent)
     monkeypatch.setattr(call_refusals, "why_not_precision", lambda *_: None)
 
 
 def test_fp16_is_only_for_where_bf16_is_not(monkeypatch):
     call = Call(net(), device=CPU)
-    if call_refusals.machine.dtype_facts(CPU)["bf16"].support is call_refusals.machine.Support.HARDWARE:
+    if call_refusals.machine.dtype_fact(CPU, "bf16").support is call_refusals.machine.Support.HARDWARE:
         assert "bf16 is there" in call.supports(*FP16)
     in_fp16(monkeypatch)
     assert call.supports(*FP16) is None

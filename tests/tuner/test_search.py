@@ -4,6 +4,7 @@ import dataclasses
 import random
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
-from hotlap.machine import Support
+from hotlap.machine import DtypeFact, Support
 from hotlap.moves import capture, every, fused, precision, resident
 from hotlap.tuner.budget import Length
 from hotlap.tuner.known import Found
@@ -123,9 +124,9 @@ def no_calibration(monkeypatch):
 @pytest.fixture
 def has_16_bits(monkeypatch):
     """As a CPU has them that computes in bf16 and fp16."""
-    monkeypatch.setattr(
-        "hotlap.machine.dtype_support", lambda device: dict.fromkeys(("bf16", "fp16"), Support.HARDWARE)
-    )
+    fact = DtypeFact(support=Support.HARDWARE, reason="", kernel="ran")
+    has = SimpleNamespace(dtype_fact=lambda device, dtype: fact, Support=Support)
+    monkeypatch.setattr("hotlap.moves.precision.machine", has)
 
 
 def test_what_pays_is_kept_with_its_share_and_the_plan_is_in_force_at_the_end():
@@ -598,17 +599,18 @@ def test_laps_of_what_looks_faster_go_on_though_all_that_may_be_spent_was():
     assert outcomes(rig)["data held on the device"][0] == "kept"
 
 
-def test_what_it_took_to_look_around_is_told_and_does_not_limit_trials():
+@pytest.mark.parametrize(("look_s", "tried"), [(0.0, True), (0.5, False)])
+def test_what_it_took_to_look_around_is_a_cost_as_any_other(look_s, tried):
     class Slow(CountingProbe):
         def look(self, lap, *, may_s):
-            time.sleep(0.3)
+            time.sleep(look_s)
 
-    rig = rig_for()
-    search = searching(rig, 2_000, gate=Gatekeeper(), probe=Slow(rig))
+    rig, gate = rig_for(), Gatekeeper()
+    search = searching(rig, 2_000, gate=gate, probe=Slow(rig))
     drive(search, lambda plan: cost_of(plan))
     told = next(entry for entry in rig.ledger if entry.what == "tuned").figures
-    assert told["cost_s"] >= 0.3 + search.budget.spent_s
-    assert search.budget.spent_s < 0.3
+    assert told["cost_s"] == search.budget.spent_s >= look_s
+    assert bool(gate.asked) is tried
 
 
 # --- a glance ------------------------------------------------------------------------------------
@@ -633,6 +635,7 @@ def dear_moves(has_16_bits, monkeypatch):
     held = dataclasses.replace(resident.MOVE, setup_s=lambda plan, rig: 6.0)
     narrow = dataclasses.replace(precision.MOVE, setup_s=lambda plan, rig: 2.0)
     monkeypatch.setattr(precision, "MOVE", narrow)
+    monkeypatch.setattr(resident, "MOVE", held)
     monkeypatch.setattr("hotlap.tuner.search.ARITHMETIC", (narrow,))
     monkeypatch.setattr("hotlap.tuner.search.MOVES", (fused.MOVE, held, narrow))
     monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
@@ -683,7 +686,7 @@ def test_a_run_that_cannot_pay_for_a_glance_has_none(dear_moves):
     assert probe.glanced == []
 
 
-@pytest.mark.parametrize(("setup_s", "looks"), [(0.1, 1), (100.0, 0)])
+@pytest.mark.parametrize(("setup_s", "looks"), [(0.1, 1), (4.0, 1), (100.0, 0)])
 def test_nobody_looks_where_a_recorded_step_cannot_be_among_what_is_seen(setup_s, looks, dear_moves, monkeypatch):
     """Beside launches that take as long as ever, another precision shows little."""
     recorded = dataclasses.replace(fused.MOVE, name="whole step captured", setup_s=lambda plan, rig: setup_s)

@@ -76,7 +76,7 @@ class Switches:
 
 def why_not_precision(precision: str, device: torch.device) -> str | None:
     """Why a training on this device cannot be in this precision, or None where it can."""
-    fact = machine.dtype_facts(device)[precision]
+    fact = machine.dtype_fact(device, precision)
     # A CPU without instructions for it still trains in bf16 or fp16, slowly; on a GPU that is never wanted.
     here = _is_emulated(precision, device) and device.type == "cpu" and machine.detect().pretended is None
     if fact.support is not machine.Support.HARDWARE and not here:
@@ -87,7 +87,7 @@ def why_not_precision(precision: str, device: torch.device) -> str | None:
 
 
 def _is_emulated(precision: str, device: torch.device) -> bool:
-    return machine.dtype_facts(device)[precision].support is machine.Support.EMULATED
+    return machine.dtype_fact(device, precision).support is machine.Support.EMULATED
 
 
 @cache

@@ -113,7 +113,7 @@ def model_facts(model: nn.Module, sample: Batch | None, device: torch.device) ->
     blocks = [names[id(block)] for block in checkpointed_blocks(model)]
     reasons = {one: why_not_precision(one, device) for one in ("bf16", "fp16")}
     precision = next((one for one, reason in reasons.items() if reason is None), None)
-    fact = None if precision is None else machine.dtype_facts(device)[precision]
+    fact = None if precision is None else machine.dtype_fact(device, precision)
     is_emulated = fact is not None and fact.support is machine.Support.EMULATED
     kind = None if sample is None else kind_of_model(model, sample)
     none = f"{type(model).__name__} has no blocks that it repeats"

@@ -5,7 +5,7 @@ Nothing here imports torch until it is asked something that needs it.
 
 from hotlap.machine.catalogue import CATALOGUE, GpuModel, find_gpu
 from hotlap.machine.detect import Gpu, Machine, detect
-from hotlap.machine.device import choose_device, dtype_facts, dtype_support
+from hotlap.machine.device import choose_device, dtype_fact, dtype_facts
 from hotlap.machine.doctor import Report, examine
 from hotlap.machine.dtypes import DTYPES, DtypeFact, Support
 from hotlap.machine.problems import Problem, Severity
@@ -28,8 +28,8 @@ __all__ = [
     "World",
     "choose_device",
     "detect",
+    "dtype_fact",
     "dtype_facts",
-    "dtype_support",
     "environment",
     "examine",
     "find_gpu",

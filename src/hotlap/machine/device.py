@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
 from hotlap.core.errors import MachineError
 from hotlap.machine.detect import Gpu, Machine, detect
-from hotlap.machine.dtypes import DtypeFact, Support, on_cpu, on_cuda, pretended, proven
+from hotlap.machine.dtypes import DTYPES, DtypeFact, Support, on_cpu, on_cuda, pretended, proven
 from hotlap.machine.kernels import proof
 
 if TYPE_CHECKING:
@@ -62,27 +62,26 @@ def pick(machine: Machine, asked: str, *, require_gpu: bool, kernel: Kernel) -> 
     raise MachineError(f"{demand}, but {what}: {do}")
 
 
-def dtype_support(device: torch.device | str, pretend: str | None = None) -> Mapping[str, Support]:
-    """How the device has fp32, tf32, bf16 and fp16, each proven by a kernel (once per process)."""
-    return {name: fact.support for name, fact in dtype_facts(device, pretend).items()}
-
-
 def dtype_facts(device: torch.device | str, pretend: str | None = None) -> Mapping[str, DtypeFact]:
-    """As `dtype_support`, with the reason and whether a kernel ran."""
+    """How the device has fp32, tf32, bf16 and fp16, each proven by a kernel (once per process)."""
     return facts_on(detect(pretend), str(device), proof)
 
 
-def facts_on(machine: Machine, device: str, kernel: Kernel) -> dict[str, DtypeFact]:
-    """The formats of one device of this machine, as the GPU it acts as has them."""
+def dtype_fact(device: torch.device | str, dtype: str) -> DtypeFact:
+    """As `dtype_facts`, of one format: on a GPU the first kernel of each takes a tenth of a second or so."""
+    return facts_on(detect(), str(device), proof, (dtype,))[dtype]
+
+
+def facts_on(machine: Machine, device: str, kernel: Kernel, dtypes: Collection[str] = DTYPES) -> dict[str, DtypeFact]:
+    """The formats of one device of this machine, these at least, as the GPU it acts as has them."""
     model = machine.pretended
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise MachineError(f"unknown device {device!r}; use cpu, cuda or cuda:N")
     if kind == "cpu":
-        return pretended_or(machine, cpu_facts(machine, kernel) if model is None else {})
+        return pretended_or(machine, cpu_facts(machine, kernel, dtypes) if model is None else {})
     gpu = _numbered(machine, device if ":" in device else "cuda:0")
-    design = on_cuda(gpu.capability)
-    facts = proven(design, _kernels(gpu.device, design, kernel))
+    facts = _proven(gpu.device, on_cuda(gpu.capability), kernel, dtypes)
     return facts if model is None else pretended(facts, model.supports, model.name)
 
 
@@ -92,10 +91,9 @@ def pretended_or(machine: Machine, facts: dict[str, DtypeFact]) -> dict[str, Dty
     return facts if model is None else pretended(None, model.supports, model.name)
 
 
-def cpu_facts(machine: Machine, kernel: Kernel) -> dict[str, DtypeFact]:
-    """The formats of the CPU itself."""
-    design = on_cpu(machine.cpu.flags or _torch_cpu_flags())
-    return proven(design, _kernels("cpu", design, kernel))
+def cpu_facts(machine: Machine, kernel: Kernel, dtypes: Collection[str] = DTYPES) -> dict[str, DtypeFact]:
+    """These formats of the CPU itself."""
+    return _proven("cpu", on_cpu(machine.cpu.flags or _torch_cpu_flags()), kernel, dtypes)
 
 
 def why_no_gpu(machine: Machine) -> tuple[str, str]:
@@ -160,8 +158,12 @@ def _numbered(machine: Machine, name: str) -> Gpu:
     raise MachineError(f"there is no {name}; GPUs torch can see: {seen}")
 
 
-def _kernels(device: str, design: Mapping[str, tuple[Support, str]], kernel: Kernel) -> dict[str, str | None]:
-    return {name: kernel(device, name) for name, (support, _) in design.items() if support is not Support.ABSENT}
+def _proven(
+    device: str, design: Mapping[str, tuple[Support, str]], kernel: Kernel, dtypes: Collection[str]
+) -> dict[str, DtypeFact]:
+    asked = {name: design[name] for name in dtypes}
+    ran = {name: kernel(device, name) for name, (support, _) in asked.items() if support is not Support.ABSENT}
+    return proven(asked, ran)
 
 
 def _torch_cpu_flags() -> frozenset[str]:

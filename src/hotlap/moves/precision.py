@@ -11,10 +11,9 @@ from hotlap.moves.move import Move
 def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.numerics.precision in ("bf16", "fp16"):
         return f"the precision is {plan.numerics.precision} already"
-    has = machine.dtype_support(rig.device)
     # bf16 has the range of fp32 and needs no scaling; fp16 comes second.
     for precision in ("bf16", "fp16"):
-        if has[precision] is machine.Support.HARDWARE:
+        if machine.dtype_fact(rig.device, precision).support is machine.Support.HARDWARE:
             return plan.but(precision=precision)
     return f"this {rig.device.type} has no 16-bit number format in hardware"
 

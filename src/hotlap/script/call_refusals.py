@@ -36,7 +36,7 @@ def why_not_in_precision(module: nn.Module, precision: str, device: torch.device
     if dtypes - {torch.float32}:
         return f"the weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
     if precision == "fp16":
-        if machine.dtype_facts(device)["bf16"].support is machine.Support.HARDWARE:
+        if machine.dtype_fact(device, "bf16").support is machine.Support.HARDWARE:
             return "bf16 is there, which needs no scale"
         if any(_hooks_of(layer, _BACKWARD_HOOKS) for layer in module.modules()):
             return "the script's own backward hooks would see scaled gradients"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotlap.engine.driven import Driven
-from hotlap.moves import capture, precision
+from hotlap.moves import capture, precision, resident
 from hotlap.moves.every import Everything, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.probe import Probe
@@ -57,7 +57,10 @@ def _soon_made(rig: Driven, stand: Stand, moves: Sequence[Move]) -> Everything |
     needed = {precision.MOVE} | ({capture.MOVE} & set(made.made))
     setups_s = {move: stand.setup_s(move) for move in moves}
     while needed <= set(made.made):
-        if UPDATES * stand.budget.base_s + sum(setups_s[move] for move in made.made) <= stand.budget.left_s:
+        # Updates that load the kernels of one move load those of the others; data has to be brought besides.
+        held_s = sum(setups_s[move] for move in made.made if move is resident.MOVE)
+        most_s = max(setups_s[move] for move in made.made if move is not resident.MOVE)
+        if UPDATES * stand.budget.base_s + held_s + most_s <= stand.budget.left_s:
             return made
         dearest = max(made.made, key=lambda move: setups_s[move])
         moves = [move for move in moves if move is not dearest]

@@ -78,8 +78,6 @@ class Search:
         self._in_all_seen: tuple[Plan, Tried] | None = None
         """A plan that was timed against the user's own, and what came of it."""
         self._looked = self._told = False
-        self._look_s = 0.0
-        """What it took to find out what bounds the training, and what there is to be tried: told, but not limited."""
         self._glance = Glance()
         self._is_known_open = False
         """Whether a plan is known that this run was too short to look at."""
@@ -142,7 +140,7 @@ class Search:
         self._probe.look(lap, may_s=budget.left_s)
         budget.is_hopeful = self._probe.is_hopeful
         everything(self._rig, self.plan, (*MOVES, *OTHERS))
-        self._look_s = time.perf_counter() - began
+        budget.made(0, time.perf_counter() - began)
 
     def _pace_of_user(self) -> Laps:
         """Laps of the user's own plan, until three are alike; the middle one."""
@@ -316,11 +314,10 @@ class Search:
             self._remember(self._known, tried)
         why = "" if self._now.kept else "nothing helped"
         self._settle_in(tried)
-        cost_s = budget.spent_s + self._look_s
-        figures = {**tried.figures, "cost_s": cost_s}
+        figures = {**tried.figures, "cost_s": budget.spent_s}
         if self._now.kept and tried.estimate is not None:
             own_s, found_s = trials.pace_s(self.baseline), trials.pace_s(self.plan)
-            figures["saved_s"] = budget.saved_s - cost_s + self._now.updates_left * (own_s - found_s)
+            figures["saved_s"] = budget.saved_s - budget.spent_s + self._now.updates_left * (own_s - found_s)
             figures["own_s"] = own_s
         if tried.a is not None or self._glance.moves:
             why_slow = "; ".join(filter(None, (self._probe.line, self._glance.line)))
@@ -354,7 +351,7 @@ class Search:
         for move in self._on_trial:
             self._trials.refuse(move, "undecided", "the run ended before its laps had shown a difference")
         if self._now.kept:
-            figures = {"cost_s": self.budget.spent_s + self._look_s}
+            figures = {"cost_s": self.budget.spent_s}
             self._trials.write("tuned", "chosen", why="the run ended before all was tried", figures=figures)
 
     def _settle_in(self, tried: Tried) -> None:
