@@ -25,8 +25,8 @@ MOST_BY_ONE = 4 * MIB
 """Bytes up to which this thread gathers alone: on an H200's host 16 of torch's took 18 µs for 300 KB in the middle, but
 129 on average, where numpy took 13."""
 HANDS = 4
-"""Threads that share what is more; 0 leaves all to torch. In a training on an H200 torch's 16 took 1.3 ms for 9 MB in
-the middle, 2.3 on average and 62 at worst, these 0.9, 1.0 and 3.4; six or eight of them were no faster."""
+"""Threads that share what is more; 0 leaves all to torch. In a training on an H200 torch's 16 took 2.2 ms for 9 MB in
+the middle, 2.8 on average and 189 at worst, these 2.0, 1.7 and 3.6 (`python -m benchmarks.gathering`)."""
 GRAIN = 32768
 """Numbers up to which torch gathers in one thread itself (`at::internal::GRAIN_SIZE`)."""
 _NUMPYS = {
