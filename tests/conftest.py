@@ -1,17 +1,23 @@
 """Tests train under the job's own plan, unless they are about tuning: what a tuner does depends on the clock.
 
 Nor does a property test depend on it: on a busy machine drawing examples may take long. Files that take long come
-first: with a file to each process, the one that is begun last is waited for.
+first: with a file to each process, the one that is begun last is waited for. What they keep is kept apart from the
+user's own cache.
 """
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ["HOTLAP_PLAN"] = "off"
+if "PYTEST_XDIST_WORKER" not in os.environ:  # those have the environment of the process that began them
+    os.environ["HOTLAP_CACHE"] = tempfile.mkdtemp(prefix="hotlap-tests-")
+CACHE = os.environ["HOTLAP_CACHE"]
 
 try:
     from hypothesis import HealthCheck, settings
@@ -38,6 +44,11 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     turns = {Path(__file__).parent / name: turn for turn, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
+def pytest_unconfigure():
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(CACHE, ignore_errors=True)
 
 
 def pytest_collection_finish():
