@@ -99,6 +99,7 @@ def world(tmp_path: Path) -> Callable[..., World]:
             "cuda": lambda: seen,
             "free_bytes": lambda index: None,
             "kernel": lambda device, dtype: None,
+            "pace": lambda dtype: 1.0,
             "room": lambda path: Room(total_bytes=100 * GIB, free_bytes=50 * GIB),
             "measure_disk": lambda path: DiskSpeed(write_bytes_per_s=1e9, read_bytes_per_s=1e9),
             "which": lambda name: f"/usr/bin/{name}",

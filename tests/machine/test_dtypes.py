@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotlap.machine.dtypes import Support, on_cpu, on_cuda, pretended, proven
+from hotlap.machine.dtypes import Support, on_cpu, on_cuda, paced, pretended, proven
 
 
 def supports(facts):
@@ -28,6 +28,21 @@ def test_a_cpu_has_half_formats_only_where_it_has_the_instructions(flags, bf16, 
         "bf16": bf16,
         "fp16": fp16,
     }
+
+
+def test_what_torch_makes_no_use_of_counts_as_emulated():
+    facts = proven(on_cpu({"avx512_bf16", "avx512_fp16"}), {"fp32": None, "bf16": None, "fp16": None})
+    timed = []
+    left = paced(facts, lambda dtype: timed.append(dtype) or {"bf16": 0.6, "fp16": 14.2}[dtype])
+    assert supports(left) == {"fp32": "hardware", "tf32": "absent", "bf16": "hardware", "fp16": "emulated"}
+    assert "avx512_fp16, of which torch makes no use: a product takes 14 times as long" in left["fp16"].reason
+    assert left["fp16"].kernel == "ran"
+    assert timed == ["bf16", "fp16"]
+
+
+def test_what_a_cpu_has_no_instructions_for_or_cannot_compute_is_not_timed():
+    facts = proven(on_cpu({"avx512_bf16"}), {"fp32": None, "bf16": "boom", "fp16": None})
+    assert paced(facts, None) == facts
 
 
 @pytest.mark.parametrize(

@@ -261,3 +261,11 @@ def test_secrets_do_not_reach_the_report(world):
     text = json.dumps(report.as_json())
     assert "hf_s3cr3t" not in text
     assert report.as_json()["variables"] == {"NUM_WORKERS": "2"}
+
+
+def test_what_the_cpu_has_is_timed(world):
+    here = world(pace=lambda dtype: 9.0)
+    (here.root / "proc").mkdir()
+    (here.root / "proc/cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd asimdhp\n")
+    fact = examine(world=here).cpu_facts["fp16"]
+    assert (fact.support, fact.reason.split(",")[0]) == ("emulated", "asimdhp")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotlap.machine.kernels import first_line, run_kernel
+from hotlap.machine.kernels import first_line, run_kernel, times_as_long
 
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
 
@@ -13,6 +13,17 @@ NO_KERNEL = "CUDA error: no kernel image is available for execution on the devic
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
 def test_a_kernel_runs_on_the_cpu(dtype):
     assert run_kernel("cpu", dtype) is None
+
+
+def test_a_format_is_timed_beside_fp32_once(monkeypatch):
+    times_as_long.cache_clear()
+    made, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda left, right: made.append(left.dtype) or mm(left, right))
+    assert times_as_long("fp16") > 0
+    assert set(made) == {torch.float16, torch.float32}
+    made.clear()
+    assert times_as_long("fp16") > 0
+    assert made == []
 
 
 def test_an_error_is_answered_with_its_first_line(monkeypatch):

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from hotlap.core.errors import MachineError
 from hotlap.machine.detect import Gpu, Machine, detect
-from hotlap.machine.dtypes import DTYPES, DtypeFact, Support, on_cpu, on_cuda, pretended, proven
-from hotlap.machine.kernels import proof
+from hotlap.machine.dtypes import DTYPES, DtypeFact, Support, on_cpu, on_cuda, paced, pretended, proven
+from hotlap.machine.kernels import proof, times_as_long
 
 if TYPE_CHECKING:
     import torch
 
 Kernel = Callable[[str, str], str | None]
+Pace = Callable[[str], float]
 
 
 def choose_device(asked: str = "auto", *, require_gpu: bool = False, pretend: str | None = None) -> torch.device:
@@ -91,9 +92,11 @@ def pretended_or(machine: Machine, facts: dict[str, DtypeFact]) -> dict[str, Dty
     return facts if model is None else pretended(None, model.supports, model.name)
 
 
-def cpu_facts(machine: Machine, kernel: Kernel, dtypes: Collection[str] = DTYPES) -> dict[str, DtypeFact]:
+def cpu_facts(
+    machine: Machine, kernel: Kernel, dtypes: Collection[str] = DTYPES, pace: Pace = times_as_long
+) -> dict[str, DtypeFact]:
     """These formats of the CPU itself."""
-    return _proven("cpu", on_cpu(machine.cpu.flags or _torch_cpu_flags()), kernel, dtypes)
+    return paced(_proven("cpu", on_cpu(machine.cpu.flags or _torch_cpu_flags()), kernel, dtypes), pace)
 
 
 def why_no_gpu(machine: Machine) -> tuple[str, str]:

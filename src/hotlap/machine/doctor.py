@@ -95,7 +95,7 @@ def examine(pretend: str | None = None, *, require_gpu: bool = False, world: Wor
     cuda = world.cuda()
     machine = assemble(world, driver, cuda, model)
     gpus = tuple(check_gpu(world, machine, driver, cuda, gpu) for gpu in machine.gpus)
-    on_cpu = cpu_facts(machine, world.kernel) if machine.torch else {}
+    on_cpu = cpu_facts(machine, world.kernel, pace=world.pace) if machine.torch else {}
     device = _device(gpus, on_cpu)
     tools = read_toolchain(world)
     shm, disk = world.room(world.root / "dev/shm"), world.room(world.folder)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
 DTYPES: Final = ("fp32", "tf32", "bf16", "fp16")
 """The formats hotlap may train in, in the order they are shown."""
+
+MUCH_LONGER: Final = 3.0
+"""A format in which a small product takes so many times as long as in fp32 is not in use; noise is less than that."""
 
 # /proc/cpuinfo of x86 and Arm, and the keys of torch.cpu.get_capabilities().
 _CPU_BF16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
@@ -94,6 +97,16 @@ def proven(design: Mapping[str, tuple[Support, str]], kernels: Mapping[str, str 
             else DtypeFact(support=Support.ABSENT, reason=error, kernel="failed")
         )
     return facts
+
+
+def paced(facts: Mapping[str, DtypeFact], times_as_long: Callable[[str], float]) -> dict[str, DtypeFact]:
+    """What is left of a CPU's `facts` where torch makes no use of its instructions, as of fp16 on many an Arm CPU."""
+    found = dict(facts)
+    for name, fact in facts.items():
+        if name != "fp32" and fact.support is Support.HARDWARE and (times := times_as_long(name)) > MUCH_LONGER:
+            reason = f"{fact.reason}, of which torch makes no use: a product takes {times:.0f} times as long as in fp32"
+            found[name] = replace(fact, support=Support.EMULATED, reason=reason)
+    return found
 
 
 def pretended(facts: Mapping[str, DtypeFact] | None, model: Mapping[str, Support], name: str) -> dict[str, DtypeFact]:

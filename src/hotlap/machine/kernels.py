@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _SIDE: Final = 128
 _SEED: Final = 20240229
+_LAPS: Final = 4
+_ENOUGH_S: Final = 0.02
 
 # Relative error of the whole product. Wide enough that fp32 passes where a variable forces TF32 on
 # (that is not a broken kernel), narrow enough that a wrong or skipped kernel never does.
@@ -56,6 +59,24 @@ def run_kernel(device: torch.device | str, dtype: str) -> str | None:
 def proof(device: str, dtype: str) -> str | None:
     """`run_kernel`, once per process for each device and format."""
     return run_kernel(device, dtype)
+
+
+@cache
+def times_as_long(dtype: str) -> float:
+    """How many times as long as in fp32 a small product takes on the CPU, both at their fastest; once per process."""
+    import torch
+
+    def fastest_s(name: str) -> float:
+        square = torch.ones(_SIDE, _SIDE, dtype=getattr(torch, _TORCH_NAME[name]))
+        laps: list[float] = []
+        while len(laps) < 2 or (len(laps) < _LAPS and sum(laps) < _ENOUGH_S):
+            began = time.perf_counter()
+            torch.mm(square, square)
+            laps.append(time.perf_counter() - began)
+        return min(laps)
+
+    with torch.no_grad():
+        return fastest_s(dtype) / fastest_s("fp32")
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hotlap.machine.cuda import Cuda, free_bytes, read_cuda
 from hotlap.machine.disk import DiskSpeed, Room, measure_disk, read_room
-from hotlap.machine.kernels import run_kernel
+from hotlap.machine.kernels import run_kernel, times_as_long
 from hotlap.machine.limits import ROOT
 from hotlap.machine.nvml import Driver, read_driver
 
@@ -24,6 +24,8 @@ class World:
     free_bytes: Callable[[int], int | None] = free_bytes
     kernel: Callable[[str, str], str | None] = run_kernel
     """Device and format to None, or to one line that says why the kernel failed."""
+    pace: Callable[[str], float] = times_as_long
+    """How many times as long as in fp32 the CPU takes in a format."""
     room: Callable[[Path], Room | None] = read_room
     measure_disk: Callable[[Path], DiskSpeed] = measure_disk
     which: Callable[[str], str | None] = shutil.which
