@@ -90,7 +90,7 @@ def test_digits_as_png_files_with_broken_ones_among_them_are_learnt_through_the_
     left_out = {row["file"]: row["why"] for row in rows_of(tmp_path / "run" / "broken.csv")}
     assert set(left_out) >= {"1/cut.png", "3/empty.png", "5/notes.txt"}
     assert left_out["3/empty.png"] == "is empty"
-    assert "broken    3 files left out: cut.png cannot be decoded" in done.output
+    assert "warning   3 files left out: cut.png cannot be decoded" in done.output
     answers = rows_of(tmp_path / "run" / "predictions.csv")
     assert [row["path"] for row in answers] == [f"digits/{path.relative_to(folder)}" for path in test]
     assert [row["class"] for row in answers] == ["", "3", "3"]
@@ -212,13 +212,14 @@ def test_the_options_file_of_a_run_repeats_it_and_retrain_trains_again(tmp_path)
 def test_quiet_shows_warnings_and_nothing_else(tmp_path):
     data = table_of(tmp_path, 24)
     with data.open("a") as file:
-        file.write("pictures/000.png,green\n")
+        file.write("pictures/000.png,green\npictures/none.png,red\n")
     words = [word for name, value in QUICK.items() for word in (f"--{name}", str(value))]
     words = ["train", "image", "--data", str(data), "--out", str(tmp_path / "run"), *words, "--quiet"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.stdout == f"{tmp_path / 'run'}\n"
     lines = done.stderr.splitlines()
     assert any(line.startswith("warning   class 'green' of 'label' has a single row") for line in lines)
+    assert any(line.startswith("warning   1 file left out: none.png") for line in lines)
     assert all(line.startswith("warning") for line in lines)
 
 
@@ -331,14 +332,14 @@ def test_a_row_without_a_path_is_left_out_and_said(tmp_path):
     found = coloured_files(tmp_path, 12)
     data, lines = write_rows(tmp_path / "train.csv", ["image", "label"], [*found, ["", "red"]]), []
     prepared(data, lines)
-    assert "broken    1 file left out: (no path) has no path" in lines
+    assert "warning   1 file left out: (no path) has no path" in lines
 
 
 def test_a_name_that_is_too_long_is_a_broken_file_wherever_it_stands(tmp_path):
     found, lines = coloured_files(tmp_path, 12), []
     data = write_rows(tmp_path / "train.csv", ["image", "label"], [[f"{'x' * 5000}.png", "red"], *found])
     prepared(data, lines)
-    assert any(line.startswith("broken    1 file left out: xxx") and "too long" in line for line in lines)
+    assert any(line.startswith("warning   1 file left out: xxx") and "too long" in line for line in lines)
 
 
 def test_names_without_an_ending_are_found_under_the_root(tmp_path):

@@ -185,7 +185,11 @@ def test_one_model_that_diverges_is_left_out_and_all_that_do_are_an_error(tmp_pa
     data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=1), []
     hasty.add("lstm")
     folder = trained(data, tmp_path / "run", lines, models="lstm,mlp", epochs="1")
-    assert [line for line in lines if line.startswith("left out  the training of lstm diverged: its answers are nan")]
+    assert [
+        line
+        for line in lines
+        if line.startswith("warning   left out: the training of lstm diverged: its answers are nan")
+    ]
     report = json.loads((folder / "report.json").read_text())
     assert (report["best"], set(report["models"])) == ("mlp", {"mlp"})
     with pytest.raises(TrainingError, match="the training of lstm diverged"):
@@ -205,7 +209,7 @@ def test_a_fold_that_diverges_is_left_out_of_the_average(tmp_path, hasty, monkey
 
     monkeypatch.setattr(temporal, "_folds", first_in_haste)
     folder = trained(data, tmp_path / "run", lines, folds="3", epochs="1")
-    assert [line for line in lines if line.startswith("left out  the training of fold 1 of 3 diverged")]
+    assert [line for line in lines if line.startswith("warning   left out: the training of fold 1 of 3 diverged")]
     assert any(line.startswith("over 2 folds macro-F1 is") for line in lines)
     assert list(json.loads((folder / "report.json").read_text())["folds"]) == ["fold 2 of 3", "fold 3 of 3"]
 
@@ -236,14 +240,14 @@ def test_symbols_with_too_few_bars_for_a_window_are_said(tmp_path):
     data, lines = bars_file(tmp_path / "bars.csv", rows=500, symbols=5), []
     counts = {"SIM1": 500, "SIM2": 1, "SIM3": 40, "SIM4": 60, "SIM5": 80}
     prepare(options(first_rows(tmp_path / "some.csv", data, counts)), lines.append)
-    (line,) = [line for line in lines if line.startswith("left out")]
+    (line,) = [line for line in lines if line.startswith("warning   left out: ")]
     begin, _, needed = line.partition(" and 1 more: a window to train on needs ")
-    assert begin == "left out  bars of SIM2 with 1, SIM3 with 40, SIM4 with 60"
+    assert begin == "warning   left out: bars of SIM2 with 1, SIM3 with 40, SIM4 with 60"
     enough = int(needed.removesuffix(" of a symbol"))
     for count, said in ((enough - 5, 1), (enough, 0)):
         lines = []
         prepare(options(first_rows(tmp_path / "two.csv", data, {"SIM1": 500, "SIM2": count})), lines.append)
-        assert sum(line.startswith("left out") for line in lines) == said
+        assert sum(line.startswith("warning   left out: ") for line in lines) == said
 
 
 @pytest.mark.parametrize(

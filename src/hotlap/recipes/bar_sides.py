@@ -61,7 +61,7 @@ def refuse_few(
         told = ", ".join(f"{one.symbol or 'one without a name'} with {len(one):,}" for one in short[:TOLD])
         more = f" and {len(short) - TOLD:,} more" if len(short) > TOLD else ""
         needed = f"a window {what} needs {_bars_for(options, warm_up, 1):,} of a symbol"
-        say(f"left out  bars of {told}{more}: {needed}")
+        say(f"warning   left out: bars of {told}{more}: {needed}")
 
 
 def _warm_up(known: Sequence[tuple[Bars, Features]], frames: Sequence[int]) -> int:

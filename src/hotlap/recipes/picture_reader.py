@@ -121,7 +121,7 @@ class PictureReader:
         if found.broken:
             named = [path or "(no path)" for path in paths]
             count = f"{len(found.broken):,} file{'s'[: len(found.broken) > 1]}"
-            say(f"broken    {count} left out: {broken_told(named, found.broken)}")
+            say(f"warning   {count} left out: {broken_told(named, found.broken)}")
             self.broken |= {named[row]: why for row, why in found.broken.items()}
         return found
 

@@ -133,7 +133,7 @@ def _compete(
         except DivergedError as error:
             diverged.append(error)
             if len(prepared.candidates) > 1:
-                say(f"left out  {error}")
+                say(f"warning   left out: {error}")
     if not found:
         raise diverged[0]
     return found
@@ -296,7 +296,7 @@ def _walked(
         try:
             answers = _held_out_answers(fold.name, run, prepared, fold.held_out, options)
         except DivergedError as error:
-            say(f"left out  {error}")
+            say(f"warning   left out: {error}")
             continue
         judge = judge_of(prepared.reader.classes)
         said = judge.report(fold.target, answers, None)
