@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -162,6 +163,19 @@ def test_what_is_predicted_from_what_is_said(tmp_path, capsys):
     data = texts_file(tmp_path / "train.csv", rows=60)
     hotlap.train("text", data, out=tmp_path / "run", **quick(tmp_path))
     assert "task      label (3 classes) from text\n" in capsys.readouterr().err
+
+
+def test_without_progress_warnings_are_shown_and_nothing_else(tmp_path, capsys, monkeypatch):
+    data, fit = texts_file(tmp_path / "train.csv", rows=60), training.fit
+    (tmp_path / "train.csv").write_text(data.read_text() + "61,Rain falls,weather\n")
+    monkeypatch.setattr(training, "fit", lambda *job, **how: replace(fit(*job, **how), problems=("the disk is full",)))
+    run = train(tmp_path, data, "run")
+    warned = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("warning   class 'weather' of 'label' has a single row") for line in warned)
+    assert "warning   the disk is full" in warned
+    assert all(line.startswith("warning") for line in warned)
+    hotlap.predict(run, data, tmp_path / "answers.csv", device="cpu", progress=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_rows_without_a_group_are_refused(tmp_path):

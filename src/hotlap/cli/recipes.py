@@ -20,11 +20,6 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _warn(line: str) -> None:
-    if line.startswith("warning"):
-        _say(line)
-
-
 def train(
     context: typer.Context,
     recipe: str = typer.Argument(help="A recipe: see hotlap recipes."),
@@ -38,6 +33,7 @@ def train(
     from hotlap.core.errors import JobError, UsageError
     from hotlap.recipes.every import recipe_named
     from hotlap.recipes.options import calling_of, from_words, options_of, recipe_in
+    from hotlap.recipes.recipe import only_warnings
     from hotlap.recipes.training import REPORT
     from hotlap.recipes.training import train as trained
 
@@ -55,7 +51,7 @@ def train(
         given,
         out=out or (Path(calling.out) if calling.out else None),
         retrain=retrain or calling.retrain,
-        say=_warn if quiet else _say,
+        say=only_warnings(_say) if quiet else _say,
         progress=not quiet,
     )
     print((folder / REPORT).read_text(encoding="utf-8") if as_json or calling.json else folder)

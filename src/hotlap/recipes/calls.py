@@ -8,11 +8,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from hotlap.fitting.views import LineView, Silence
+from hotlap.fitting.views import LineView
 from hotlap.recipes import training
 from hotlap.recipes.every import recipe_named
 from hotlap.recipes.options import options_of
-from hotlap.recipes.recipe import Say
+from hotlap.recipes.recipe import Say, only_warnings
 
 
 def train(
@@ -27,7 +27,8 @@ def train(
     """Train a recipe ("image", "temporal" or "text") on a file or folder, and give the folder of its run.
 
     The options are those that `hotlap recipes NAME` lists, as `target="label"`. With `retrain` it is trained again,
-    were it in the cache; without `progress` nothing is shown. Raises HotlapError where options or data will not do.
+    were it in the cache; without `progress` only warnings are shown, on stderr. Raises HotlapError where options or
+    data will not do.
     """
     chosen = recipe_named(recipe)
     words = {name: str(value) if isinstance(value, PathLike) else value for name, value in options.items()}
@@ -65,4 +66,5 @@ def predict(
 
 
 def _say(progress: bool) -> Say:
-    return LineView(sys.stderr).say if progress else Silence().say
+    say = LineView(sys.stderr).say
+    return say if progress else only_warnings(say)

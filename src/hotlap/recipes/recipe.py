@@ -19,6 +19,11 @@ Say = Callable[[str], None]
 Numbers = np.ndarray[Any, Any]
 
 
+def only_warnings(say: Say) -> Say:
+    """Shows, of all lines, those that are warnings."""
+    return lambda line: say(line) if line.startswith("warning") else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """Rows of a table as a model takes them."""

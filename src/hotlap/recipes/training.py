@@ -224,11 +224,11 @@ def _folder(recipe: Recipe, options: Options, out: Path | None, say: Say) -> Pat
     return folder
 
 
-def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, progress: bool) -> Run:
+def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, say: Say, progress: bool) -> Run:
     """Train a job in its folder, or go on where it was interrupted there."""
     was_begun = (out / PLAN).is_file()
     try:
-        return fit(
+        run = fit(
             job,
             plan=options.plan,
             out=out,
@@ -239,6 +239,9 @@ def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, progress: b
         )
     except AnotherTrainingError as error:
         raise StoreError(f"{error.what}; go on with the files and options that it had, or name another --out") from None
+    for problem in () if progress else run.problems:
+        say(f"warning   {problem}")
+    return run
 
 
 def _words(folder: Path) -> list[str]:
@@ -292,7 +295,7 @@ def _walked(
     """How the best model does on other splits, by their names."""
     found = {}
     for fold in prepared.folds(name):
-        run = _fitted(fold.job(), options, folder / "folds" / fold.name, retrain=retrain, progress=progress)
+        run = _fitted(fold.job(), options, folder / "folds" / fold.name, retrain=retrain, say=say, progress=progress)
         try:
             answers = _held_out_answers(fold.name, run, prepared, fold.held_out, options)
         except DivergedError as error:
@@ -316,7 +319,7 @@ def _walked(
 def _judged(
     one: Candidate, prepared: Prepared, options: Options, out: Path, *, retrain: bool, say: Say, progress: bool
 ) -> Judged:
-    run = _fitted(one.job(), options, out, retrain=retrain, progress=progress)
+    run = _fitted(one.job(), options, out, retrain=retrain, say=say, progress=progress)
     was_kept = "cache" in run.stopped
     for line in () if was_kept else (*tuning_table(run.ledger), f"plan   {run.plan}"):
         say(line)
