@@ -167,6 +167,7 @@ def test_a_loss_that_is_not_finite_is_told_once_and_recorded(tmp_path, capfd, mo
     run = fit(small_job(data=(x, y)), out=tmp_path / "run")
     assert capfd.readouterr().err.count("warning: the training loss is nan") == 1
     assert [entry.outcome for entry in run.ledger].count("fault") == 1
+    assert [problem.partition(" at step")[0] for problem in run.problems] == ["the training loss is nan"]
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["train_loss"] is None
 
 

@@ -266,4 +266,4 @@ class _Loop:
             "skip_nonfinite=True": not self._job.skip_nonfinite,
         }
         cures = ["a smaller learning rate", *(cure for cure, is_new in others.items() if is_new)]
-        self._voice.say(f"warning: {why}; try {', '.join(cures)}")
+        self._voice.warn(f"{why}; try {', '.join(cures)}")
