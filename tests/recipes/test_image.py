@@ -209,6 +209,16 @@ def test_the_options_file_of_a_run_repeats_it_and_retrain_trains_again(tmp_path)
     assert any("trained in" in line for line in others)
 
 
+@pytest.mark.parametrize("out", ["file", "file/run", "x" * 300])
+def test_a_folder_that_cannot_be_written_is_refused_before_pictures_are_decoded(tmp_path, out):
+    data, lines = table_of(tmp_path, 24), []
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StoreError, match=r"cannot write a run into .*; name another"):
+        trained(data, tmp_path / out, lines)
+    assert (lines, sorted(tmp_path.rglob("*"))) == ([], before)
+
+
 def test_quiet_shows_warnings_and_nothing_else(tmp_path):
     data = table_of(tmp_path, 24)
     with data.open("a") as file:

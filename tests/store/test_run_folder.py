@@ -45,6 +45,18 @@ def test_a_file_in_its_place_or_above_it_is_refused(tmp_path):
     assert str(caught.value) == f"cannot make the run folder {file / 'below'}: Not a directory"
 
 
+def test_whether_a_folder_can_be_written_is_known_without_making_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for fine in (None, tmp_path, "new/inner"):
+        RunFolder.check(fine)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for path, why in ((None, "Not a dir"), ("runs/mine", "Not a dir"), ("x" * 300, "too long"), ("link", "No such")):
+        with pytest.raises(StoreError, match=f"cannot write a run into .*: .*{why}.*; name another"):
+            RunFolder.check(path)
+
+
 class Noon(datetime):
     @classmethod
     def now(cls, tz=None):

@@ -204,6 +204,7 @@ def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
         path = getattr(options, name)
         if path and not exists(path):
             raise DataError(f"{name}={path} does not exist; check the name and the folder")
+    RunFolder.check(out)
     if out is not None and out.is_dir() and any(out.iterdir()) and not _was_begun(recipe, options, out):
         raise StoreError(f"{out} holds files already; name a new folder with --out")
 

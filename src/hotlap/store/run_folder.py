@@ -6,9 +6,11 @@ import itertools
 import json
 import math
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Self
 
 from torch import nn
@@ -76,6 +78,18 @@ class RunFolder:
         except OSError as error:
             raise StoreError(f"cannot make the run folder {wanted}: {error.strerror or error}") from error
         return cls(wanted)
+
+    @staticmethod
+    def check(path: str | Path | None) -> None:
+        """Raise StoreError where nothing could be written into the folder that `create` would make; none is made."""
+        wanted = Path("runs" if path is None else path)
+        try:
+            with TemporaryFile(dir=_nearest(wanted.absolute())):
+                pass
+        except OSError as error:
+            raise StoreError(
+                f"cannot write a run into {wanted}: {error.strerror or error}; name another (--out)"
+            ) from None
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -180,6 +194,15 @@ class RunFolder:
         """Write `artefacts.json`: the files with sizes, but for the list itself."""
         rows = [vars(artefact) for artefact in self.artefacts() if artefact.name != "artefacts.json"]
         write_text(self.path / "artefacts.json", json.dumps(rows, indent=2) + "\n")
+
+
+def _nearest(path: Path) -> Path:
+    """A path, or of the folders above it the first that is there. Raises OSError where it can be none."""
+    for each in (path, *path.parents):
+        with suppress(FileNotFoundError):
+            each.lstat()
+            return each
+    raise FileNotFoundError(path)
 
 
 def _is_half_set_up(folder: Path) -> bool:
