@@ -435,3 +435,18 @@ def test_the_command_prints_json_and_draws(tmp_path, monkeypatch):
     assert (tmp_path / "m.svg").is_file()
     again = CliRunner().invoke(app, words)
     assert str(again.exception) == "m.svg is there already; name another file with --picture"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("m.png", "m.png is no file that can be written; give --picture a name that ends in .svg"),
+        ("m", "m is no file that can be written; give --picture a name that ends in .svg"),
+        ("none/m.svg", "there is no folder none to write m.svg into; make it, or name another"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_trained(tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["memory", "--picture", name, "never_looked_at:job"])
+    assert (done.exit_code, str(done.exception)) == (1, said)
+    assert not list(tmp_path.iterdir())

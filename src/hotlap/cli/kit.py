@@ -101,18 +101,16 @@ def workers(
 def memory(
     training: list[str] = NAME,
     module: bool = MODULE,
-    picture: Path | None = typer.Option(None, help="An SVG file to draw memory over one update into."),
+    picture: Path | None = typer.Option(None, help="A new .svg file to draw memory over one update into."),
     as_json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Show where the memory of a training goes, what would bring it down, and whether it grows."""
-    from hotlap.core.errors import StoreError
     from hotlap.kit.calls import memory as find
+    from hotlap.recipes.answers import check_name
 
-    if picture is not None and picture.exists():
-        raise StoreError(f"{picture} is there already; name another file with --picture")
-    if picture is not None and not picture.absolute().parent.is_dir():
-        raise StoreError(f"there is no folder {picture.parent} for --picture; make it, or name another file")
+    if picture is not None:
+        check_name(picture, "picture", (".svg",))
     with _users_errors():
         found = find(_words(training, module), progress=not quiet)
     if picture is not None:
