@@ -210,10 +210,33 @@ def test_a_file_without_header_is_known_by_a_number_that_comes_again(tmp_path):
     data.write_text("3,Stocks fall,Banks lose\n4,Comet seen,It is far\n3,Debt grows,Taxes rise\n")
     table = read_table(data)
     assert (len(table), list(table.columns), table.has_header) == (3, ["column_0", "column_1", "column_2"], False)
-    assert "--header yes" in table.notes[0]
+    assert "its first row is data: '3', 'Stocks fall'" in table.notes[0]
     years = tmp_path / "years.csv"
     years.write_text("land,2019,2020\nA,1,2\nB,3,4\n")
     assert list(read_table(years).columns) == ["land", "2019", "2020"]
+
+
+def test_bars_without_a_header_are_told_what_can_be_done(tmp_path, capsys):
+    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
+    bare = tmp_path / "bare.csv"
+    rows = data.read_text().splitlines(keepends=True)[1:]
+    for lines in (rows, [*rows, rows[0]]):  # the first row comes again, so that it is no header
+        bare.write_text("".join(lines))
+        with pytest.raises(
+            DataError, match=r"^no column is called as those of bars are: there are \['.*; name them, in"
+        ):
+            hotlap.train("temporal", bare, device="cpu")
+    assert "note: bare.csv has no header (its first row is data: " in (shown := capsys.readouterr().err)
+    assert "--header" not in shown
+
+
+def test_texts_without_a_header_are_told_the_option(tmp_path, capsys):
+    data = tmp_path / "bare.csv"
+    data.write_text("3,Stocks fall\n4,Comet seen\n3,Debt grows\n")
+    for header, count in (("auto", 1), ("no", 0)):
+        with pytest.raises(DataError):
+            hotlap.train("text", data, target="none", header=header, device="cpu")
+        assert capsys.readouterr().err.count("note: say --header yes if its first row holds names") == count
 
 
 def test_a_run_of_a_file_without_header_predicts_one(tmp_path):

@@ -69,6 +69,11 @@ def by_meaning(columns: Mapping[str, Any]) -> dict[str, Numbers]:
         too = [name for name in SYMBOLS_TOO if name in given and _come_again(given[name])]
         if too:
             found["symbol"] = given[too[0]]
+    if not any(meaning in found for meaning in ("time", *PRICES)):
+        raise DataError(
+            f"no column is called as those of bars are: there are {shown([str(name) for name in columns])}; "
+            f"name them, in the first row of a file, such as time,{','.join(PRICES)},volume"
+        )
     missing = [
         f"there is no column for {meaning}: name one {' or '.join(map(repr, NAMES[meaning]))}; "
         f"there are {shown([str(name) for name in columns])}"

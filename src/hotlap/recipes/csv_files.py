@@ -122,7 +122,7 @@ class TextFile:
         """Notes and names of columns, from the first row."""
         numbered = tuple(f"column_{place}" for place in range(len(first)))
         if not self.has_names:
-            why = "" if told else f" (its first row is data: {listed_names(first)}; say --header yes if they are names)"
+            why = "" if told else f" (its first row is data: {listed_names(first)})"
             last = f" … {numbered[-1]}" if len(first) > 1 else ""
             return (f"{self.file.name} has no header{why}; its columns are called {numbered[0]}{last}",), numbered
         names = tuple(name or number for name, number in zip(first, numbered, strict=True))

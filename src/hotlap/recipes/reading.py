@@ -16,12 +16,17 @@ TOLD_S = 5.0
 """How often it is said that something goes on."""
 
 
-def shown_table(path: str, say: Say, *, header: bool | None = None) -> Table:
-    """The table in a file or folder, with what was understood of its columns shown."""
+def shown_table(path: str, say: Say, *, header: bool | None = None, needs_names: bool = False) -> Table:
+    """The table in a file or folder, with what was understood of its columns shown.
+
+    Where it has no header, `--header` is named, unless that is no option, as where columns are known by their names.
+    """
     table = read_table(Path(path), header=header)
     say(f"data      {path}: {len(table):,} rows")
     for line in columns_told(table):
         say(f"          {line}")
+    if not table.has_header and header is None and not needs_names:
+        say("          note: say --header yes if its first row holds names")
     return table
 
 

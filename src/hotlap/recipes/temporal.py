@@ -261,7 +261,7 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
 
 def _shown_bars(path: str, say: Say, *, at_once: bool = False) -> Table:
     """The table of a file or folder of bars, shown; with what its files are called for symbols where it has none."""
-    table = shown_table(path, say)
+    table = shown_table(path, say, needs_names=True)
     found = with_symbols(table, at_once=at_once)
     for note in found.notes[len(table.notes) :]:
         say(f"          note: {note}")
