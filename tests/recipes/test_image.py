@@ -219,6 +219,25 @@ def test_a_folder_that_cannot_be_written_is_refused_before_pictures_are_decoded(
     assert (lines, sorted(tmp_path.rglob("*"))) == ([], before)
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"valid": "other.csv"}, "other.csv has the class 'green', which .*train.csv has not"),
+        ({"valid": "pathless.csv"}, "which column of .*pathless.csv holds the paths"),
+        ({"test": "pathless.csv"}, "which column of .*pathless.csv holds the paths"),
+        ({"group": "none"}, "train.csv has no column 'none'"),
+    ],
+)
+def test_mistakes_of_other_files_and_of_groups_are_said_before_pictures_are_decoded(tmp_path, more, said, monkeypatch):
+    data, lines = table_of(tmp_path, 24), []
+    write_rows(tmp_path / "other.csv", ["image", "label"], [["pictures/000.png", "green"]])
+    write_rows(tmp_path / "pathless.csv", ["what", "label"], [["1", "red"], ["2", "blue"]])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=said):
+        trained(data, tmp_path / "run", lines, **more)
+    assert not any(line.startswith("pictures") for line in lines)
+
+
 def test_quiet_shows_warnings_and_nothing_else(tmp_path):
     data = table_of(tmp_path, 24)
     with data.open("a") as file:

@@ -132,6 +132,8 @@ def prepare(options: ImageOptions, say: Say) -> Prepared:
         crop=options.crop,
         header=header,
     )
+    if options.test:
+        reader.table(Path(options.test))  # its mistakes, too, are said before minutes are spent on pictures
     train, held = sides(options, reader, table, target, say)
     if not classes:
         reader.mean, reader.spread = float(train.target.mean()), float(train.target.std()) or 1.0

@@ -59,6 +59,9 @@ class Side:
 
 def sides(options: Options, reader: PictureReader, table: Table, target: str, say: Say) -> tuple[Side, Side]:
     """What is trained on and what is held out: a file or folder of its own, whole groups, a share of each class."""
+    # What is wrong with either is said before minutes are spent on pictures.
+    other = _judged_by(options, reader, target, say) if options.valid else None
+    groups = _groups(table, options.group) if options.group else None
     pictures = reader.pictures(table, say)
     whole = pictures.whole
     kept = table.rows(whole)
@@ -68,19 +71,7 @@ def sides(options: Options, reader: PictureReader, table: Table, target: str, sa
     def side(rows: Numbers) -> Side:
         return Side(pictures=pictures, rows=whole[rows], target=answers[rows], names=[names[at] for at in rows])
 
-    if options.valid:
-        other = shown_table(options.valid, say, header=reader.header)
-        if reader.classes:
-            theirs = set(checks.classes_of(other[target])[0]) - set(reader.classes)
-            refuse(
-                [
-                    f"{options.valid} has the class {shown(name)}, which {options.data} has not; leave its rows out"
-                    for name in sorted(theirs)
-                ]
-            )
-        refuse(checks.target_problems(other[target]))
-        if not reader.classes and other[target].kind not in checks.NUMBERS:
-            raise DataError(f"the target {target!r} is {other[target].kind} in {options.valid}; give numbers there too")
+    if other is not None:
         found = reader.pictures(other, say)
         judged = other.rows(found.whole)
         held = Side(
@@ -90,22 +81,50 @@ def sides(options: Options, reader: PictureReader, table: Table, target: str, sa
             names=judged[reader.path_in(judged)].texts(),
         )
         return side(np.arange(len(whole))), held
-    split = _split(options, kept, answers, reader.classes, [pictures.digests[row] for row in whole], say)
+    digests = [pictures.digests[row] for row in whole]
+    split = _split(options, None if groups is None else groups[whole], answers, reader.classes, digests, say)
     say(f"split     {len(split.train):,} pictures to train on, {len(split.valid):,} held out")
     return side(split.train), side(split.valid)
 
 
+def _judged_by(options: Options, reader: PictureReader, target: str, say: Say) -> Table:
+    """The file or folder to judge by; refused where it has no paths, or targets unlike those trained on."""
+    table = shown_table(options.valid, say, header=reader.header)
+    if reader.classes:
+        theirs = set(checks.classes_of(table[target])[0]) - set(reader.classes)
+        refuse(
+            [
+                f"{options.valid} has the class {shown(name)}, which {options.data} has not; leave its rows out"
+                for name in sorted(theirs)
+            ]
+        )
+    refuse(checks.target_problems(table[target]))
+    if not reader.classes and table[target].kind not in checks.NUMBERS:
+        raise DataError(f"the target {target!r} is {table[target].kind} in {options.valid}; give numbers there too")
+    reader.path_in(table)
+    return table
+
+
+def _groups(table: Table, name: str) -> Numbers:
+    group = table[name]
+    if group.missing is not None:
+        raise DataError(f"group={group.name} is missing in {int(group.missing.sum()):,} rows; fill it in")
+    return np.asarray(group.texts())
+
+
 def _split(
-    options: Options, table: Table, answers: Numbers, classes: Sequence[str], digests: Sequence[str], say: Say
+    options: Options,
+    groups: Numbers | None,
+    answers: Numbers,
+    classes: Sequence[str],
+    digests: Sequence[str],
+    say: Say,
 ) -> splits.Split:
     # Numbers by strata, so that large and small ones are on both sides.
     strata = answers if classes else np.argsort(np.argsort(answers)) * STRATA // len(answers)
     copies = len(digests) - len(set(digests))
-    if options.group:
-        group = table[options.group]
-        if group.missing is not None:
-            raise DataError(f"group={group.name} is missing in {int(group.missing.sum()):,} rows; fill it in")
-        split = splits.by_group(np.asarray(group.texts()), options.valid_share, options.seed)
+    if groups is not None:
+        split = splits.by_group(groups, options.valid_share, options.seed)
     elif copies:
         are = "pictures are copies" if copies > 1 else "picture is a copy"
         say(f"copies    {copies:,} {are} of one before, byte for byte: all copies of a picture are on one side")
