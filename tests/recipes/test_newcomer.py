@@ -178,6 +178,15 @@ def test_without_progress_warnings_are_shown_and_nothing_else(tmp_path, capsys, 
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("recipe", ["text", "temporal"])
+def test_a_folder_of_pictures_is_told_its_recipe(tmp_path, recipe):
+    for name in ("cat", "dog"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        (tmp_path / "pictures" / name / "1.png").touch()
+    with pytest.raises(DataError, match=r"pictures is a folder of pictures; .*hotlap train image --data pictures"):
+        hotlap.train(recipe, "pictures", progress=False, device="cpu")
+
+
 def test_rows_without_a_group_are_refused(tmp_path):
     rows = [[f"some words {at}", "ab"[at % 2], "" if at % 3 else f"g{at}"] for at in range(30)]
     data = write_rows(tmp_path / "train.csv", ["text", "label", "author"], rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,13 @@ def shown_table(path: str, say: Say, *, header: bool | None = None, needs_names:
     if not table.has_header and header is None and not needs_names:
         say("          note: say --header yes if its first row holds names")
     return table
+
+
+def refuse_pictures(table: Table) -> None:
+    """Raise DataError for a folder of pictures, of which only the recipe `image` makes anything."""
+    if table.path.is_dir() and not table.files:
+        command = shlex.join(["hotlap", "train", "image", "--data", str(table.path)])
+        raise DataError(f"{table.path} is a folder of pictures; train on it with: {command}")
 
 
 def refuse(wrong: list[str]) -> None:

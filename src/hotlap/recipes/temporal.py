@@ -37,7 +37,7 @@ from hotlap.recipes.bars import Bars, frame_name
 from hotlap.recipes.indicators import Features, Standard, features, standardised
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
 from hotlap.recipes.onnx_files import Served, write_onnx
-from hotlap.recipes.reading import shown_table
+from hotlap.recipes.reading import refuse_pictures, shown_table
 from hotlap.recipes.recipe import Asked, Candidate, Fold, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
@@ -262,6 +262,7 @@ def prepare(options: TemporalOptions, say: Say) -> Prepared:
 def _shown_bars(path: str, say: Say, *, at_once: bool = False) -> Table:
     """The table of a file or folder of bars, shown; with what its files are called for symbols where it has none."""
     table = shown_table(path, say, needs_names=True)
+    refuse_pictures(table)
     found = with_symbols(table, at_once=at_once)
     for note in found.notes[len(table.notes) :]:
         say(f"          note: {note}")

@@ -20,7 +20,7 @@ from hotlap.machine.device import choose_device
 from hotlap.recipes import checks, splits, word_counts
 from hotlap.recipes.encoders import EncoderOptions, encoder_for
 from hotlap.recipes.options import MOST, option, outside
-from hotlap.recipes.reading import HEADERS, refuse, shown_table
+from hotlap.recipes.reading import HEADERS, refuse, refuse_pictures, shown_table
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
@@ -72,6 +72,7 @@ class TextOptions(EncoderOptions):
 def prepare(options: TextOptions, say: Say) -> Prepared:
     """Read the file, make tokens of its texts, and hold a part out."""
     table = shown_table(options.data, say, header=HEADERS[options.header])
+    refuse_pictures(table)
     target = target_of(table, options.target)
     columns = columns_of(table, options.text, (target, options.group), say)
     for name, named in (("text", columns), ("group", [options.group])):
