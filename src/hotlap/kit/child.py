@@ -24,8 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import safetensors.torch
 import torch
 from torch import nn
+from torch.jit._script import RecursiveScriptModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -51,6 +53,7 @@ from hotlap.script.call_refusals import why_not_changed
 from hotlap.script.patches import Patches
 from hotlap.script.running import Target, run
 from hotlap.script.serving_epoch import Served
+from hotlap.store.cache import default_root
 from hotlap.store.files import write_text
 
 WARM = 3
@@ -100,7 +103,11 @@ class Visitor:
 
     def __enter__(self) -> None:
         put = self._patches.put
-        put(torch, "save", SavedFiles(self._report.parent).before(torch.save))
+        files = SavedFiles(self._report.parent, default_root())
+        put(torch, "save", files.before(torch.save))
+        put(RecursiveScriptModule, "save", files.before(RecursiveScriptModule.save))
+        put(safetensors.torch, "serialize_file", files.before(safetensors.serialize_file))
+        files.listen()
         put(DataLoader, "__init__", self._made(DataLoader.__init__))
         put(DataLoader, "_get_iterator", self._iterated(DataLoader._get_iterator))
         put(_BaseDataLoaderIter, "__next__", self._given(_BaseDataLoaderIter.__next__))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -20,11 +22,13 @@ from hotlap.kit.saved_files import put_back
 from hotlap.kit.search import TooShortError
 from hotlap.script.running import Target
 
+log = logging.getLogger(__name__)
+
 MOST_S = 600.0
 """What one look may take, with all that the script does before it trains."""
 RUNS = (
-    "the script was run anew for each try, for some updates; files of its torch.save were put back, "
-    "whatever else it writes was written each time"
+    "the script was run anew for each try, for some updates; files that it wrote, replaced or removed were put back, "
+    "new ones of its torch.save taken away; other new files stay"
 )
 
 
@@ -59,6 +63,12 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+@functools.cache
+def _warn(line: str) -> None:
+    """Once in a process: there are many looks."""
+    log.warning("%s", line)
+
+
 def visit(target: Target, wish: Wish) -> Seen:
     """Run a script for some updates, as the wish says, and tell what was seen.
 
@@ -77,7 +87,8 @@ def visit(target: Target, wish: Wish) -> Seen:
             except subprocess.TimeoutExpired:
                 raise TrainingError(f"{target.name} made too few updates in {MOST_S:.0f} s") from None
             finally:
-                put_back(Path(folder))
+                for place in put_back(Path(folder)):
+                    _warn(f"{place} is opened to be changed, and too large to be copied: it is not put back")
         seen = Seen(**json.loads(report.read_text(encoding="utf-8"))) if report.is_file() else None
         last = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     is_seen = seen is not None and bool(seen.laps or seen.out_of_memory or seen.why_not)
