@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hotlap.kit import script_workers
+from hotlap.core.errors import StoreError
+from hotlap.kit import saved_files, script_workers
 from hotlap.kit.batch import batch_of_script
 from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.saved_files import SavedFiles, put_back
@@ -259,6 +260,60 @@ def test_files_are_put_back_where_the_look_is_ended_from_outside(target, tmp_pat
         looking.kill()
         looking.wait()
     assert best.read_text() == "precious"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the script lives on")
+def test_what_a_killed_look_has_left_is_brought_back_by_the_next(target, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    best, gone = tmp_path / "best.pt", tmp_path / "gone.pt"
+    best.write_text("precious")
+    gone.write_text("precious too")
+    mine = target(f"""
+        import os, pathlib
+        torch.save(model.state_dict(), {str(best)!r})
+        os.remove({str(gone)!r})
+        pathlib.Path({str(tmp_path / "saved")!r}).touch()
+        time.sleep(600)
+    """)
+    looking = _look_at(mine)
+    try:
+        _read_once_there(tmp_path / "saved")
+        with pytest.raises(TooShortError):  # while the other one goes on, nothing of it is touched
+            visit(target(""), Wish())
+        assert not gone.exists()
+    finally:
+        looking.kill()
+        looking.wait()
+    newer = best.read_bytes()
+    with pytest.raises(TooShortError):
+        visit(target(""), Wish())
+    assert gone.read_text() == "precious too"
+    assert best.read_bytes() == newer, "it may be of a training since then"
+    assert (tmp_path / "best.pt.before-look").read_text() == "precious"
+    assert f"{gone} is put back" in caplog.text
+    assert f"{best} may be of a look that was killed; what it was before is {best}.before-look" in caplog.text
+    assert not list((tmp_path / "cache" / "looks").iterdir())
+
+
+def test_a_file_that_cannot_be_put_back_is_not_lost(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    best = tmp_path / "best.pt"
+    best.write_text("precious")
+    mine = target(f"""
+        torch.save(1, {str(best)!r})
+        while True:
+            update(*data[:8])
+    """)
+    with monkeypatch.context() as patched, pytest.raises(StoreError, match=r"not all .* put back: .*full; .*looks/"):
+        patched.setattr(saved_files.shutil, "move", _full)
+        visit(mine, Wish(laps=1, lap_s=0.0))
+    with pytest.raises(TooShortError):
+        visit(target(""), Wish())
+    assert best.read_text() == "precious"
+
+
+def _full(source, target):
+    raise OSError(f"{target}: the disk is full")
 
 
 def test_a_file_is_put_back_where_its_folder_was_cleared_away(tmp_path):

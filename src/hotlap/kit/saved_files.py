@@ -283,10 +283,41 @@ def put_back(folder: Path) -> list[str]:
     return left
 
 
+def bring_back(folder: Path) -> list[str]:
+    """Put back what a look kept that was killed, perhaps long ago; what was done, in lines.
+
+    What is in a file's place by now may be the user's: it stays, and what was kept is put beside it.
+    """
+    lines = []
+    for what, place, *other in reversed(_noted(folder)):
+        path = Path(place)
+        if what == "moved" and os.path.lexists(other[0]):
+            lines.append(f"{place} was renamed to {other[0]} by a look that was killed")
+        if what != "was" or not os.path.lexists(other[0]):
+            continue
+        if os.path.lexists(path):
+            path = next(one for one in _names_beside(path) if not os.path.lexists(one))
+            lines.append(f"{place} may be of a look that was killed; what it was before is {path}")
+        else:
+            lines.append(f"{place} is put back, which a look that was killed had left elsewhere")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(other[0], path)
+    return lines
+
+
+def holds_files(folder: Path) -> bool:
+    """Whether any that were kept are still there."""
+    return any(what == "was" and os.path.lexists(other[0]) for what, _, *other in _noted(folder))
+
+
+def _names_beside(path: Path) -> Iterator[Path]:
+    return (path.with_name(f"{path.name}.before-look{f'-{turn}' if turn else ''}") for turn in itertools.count())
+
+
 def _noted(folder: Path) -> list[list[str]]:
     index = folder / INDEX
     lines = index.read_text(encoding="utf-8").splitlines() if index.is_file() else []
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines if line.endswith("]")]  # a killed process may leave half a line
 
 
 def _clear(path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from hotlap.core.errors import TrainingError
+from hotlap.core.errors import StoreError, TrainingError
 from hotlap.kit.looks import Seen, Wish
-from hotlap.kit.saved_files import put_back
+from hotlap.kit.saved_files import bring_back, holds_files, put_back
 from hotlap.kit.search import TooShortError
 from hotlap.script.running import Target
+from hotlap.store.cache import default_root, refuse_shared
+from hotlap.store.lock import RunLock
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,51 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def _look_folder() -> Iterator[Path]:
+    """A folder for one look; what looks that were killed have left in theirs is brought back before."""
+    looks = default_root() / "looks"
+    try:
+        looks.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_shared(looks)
+        for left in [lock.parent for lock in looks.glob("*/lock")]:
+            with contextlib.suppress(StoreError), _locked(left):  # else it is being used
+                for line in bring_back(left):
+                    log.warning("%s", line)
+                shutil.rmtree(left)
+        folder = Path(tempfile.mkdtemp(dir=looks))
+    except OSError as error:
+        raise StoreError(
+            f"cannot keep the files of a script in {looks}: {error.strerror or error}; name a folder with HOTLAP_CACHE"
+        ) from error
+    with _locked(folder):
+        try:
+            yield folder
+        finally:
+            if not holds_files(folder):
+                shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    lock = RunLock(folder)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _put_back(folder: Path) -> None:
+    try:
+        for place in put_back(folder):
+            _warn(f"{place} is opened to be changed, and too large to be copied: it is not put back")
+    except OSError as error:
+        raise StoreError(
+            f"not all files that the script has written are put back: {error}; they are kept in {folder}, "
+            "and the next look brings them back"
+        ) from error
+
+
 @functools.cache
 def _warn(line: str) -> None:
     """Once in a process: there are many looks."""
@@ -75,8 +123,8 @@ def visit(target: Target, wish: Wish) -> Seen:
     Raises EndedError where it ended by an error of its own, TooShortError where it was over before it had made enough
     updates, TrainingError where it takes too long.
     """
-    with _ended_in_order(), tempfile.TemporaryDirectory(prefix="hotlap-") as folder:
-        report, said = Path(folder) / "seen.json", Path(folder) / "said.txt"
+    with _ended_in_order(), _look_folder() as folder:
+        report, said = folder / "seen.json", folder / "said.txt"
         settings = json.dumps({**asdict(wish), "report": str(report)})
         command = [sys.executable, "-m", "hotlap.kit.child", settings, *target.words]
         with said.open("wb") as out:
@@ -87,8 +135,7 @@ def visit(target: Target, wish: Wish) -> Seen:
             except subprocess.TimeoutExpired:
                 raise TrainingError(f"{target.name} made too few updates in {MOST_S:.0f} s") from None
             finally:
-                for place in put_back(Path(folder)):
-                    _warn(f"{place} is opened to be changed, and too large to be copied: it is not put back")
+                _put_back(folder)
         seen = Seen(**json.loads(report.read_text(encoding="utf-8"))) if report.is_file() else None
         last = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     is_seen = seen is not None and bool(seen.laps or seen.out_of_memory or seen.why_not)
