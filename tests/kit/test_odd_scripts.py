@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import HotlapError, StoreError
 from hotlap.kit import saved_files, script_workers
 from hotlap.kit.batch import batch_of_script
 from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.naming import named
 from hotlap.kit.saved_files import SavedFiles, put_back
 from hotlap.kit.search import TooShortError
 from hotlap.kit.visiting import EndedError, visit
@@ -203,6 +204,48 @@ def test_an_error_of_a_script_is_told_with_its_line(target):
     line = next(number for number, text in enumerate(Path(mine.path).read_text().splitlines(), 1) if "boom" in text)
     with pytest.raises(EndedError, match=rf"ended by an error: ValueError: boom \(mine.py:{line}\)"):
         visit(mine, Wish())
+
+
+def test_an_error_of_a_script_is_told_with_the_lines_that_led_to_it(target):
+    mine = target("""
+        def main():
+            print(undefined)
+
+        main()
+    """)
+    with pytest.raises(EndedError) as caught:
+        visit(mine, Wish())
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("mine ended by an error: NameError: name 'undefined' is not defined (mine.py:")
+    assert [line.strip() for line in lines[1::2]] == ["main()", "print(undefined)"]
+    assert "hotlap" not in "".join(lines[0::2]).replace(str(Path(mine.path).parent), "")
+
+
+def test_an_error_in_a_worker_is_told_by_what_it_said(target):
+    mine = target("""
+        class Broken(TensorDataset):
+            def __getitem__(self, index):
+                raise ValueError("no such picture")
+
+        for x, y in DataLoader(Broken(*data.tensors), num_workers=1):
+            pass
+    """)
+    with pytest.raises(EndedError) as caught:
+        visit(mine, Wish())
+    assert "in DataLoader worker process 0. ValueError: no such picture (mine.py:" in str(caught.value).splitlines()[0]
+    assert 'raise ValueError("no such picture")' in str(caught.value)
+
+
+def test_what_is_not_python_is_told_with_its_line(target, tmp_path):
+    mine = target("def f(:")
+    line = len(HEAD.splitlines()) + 1
+    with pytest.raises(
+        HotlapError, match=rf"^mine.py:{line} is not Python as it is written: .*; correct it: def f\(:$"
+    ):
+        named([mine.path])
+    (tmp_path / "helper.py").write_text("x = 1\ndef g(:\n")
+    with pytest.raises(EndedError, match=r"SyntaxError: invalid syntax \(helper.py:2\)\n(.*\n)*.*def g\(:"):
+        visit(target("import helper"), Wish())
 
 
 def test_a_script_that_trains_nothing_is_told_to_be_none(target):

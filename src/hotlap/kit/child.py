@@ -63,6 +63,8 @@ MOST_SHORT = 3
 evaluation comes before them."""
 
 PR_SET_PDEATHSIG = 1
+WORKERS_OWN = "Original Traceback (most recent call last):"
+"""By this torch begins what an error in a loader's worker said."""
 NUMBER = "_hotlap_number"
 """The attribute that tells loaders apart, and their iterators, by the order in which the first of each is made."""
 
@@ -126,10 +128,12 @@ class Visitor:
         """The script has ended by itself, or by an error."""
         self._patches.take_out_all()
         if error is not None and not isinstance(error, SystemExit):
-            line = first_line(error) if isinstance(error, Exception) else "it was interrupted"
+            line = _line_of(error) if isinstance(error, Exception) else "it was interrupted"
             is_full = isinstance(error, MemoryError) or is_out_of_memory(error)
+            own = [frame for frame in traceback.extract_tb(at) if is_users_file(frame.filename)]
             self.seen.out_of_memory = line if is_full else None
-            self.seen.error = None if is_full else f"{type(error).__name__}: {line}{_place_in_script(at)}"
+            self.seen.error = None if is_full else f"{type(error).__name__}: {line}{_place_of(error, own)}"
+            self.seen.trace = "".join([*traceback.format_list(own), *_lines_of(error)]).rstrip()
         self._write()
 
     # --- the script's loaders ----------------------------------------------------------------------
@@ -410,9 +414,25 @@ class Visitor:
         write_text(self._report, json.dumps(asdict(seen)))
 
 
-def _place_in_script(at: TracebackType | None) -> str:
-    """In words, where in the user's code an error arose."""
-    own = [frame for frame in traceback.extract_tb(at) if is_users_file(frame.filename)]
+def _line_of(error: Exception) -> str:
+    """What it says; of an error in a loader's worker, what that one's said."""
+    if isinstance(error, SyntaxError):
+        return error.msg
+    of_worker = str(error).rstrip().splitlines()[-1] if WORKERS_OWN in str(error) else ""
+    return f"{first_line(error)} {of_worker}".rstrip()
+
+
+def _lines_of(error: BaseException) -> list[str]:
+    """Lines that it says itself, beside those of its traceback."""
+    if isinstance(error, SyntaxError):
+        return traceback.format_exception_only(error)[:-1]
+    return [str(error).partition(WORKERS_OWN)[2].lstrip("\n")] if WORKERS_OWN in str(error) else []
+
+
+def _place_of(error: BaseException, own: list[traceback.FrameSummary]) -> str:
+    """In words, where in the user's code it arose."""
+    if isinstance(error, SyntaxError):
+        return f" ({Path(error.filename or '').name}:{error.lineno})"
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 

@@ -93,6 +93,8 @@ class Seen:
     """Kinds of feed that hotlap cannot bring its batches by, and why; where one was wished for."""
     out_of_memory: str | None = None
     error: str | None = None
+    trace: str = ""
+    """The lines of the user's code that led to it."""
 
     @property
     def sample_s(self) -> float | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotlap.core.errors import UsageError, did_you_mean
+from hotlap.core.errors import HotlapError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from hotlap.core.job import Job
@@ -41,7 +41,7 @@ def named(words: Sequence[str], *, say: Say = lambda line: None) -> Named:
     Nothing is read or run yet, but for a script's file, which has to be there.
     """
     from hotlap.recipes.every import NAMES
-    from hotlap.script.running import Target, look
+    from hotlap.script.running import Target, check_syntax, look
 
     module = list(words[:1]) == ["-m"]
     if len(words) == module:
@@ -50,6 +50,10 @@ def named(words: Sequence[str], *, say: Say = lambda line: None) -> Named:
     if module or first.endswith(".py") or (first not in (*NAMES, "demo") and Path(first).exists()):
         target = Target(args=rest, **{"module" if module else "path": first})
         look(target)
+        try:
+            check_syntax(target)
+        except SyntaxError as error:
+            raise HotlapError(f"{_not_python(error)}; correct it: {(error.text or '').strip()}") from None
         return Named(name=target.name, target=target)
     if ":" in first:
         if rest:
@@ -85,8 +89,7 @@ def named_job(name: str) -> Job:
             raise UsageError(f"{name}: {module} imports {error.name!r}, which is not there; install it") from None
         raise UsageError(f"{name}: {error}; name it as module:job, seen from this folder") from None
     except SyntaxError as error:
-        place = f"{Path(error.filename or module).name}:{error.lineno}"
-        raise UsageError(f"{name}: {place} is not Python as it is written: {error.msg}; correct it") from None
+        raise UsageError(f"{name}: {_not_python(error)}; correct it") from None
     if not hasattr(made, attribute):
         raise UsageError(
             f"{name}: {module} has no {attribute!r}; name a hotlap.Job of it, or a function that gives one"
@@ -102,6 +105,10 @@ def named_job(name: str) -> Job:
     if not isinstance(job, Job):
         raise UsageError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
     return job
+
+
+def _not_python(error: SyntaxError) -> str:
+    return f"{Path(error.filename or '').name}:{error.lineno} is not Python as it is written: {error.msg}"
 
 
 def _meant(name: str) -> str:

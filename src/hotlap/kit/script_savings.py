@@ -42,7 +42,7 @@ class ScriptTrials:
         try:
             seen = visit(self._target, wish)
         except HotlapError as error:
-            return Tried(why_not=str(error))
+            return Tried(why_not=str(error).partition("\n")[0])
         over = None if seen.peak_bytes else f"{self._target.name} is over before its memory was looked at"
         why_not = seen.why_not or seen.out_of_memory or over
         if why_not is not None:

@@ -107,7 +107,7 @@ class _Looks:
             try:
                 seen = visit(self._target, Wish(feed=feed.kind))
             except HotlapError as error:
-                self._why_not[feed.kind] = str(error)
+                self._why_not[feed.kind] = str(error).partition("\n")[0]
                 return
             self._why_not |= seen.refused
             reason = seen.why_not or seen.out_of_memory

@@ -38,8 +38,9 @@ RUNS = (
 class EndedError(TrainingError):
     """A script ended by an error of its own."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name} ended by an error: {why}")
+    def __init__(self, name: str, why: str, trace: str = "") -> None:
+        """`why` in a line; `trace` are those of its code that led to it."""
+        super().__init__("\n".join(filter(None, (f"{name} ended by an error: {why}", trace))))
         self.why = why
 
 
@@ -143,7 +144,7 @@ def visit(target: Target, wish: Wish) -> Seen:
         why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
         if why.startswith("EOFError"):
             why += " (it is run without anything to read on stdin)"
-        raise EndedError(target.name, why)
+        raise EndedError(target.name, why, "" if seen is None else seen.trace)
     if not is_seen:
         changed = ", ".join(f"{name}={value}" for name, value in wish.change.items())
         raise TooShortError(

@@ -64,6 +64,12 @@ def look(target: Target) -> None:
             raise NoScriptError(f"no module named {top!r} is to be seen from this folder")
 
 
+def check_syntax(target: Target) -> None:
+    """Raise SyntaxError where a script is not Python as it is written. A module is not: to find it may run code."""
+    if target.path is not None:
+        _script(target.path)
+
+
 def run(target: Target, around: AbstractContextManager[object] | None = None, seed: int | None = None) -> int:
     """Run it inside of `around` and return its exit code; minus a signal's number where it is to end by that.
 
