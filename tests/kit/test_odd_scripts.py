@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hotlap.core.errors import HotlapError, StoreError
+from hotlap.core.errors import HotlapError, StoreError, TrainingError
 from hotlap.kit import saved_files, script_workers
 from hotlap.kit.batch import batch_of_script
 from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.memory import memory_of_script
 from hotlap.kit.naming import named
 from hotlap.kit.saved_files import SavedFiles, put_back
 from hotlap.kit.search import TooShortError
@@ -137,6 +138,14 @@ def test_memory_that_was_not_seen_is_told_with_its_reason(target):
 def test_a_script_that_reads_is_told_that_there_is_nothing_to_read(target):
     with pytest.raises(EndedError, match=r"EOFError.*without anything to read on stdin"):
         visit(target("input()"), Wish())
+
+
+@pytest.mark.parametrize("waits", ["time.sleep(600)", "while True: torch.ones(1)"])
+@pytest.mark.parametrize("look", [batch_of_script, script_workers.workers_of_script, memory_of_script])
+def test_a_script_that_never_trains_is_ended_and_told_where_it_was(target, monkeypatch, waits, look):
+    monkeypatch.setattr(sys.modules[look.__module__], "BEGINS_S", 2.0)
+    with pytest.raises(TrainingError, match=r"made no update in 2 s, and is at mine.py:\d+: .*; name the script that"):
+        look(target(waits), seconds=1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="by Linux alone")

@@ -101,6 +101,7 @@ def workers(
 def memory(
     training: list[str] = NAME,
     module: bool = MODULE,
+    seconds: float = typer.Option(120.0, min=1.0, help="Wait so long for the first update of a script."),
     picture: Path | None = typer.Option(None, help="A new .svg file to draw memory over one update into."),
     as_json: bool = JSON,
     quiet: bool = QUIET,
@@ -112,7 +113,7 @@ def memory(
     if picture is not None:
         check_name(picture, "picture", (".svg",))
     with _users_errors():
-        found = find(_words(training, module), progress=not quiet)
+        found = find(_words(training, module), seconds=seconds, progress=not quiet)
     if picture is not None:
         found.draw(picture)
     _print(found, as_json)

@@ -16,7 +16,7 @@ from hotlap.core.job import Job
 from hotlap.core.units import show_bytes, show_rate
 from hotlap.kit.bench import Bench, only_new_garbage, opened, room_on
 from hotlap.kit.catalogue import kind_of_model
-from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.looks import BEGINS_S, Seen, Wish
 from hotlap.kit.prior import Prior, prior, remember
 from hotlap.kit.search import KNEE, Search, Searched, Trial, fastest, knee
 from hotlap.kit.telling import silent
@@ -296,7 +296,7 @@ def batch_of_script(
     """
     until = time.monotonic() + seconds
     say(f"batch      {target.name} is run as it is, to find its loader")
-    first = visit(target, Wish(counts=True, lengths=True))
+    first = visit(target, Wish(counts=True, lengths=True, begins_s=max(seconds, BEGINS_S)))
     if first.out_of_memory is not None:
         raise TrainingError(f"{target.name} runs out of memory as it is ({first.out_of_memory}); lower its batch size")
     if first.why_fixed is not None or first.batch_size is None:

@@ -49,16 +49,17 @@ def workers(training: Training, *, seconds: float = MOST_S, progress: bool = Tru
     return workers_of_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=say)
 
 
-def memory(training: Training, *, progress: bool = True) -> MemoryFound:
+def memory(training: Training, *, seconds: float = MOST_S, progress: bool = True) -> MemoryFound:
     """Find where the memory of a training goes, at its own batch size with its longest samples, after the first update.
 
-    It is a Job, or what names one, as for `batch`. A job is left as it was. Raises TrainingError where not even one
-    update fits.
+    It is a Job, or what names one, as for `batch`. A job is left as it was; a script has to make its first update
+    within `seconds`. Raises TrainingError where not even one update fits.
     """
+    _check_seconds(seconds)
     say = sayer(progress)
     chosen = _chosen(training, say)
     if chosen.target is not None:
-        return memory_of_script(chosen.target, say=say)
+        return memory_of_script(chosen.target, seconds=seconds, say=say)
     return memory_of_job(chosen.make_job(), name=chosen.name, say=say)
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter, defaultdict
@@ -124,6 +125,11 @@ class Visitor:
         self._patches.hooked("steps", register_optimizer_step_pre_hook(self._steps))
         self._patches.hooked("step", register_optimizer_step_post_hook(self._stepped))
 
+        if self._wish.begins_s is not None:
+            timer = threading.Timer(self._wish.begins_s, self._look_whether_it_trains)
+            timer.daemon = True
+            timer.start()
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """The script has ended by itself, or by an error."""
         self._patches.take_out_all()
@@ -135,6 +141,16 @@ class Visitor:
             self.seen.error = None if is_full else f"{type(error).__name__}: {line}{_place_of(error, own)}"
             self.seen.trace = "".join([*traceback.format_list(own), *_lines_of(error)]).rstrip()
         self._write()
+
+    def _look_whether_it_trains(self) -> None:
+        """In a thread of its own: where no update was made yet, the look ends."""
+        if self.seen.updates:
+            return
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        own = [one for one in traceback.extract_stack(frame) if is_users_file(one.filename)]
+        self.seen.late = f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else "its start"
+        write_text(self._report, json.dumps(asdict(self.seen)))
+        os._exit(1)
 
     # --- the script's loaders ----------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ from typing import Any
 LAP_ROUNDS = 8
 """Batches of each worker in a lap at least: they come in bursts, and two of each may have been ready before it."""
 
+BEGINS_S = 60.0
+"""A script may take so long to its first update, whatever time is given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
@@ -29,6 +32,8 @@ class Wish:
     """Whether the transforms of its dataset are timed."""
     watches: bool = False
     """Whether it is looked for memory that grows in more updates; without, nor at kinds and layers."""
+    begins_s: float | None = None
+    """Seconds after which the look ends if no update was made by then."""
     feed: str | None = None
     """The kind of feed that its batches are to come by, as `hotlap run --plan` brings them."""
     precision: str | None = None
@@ -87,6 +92,8 @@ class Seen:
     """Where memory goes, where that was asked for."""
     model: dict[str, Any] = field(default_factory=dict)
     """The model, as `ModelFacts` has it, where its memory was watched."""
+    late: str | None = None
+    """Where the script was when it had made no update in time."""
     why_not: str | None = None
     """Why it could not be looked at as wished."""
     refused: dict[str, str] = field(default_factory=dict)

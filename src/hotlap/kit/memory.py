@@ -17,7 +17,7 @@ from hotlap.engine.step import Window
 from hotlap.kit.bench import Bench, know_training, opened, parameters_of
 from hotlap.kit.growing import Held, Turns
 from hotlap.kit.live import LiveTensors
-from hotlap.kit.looks import Wish
+from hotlap.kit.looks import BEGINS_S, Wish
 from hotlap.kit.picture import draw_course
 from hotlap.kit.savings import ModelFacts, Saving, Tried, Update, model_facts, savings, table
 from hotlap.kit.script_savings import LAP_S, LAPS, ScriptTrials, words_on
@@ -256,11 +256,11 @@ class _Account:
 # --- scripts ---------------------------------------------------------------------------------------------
 
 
-def memory_of_script(target: Target, *, say: Say = silent) -> MemoryFound:
+def memory_of_script(target: Target, *, seconds: float = 120.0, say: Say = silent) -> MemoryFound:
     """The same of somebody's script, which is run for some updates in a process of its own, and so for each try."""
     say(f"memory     {target.name} is run for some updates")
     first = Wish(laps=LAPS, lap_s=LAP_S, counts=True, watches=True)
-    seen = visit(target, replace(first, lengths=True))
+    seen = visit(target, replace(first, lengths=True, begins_s=max(seconds, BEGINS_S)))
     if seen.varies and seen.loader is not None and seen.out_of_memory is None:
         say("memory     again with its longest samples")
         seen = replace(

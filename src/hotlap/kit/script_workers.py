@@ -11,7 +11,7 @@ from typing import Any
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Feed
 from hotlap.core.units import show_seconds
-from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.looks import BEGINS_S, Seen, Wish
 from hotlap.kit.obeying import FEEDS
 from hotlap.kit.telling import silent
 from hotlap.kit.transforms import Cost
@@ -44,7 +44,7 @@ def workers_of_script(target: Target, *, seconds: float = MOST_S, say: Say = sil
     """
     until = time.monotonic() + seconds
     say(f"workers    {target.name} is run as it is, to find its loader")
-    first = visit(target, Wish(transforms=True))
+    first = visit(target, Wish(transforms=True, begins_s=max(seconds, BEGINS_S)))
     if first.loader is None:
         raise HotlapError(f"{target.name} has no loader to give workers to: {first.why_fixed}")
     looks = _Looks(target, first, say)

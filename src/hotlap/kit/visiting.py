@@ -139,6 +139,11 @@ def visit(target: Target, wish: Wish) -> Seen:
                 _put_back(folder)
         seen = Seen(**json.loads(report.read_text(encoding="utf-8"))) if report.is_file() else None
         last = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    if seen is not None and seen.late is not None:
+        raise TrainingError(
+            f"{target.name} has made no update in {wish.begins_s:g} s, and is at {seen.late}; "
+            "name the script that trains, or give it more time (--seconds)"
+        )
     is_seen = seen is not None and bool(seen.laps or seen.out_of_memory or seen.why_not)
     if seen is None or seen.error is not None or (done.returncode and not is_seen):
         why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
