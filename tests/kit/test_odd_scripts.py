@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hotlap.core.errors import HotlapError, StoreError, TrainingError
+from hotlap.core.errors import HotlapError, StoreError, TrainingError, UsageError
 from hotlap.kit import saved_files, script_workers
 from hotlap.kit.batch import batch_of_script
 from hotlap.kit.looks import Seen, Wish
@@ -255,6 +255,15 @@ def test_what_is_not_python_is_told_with_its_line(target, tmp_path):
     (tmp_path / "helper.py").write_text("x = 1\ndef g(:\n")
     with pytest.raises(EndedError, match=r"SyntaxError: invalid syntax \(helper.py:2\)\n(.*\n)*.*def g\(:"):
         visit(target("import helper"), Wish())
+
+
+def test_a_module_that_is_not_there_is_told_without_names_of_hotlaps_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(EndedError, match=r"^mine\.inner ended by an error: No module named mine\.inner$"):
+        visit(Target(module="mine.inner"), Wish())
+    with pytest.raises(UsageError, match=r"there is no file 'gone\.py'"):
+        named(["gone.py"])
 
 
 def test_a_script_that_trains_nothing_is_told_to_be_none(target):

@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hotlap.core.errors import HotlapError
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.checkpointing import Checkpointing
@@ -138,7 +139,8 @@ class Visitor:
             is_full = isinstance(error, MemoryError) or is_out_of_memory(error)
             own = [frame for frame in traceback.extract_tb(at) if is_users_file(frame.filename)]
             self.seen.out_of_memory = line if is_full else None
-            self.seen.error = None if is_full else f"{type(error).__name__}: {line}{_place_of(error, own)}"
+            kind_of = "" if isinstance(error, HotlapError) else f"{type(error).__name__}: "  # it says all by itself
+            self.seen.error = None if is_full else f"{kind_of}{line}{_place_of(error, own)}"
             self.seen.trace = "".join([*traceback.format_list(own), *_lines_of(error)]).rstrip()
         self._write()
 

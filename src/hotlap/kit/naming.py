@@ -41,7 +41,7 @@ def named(words: Sequence[str], *, say: Say = lambda line: None) -> Named:
     Nothing is read or run yet, but for a script's file, which has to be there.
     """
     from hotlap.recipes.every import NAMES
-    from hotlap.script.running import Target, check_syntax, look
+    from hotlap.script.running import NoScriptError, Target, check_syntax, look
 
     module = list(words[:1]) == ["-m"]
     if len(words) == module:
@@ -49,9 +49,11 @@ def named(words: Sequence[str], *, say: Say = lambda line: None) -> Named:
     first, *rest = words[module:]
     if module or first.endswith(".py") or (first not in (*NAMES, "demo") and Path(first).exists()):
         target = Target(args=rest, **{"module" if module else "path": first})
-        look(target)
         try:
+            look(target)
             check_syntax(target)
+        except NoScriptError as error:
+            raise UsageError(str(error)) from None
         except SyntaxError as error:
             raise HotlapError(f"{_not_python(error)}; correct it: {(error.text or '').strip()}") from None
         return Named(name=target.name, target=target)
