@@ -3,12 +3,13 @@
 import os
 import shutil
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hotlap.core.errors import TrainingError
-from hotlap.kit import saved_files
+from hotlap.kit import saved_files, visiting
 from hotlap.kit.looks import Wish
 from hotlap.kit.saved_files import SavedFiles, put_back
 from hotlap.kit.visiting import visit
@@ -196,6 +197,17 @@ def test_what_cannot_be_kept_is_not_written(tmp_path):
     assert place.read_text() == "precious"
 
 
+@pytest.mark.parametrize("event", ["open", "os.remove"])
+def test_a_file_that_somebody_else_removes_meanwhile_breaks_nothing(tmp_path, monkeypatch, event):
+    place, aside = tmp_path / "best.pt", tmp_path / "aside"
+    aside.mkdir()
+    place.write_text("theirs")
+    files = SavedFiles(aside)
+    monkeypatch.setattr(files, "_room", lambda: place.unlink() or aside / "kept")
+    files.hear(event, {"open": (str(place), "w", os.O_WRONLY | os.O_TRUNC), "os.remove": (str(place), -1)}[event])
+    assert put_back(aside) == []
+
+
 @pytest.mark.parametrize("event", ["open", "os.remove", "os.rename", "shutil.rmtree"])
 def test_another_disk_will_do(tmp_path, monkeypatch, event):
     place, aside = tmp_path / "models" / "best.pt", tmp_path / "aside"
@@ -221,3 +233,15 @@ def test_another_disk_will_do(tmp_path, monkeypatch, event):
     shutil.rmtree(place.parent)
     put_back(aside)
     assert place.read_text() == "precious"
+
+
+def test_looks_beside_each_other_do_not_take_each_other_for_killed_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path))
+
+    def look(turn):
+        with visiting._look_folder() as folder:
+            (folder / visiting.SAID).touch()
+            return folder.is_dir()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(look, range(200)))

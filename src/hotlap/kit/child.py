@@ -76,6 +76,7 @@ class Visitor:
 
     def __init__(self, wish: Wish, report: Path, name: str) -> None:
         self._wish, self._report, self.seen = wish, report, Seen()
+        self.files = SavedFiles(report.parent, default_root())
         self._obeying = Obeying(name, wish, report.parent) if wish.has_plan else None
         self._patches = Patches()
         self._makers: dict[Hashable, int] = {}
@@ -107,11 +108,10 @@ class Visitor:
 
     def __enter__(self) -> None:
         put = self._patches.put
-        files = SavedFiles(self._report.parent, default_root())
+        files = self.files
         put(torch, "save", files.before(torch.save))
         put(RecursiveScriptModule, "save", files.before(RecursiveScriptModule.save))
         put(safetensors.torch, "serialize_file", files.before(safetensors.serialize_file))
-        files.listen()
         put(DataLoader, "__init__", self._made(DataLoader.__init__))
         put(DataLoader, "_get_iterator", self._iterated(DataLoader._get_iterator))
         put(_BaseDataLoaderIter, "__next__", self._given(_BaseDataLoaderIter.__next__))
@@ -478,7 +478,9 @@ def main() -> None:
     report = Path(settings.pop("report"))
     is_module = words[0] == "-m"
     target = Target(args=words[2:], module=words[1]) if is_module else Target(args=words[1:], path=words[0])
-    sys.exit(abs(run(target, Visitor(Wish(**settings), report, target.name))))
+    visitor = Visitor(Wish(**settings), report, target.name)
+    visitor.files.listen()
+    sys.exit(abs(run(target, visitor)))
 
 
 if __name__ == "__main__":

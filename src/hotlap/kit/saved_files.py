@@ -106,8 +106,9 @@ class SavedFiles:
             return
         place = _target(path)
         # What may not be written to is not; and an empty file, often a lock of others, has nothing to lose.
-        if os.access(place, os.F_OK) and (not os.access(place, os.W_OK) or not place.stat().st_size):
-            self._known.add(place)
+        with contextlib.suppress(OSError):  # it is not there
+            if not place.stat().st_size or not os.access(place, os.W_OK):
+                self._known.add(place)
         self._keep(place, self._move if flags & os.O_TRUNC else self._copy)
 
     def _truncates(self, path: Any, length: int) -> None:
@@ -191,7 +192,11 @@ class SavedFiles:
             return
         # Known before it is moved: whatever happens to this process, it finds its way back.
         self._note("was", place, kept := self._room())
-        by(place, kept)
+        try:
+            by(place, kept)
+        except FileNotFoundError:
+            if os.path.lexists(place):
+                raise  # else somebody else was first to remove it
 
     def _move(self, place: Path, kept: Path) -> None:
         """For what is written anew."""

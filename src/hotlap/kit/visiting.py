@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 MOST_S = 600.0
 """What one look may take, with all that the script does before it trains."""
+SAID = "said.txt"
+"""What the script prints; in the folder of a look, once that is locked."""
 RUNS = (
     "the script was run anew for each try, for some updates; files that it wrote, replaced or removed were put back, "
     "new ones of its torch.save taken away; other new files stay"
@@ -74,11 +76,11 @@ def _look_folder() -> Iterator[Path]:
     try:
         looks.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_shared(looks)
-        for left in [lock.parent for lock in looks.glob("*/lock")]:
+        for left in [said.parent for said in looks.glob(f"*/{SAID}")]:
             with contextlib.suppress(StoreError), _locked(left):  # else it is being used
                 for line in bring_back(left):
                     log.warning("%s", line)
-                shutil.rmtree(left)
+                shutil.rmtree(left, ignore_errors=True)  # its owner may be at it
         folder = Path(tempfile.mkdtemp(dir=looks))
     except OSError as error:
         raise StoreError(
@@ -89,7 +91,7 @@ def _look_folder() -> Iterator[Path]:
             yield folder
         finally:
             if not holds_files(folder):
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # somebody may look whether it is left
 
 
 @contextlib.contextmanager
@@ -125,7 +127,7 @@ def visit(target: Target, wish: Wish) -> Seen:
     updates, TrainingError where it takes too long.
     """
     with _ended_in_order(), _look_folder() as folder:
-        report, said = folder / "seen.json", folder / "said.txt"
+        report, said = folder / "seen.json", folder / SAID
         settings = json.dumps({**asdict(wish), "report": str(report)})
         command = [sys.executable, "-m", "hotlap.kit.child", settings, *target.words]
         with said.open("wb") as out:
