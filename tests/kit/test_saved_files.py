@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -162,6 +163,14 @@ def test_weights_that_were_not_there_are_not_afterwards(mine, tmp_path, does):
     before = _tree(tmp_path)
     visit(target, Wish(laps=1, lap_s=0.0))
     assert _tree(tmp_path) == before
+
+
+def test_a_look_does_without_torchscript(mine, tmp_path, monkeypatch):
+    target = mine("torch.save(1, 'best.pt')")
+    monkeypatch.setattr(visiting, "subprocess", subprocess)  # a process of its own: it is read when torch is loaded
+    monkeypatch.setenv("PYTORCH_JIT", "0")
+    visit(target, Wish(laps=1, lap_s=0.0))
+    assert (tmp_path / "best.pt").read_text() == "precious"
 
 
 def test_other_new_files_stay(mine, tmp_path):

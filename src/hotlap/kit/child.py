@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 import safetensors.torch
 import torch
 from torch import nn
-from torch.jit._script import RecursiveScriptModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -65,6 +64,12 @@ MOST_SHORT = 3
 evaluation comes before them."""
 
 PR_SET_PDEATHSIG = 1
+SAVES: tuple[tuple[Any, str], ...] = (
+    (torch, "save"),
+    (vars(torch.jit).get("RecursiveScriptModule"), "save"),
+    (safetensors.torch, "serialize_file"),
+)
+"""What saves weights without a word to Python."""
 WORKERS_OWN = "Original Traceback (most recent call last):"
 """By this torch begins what an error in a loader's worker said."""
 NUMBER = "_hotlap_number"
@@ -108,10 +113,9 @@ class Visitor:
 
     def __enter__(self) -> None:
         put = self._patches.put
-        files = self.files
-        put(torch, "save", files.before(torch.save))
-        put(RecursiveScriptModule, "save", files.before(RecursiveScriptModule.save))
-        put(safetensors.torch, "serialize_file", files.before(safetensors.serialize_file))
+        for owner, name in SAVES:
+            if hasattr(owner, name):  # TorchScript may be turned off
+                put(owner, name, self.files.before(getattr(owner, name)))
         put(DataLoader, "__init__", self._made(DataLoader.__init__))
         put(DataLoader, "_get_iterator", self._iterated(DataLoader._get_iterator))
         put(_BaseDataLoaderIter, "__next__", self._given(_BaseDataLoaderIter.__next__))
