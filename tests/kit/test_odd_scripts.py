@@ -356,7 +356,7 @@ def test_what_a_killed_look_has_left_is_brought_back_by_the_next(target, tmp_pat
     assert not list((tmp_path / "cache" / "looks").iterdir())
 
 
-def test_a_file_that_cannot_be_put_back_is_not_lost(target, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_put_back_is_not_lost(target, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     best = tmp_path / "best.pt"
     best.write_text("precious")
@@ -365,9 +365,13 @@ def test_a_file_that_cannot_be_put_back_is_not_lost(target, tmp_path, monkeypatc
         while True:
             update(*data[:8])
     """)
-    with monkeypatch.context() as patched, pytest.raises(StoreError, match=r"not all .* put back: .*full; .*looks/"):
+    with monkeypatch.context() as patched:
         patched.setattr(saved_files.shutil, "move", _full)
-        visit(mine, Wish(laps=1, lap_s=0.0))
+        with pytest.raises(StoreError, match=r"not all .* put back: .*full; .*looks/"):
+            visit(mine, Wish(laps=1, lap_s=0.0))
+        with pytest.raises(TooShortError):  # nor does it keep others from looking
+            visit(target(""), Wish())
+        assert "files that an earlier look has kept are still in" in caplog.text
     with pytest.raises(TooShortError):
         visit(target(""), Wish())
     assert best.read_text() == "precious"

@@ -12,7 +12,7 @@ import pytest
 from hotlap.core.errors import TrainingError
 from hotlap.kit import saved_files, visiting
 from hotlap.kit.looks import Wish
-from hotlap.kit.saved_files import SavedFiles, put_back
+from hotlap.kit.saved_files import SavedFiles, holds_files, put_back
 from hotlap.kit.visiting import visit
 from hotlap.script.running import Target
 
@@ -97,6 +97,19 @@ OTHERS = {
     "truncating": "os.truncate('best.pt', 2)",
     "a turn of names": "os.rename('best.pt', 'old.pt'); open('old.pt', 'a').write('x'); torch.save(1, 'best.pt')",
     "a turn of folders": "os.rename('models', 'old'); os.mkdir('models'); torch.save(1, 'models/best.pt')",
+    "a turn of folders that is refused": """
+        try:
+            os.rename('models', 'data')
+        except OSError:
+            torch.save(1, 'best.pt')
+    """,
+    "a name that cannot be": """
+        try:
+            os.rename('best.pt', 'large.npy/best.pt')
+        except OSError:
+            torch.save(1, 'models/best.pt')
+    """,
+    "weights, then a folder": "torch.save(1, 'a'); os.remove('a'); os.mkdir('a')",
     "through a link": "torch.save(1, 'link.pt')",
     "a link anew": "os.remove('link.pt'); os.symlink('large.npy', 'link.pt')",
     "new folders": "os.makedirs('a/b/c'); torch.save(1, 'a/b/c/best.pt')",
@@ -132,8 +145,9 @@ def _tree(folder):
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """A folder with files of the user's, in which a script does something and then trains."""
-    (tmp_path / "models").mkdir()
-    for name in ("best.pt", "models/best.pt", "models/best.npz", "large.npy"):
+    for folder in ("models", "data"):
+        (tmp_path / folder).mkdir()
+    for name in ("best.pt", "models/best.pt", "models/best.npz", "data/part", "large.npy"):
         (tmp_path / name).write_text("precious")
     (tmp_path / "link.pt").symlink_to("best.pt")
     monkeypatch.chdir(tmp_path)
@@ -176,10 +190,10 @@ def test_a_look_does_without_torchscript(mine, tmp_path, monkeypatch):
 def test_other_new_files_stay(mine, tmp_path):
     """As what a script downloads or prepares: each look would have to do so again."""
     target = mine("""
-        os.mkdir('data')
-        Path('data/part').write_text('much')
-        os.rename('data/part', 'data/whole')
-        os.rename('data', 'downloaded')
+        os.mkdir('parts')
+        Path('parts/part').write_text('much')
+        os.rename('parts/part', 'parts/whole')
+        os.rename('parts', 'downloaded')
     """)
     visit(target, Wish(laps=1, lap_s=0.0))
     assert (tmp_path / "downloaded" / "whole").read_text() == "much"
@@ -204,6 +218,22 @@ def test_what_cannot_be_kept_is_not_written(tmp_path):
     with pytest.raises(TrainingError, match=r"cannot be kept as it is before: .*aside.*HOTLAP_CACHE"):
         files.hear("open", (str(place), "w", os.O_WRONLY | os.O_TRUNC))
     assert place.read_text() == "precious"
+
+
+def test_one_file_that_cannot_be_put_back_keeps_no_other_from_it(tmp_path):
+    first, second, aside = tmp_path / "a" / "best.pt", tmp_path / "b" / "best.pt", tmp_path / "aside"
+    aside.mkdir()
+    files = SavedFiles(aside)
+    for place in (first, second):
+        place.parent.mkdir()
+        place.write_text("precious")
+        files.hear("open", (str(place), "w", os.O_WRONLY | os.O_TRUNC))
+    second.parent.rmdir()
+    second.parent.write_text("in its way")
+    with pytest.raises(OSError, match="b"):
+        put_back(aside)
+    assert first.read_text() == "precious"
+    assert holds_files(aside)
 
 
 @pytest.mark.parametrize("event", ["open", "os.remove"])

@@ -136,6 +136,7 @@ class SavedFiles:
             else:
                 place.mkdir()
             self._forget(place)
+            self._new.add(place)  # whatever is left there is kept already
 
     def _renames(self, source: Any, target: Any, from_folder: int = -1, to_folder: int = -1) -> None:
         here, there = _place(source, from_folder), _place(target, to_folder)
@@ -144,7 +145,7 @@ class SavedFiles:
             if is_own and not any(here in one.parents for one in self._saved):
                 self._new.add(there)
                 return
-            self._note("moved", here, there)
+            self._note("moved", here, there, _identity(here))  # by which it is known whether it was moved indeed
             self._forget(here)
             self._forget(there)
             return
@@ -221,9 +222,10 @@ class SavedFiles:
     def _room(self) -> Path:
         return self._folder / f"before-{os.getpid()}-{next(self._numbers)}"
 
-    def _note(self, what: str, *places: Path) -> None:
+    def _note(self, *words: str | Path) -> None:
+        """What is about to be done, where, and what belongs to it."""
         with (self._folder / INDEX).open("a", encoding="utf-8") as index:
-            index.write(json.dumps([what, *map(str, places)]) + "\n")
+            index.write(json.dumps([str(word) for word in words]) + "\n")
 
     # --- whose is it -------------------------------------------------------------------------------
 
@@ -256,6 +258,15 @@ def _is_folder(place: Path) -> bool:
     return place.is_dir() and not place.is_symlink()
 
 
+def _identity(place: str | Path) -> str:
+    """What tells a file or folder from all others, whatever its name; nothing where there is none."""
+    try:
+        status = os.lstat(place)
+    except OSError:
+        return ""
+    return f"{status.st_dev} {status.st_ino}"
+
+
 def _part(kept: Path) -> Path:
     return kept.with_name(f"{kept.name}.part")
 
@@ -270,22 +281,36 @@ def _copy_whole(place: Path, kept: Path) -> None:
 
 
 def put_back(folder: Path) -> list[str]:
-    """Leave all files as they were before, last things first; those that could not be kept, as they are too large."""
-    left = []
-    for what, place, *other in reversed(_noted(folder)):
-        path = Path(place)
+    """Leave all files as they were before, last things first; those that could not be kept, as they are too large.
+
+    Raises OSError where one cannot be put back; all others are.
+    """
+    left, errors = [], []
+    for what, place, *more in reversed(_noted(folder)):
         if what == "left":
             left.append(place)
-        elif what == "new":
-            path.unlink(missing_ok=True)
-        elif what == "made":
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
-        elif os.path.lexists(other[0]):
-            path.parent.mkdir(parents=True, exist_ok=True)  # the script may have cleared it away
-            _clear(path)
-            shutil.move(other[0], place)
+            continue
+        try:
+            _undo(what, Path(place), *more)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
     return left
+
+
+def _undo(what: str, path: Path, other: str = "", identity: str = "") -> None:
+    """One thing, if it was done: each was noted before, and may have failed."""
+    if what == "new":
+        if os.path.lexists(path) and not _is_folder(path):
+            path.unlink()
+    elif what == "made":
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+    elif os.path.lexists(other) and (what == "was" or _identity(other) == identity):
+        path.parent.mkdir(parents=True, exist_ok=True)  # the script may have cleared it away
+        _clear(path)
+        shutil.move(other, path)
 
 
 def bring_back(folder: Path) -> list[str]:
@@ -296,7 +321,7 @@ def bring_back(folder: Path) -> list[str]:
     lines = []
     for what, place, *other in reversed(_noted(folder)):
         path = Path(place)
-        if what == "moved" and os.path.lexists(other[0]):
+        if what == "moved" and _identity(other[0]) == other[1]:
             lines.append(f"{place} was renamed to {other[0]} by a look that was killed")
         if what != "was" or not os.path.lexists(other[0]):
             continue

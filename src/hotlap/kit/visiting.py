@@ -78,9 +78,7 @@ def _look_folder() -> Iterator[Path]:
         refuse_shared(looks)
         for left in [said.parent for said in looks.glob(f"*/{SAID}")]:
             with contextlib.suppress(StoreError), _locked(left):  # else it is being used
-                for line in bring_back(left):
-                    log.warning("%s", line)
-                shutil.rmtree(left, ignore_errors=True)  # its owner may be at it
+                _bring_back(left)
         folder = Path(tempfile.mkdtemp(dir=looks))
     except OSError as error:
         raise StoreError(
@@ -92,6 +90,16 @@ def _look_folder() -> Iterator[Path]:
         finally:
             if not holds_files(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # somebody may look whether it is left
+
+
+def _bring_back(left: Path) -> None:
+    try:
+        for line in bring_back(left):
+            log.warning("%s", line)
+    except OSError as error:
+        log.warning("files that an earlier look has kept are still in %s: %s", left, error)
+    else:
+        shutil.rmtree(left, ignore_errors=True)  # its owner may be at it
 
 
 @contextlib.contextmanager
