@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -167,6 +168,12 @@ def test_all_files_are_as_before(mine, tmp_path, does):
     before = _tree(tmp_path)
     visit(target, Wish(laps=1, lap_s=0.0))
     assert _tree(tmp_path) == before
+
+
+def test_whatever_is_done_to_them_all_files_are_as_before():
+    ways = Path(__file__).parents[1] / "support" / "many_ways.py"
+    done = subprocess.run([sys.executable, ways, "0", "400"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("does", ATOMIC.values(), ids=ATOMIC)

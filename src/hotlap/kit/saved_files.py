@@ -41,10 +41,14 @@ class SavedFiles:
         """Files and folders that are the script's own: they were not there before."""
         self._saved = set[Path]()
         """Files with weights that it has saved."""
+        self._moved = set[Path]()
+        """Folders that were moved, by their new names."""
+        self._linked = set[str]()
+        """What tells files apart that are kept by another name of theirs."""
         self._within = threading.local()
         self._heard: dict[str, Callable[..., None]] = {
             "open": self._opens,
-            "os.link": self._links,
+            "os.link": self._names,
             "os.mkdir": self._makes,
             "os.remove": self._removes,
             "os.rename": self._renames,
@@ -68,6 +72,7 @@ class SavedFiles:
         """Told what is about to be done. What cannot be kept is not done: an error is raised."""
         with self._alone() as is_own:
             if not is_own:
+                self._settle()
                 self._heard[event](*args)
 
     def before(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,6 +84,7 @@ class SavedFiles:
             name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
             if isinstance(name, (str, os.PathLike)):
                 with self._alone():
+                    self._settle()
                     self._saves(_target(name))
             return original(*args, **kwargs)
 
@@ -110,10 +116,12 @@ class SavedFiles:
             if not place.stat().st_size or not os.access(place, os.W_OK):
                 self._known.add(place)
         self._keep(place, self._move if flags & os.O_TRUNC else self._copy)
+        self._part_from_kept(place)
 
     def _truncates(self, path: Any, length: int) -> None:
         if not isinstance(path, int):  # which was opened before
-            self._keep(_target(path), self._copy)
+            self._keep(place := _target(path), self._copy)
+            self._part_from_kept(place)
 
     def _removes(self, path: Any, folder: int = -1) -> None:
         self._keep(_place(path, folder), self._link)
@@ -140,21 +148,29 @@ class SavedFiles:
 
     def _renames(self, source: Any, target: Any, from_folder: int = -1, to_folder: int = -1) -> None:
         here, there = _place(source, from_folder), _place(target, to_folder)
-        is_own = self._is_own(here)
-        if _is_folder(here):
-            if is_own and not any(here in one.parents for one in self._saved):
-                self._new.add(there)
-                return
-            self._note("moved", here, there, _identity(here))  # by which it is known whether it was moved indeed
-            self._forget(here)
-            self._forget(there)
+        identity, is_own, is_folder = _identity(here), self._is_own(here), _is_folder(here)
+        is_kept = is_folder and (not is_own or any(here in one.parents for one in self._saved | self._moved))
+        if here == there:
             return
-        self._keep(there, self._link)
-        self._keep(here, self._link)
-        if here in self._saved or not is_own:
-            self._saves(there)
-        if not is_own:
-            self._known.discard(there)  # the file there is now the user's
+        if is_kept:
+            self._note("moved", here, there, identity)
+        elif not is_folder:
+            self._keep(there, self._link)
+            self._keep(here, self._link)
+
+        def settle() -> None:
+            if _identity(there) != identity or _identity(here) == identity:
+                return  # it has failed
+            if is_kept:
+                self._forget(here)
+                self._forget(there)
+                self._moved.add(there)
+            elif is_folder:
+                self._new.add(there)
+            elif here in self._saved or not is_own:
+                self._saves(there)
+
+        self._within.unsettled = settle
 
     def _copies(self, source: Any, target: Any) -> None:
         """A copy of what was saved goes with it."""
@@ -167,10 +183,25 @@ class SavedFiles:
         if not os.path.lexists(there) and {_target(source), _target(there.parent / os.fsdecode(source))} & self._saved:
             self._saves(there)
 
+    def _names(self, source: Any, target: Any, from_folder: int = -1, to_folder: int = -1) -> None:
+        """By another name of its own a file can be written to as well."""
+        if not self._is_own(here := _place(source, from_folder)):
+            self._keep(here, self._link)
+        self._links(source, target)
+
     # --- what is done before -----------------------------------------------------------------------
 
+    def _settle(self) -> None:
+        """Look at what has come of what this thread was about to do before this."""
+        settle, self._within.unsettled = getattr(self._within, "unsettled", None), None
+        if settle is not None:
+            settle()
+
     def _saves(self, place: Path) -> None:
+        if _is_folder(place):
+            return  # which will fail
         self._keep(place, self._move)
+        self._part_from_kept(place)
         if place in self._new:
             self._new.discard(place)
             self._note("new", place)
@@ -218,6 +249,14 @@ class SavedFiles:
             os.link(place, kept, follow_symlinks=False)
         except OSError:
             _copy_whole(place, kept)
+        else:
+            self._linked.add(_identity(kept))
+
+    def _part_from_kept(self, place: Path) -> None:
+        """A file that is kept and has a name still: by that, what is kept would be written to."""
+        if _identity(place) in self._linked:
+            shutil.copy2(place, copied := place.with_name(f"{place.name}.{os.getpid()}.part"), follow_symlinks=False)
+            copied.replace(place)
 
     def _room(self) -> Path:
         return self._folder / f"before-{os.getpid()}-{next(self._numbers)}"
@@ -302,7 +341,7 @@ def put_back(folder: Path) -> list[str]:
 def _undo(what: str, path: Path, other: str = "", identity: str = "") -> None:
     """One thing, if it was done: each was noted before, and may have failed."""
     if what == "new":
-        if os.path.lexists(path) and not _is_folder(path):
+        if os.path.lexists(path) and not _is_folder(path) and _place(path) == path:  # by no link that was made since
             path.unlink()
     elif what == "made":
         if path.is_dir() and not any(path.iterdir()):
