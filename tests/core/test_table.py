@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotlap.core.ledger import OUTCOMES, Entry, Ledger
@@ -260,6 +260,7 @@ entries = st.builds(
 )
 
 
+@example([Entry(step=0, what="bf16", outcome="kept", plan=Plan(), figures={"step_s": 0.0, "cosine": 1e20})], 29)
 @given(st.lists(entries, max_size=6), st.integers(1, 200))
 def test_any_ledger_gives_printable_lines_and_valid_json(some, width):
     ledger = ledger_of(*some)

@@ -79,7 +79,7 @@ def table(ledger: Ledger, width: int | None = None) -> list[str]:
     lines = [line for row in found if not row.unfit for line in layout.lines(row)]
     unfit = ", ".join(row.what for row in found if row.unfit)
     last = [*([f"nothing to do here for: {unfit}"] if unfit else []), _verdict(found)]
-    return [*lines, *(part for line in last for part in textwrap.wrap(line, width))] if lines else []
+    return [*lines, *(part.rstrip() for line in last for part in textwrap.wrap(line, width))] if lines else []
 
 
 def as_json(ledger: Ledger) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class _Layout:
         told = ": ".join(words for words in (row.outcome if row.sign else "", row.why) if words)
         if row.sign == "!":
             words = ": ".join(words for words in (_name(row), row.why) if words)
-            return textwrap.wrap(words, self._width, subsequent_indent="  ")
+            return [part.rstrip() for part in textwrap.wrap(words, self._width, subsequent_indent="  ")]
         first, *rest = textwrap.wrap(_name(row), self._name, subsequent_indent="  ") or [""]
         head = f"{first:<{self._name}}{GAP}"
         figures = self._aligned(_figures(row))
@@ -256,7 +256,7 @@ class _Layout:
         if len(line) + len(GAP) + len(told) <= self._width:
             return _side_by_side(f"{line}{GAP}", rest, [told])
         beneath = textwrap.wrap(told, self._width, initial_indent=indent, subsequent_indent=indent)
-        return [line.rstrip(), *rest, *beneath]
+        return [part.rstrip() for part in (line, *rest, *beneath)]  # where a word is too long, textwrap leaves a space
 
     def _aligned(self, cells: Sequence[str]) -> str:
         """Figures below those of other rows; a column that is empty in all of them is left out."""
