@@ -210,6 +210,12 @@ class Taken:
         total, count = self._sums.tolist()
         return total / (self._counted + count) if self._counted + count else float("nan")
 
+    def numbers(self) -> tuple[Tensor, Tensor, int]:
+        """What it was taken from, as `Totals.put_back` has it."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._sums[0], self._sums[1], self._counted
+
     def ago_s(self) -> float:
         """Seconds since the device had come this far. Waits for all that it was given to do."""
         if self._done is None:

@@ -31,7 +31,8 @@ from hotlap.machine.kernels import first_line
 TRIES = 2
 """Windows of a shape that have to go through under a plan before it is known to fit: the first update has no state of
 the optimizer beside it yet."""
-_UPDATE = EagerStep.finish.__code__
+_UPDATE = (EagerStep.finish.__code__, EagerStep.ended.__code__)
+"""The code that changes weights, and the schedule after them."""
 _UPDATES = (EagerStep.__call__.__code__, CapturedStep.__call__.__code__, CapturedStep._run_eagerly.__code__)
 """The code that makes the updates of a window one after the other, each by its `number`."""
 
@@ -65,6 +66,8 @@ class Rescue:
         self._before: _Before | None = None
         self._left = ""
         """What of the failed step could not be put back, in words."""
+        self._is_half_made = False
+        """Whether an update was begun and not ended, so that the weights are of no step."""
         self._tried: list[str] = []
 
     def begins(self, window: Window) -> None:
@@ -91,8 +94,8 @@ class Rescue:
         made, updating = _how_far(error)
         before, self._before = (self._before if not made else None), None
         _let_go_of_frames(error)
-        optimizer = rig.optimizer
-        if updating and (before is None or not before.can_update_again(optimizer)):
+        if updating and (before is None or not before.can_update_again(rig.optimizer)):
+            self._is_half_made = True
             raise TrainingError(
                 f"out of memory in the middle of the update of step {rig.steps + made:,}, which can therefore not be "
                 f"made again ({first_line(error)}); go on from the last checkpoint, with the fused optimizer, which "
@@ -100,17 +103,33 @@ class Rescue:
             ) from None
         for parameter in _parameters(rig):
             parameter.grad = None
+        self._put_back(before, window, made)
+        gc.collect()
+        _empty_cache(rig.device)
+        return rig.place
+
+    def step_back(self, error: Exception, window: Window) -> str | None:
+        """Put the training back to before the update that an error ended; why that cannot be done, or None.
+
+        The error and all that it holds stay as they are: its user may want to look at them.
+        """
+        made, updating = _how_far(error)
+        if updating or self._is_half_made:
+            return f"the update of step {self._rig.steps + made:,} had begun"
+        self._put_back(self._before if not made else None, window, made)
+        return None
+
+    def _put_back(self, before: _Before | None, window: Window, made: int) -> None:
+        """Count the updates of a window that were made, and stand before the next one."""
+        rig = self._rig
         self._left = "" if before is not None else "; what the step had drawn and moved in buffers stays so"
         if before is not None:
-            before.restore(optimizer)
+            before.restore(rig.optimizer)
         rig.steps += made
         rig.samples += made * sum(window.sizes)
         epoch, number, served = rig.place
         left = window.updates - made
         rig.place = Place(epoch, number - left, served - left)
-        gc.collect()
-        _empty_cache(rig.device)
-        return rig.place
 
     def use_less(self, error: Exception, window: Window) -> str:
         """Put the training under the next plan that needs less; what it is. Raises TrainingError where there is none.
@@ -192,13 +211,15 @@ def _shape(window: Window) -> Hashable:
     return tuple(tensor.shape for piece in pieces for tensor in tensors_in(piece))
 
 
-def _how_far(error: BaseException) -> tuple[int, bool]:
+def _how_far(error: BaseException | None) -> tuple[int, bool]:
     """How many of a window's updates were made before an error, and whether the next one was under way."""
     made, updating = 0, False
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        updating = updating or frame.f_code is _UPDATE
-        if frame.f_code in _UPDATES:
-            made = max(made, frame.f_locals.get("number", 0))
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            updating = updating or frame.f_code in _UPDATE
+            if frame.f_code in _UPDATES:
+                made = max(made, frame.f_locals.get("number", 0))
+        error = error.__cause__
     return made, updating
 
 

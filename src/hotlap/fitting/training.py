@@ -26,6 +26,7 @@ from hotlap.fitting.tuning import Nobody, tuner_for, tuning_line
 from hotlap.fitting.words import told
 from hotlap.guard.signals import StopRequest
 from hotlap.guard.state import import_state
+from hotlap.machine.kernels import first_line
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.tuner import Tuner
 
@@ -36,12 +37,17 @@ SIGNAL_S = 2.0
 def train(task: Task, held: HeldFolder, trail: Trail) -> Run:
     """Train to the end, from where the rig stands.
 
-    A signal ends it after the step in hand and a checkpoint: KeyboardInterrupt, or exit code 143.
+    A signal ends it after the step in hand and a checkpoint: KeyboardInterrupt, or exit code 143. An error of the
+    user's own code or data is raised after a checkpoint of the last step that was made.
     """
     loop, rig, saves = _Loop(task, held, trail), task.rig, task.save_every != 0
     try:
         with StopRequest() as stop:
-            stopped = loop.steps(stop)
+            try:
+                stopped = loop.steps(stop)
+            except Exception as error:
+                loop.save_after(error)
+                raise
             loop.tuner.ended()
             asked = stop.signal is not None
             saved = saves and (asked or held.saver.due_at_end(rig.steps))
@@ -73,6 +79,9 @@ class _Loop:
         self._warned = False
         self._open: tuple[dict[str, Any], Taken] | None = None
         """A record whose loss is still on its way, and that loss."""
+        self._begun_at = task.rig.steps
+        self._failed: Window | None = None
+        """The window whose step an error ended, where nothing has put the training back."""
 
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
@@ -83,6 +92,10 @@ class _Loop:
         early = f"early: no better {job.monitor} in {job.patience} evaluations"
         if trail.best.is_long_ago():
             return early
+        if trail.from_checkpoint is not None and self._lacks_record():
+            self._record()
+            if trail.best.is_long_ago():
+                return early
         # What a forged or foreign state breaks, it breaks in the first step.
         step = rig.advance if trail.from_checkpoint is None else self._step_from_checkpoint
         for window in self._windows(stop):
@@ -131,9 +144,14 @@ class _Loop:
 
         Raises the error where there is no answer.
         """
-        rig, is_short = self._rig, is_out_of_memory(error)
-        place = self._rescue.undo(error, window) if is_short else rig.place
+        rig, is_short, self._failed = self._rig, is_out_of_memory(error), window
+        if is_short:
+            place = self._rescue.undo(error, window)
+            self._failed = None
+        else:
+            place = rig.place
         if self.tuner.failed(error):
+            self._failed = None
             if is_short:
                 rig.place = place
             return self.tuner
@@ -146,6 +164,27 @@ class _Loop:
         self.tuner = tuner_for(self._task)
         self._told = self.tuner.done
         return self.tuner
+
+    def save_after(self, error: Exception) -> None:
+        """Save what was trained before an error, and add to the error the line that goes on from there."""
+        rig, held, trail = self._rig, self._held, self._trail
+        if self._save_every == 0 or rig.steps == 0:  # a training that made no step has nothing to lose
+            return
+        try:
+            unsaved = self._rescue.step_back(error, self._failed) if self._failed is not None else None
+            if unsaved is None and rig.steps != self._begun_at:
+                self._finish_record()
+                self.tuner.ended()
+                before = held.saver.saved
+                held.checkpoints.trusted = self.tuner.trusted
+                held.save(trail, wait=True)
+                unsaved = None if held.saver.saved > before else "it could not be written"
+        except Exception as other:  # such as a device that answers no more: the first error is the one to raise
+            unsaved = first_line(other)
+        last = f"saved at step {rig.steps:,}" if unsaved is None else f"step {rig.steps:,} is not saved ({unsaved})"
+        line = f"{last}; once the error is mended, go on with: {resume_words(held.folder)}"
+        self._voice.say(line)
+        error.add_note(line)
 
     def _windows(self, stop: StopRequest) -> Iterator[Window]:
         """The rig's windows, until they end or a signal ends the workers that bring them."""
@@ -209,6 +248,13 @@ class _Loop:
             return self._rig.steps % every == 0
         return self._rig.place.window == self._rig.epoch_windows
 
+    def _lacks_record(self) -> bool:
+        """Whether the evaluation that is due at this step was not made: an error ended it, and the step was saved."""
+        rig, every, history = self._rig, self._job.eval_every, self._trail.history
+        if not rig.steps or (history and history[-1]["step"] == rig.steps):
+            return False
+        return rig.steps % every == 0 if every is not None else rig.place.window == rig.windows_here
+
     def _record(self) -> None:
         """Note the figures of this step, and evaluate; where there is nothing to evaluate, nobody waits."""
         job, rig = self._job, self._rig
@@ -225,7 +271,12 @@ class _Loop:
         if job.valid is None:
             return
         # The device goes from the last step to this without a pause: nobody has waited for that step.
-        scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
+        try:
+            scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
+        except Exception:
+            rig.totals.put_back(loss.numbers())
+            self._open = None
+            raise
         record |= {("valid_loss" if name == "loss" else name): value for name, value in scores.items()}
         rig.schedule.evaluated(scores[job.monitor])
         self._open = (record, loss)
