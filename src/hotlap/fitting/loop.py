@@ -66,7 +66,8 @@ def fit(
     loaded from the cache instead of trained again, and one that was not is kept there.
 
     SIGINT and SIGTERM end it after the step in hand and a checkpoint: KeyboardInterrupt, or exit code 143. An error
-    of the model, the loss or the data is raised after a checkpoint, with a note that says how to go on. The caller's random generators are left as they were. Raises HotlapError where the job, plan, machine or
+    of the model, the loss or the data is raised after a checkpoint, with a note that says how to go on.
+    The caller's random generators are left as they were. Raises HotlapError where the job, plan, machine or
     folder will not do. `started_by` are the words that start this training again from a shell.
     """
     global _calls
