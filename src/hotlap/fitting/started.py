@@ -19,15 +19,25 @@ RESUME = "HOTLAP_RESUME"
 
 _SECRET = re.compile(
     r"key|token|secret|passw|passphrase|credential|auth|cookie|bearer|signature|webhook|private|session_id|dsn"
-    r"|conn(ection)?_?str|(?<![a-z])(pat|sas|jwt)(?![a-z])|[a-z]_pwd|_pass(?![a-z])|^-*pass$|^-+pwd$",
+    r"|conn(ection)?_?str|(?<![a-z])(pat|sas|jwt|pw|psw|otp|sig)(?![a-z])|[a-z][_-]pwd|_pass(?![a-z])|^-*pass$|^-+pwd$",
     re.IGNORECASE,
 )
 """Names of what should not be told."""
+_SHORT = re.compile(r"-p", re.IGNORECASE)
+"""The flag by which many programs take a password; to others it is a port, or a rate that few characters say."""
 _SHAPE = re.compile(
-    r"(hf|ghp|gho|ghs|ghu|glpat|github_pat|xox[abpr]|sk|rk|pk|kgat)[_-][A-Za-z0-9_-]{16,}"
+    r"(?<![A-Za-z0-9])(hf|gh[oprsu]|glpat|github_pat|xox[abeprs]|xapp|sk|rk|pk|kgat|npm|pypi|wandb(_v\d+)?|dckr_pat|nvapi|gsk|r8|glsa"
+    r"|shp(at|ss)|dapi|tskey)[_-][A-Za-z0-9_-]{16,}|SG\.[A-Za-z0-9_-]{16,}\.|ya29\.[A-Za-z0-9_-]{16,}"
     r"|A[KS]IA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}|-----BEGIN"
+    r"|https?://(hooks?\.|api\.telegram\.org/bot|[^\s?]*webhook|[^\s?]*/hooks?/)",
+    re.IGNORECASE,
 )
-"""What keys of well-known services look like."""
+"""What keys of well-known services look like, and addresses that whoever knows them may send to."""
+_HEX = re.compile(r"[0-9a-f]{40}")
+"""A key of Weights & Biases, or a commit of git."""
+_COMMIT = re.compile(r"rev|commit|sha|hash|ref|version|tag|branch|checkpoint", re.IGNORECASE)
+"""Names of what a commit is given as."""
+_IN_QUERY = re.compile(r"[?&;]([^=&;\s]+)=")
 _IN_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:([^/\s@]+)@", re.IGNORECASE)
 HIDDEN = "***"
 WHOLE, WITHIN = 4, 6
@@ -67,11 +77,15 @@ def without_secrets(words: Sequence[str], environ: Mapping[str, str]) -> list[st
     known = secrets_of(environ)
     shown: list[str] = []
     hide_next = False
+    before = ""
     for word in words:
         flag, equals, value = word.partition("=")
-        if hide_next:
+        last, before = before, word
+        if hide_next or _is_password(last, word):
             shown.append(HIDDEN)
             hide_next = False
+        elif _HEX.fullmatch(value or word) and not _COMMIT.search(flag if equals else last):
+            shown.append(f"{flag}={HIDDEN}" if equals else HIDDEN)
         elif word.startswith("-") and not equals and _SECRET.search(flag) and not _tells(word, known):
             shown.append(word)
             hide_next = True
@@ -94,10 +108,17 @@ def secrets_of(environ: Mapping[str, str]) -> set[str]:
     return {v.strip() for v in named if len(v.strip()) >= WHOLE}
 
 
+def _is_password(flag: str, word: str) -> bool:
+    """Whether a word that follows a short flag may be a password: `-p VALUE`, or `-u NAME:VALUE`."""
+    if _SHORT.fullmatch(flag):
+        return len(word) >= WHOLE
+    return flag in ("-u", "--user") and ":" in word
+
+
 def _tells(word: str, known: set[str]) -> bool:
     if word in known or any(secret in word for secret in known if len(secret) >= WITHIN):
         return True
-    return bool(_SHAPE.search(word) or _IN_URL.search(word))
+    return bool(_SHAPE.search(word) or _IN_URL.search(word) or any(map(_SECRET.search, _IN_QUERY.findall(word))))
 
 
 def checked_words(folder: RunFolder) -> list[str]:
