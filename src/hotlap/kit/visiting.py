@@ -22,7 +22,7 @@ from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.saved_files import bring_back, holds_files, put_back
 from hotlap.kit.search import TooShortError
 from hotlap.script.running import Target
-from hotlap.store.cache import default_root, refuse_shared
+from hotlap.store.cache import default_root, make_private
 from hotlap.store.lock import RunLock
 
 log = logging.getLogger(__name__)
@@ -74,12 +74,13 @@ def _look_folder() -> Iterator[Path]:
     """A folder for one look; what looks that were killed have left in theirs is brought back before."""
     looks = default_root() / "looks"
     try:
-        looks.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_shared(looks)
+        make_private(looks.parent, looks)
         for left in [said.parent for said in looks.glob(f"*/{SAID}")]:
             with contextlib.suppress(StoreError), _locked(left):  # else it is being used
                 _bring_back(left)
         folder = Path(tempfile.mkdtemp(dir=looks))
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(
             f"cannot keep the files of a script in {looks}: {error.strerror or error}; name a folder with HOTLAP_CACHE"

@@ -22,7 +22,7 @@ from hotlap.store.entries import TENSORS, Arrays, Entry, content_from, content_o
 from hotlap.store.keys import key_of
 from hotlap.store.manifest import Manifest, check_files, read_files, read_manifest, write_folder
 
-__all__ = ["Cache", "Damage", "Entry", "Item", "default_root", "key_of", "refuse_shared"]
+__all__ = ["Cache", "Damage", "Entry", "Item", "default_root", "key_of", "make_private"]
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Cache:
         path = self._place(kind, key)
         files, entry = content_of(kind, key, tensors or {}, values, facts)
         try:
-            self._make_folders(path.parent)
+            make_private(self.root, path.parent)
             new = path.with_name(f".new-{key}-{secrets.token_hex(8)}")
             write_folder(new, {"kind": kind, "key": key}, files, facts, lambda: self._settle(new, path))
         except StoreError:
@@ -148,7 +148,7 @@ class Cache:
         path = self._place(kind, key)
         new = path.with_name(f".new-{key}-{secrets.token_hex(8)}")
         try:
-            self._make_folders(path.parent)
+            make_private(self.root, path.parent)
             new.mkdir(mode=0o700)
         except OSError as error:
             raise StoreError(f"cannot store in the cache {self.root}: {error.strerror or error}") from error
@@ -207,12 +207,6 @@ class Cache:
             raise StoreError(f"{shown(kind)}, {shown(key)} name no cache entry; a key is what key_of gives")
         return self.root / kind / key
 
-    def _make_folders(self, folder: Path) -> None:
-        self.root.parent.mkdir(parents=True, exist_ok=True)
-        for each in (self.root, folder):
-            each.mkdir(mode=0o700, exist_ok=True)
-            refuse_shared(each)
-
     def _settle(self, new: Path, path: Path) -> None:
         """Give a finished entry its name, unless another process was first."""
         new.chmod(0o700)
@@ -264,6 +258,17 @@ class Cache:
                 with contextlib.suppress(OSError):
                     if time.time() - path.lstat().st_mtime > LEFT_OVER_S and not path.is_symlink():
                         shutil.rmtree(path, ignore_errors=True)
+
+
+def make_private(*folders: Path) -> None:
+    """Make folders, each inside of the one before, that only their owner may use, whatever the umask allows.
+
+    Raises StoreError, with the cure, for one that is there and that others can write to, and OSError.
+    """
+    folders[0].parent.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        refuse_shared(folder)
 
 
 def refuse_shared(*folders: Path) -> None:
