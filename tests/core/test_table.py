@@ -57,7 +57,7 @@ def test_a_whole_tuning_reads_as_a_table():
         "- gradient checkpointing                 –                               not tried  memory is not short",
         "! canary: losses drifted apart; the plan before is back",
         "total                          1.1 ms/step    37x  [36, 38]                         "
-        "tuning cost 6.1 s of 50 s saved",
+        "tuning cost 6.1 s; net saving 50 s",
     ]
 
 
@@ -75,7 +75,7 @@ def test_in_a_narrow_terminal_reasons_go_beneath_the_figures():
         "- gradient checkpointing      not tried: memory is not short",
         "! canary: losses drifted apart; the plan before is back",
         "total                          1.1 ms/step    37x  [36, 38]",
-        "    tuning cost 6.1 s of 50 s saved",
+        "    tuning cost 6.1 s; net saving 50 s",
     ]
 
 
@@ -146,8 +146,8 @@ def test_a_run_that_was_not_to_be_tuned_is_not_said_to_have_tried_nothing():
 
 
 def test_a_tuning_that_cost_more_than_it_saved_says_so():
-    end = entry("tuned", "chosen", step_s=0.01, ratio=1.1, cost_s=9.0, saved_s=2.0)
-    assert rows(ledger_of(BASELINE, BF16, end))[-1].why == "tuning cost 9 s, more than the 2 s saved"
+    end = entry("tuned", "chosen", step_s=0.01, ratio=1.1, cost_s=9.0, saved_s=-2.0)
+    assert rows(ledger_of(BASELINE, BF16, end))[-1].why == "tuning cost 9 s; net loss 2 s"
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,9 @@ def _total(tuned: Entry) -> Row:
     cost_s, saved_s = _number(tuned, "cost_s"), _number(tuned, "saved_s")
     told = [row.why] if row.why else []
     if cost_s is not None:
-        cost = f"tuning cost {_seconds(cost_s)}"
-        if saved_s is not None and saved_s > 0:
-            saved = f"{_seconds(saved_s)} saved"
-            cost += f" of {saved}" if cost_s <= saved_s else f", more than the {saved}"
-        told.append(cost)
+        told.append(f"tuning cost {_seconds(cost_s)}")
+        if saved_s:  # of which that is taken off already
+            told.append(f"net {'saving' if saved_s > 0 else 'loss'} {_seconds(abs(saved_s))}")
     return replace(row, what="total", why="; ".join(told), cost_s=row.cost_s if cost_s is None else cost_s)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.data.source import Source
 from hotlap.engine.route import Place
@@ -18,6 +19,7 @@ class Driven(Protocol):
     """A training that obeys plans and makes steps."""
 
     device: torch.device
+    ledger: Ledger
     place: Place
     """Where in the data it stands."""
 

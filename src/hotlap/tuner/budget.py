@@ -6,7 +6,7 @@ little beside what one that succeeds saves. The same holds of what was seen to b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 SHARE = 0.015
@@ -70,6 +70,11 @@ class Budget:
         """What may still be spent."""
         return self.all_s - self.spent_s
 
+    @property
+    def net_s(self) -> float:
+        """What the updates so far took less than at the user's own pace, all that was spent included."""
+        return self.saved_s - self.spent_s
+
     def lost_s(self, step_s: float) -> float:
         """What all of it took beyond a pace of so many seconds an update."""
         return self.wall_s - self.updates * step_s
@@ -83,3 +88,17 @@ class Budget:
             self.spent_s += beyond
         else:
             self.saved_s -= beyond
+
+
+def savings(tuned: Mapping[str, float], *, updates: int, looks_s: float) -> dict[str, float]:
+    """The figures of a tuning when the run ends, `updates` after it.
+
+    `tuned` are those of when it was over: `cost_s`, `net_s` saved by then, and seconds an update under the user's own
+    plan (`own_s`) and the one found (`found_s`). `looks_s` is what looking after the plan took since. Savings are told
+    from updates that were made, less all that was spent, and only where these paces are known.
+    """
+    figures = {**tuned, "cost_s": tuned.get("cost_s", 0.0) + looks_s}
+    if {"net_s", "own_s", "found_s"} <= tuned.keys():
+        net_s = tuned["net_s"] + updates * (tuned["own_s"] - tuned["found_s"]) - looks_s
+        figures |= {"net_s": net_s, "saved_s": net_s}
+    return figures

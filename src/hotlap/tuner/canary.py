@@ -31,6 +31,8 @@ class Canary:
         """That step, once they did not; whoever drives goes back to it, and sets None."""
         self._next_s = time.perf_counter() + max(FIRST_S, takes_s / SHARE)
         self._doubts = 0
+        self.spent_s = 0.0
+        """What all looks took."""
 
     @property
     def looks_soon(self) -> bool:
@@ -45,6 +47,7 @@ class Canary:
         passed = self._gate.check(self.plan)
         self._gate.forget()
         took_s = time.perf_counter() - began
+        self.spent_s += took_s
         self._next_s = time.perf_counter() + max(FIRST_S, took_s / SHARE)
         if passed.ok:
             self.good, self._doubts = self._rig.steps, 0

@@ -314,11 +314,12 @@ class Search:
             self._remember(self._known, tried)
         why = "" if self._now.kept else "nothing helped"
         self._settle_in(tried)
+        trials.settle(self.plan, "what was found")
         figures = {**tried.figures, "cost_s": budget.spent_s}
         if self._now.kept and tried.estimate is not None:
+            # What the rest of the run saves is counted when it ends: see `savings`.
             own_s, found_s = trials.pace_s(self.baseline), trials.pace_s(self.plan)
-            figures["saved_s"] = budget.saved_s - budget.spent_s + self._now.updates_left * (own_s - found_s)
-            figures["own_s"] = own_s
+            figures |= {"net_s": budget.net_s, "own_s": own_s, "found_s": found_s}
         if tried.a is not None or self._glance.moves:
             why_slow = "; ".join(filter(None, (self._probe.line, self._glance.line)))
             step_s = tried.a.step_s if tried.a is not None else budget.base_s
@@ -351,7 +352,7 @@ class Search:
         for move in self._on_trial:
             self._trials.refuse(move, "undecided", "the run ended before its laps had shown a difference")
         if self._now.kept:
-            figures = {"cost_s": self.budget.spent_s}
+            figures = {"cost_s": self.budget.spent_s, "saved_s": self.budget.net_s}
             self._trials.write("tuned", "chosen", why="the run ended before all was tried", figures=figures)
 
     def _settle_in(self, tried: Tried) -> None:

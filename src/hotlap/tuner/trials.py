@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, get_args
 
 from hotlap.core.errors import HotlapError
@@ -94,7 +94,7 @@ class Trials:
     def __init__(self, rig: Driven, gate: Judge, budget: Budget, baseline: Plan) -> None:
         self._rig, self._gate, self.budget, self._baseline = rig, gate, budget, baseline
         self._memory = MemoryWatch(rig.device)
-        self._coin = random.Random(0)
+        self._coin = Random()  # seeded by the system: the generators of the user's are left alone
         self._laps: dict[Plan, list[Lap]] = {}
         """Of all plans that were timed."""
         self.gate_s = self.dearest_gate_s = 0.0

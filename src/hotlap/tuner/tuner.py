@@ -10,7 +10,7 @@ from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
 from hotlap.engine.driven import Driven
 from hotlap.engine.rig import Place, Rig
 from hotlap.machine.kernels import first_line
-from hotlap.tuner.budget import Length
+from hotlap.tuner.budget import Length, savings
 from hotlap.tuner.canary import Canary
 from hotlap.tuner.gates import Gate, Judge
 from hotlap.tuner.known import KnownPlans
@@ -63,6 +63,7 @@ class Tuner:
         self._rest: Rest | None = None
         self._rested, self._rest_began = 0, 0.0
         self._canary: Canary | None = None
+        self._is_counted = False
         self._place = rig.place
         self.done = False
         """Whether the search is over."""
@@ -120,13 +121,7 @@ class Tuner:
             self._rested += updates
             if self._rested < self._rest.updates:
                 return
-            self._rig.wait()
-            took_s = time.perf_counter() - self._rest_began
-            self._rest = None
-            rested = Lap(step_s=took_s / self._rested, updates=self._rested, wall_s=took_s)
-            if self._search.budget is not None:
-                self._search.budget.made(self._rested, took_s)
-            self._go_on(rested)
+            self._go_on(self._rested_lap())
             return
         lap = self._clock.stepped(updates)
         if lap is not None:
@@ -140,12 +135,37 @@ class Tuner:
         return True
 
     def ended(self) -> None:
-        """Told that the training is over."""
-        if not self.done:
-            self._rig.use(self._search.plan, why="the run ended before tuning did")
-            self._search.cut_short()
-            self._asks.close()
-            self.done = True
+        """Told that the training is over: what tuning has saved is counted now."""
+        if self.done:
+            self._count_savings()
+            return
+        if self._rest is not None and self._rested:
+            self._rested_lap()
+        self._rig.use(self._search.plan, why="the run ended before tuning did")
+        self._search.cut_short()
+        self._asks.close()
+        self.done = True
+
+    def _rested_lap(self) -> Lap:
+        """The rest that is over, booked."""
+        self._rig.wait()
+        took_s = time.perf_counter() - self._rest_began
+        self._rest = None
+        if self._search.budget is not None:
+            self._search.budget.made(self._rested, took_s)
+        return Lap(step_s=took_s / self._rested, updates=self._rested, wall_s=took_s)
+
+    def _count_savings(self) -> None:
+        """Write down what the plan that was found has saved, where it is still the one in force."""
+        rig, canary, was_counted, self._is_counted = self._rig, self._canary, self._is_counted, True
+        tuned = next((entry for entry in reversed(list(rig.ledger)) if entry.what == "tuned"), None)
+        if canary is None or tuned is None or was_counted:
+            return
+        figures = {name: value for name, value in tuned.figures.items() if name != "saved_s"}
+        if rig.plan != tuned.plan or rig.steps < tuned.step:
+            figures.pop("net_s", None)
+        figures = savings(figures, updates=rig.steps - tuned.step, looks_s=canary.spent_s)
+        rig.write_down("tuned", "chosen", tuned.why, figures=figures)
 
     def _go_on(self, lap: Lap) -> None:
         try:
