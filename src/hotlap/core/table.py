@@ -45,6 +45,8 @@ class Row:
     why: str = ""
     unfit: bool = False
     """Whether it was not tried since there is nothing that it could do here."""
+    known: bool = False
+    """Whether an earlier run says so."""
     cost_s: float = 0.0
     """Seconds spent on it beyond the training, over all entries of its name; of the total, on all the tuning."""
 
@@ -132,7 +134,7 @@ def _move(entry: Entry, earlier: Row | None) -> Row:
     elif (_number(entry, "together") or 1) > 1:
         row = replace(row, why="; ".join(filter(None, (row.why, "measured together with others"))))
     if _number(entry, "known"):
-        row = replace(row, why="; ".join(filter(None, (row.why, "known from an earlier run"))))
+        row = replace(row, known=True, why="; ".join(filter(None, (row.why, "known from an earlier run"))))
     row = replace(row, unfit=bool(_number(entry, "unfit")))
     if earlier is None:
         return row
@@ -279,7 +281,9 @@ def _verdict(found: Sequence[Row]) -> str:
     outcomes = [row.outcome for row in found]
     if "kept" in outcomes:
         return ""
-    tried = outcomes.count("rejected") + outcomes.count("undecided")
+    # A move is one however often it was tried; those of a bundle are named in one row.
+    judged = [row.what for row in found if row.outcome in ("rejected", "undecided") and not row.known]
+    tried = len({name for what in judged for name in what.split(", ")})
     if not tried:
         # Under a fixed plan moves may be listed as not tried, but nobody meant to.
         return "nothing was tried" if "chosen" in outcomes else ""

@@ -38,6 +38,11 @@ def show_seconds(s: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def show_about(s: float) -> str:
+    """Seconds that were estimated, in two digits: `52.13` → `about 52 s`."""
+    return f"about {show_seconds(float(f'{s:.2g}'))}"
+
+
 def show_rate(per_s: float) -> str:
     """`12345.6` → `12,346`; below 100, three digits."""
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"

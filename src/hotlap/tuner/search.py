@@ -181,7 +181,7 @@ class Search:
         self._settle(found.plan, moves, tried, known=1.0)
         for move in (*MOVES, *OTHERS):
             if move not in moves and move.name in found.rejected:
-                self._trials.refuse(move, "rejected", found.rejected[move.name])
+                self._trials.refuse(move, "rejected", found.rejected[move.name], known=1.0)
 
     def _for_the_device(self) -> Laps:
         """Where the device bounds the training, first what makes that faster, as far as it may be paid for by now."""
@@ -375,7 +375,7 @@ class Search:
             if doubt.cost_s is not None and not last and self._now.updates_until(doubt.cost_s) is not None:
                 self._postponed[move] = doubt.cost_s
             else:
-                self._trials.refuse(move, doubt.outcome, doubt.why)
+                self._trials.refuse(move, "not tried", doubt.why)
         elif not self._let_through([move]):
             if move.kind == "B" and not last:
                 self._doubted.append(move)  # gradients are at their worst at first weights

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hotlap.core.plan import Plan
-from hotlap.core.units import show_seconds
+from hotlap.core.units import show_about, show_seconds
 from hotlap.engine.driven import Driven
 from hotlap.moves.every import everything
 from hotlap.moves.move import Move
@@ -27,7 +27,6 @@ RECORDING = 4
 class Doubt(NamedTuple):
     """Why a move is not tried."""
 
-    outcome: str
     why: str
     cost_s: float | None = None
     """What it costs, where it may be paid for later."""
@@ -68,19 +67,18 @@ class Stand:
         """Why a trial cannot pay, or may not be paid for beside others that take so long; None where it can."""
         proposed = move.propose(self.plan, self._rig)
         if isinstance(proposed, str):
-            return Doubt("not tried", proposed)
+            return Doubt(proposed)
         first_s = FIRST_GATE_S if self._rig.device.type == "cuda" and not self.trials.gate_s else 0.0
         cost_s = move.setup_s(proposed, self._rig) + GATE_UPDATES * self.budget.base_s + first_s
         most, why = self._probe.most_gain(self.plan, proposed, self.lap)
         can_save_s = self.left_s * (1 - 1 / most)
         if most < LEAST_GAIN:
-            return Doubt("rejected", why)
+            return Doubt(why)
+        takes = f"estimated to take {show_about(cost_s)} to try"
         if cost_s > can_save_s:
-            told = f"takes {show_seconds(cost_s)} to try, can save {show_seconds(can_save_s)}"
-            return Doubt("not tried", told)
+            return Doubt(f"{takes}, can save {show_seconds(can_save_s)} at most")
         if cost_s > self.budget.left_s - beside_s:
-            may_s = show_seconds(max(0.0, self.budget.left_s))
-            return Doubt("not tried", f"trying takes {show_seconds(cost_s)}, and {may_s} may be spent", cost_s)
+            return Doubt(f"{takes}, and {show_seconds(max(0.0, self.budget.left_s))} may be spent", cost_s)
         return None
 
     # --- time ------------------------------------------------------------------------------------
