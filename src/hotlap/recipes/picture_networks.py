@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, MachineError, StoreError, did_you_mean, shown
+from hotlap.core.errors import DataError, StoreError, did_you_mean, shown
 from hotlap.engine.augment import IMAGENET_MEAN, IMAGENET_SPREAD, Normalise
+from hotlap.recipes import library_models
+from hotlap.recipes.library_models import CONFIG, LONGEST, library, read_config
 from hotlap.recipes.recipe import Say
 from hotlap.store.files import read_text
 from hotlap.store.loading import load_weights
@@ -24,8 +25,7 @@ SMALL = 96
 """Pictures up to this side keep their full size in the first stage of the ResNet."""
 TOKENS = 14
 """Patches along a side that the Transformer aims at."""
-LONGEST = 200
-"""Characters of an error of a library that a line shows."""
+CLASSIFIER = "AutoModelForImageClassification"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +112,9 @@ def _told(name: str, weights: str, fitting: int, missing: Sequence[str]) -> str:
 
 def plan_in(folder: Path, plan: NetworkPlan) -> tuple[str, NetworkPlan]:
     """The name and the plan of a network of transformers whose config.json lies in a folder with weights."""
-    try:
-        config = json.loads(read_text(folder / "config.json"))
-        kind = config["model_type"]
-    except OSError:
-        raise StoreError(f"{folder} has no config.json; name a folder of transformers, or a file") from None
-    except (ValueError, KeyError, TypeError):
-        raise StoreError(f"{folder / 'config.json'} names no model_type; give that of transformers") from None
-    for name in ("id2label", "label2id", "num_labels", "architectures", "transformers_version", "dtype", "torch_dtype"):
+    config = read_config(folder / CONFIG)
+    kind = config["model_type"]
+    for name in ("id2label", "label2id"):
         config.pop(name, None)
     config["image_size"] = plan.size
     return f"{TRANSFORMERS}{kind}", replace(plan, config=config, **_normalising_in(folder))
@@ -138,7 +133,7 @@ def _normalising_in(folder: Path) -> dict[str, Any]:
 
 
 def _of_timm(name: str, plan: NetworkPlan) -> nn.Module:
-    timm = _imported("timm", "timm")
+    timm = library("timm", "this model", "timm")
     if not timm.is_model(name):
         raise DataError(f"timm has no model {shown(name)}{did_you_mean(name, timm.list_models())[:LONGEST]}")
     settings = {"pretrained": False, "num_classes": plan.outputs}
@@ -151,41 +146,12 @@ def _of_timm(name: str, plan: NetworkPlan) -> nn.Module:
 
 def _of_transformers(name: str, plan: NetworkPlan, folder: str = "", say: Say = lambda line: None) -> nn.Module:
     """A network of transformers: with first weights, or with those of a folder as far as they fit."""
-    auto = _imported("transformers", "hotlap[text]")
-    kind = {"model_type": name.removeprefix(TRANSFORMERS), "image_size": plan.size, **plan.config}
-    try:
-        config = auto.AutoConfig.for_model(kind.pop("model_type"), **kind)
-        config.num_labels = plan.outputs
-        if not folder:
-            found: nn.Module = auto.AutoModelForImageClassification.from_config(config)
-            return found
-        found, said = auto.AutoModelForImageClassification.from_pretrained(
-            folder,
-            config=config,
-            ignore_mismatched_sizes=True,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # of a library that checks each kind of network in its own way
-        raise StoreError(f"no network of pictures can be made of {name}: {_first_words(error)}") from error
-    # Those that are missing, by name; those of another shape, by name and shapes.
-    missing = sorted({*said["missing_keys"], *(one[0] for one in said["mismatched_keys"])})
+    config = {"model_type": name.removeprefix(TRANSFORMERS), "image_size": plan.size, **plan.config}
+    if not folder:
+        return library_models.made(CLASSIFIER, config, name, labels=plan.outputs)
+    found, missing = library_models.loaded(CLASSIFIER, config, Path(folder), name, labels=plan.outputs)
     say(_told(name, folder, len(found.state_dict()) - len(missing), missing))
     return found
-
-
-def _imported(name: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise MachineError(f"this model needs {name}: pip install {package}") from None
-
-
-def _first_words(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return words if len(words) <= LONGEST else f"{words[: LONGEST - 2]} …"
 
 
 # --- built in ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from typing import Any, BinaryIO
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import StoreError, shown
 from hotlap.core.units import show_bytes
+from hotlap.store.files import read_text
 from hotlap.store.tensors import tensors_from
 from hotlap.store.weights import load_weights_into, unwrapped
 
 MODEL = "model.safetensors"
+INDEX = f"{MODEL}.index.json"
 MOST_HEADER_BYTES = 100_000_000
 """As the format itself has it; a header says names and shapes only."""
 
@@ -50,13 +53,18 @@ _OLD_PICKLES = b"(]}cilpSVFILN"
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of `model.safetensors` in a folder such as a run's, on the CPU.
+    """The tensors of a safetensors file, or of those in a folder such as a run's or one of transformers, on the CPU.
 
-    Nothing else is opened: no pickle, no zip, no link. Raises StoreError that says what it is and what to do.
+    In a folder that is `model.safetensors`, or else the files that `model.safetensors.index.json` lists. Nothing else
+    is opened: no pickle, no zip, no link. Raises StoreError that says what it is and what to do.
     """
     wanted = Path(path)
     if os.path.isdir(wanted):  # noqa: PTH112 - a folder above that is closed to us is told below
-        wanted = _in_folder(wanted)
+        return {name: value for file in _in_folder(wanted) for name, value in _tensors_in(file).items()}
+    return _tensors_in(wanted)
+
+
+def _tensors_in(wanted: Path) -> dict[str, Tensor]:
     if wanted.name == ".metadata" or wanted.suffix == ".distcp":
         raise StoreError(f"{wanted} is part of a distributed checkpoint, whose metadata is a pickle: {_dcp()}")
     try:
@@ -139,9 +147,11 @@ def _check_head(file: BinaryIO, size: int, path: Path) -> None:
     raise StoreError(f"{path} is not safetensors: {what_is(head)}")
 
 
-def _in_folder(folder: Path) -> Path:
+def _in_folder(folder: Path) -> list[Path]:
     if (folder / MODEL).is_file() or (folder / MODEL).is_symlink():
-        return folder / MODEL
+        return [folder / MODEL]
+    if (folder / INDEX).is_file():
+        return _listed(folder / INDEX)
     try:
         here = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -151,6 +161,20 @@ def _in_folder(folder: Path) -> Path:
     if "plan.toml" in here or "checkpoints" in here:
         raise StoreError(f"{folder} has no {MODEL}: its training has not ended; go on with: hotlap resume {folder}")
     raise StoreError(f"{folder} has no {MODEL}")
+
+
+def _listed(index: Path) -> list[Path]:
+    """The files that an index lists: safetensors beside it, and nothing elsewhere."""
+    try:
+        names = dict.fromkeys(json.loads(read_text(index))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise StoreError(f"{index} is no index of safetensors files; save the model again") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise StoreError(f"{index} lists {shown(name)}; it may only list .safetensors files beside it")
+    if not names:
+        raise StoreError(f"{index} lists no files; save the model again")
+    return [index.parent / name for name in names]
 
 
 def _dcp() -> str:
