@@ -47,19 +47,29 @@ class Entry:
         return {**vars(self), "plan": self.plan.to_dict(), "figures": figures, "cost_s": float(self.cost_s)}
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """An entry from JSON; a figure of null is read as NaN. Raises ValueError where it is none."""
+    def from_dict(cls, raw: Mapping[str, Any], plans: dict[str, Plan] | None = None) -> Self:
+        """An entry from JSON; a figure of null is read as NaN. Raises ValueError where it is none.
+
+        `plans` are those that other entries have, by their text, to which this one's is added: most entries of a ledger
+        have the same, and a plan takes ten times as long to check as all the rest.
+        """
         if not isinstance(raw, Mapping):
             raise ValueError(f"an entry must be an object, not {shown(raw)}")
-        known = [f.name for f in fields(cls)]
-        unknown = [f"no field is called {shown(name)}{did_you_mean(name, known)}" for name in raw if name not in known]
-        missing = [f"{name} is missing" for name in ("step", "what", "outcome", "plan") if name not in raw]
-        if unknown or missing:
-            raise ValueError("; ".join(unknown + missing))
-        read = {**raw, "plan": Plan.from_dict(raw["plan"])}
+        if not _NEEDED <= raw.keys() <= _FIELDS:
+            wrong = [f"no field is called {shown(n)}{did_you_mean(n, _FIELDS)}" for n in raw if n not in _FIELDS]
+            wrong += [f"{name} is missing" for name in ("step", "what", "outcome", "plan") if name not in raw]
+            raise ValueError("; ".join(wrong))
+        plans, text = {} if plans is None else plans, repr(raw["plan"])  # not the value itself, in which 1 is True
+        if text not in plans:
+            plans[text] = Plan.from_dict(raw["plan"])
+        read = {**raw, "plan": plans[text]}
         if isinstance(read.get("figures"), Mapping):
             read["figures"] = {name: math.nan if n is None else n for name, n in read["figures"].items()}
         return cls(**read)
+
+
+_FIELDS = {f.name for f in fields(Entry)}
+_NEEDED = {"step", "what", "outcome", "plan"}
 
 
 class Ledger:
@@ -67,6 +77,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
+        self._lines: list[str] = []
+        """The lines of the first entries: a checkpoint asks for all of them each time, and only the last are new."""
 
     def record(self, entry: Entry) -> None:
         """Add an entry; steps never run backwards."""
@@ -98,16 +110,17 @@ class Ledger:
 
     def to_lines(self) -> str:
         """One JSON object a line."""
-        return "".join(json.dumps(entry.to_dict()) + "\n" for entry in self._entries)
+        self._lines += [json.dumps(entry.to_dict()) + "\n" for entry in self._entries[len(self._lines) :]]
+        return "".join(self._lines)
 
     @classmethod
     def from_lines(cls, text: str) -> Self:
         """A ledger from its lines."""
-        ledger = cls()
+        ledger, plans = cls(), dict[str, Plan]()
         # Not splitlines(), which also breaks at characters that JSON allows inside a string.
         for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
             try:
-                ledger.record(Entry.from_dict(json.loads(line)))
+                ledger.record(Entry.from_dict(json.loads(line), plans))
             except json.JSONDecodeError as error:
                 why = f"no JSON at column {error.colno}"
             except RecursionError:
@@ -117,12 +130,16 @@ class Ledger:
             except ValueError as error:
                 why = str(error)
             else:
+                if number - 1 == len(ledger._lines) and "NaN" not in line and "Infinity" not in line:
+                    ledger._lines.append(line + "\n")
                 continue
             raise HotlapError(f"line {number} of the ledger cannot be read: {why}")
         return ledger
 
 
 def _is_number(value: object) -> bool:
+    if type(value) is float:
+        return True
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:

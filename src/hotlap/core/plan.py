@@ -211,7 +211,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The parts as plain dictionaries."""
-        return {part: dataclasses.asdict(getattr(self, part)) for part in PARTS}
+        return {part: dict(vars(getattr(self, part))) for part in PARTS}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:

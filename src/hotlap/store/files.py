@@ -53,8 +53,11 @@ def write_bytes(path: Path, content: bytes) -> None:
     write_atomically(path, write)
 
 
-def read_text(path: Path) -> str:
-    """The text of a file, without the mark that some editors put before it; a clear error where it is no text."""
+def read_text(path: Path, most: int = MOST_TEXT_BYTES) -> str:
+    """The text of a file of at most so many bytes, without the mark that some editors put before it.
+
+    Raises StoreError where it is no text, or no such file.
+    """
     try:
         # Not blocking, and regular files only: a pipe or a device in a stranger's folder would never end.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -64,9 +67,9 @@ def read_text(path: Path) -> str:
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if not stat.S_ISREG(status.st_mode):
                 raise StoreError(f"cannot read {path}: it is not a regular file")
-            if status.st_size > MOST_TEXT_BYTES:
-                raise StoreError(f"cannot read {path}: of its {status.st_size:,} bytes at most {MOST_TEXT_BYTES:,} are")
-            return file.read(MOST_TEXT_BYTES).decode("utf-8-sig")
+            if status.st_size > most:
+                raise StoreError(f"cannot read {path}: of its {status.st_size:,} bytes at most {most:,} are")
+            return file.read(most).decode("utf-8-sig")
     except StoreError:
         raise
     except UnicodeDecodeError:

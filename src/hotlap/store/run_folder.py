@@ -38,6 +38,8 @@ ABOUT = {
     "checkpoints/": "to go on from: hotlap resume",
     "checkpoints.made": "says that there were checkpoints",
 }
+MOST_LEDGER_BYTES = 64 * MIB
+"""Some 150,000 lines; a run has hundreds."""
 SET_UP = ("lock", "started.json", "environment.json", "record.json", "ledger.jsonl")
 """What a run folder holds before `plan.toml`, which makes it one, is there."""
 
@@ -117,7 +119,7 @@ class RunFolder:
     def read_ledger(self) -> Ledger:
         """Every change of plan of the run."""
         file = self.path / "ledger.jsonl"
-        text = read_text(file)
+        text = read_text(file, MOST_LEDGER_BYTES)
         try:
             return Ledger.from_lines(text)
         except HotlapError as error:
