@@ -88,6 +88,8 @@ class Problems:
                 self._add("model has lazy layers without shapes yet; run one batch through it first")
             elif not any(p.requires_grad for p in model.parameters()):
                 self._add("model has no parameter that requires a gradient: there is nothing to train")
+            elif any(p.is_inference() for p in model.parameters()):
+                self._add("model was made inside torch.inference_mode() and cannot be trained; make it outside")
         if "loss" in self.missing:
             return
         if isinstance(loss, type):

@@ -9,9 +9,20 @@ from hotlap.data.batches import map_tensors
 from hotlap.engine.step import Window
 
 
+def why_no_gradients() -> str | None:
+    """Why nothing can be trained where this is called: torch computes no gradients here. None where it does."""
+    if torch.is_inference_mode_enabled():
+        return "torch.inference_mode() is in force, which computes no gradients: train outside of it"
+    if not torch.is_grad_enabled():
+        return "torch.no_grad() is in force, so no gradients are computed: train outside of it"
+    return None
+
+
 def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
     """A clear line for an error in a step that users meet often, or None for all others."""
     text = str(error)
+    if (reason := why_no_gradients()) is not None:
+        return reason
     if "more than 1 value per channel" in text:
         return (
             f"a batch norm was given a single value of each channel (pieces of {window.sizes} samples); leave out the "

@@ -47,11 +47,10 @@ class Objective:
         self.forward = forward
         self._prepare, self._augment = prepare, augment
         self._criterion = isinstance(loss, nn.Module)
-        self._sums = getattr(loss, "reduction", None) == "sum"
-        # These average over weights or over targets not ignored, so that means of pieces do not add up.
-        self._weighs_targets = getattr(type(loss), "forward", None) in _WEIGHING and not self._sums
-        self._summing = _with_reduction(loss, "sum") if self._weighs_targets else None
-        self._evenly = getattr(loss, "weight", None) is None
+        self._averages = getattr(type(loss), "forward", None) in _WEIGHING
+        # Shallow: the copy shares weights and buffers, so it follows them to the device.
+        self._summing = copy.copy(loss) if self._averages else None
+        self._looked_for: int | None = None
         self._counts = False
         # torch's own losses take one tensor; what else a model may return, only its user knows.
         self._wants_tensor = type(loss).__module__.startswith("torch.nn")
@@ -107,10 +106,23 @@ class Objective:
             return self._read(self.loss(self.model, batch), samples)
         output, target = self.outputs(batch)
         value = self.loss(output, target)
-        if self._weighs_targets and not (all_count and self._evenly and target.ndim == 1) and _holds_classes(target):
+        if self._weighs_targets and not (all_count and self._counts_all(target)) and _holds_classes(target):
             count = self._target_weight(target)
             return Scored(value, count, count, True)
         return self._read(value, samples)
+
+    @property
+    def _weighs_targets(self) -> bool:
+        """Whether the loss averages over weights or over targets not ignored, so that means of pieces do not add up.
+
+        Asked every time: the user may change a loss's settings while it trains.
+        """
+        return self._averages and self.loss.reduction != "sum" and "forward" not in self.loss.__dict__  # type: ignore[attr-defined]
+
+    def _counts_all(self, target: Tensor) -> bool:
+        """Whether every target counts once, given that none is of the class that was looked for."""
+        loss: Any = self.loss
+        return loss.weight is None and loss.ignore_index == self._looked_for and target.ndim == 1
 
     def piece(self, batch: Batch, samples: int) -> Scored:
         """The loss of a part of a batch: means are weighted by samples, counted losses are summed."""
@@ -120,15 +132,19 @@ class Objective:
 
     def judge(self, output: Any, target: Any, samples: int) -> Scored:
         """The loss of outputs as a sum, where the loss is a module: no NaN where all targets are ignored."""
-        if self._summing is not None and _holds_classes(target):
-            return Scored(self._summing(output, target), 1.0, self._target_weight(target), True)
+        if self._weighs_targets and _holds_classes(target):
+            summing: Any = self._summing
+            summing.__dict__.update(self.loss.__dict__, reduction="sum")  # with the settings of now
+            return Scored(summing(output, target), 1.0, self._target_weight(target), True)
         return self._read(self.loss(output, target), samples, as_sum=True)
 
     @property
     def ignored(self) -> int | None:
-        """The class of targets that the loss leaves out, where it has one."""
+        """The class of targets that the loss leaves out, where it has one: the one that data is searched for."""
         # What a forward of the user's own makes of the data, nobody can tell from the data.
-        return self.loss.ignore_index if self._weighs_targets and self.forward is None else None  # type: ignore[attr-defined]
+        known = self._weighs_targets and self.forward is None
+        self._looked_for = self.loss.ignore_index if known else None  # type: ignore[attr-defined]
+        return self._looked_for
 
     @property
     def is_criterion(self) -> bool:
@@ -143,11 +159,11 @@ class Objective:
     @property
     def sums(self) -> bool:
         """Whether the loss of a batch is a sum over its samples, so that pieces simply add."""
-        return self._sums
+        return getattr(self.loss, "reduction", None) == "sum"
 
     def _read(self, said: Any, samples: int, *, as_sum: bool = False) -> Scored:
         if isinstance(said, Tensor) and said.ndim == 0:
-            return Scored(said, 1.0 if self._sums else samples, samples, False)
+            return Scored(said, 1.0 if self.sums else samples, samples, False)
         if type(said) is tuple and len(said) == 2 and isinstance(said[0], Tensor) and said[0].ndim == 0:
             total, count = said
             if not _is_count(count):
@@ -181,13 +197,6 @@ def _kind(value: Any) -> str:
 
 def _holds_classes(target: Any) -> bool:
     return isinstance(target, Tensor) and not target.is_floating_point()
-
-
-def _with_reduction(loss: Callable[..., Any], reduction: str) -> Any:
-    # Shallow: the copy shares weights and buffers, so it follows them to the device.
-    other = copy.copy(loss)
-    other.reduction = reduction  # type: ignore[attr-defined]
-    return other
 
 
 class Taken:

@@ -5,7 +5,6 @@ That is at its newest checkpoint, at step 0 again if it never had one, and nowhe
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from hotlap import machine
@@ -123,8 +122,9 @@ def _go_on_from_checkpoint(
         rig.ledger = trail.put_back(loop)
     what, why = f"resumed at step {rig.steps}", "; ".join([*damaged, *changed])
     rig.ledger.record(Entry(step=rig.steps, what=what, outcome="chosen", plan=rig.plan, why=why))
-    if record is not None and record.ended is not None:  # from here on it has not
-        write_record(held.folder, dataclasses.replace(record, ended=None))
+    if record is not None and (record.ended is not None or record.facts.get("how") != task.how):
+        # From here on it has not ended, and its plan is chosen as it is now.
+        write_record(held.folder, Record(facts=record.facts | {"how": task.how}, first=record.first))
     # Lines of steps that were lost with the crash are taken back: those steps come again.
     held.folder.write_metrics(trail.history)
     held.folder.write_ledger(rig.ledger)

@@ -10,20 +10,22 @@ from typing import Any
 import torch
 
 from hotlap import machine
-from hotlap.core.errors import PlanError, StoreError, shown
+from hotlap.core.errors import PlanError, StoreError, TrainingError, shown
 from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.data.course import training_course
 from hotlap.data.order import mix, seed_host
+from hotlap.engine.explain import why_no_gradients
 from hotlap.engine.snapshot import Randomness
 from hotlap.fitting.beginning import begin, go_on
 from hotlap.fitting.ending import from_cache
 from hotlap.fitting.held import HeldFolder
 from hotlap.fitting.kept import KeptModel
+from hotlap.fitting.record import read_record
 from hotlap.fitting.run import Run
 from hotlap.fitting.started import asked_by_command, note_gone_on, start_record
-from hotlap.fitting.task import EVERYTHING, OFF, TUNED, Task, set_up
+from hotlap.fitting.task import EVERYTHING, FIXED, OFF, TUNED, Task, set_up
 from hotlap.fitting.training import train
 from hotlap.fitting.views import open_view
 from hotlap.store.plans import load_plan
@@ -55,12 +57,12 @@ def fit(
     the plan that the job itself describes; the folder of a run replays its plans, each at its step. Tuning takes at
     most 1.5 % of the run (4 % where the GPU waits for its host), a quarter of what it has saved or was seen to be
     there to save, and 60 s, or `tune_s` seconds. `out` must be a new or empty folder; without it one is made under
-    `runs/`. `resume` names the folder of a run to go on with: it ends as if it had never been interrupted. One that has
-    no checkpoint yet begins again at step 0, and says so; one that has ended is not trained again, unless more is asked
-    for. A training with other code, data or settings, or at step 0 with other first weights, is refused there, with the
-    differences, unless `allow_changes`. `save_every` is a number of updates between checkpoints, one before the first
-    step and one at the end included; without it they come as often as 2 % of the time allows, which in a short run may
-    be never; 0 keeps none.
+    `runs/`. `resume` names the folder of a run to go on with: it ends as if it had never been interrupted. Without a
+    `plan` it goes on under the plan it had: tuned, fixed or replayed. Without a checkpoint it begins again at step 0,
+    and says so; one that has ended is not trained again, unless more is asked for. A training with other code, data or
+    settings, or at step 0 with other first weights, is refused there, with the differences, unless `allow_changes`.
+    `save_every` is a number of updates between checkpoints, one before the first step and one at the end included;
+    without it they come as often as 2 % of the time allows, which in a short run may be never; 0 keeps none.
 
     With `reuse`, a model that was trained before on the same data, code, settings, plan and first weights is
     loaded from the cache instead of trained again, and one that was not is kept there.
@@ -73,11 +75,13 @@ def fit(
     global _calls
     _calls += 1
     device = machine.choose_device(job.device, require_gpu=require_gpu)
-    chosen = _chosen_plan(plan)
-    if tune_s is not None and not (isinstance(tune_s, (int, float)) and tune_s >= 0):
-        raise PlanError(f"tune_s={shown(tune_s)} must be a number of seconds, 0 or more")
+    if (reason := why_no_gradients()) is not None:
+        raise TrainingError(reason)
     if resume is None:
         resume = asked_by_command(_calls)
+    chosen = _chosen_plan(plan) if plan is not None or resume is None else _plan_of_run(resume)
+    if tune_s is not None and not (isinstance(tune_s, (int, float)) and tune_s >= 0):
+        raise PlanError(f"tune_s={shown(tune_s)} must be a number of seconds, 0 or more")
     if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
         raise StoreError(f"both out={str(out)!r} and resume={str(resume)!r} are given; a resumed run keeps its folder")
     view = open_view(progress)
@@ -90,7 +94,7 @@ def fit(
     held: HeldFolder | None = None
     try:
         task = set_up(job, course, chosen, device, view, save_every, tune_s)
-        kept = KeptModel(task.identity, job, task.rig, how=_how(task)) if reuse else None
+        kept = KeptModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             held = HeldFolder(RunFolder.open(resume), task)
             left = go_on(task, held, allow_changes=allow_changes, keep_plan=chosen not in (TUNED, OFF))
@@ -130,10 +134,15 @@ def _chosen_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | M
     return load_plan(plan)
 
 
-def _how(task: Task) -> str:
-    if task.replayed is not None:
-        return task.replayed.to_lines()
-    return TUNED if task.tuned else "as it is"
+def _plan_of_run(folder: str | Path) -> Plan | Mapping[str, Any] | Ledger | str:
+    """How a run chose its plan, to go on in the same way; a run of an earlier hotlap does not say."""
+    try:
+        how = read_record(RunFolder.open(folder)).facts.get("how")
+    except StoreError:
+        how = None
+    if how in (TUNED, FIXED):
+        return TUNED if how == TUNED else OFF
+    return Ledger.from_lines(how) if isinstance(how, str) else _chosen_plan(None)
 
 
 def _let_go(task: Task, held: HeldFolder | None) -> None:

@@ -26,6 +26,7 @@ from hotlap.fitting.views import View
 from hotlap.fitting.words import Voice
 from hotlap.guard.identity import identity
 from hotlap.moves.every import everything
+from hotlap.tuner.replay import plan_changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,16 @@ class Task:
     """The ledger of the run whose plans are used again, each at its step."""
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint and `record.json` say of it, with the plan settled on."""
-        return {"identity": self.identity, "plan": self.rig.settled.to_dict(), "versions": self.versions}
+        """What a checkpoint and `record.json` say of it, with the plan settled on and how that is chosen."""
+        plan = self.rig.settled.to_dict()
+        return {"identity": self.identity, "plan": plan, "how": self.how, "versions": self.versions}
+
+    @property
+    def how(self) -> str:
+        """How the plan is chosen: `auto`, `fixed`, or the lines of the ledger that is replayed."""
+        if self.replayed is not None:
+            return plan_changes(self.replayed).to_lines()
+        return TUNED if self.tuned else FIXED
 
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint will be: weights, the optimizer's state, and the best weights."""
@@ -71,6 +80,8 @@ class Task:
 
 EVERYTHING, TUNED, OFF = "max", "auto", "off"
 """The words for plans: all that this machine can do; what pays, found while it trains; the user's own."""
+FIXED = "fixed"
+"""The word for a plan that nothing changes while it trains."""
 
 
 def _use_everything(rig: Rig) -> None:

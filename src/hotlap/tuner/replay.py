@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from hotlap.core.ledger import Ledger
+from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
 from hotlap.engine.driven import Driven
 
@@ -16,8 +16,9 @@ class Replay:
     """There is nothing to search for."""
 
     def __init__(self, rig: Driven, ledger: Ledger) -> None:
-        self._rig, self._plans = rig, _changes(ledger)
-        self._steps = [step for step, _ in self._plans]
+        changes = list(plan_changes(ledger))
+        self._rig, self._plans = rig, [entry.plan for entry in changes]
+        self._steps = [entry.step for entry in changes]
         self.stepped()
 
     @property
@@ -35,7 +36,7 @@ class Replay:
         """Told that a step has ended; when it returns, the plan for the next is in force."""
         now = bisect_right(self._steps, self._rig.steps) - 1
         if now >= 0:
-            self._rig.use(self._plans[now][1], why="as in the run that is replayed")
+            self._rig.use(self._plans[now], why="as in the run that is replayed")
 
     @property
     def trusted(self) -> int | None:
@@ -60,13 +61,15 @@ class Replay:
         """Nothing is left open."""
 
 
-def _changes(ledger: Ledger) -> list[tuple[int, Plan]]:
-    """The steps at which the plan changed, and what it was from there on."""
-    changes: dict[int, Plan] = {}
+def plan_changes(ledger: Ledger) -> Ledger:
+    """A ledger of those entries alone at which the plan changed."""
+    last: dict[int, Entry] = {}
     for entry in ledger:
-        changes[entry.step] = entry.plan
-    found: list[tuple[int, Plan]] = []
-    for step, plan in changes.items():
-        if not found or found[-1][1] != plan:
-            found.append((step, plan))
+        last[entry.step] = entry
+    found = Ledger()
+    plan: Plan | None = None
+    for entry in last.values():
+        if entry.plan != plan:
+            found.record(entry)
+        plan = entry.plan
     return found
