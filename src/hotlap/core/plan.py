@@ -23,6 +23,10 @@ LARGEST = 2**31 - 1
 MOST_REPLAY_STEPS = 1024
 """Updates in one replay at most: a signal, an evaluation and a checkpoint wait for its end."""
 
+MOST_WORKERS, MOST_PREFETCH = 1024, 128
+"""Workers of any machine, and pieces that each of them keeps ready; how many workers are started is bounded by the
+cores of the machine that a plan is used on."""
+
 FEEDS = ("loader", "gather", "stream", "resident")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 LAYOUTS = ("as given", "channels_last")
@@ -51,8 +55,8 @@ class Feed:
     def __post_init__(self) -> None:
         wrong = [
             *_one_of("feed.kind", self.kind, FEEDS),
-            *_whole("feed.workers", self.workers, least=0),
-            *_whole("feed.prefetch", self.prefetch, least=1, optional=True),
+            *_whole("feed.workers", self.workers, least=0, most=MOST_WORKERS),
+            *_whole("feed.prefetch", self.prefetch, least=1, most=MOST_PREFETCH, optional=True),
             *_flag("feed.persistent", self.persistent),
             *_flag("feed.pinned", self.pinned),
         ]

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from hotlap.core.errors import DataError
 from hotlap.core.job import Job
-from hotlap.core.plan import Feed
+from hotlap.core.plan import MOST_PREFETCH, Feed
 from hotlap.data.buckets import LengthOrder, Padding, fitted, lengths_in
 from hotlap.data.feeds import LOADER_PASSES_ON
 from hotlap.data.order import BatchedOrder, Order, SampledOrder
@@ -176,7 +176,7 @@ def loader_feed(loader: DataLoader[Any], on_gpu: bool) -> Feed:
     return Feed(
         kind="loader",
         workers=workers,
-        prefetch=loader.prefetch_factor if workers else None,
+        prefetch=min(loader.prefetch_factor or 1, MOST_PREFETCH) if workers else None,
         persistent=bool(workers and loader.persistent_workers),
         pinned=bool(loader.pin_memory and on_gpu),
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +19,9 @@ from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
 from hotlap.data.source import Source
 from hotlap.data.stream import CudaLane, Lane, StreamFeeding, ahead
+from hotlap.machine.limits import most_workers, read_cpu
+
+log = logging.getLogger(__name__)
 
 LOADER_PASSES_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
 """Settings of a user's DataLoader that are kept as they are."""
@@ -170,6 +176,29 @@ class _Fetches(Dataset[Any]):
 
 def _as_it_is(batch: Batch) -> Batch:
     return batch
+
+
+def within_cores(feed: Feed, own: int) -> Feed:
+    """A feed with no more workers than this machine can keep busy, though its plan be of another machine.
+
+    `own` is how many the user's own feed has, which are never too many. The log says what is cut; batches are the same.
+    """
+    most = max(most_workers(), own) if feed.workers > own else feed.workers
+    if feed.workers <= most:
+        return feed
+    _say_cut(feed.workers, most)
+    return replace(feed, workers=most)
+
+
+@functools.cache
+def _say_cut(asked: int, most: int) -> None:
+    """Once in a process: a plan may be used again and again."""
+    log.warning(
+        "the plan asks for %d workers and this process has %d cores: %d workers are started",
+        asked,
+        read_cpu().cores,
+        most,
+    )
 
 
 def open_feed(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from hotlap.core.errors import DataError, HotlapError, shown
 from hotlap.data.bar import shown_bar
 from hotlap.machine.kernels import first_line
-from hotlap.machine.limits import read_cpu
+from hotlap.machine.limits import most_workers, read_cpu
 
 if TYPE_CHECKING:
     from hotlap.store.cache import Cache
@@ -66,10 +66,11 @@ def parallel_map(
     """`[f(item) for item in items]`, in several processes where that is faster.
 
     Without `workers` the first items are done here; where they show that the rest takes longer than starting
-    processes, all cores but one work on it. With `workers`, so many processes start at once; 1 stays here. They are
-    started afresh, not forked, so `f` has to be a function of a file; where it is none, or the script would be run
-    anew by each of them, everything is done here, and the log says why. Raises DataError that names the item which
-    `f` failed at; an error of hotlap's own says by itself where it arose. Ctrl-C ends the processes too.
+    processes, all cores but one work on it. With `workers`, so many processes start at once, at most four for each
+    core; 1 stays here. They are started afresh, not forked, so `f` has to be a function of a file; where it is none, or
+    the script would be run anew by each of them, everything is done here, and the log says why. Raises DataError that
+    names the item which `f` failed at; an error of hotlap's own says by itself where it arose. Ctrl-C ends the
+    processes too.
 
     `progress` is told how many are done; True shows a bar on stderr where the work takes long, None and False nothing.
     With `cache` (True: hotlap's own) results are kept as they come, by the items and by the source of `f` and of what
@@ -78,6 +79,9 @@ def parallel_map(
     """
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise DataError(f"workers={shown(workers)} must be a whole number of at least 1")
+    if workers is not None and workers > (most := most_workers()):
+        log.warning("workers=%s is too many for this process: %d are started", shown(workers), most)
+        workers = most
     if not callable(f):
         raise DataError(f"f={shown(f)} is no function; give one that takes an item")
     if not isinstance(items, Iterable):

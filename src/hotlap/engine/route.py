@@ -14,7 +14,7 @@ from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed, Plan
 from hotlap.data.batches import Batch
 from hotlap.data.course import Course
-from hotlap.data.feeds import Feeding, open_feed
+from hotlap.data.feeds import Feeding, open_feed, within_cores
 from hotlap.data.holding import held, mark_of, time_to_hold, why_not_held
 from hotlap.data.order import Epoch
 from hotlap.data.resident import ResidentFeeding, packed
@@ -215,6 +215,7 @@ class Route:
 
     def _new(self, feed: Feed) -> Feeding:
         course, on_gpu = self.course, self._device.type == "cuda"
+        feed = within_cores(feed, course.feed.workers)
         return open_feed(
             course.source, feed, seed=course.seed, on_gpu=on_gpu, device=self._device, extras=course.extras
         )

@@ -17,6 +17,9 @@ from typing import Final
 
 ROOT: Final = Path("/")
 
+WORKERS_A_CORE: Final = 4
+"""Processes that may be started for each core: those that wait for a disk or a network leave theirs to others."""
+
 # cgroup v1 writes "no limit" as a page-rounded 2**63.
 _NO_LIMIT: Final = 2**60
 
@@ -64,6 +67,11 @@ def read_cpu(root: Path = ROOT, affinity: int | None = None) -> Cpu:
         quota=quota,
         flags=frozenset(flags[1].split()) if flags else frozenset(),
     )
+
+
+def most_workers(cores: int | None = None) -> int:
+    """How many worker processes may be started by so many cores (None: this process's): some for each, at least 8."""
+    return max(8, WORKERS_A_CORE * (cores or read_cpu().cores))
 
 
 def read_memory(root: Path = ROOT) -> Memory:

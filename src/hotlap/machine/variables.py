@@ -9,6 +9,7 @@ from typing import Final
 
 from hotlap.core.errors import MachineError
 from hotlap.machine.harms import HARMS
+from hotlap.machine.limits import most_workers
 from hotlap.machine.problems import Problem, Severity
 
 RECORDED: Final = (
@@ -53,10 +54,10 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name][:200] for name in RECORDED if name in environ}
 
 
-def workers_wanted(environ: Mapping[str, str] | None = None) -> int | None:
+def workers_wanted(environ: Mapping[str, str] | None = None, cores: int | None = None) -> int | None:
     """How many loader workers the environment asks for: HOTLAP_WORKERS, else NUM_WORKERS, else None.
 
-    Raises MachineError where the value is not a whole number from 0 up.
+    Raises MachineError where the value is not a whole number from 0 up, or far more than there are cores.
     """
     seen = os.environ if environ is None else environ
     for name in ("HOTLAP_WORKERS", "NUM_WORKERS"):
@@ -65,7 +66,10 @@ def workers_wanted(environ: Mapping[str, str] | None = None) -> int | None:
             continue
         if not re.fullmatch(r"[0-9]{1,6}", value):
             raise MachineError(f"{name}={value[:40]!r} is not a number of workers; set it to 0 or more, or unset it")
-        return int(value)
+        count, most = int(value), most_workers(cores)
+        if count > most:
+            raise MachineError(f"{name}={count} is too many workers for this process; set it to {most} or less")
+        return count
     return None
 
 
@@ -116,15 +120,15 @@ def _threads(name: str, value: str | None, cores: int) -> list[Problem]:
 
 def _workers(environ: Mapping[str, str], cores: int) -> list[Problem]:
     try:
-        wanted = workers_wanted(environ)
+        wanted = workers_wanted(environ, cores)
     except MachineError as error:
         return [
             Problem(
                 key="workers",
                 severity=Severity.STOPS,
                 what=str(error).partition(";")[0],
-                costs="a run would stop at once, since nobody can tell how many workers were meant",
-                do="set it to 0 or more, or unset it",
+                costs="a run would stop at once, since that is no number of workers that can be started",
+                do=f"set it to a number from 0 to {max(1, cores - 1)}, or unset it",
             )
         ]
     if wanted is None or wanted <= cores:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.columns import Selection, tensors_in
-from hotlap.data.feeds import WorkerStart
+from hotlap.data.feeds import WorkerStart, within_cores
 from hotlap.data.samples import Source
 from hotlap.data.stream import AHEAD, STAGES, Flight, Lane, Stage
 from hotlap.script.sending import Receives
@@ -31,6 +31,7 @@ class LikeLoader:
     def __init__(self, loader: DataLoader[Any], feed: Feed, iterate: Iterate) -> None:
         self._iterate, self._start = iterate, WorkerStart(loader.worker_init_fn)
         self._requests = _Requests()
+        feed = within_cores(feed, loader.num_workers)
         settings: dict[str, Any] = {}
         if feed.workers:
             settings = {
