@@ -133,6 +133,10 @@ def _move(entry: Entry, earlier: Row | None) -> Row:
         row = replace(row, why="; ".join(filter(None, (row.why, f"{_seconds(without_s)}/step without it"))))
     elif (_number(entry, "together") or 1) > 1:
         row = replace(row, why="; ".join(filter(None, (row.why, "measured together with others"))))
+    share, low, high = (_amount(entry, f"share_{name}") for name in ("ratio", "low", "high"))
+    if share is not None and low is not None and high is not None:
+        alone = f"beside the others {_ratio(share)} {_interval(share, low, high)}, which shows no gain"
+        row = replace(row, why="; ".join(filter(None, (row.why, alone))))
     if _number(entry, "known"):
         row = replace(row, known=True, why="; ".join(filter(None, (row.why, "known from an earlier run"))))
     row = replace(row, unfit=bool(_number(entry, "unfit")))
@@ -185,15 +189,23 @@ def _figures(row: Row) -> list[str]:
     step = f"{_seconds(row.step_s)}/step" if row.step_s is not None else "–"
     ratio, interval = "", ""
     if row.ratio is not None:
-        digits = _digits(row.ratio)
-        ratio = f"{_fixed(row.ratio, digits)}x"
+        ratio = _ratio(row.ratio)
         if row.low is not None and row.high is not None:
-            low, high = _fixed(row.low, digits), _fixed(row.high, digits)
-            if low == high and row.low != row.high:  # an interval narrower than the digits of its ratio
-                low, high = _fixed(row.low, digits + 1), _fixed(row.high, digits + 1)
-            interval = f"[{low}, {high}]"
+            interval = _interval(row.ratio, row.low, row.high)
     noise = f"±{_fixed(100 * row.noise, 1)} %" if row.noise is not None else ""
     return [step, ratio, interval, noise]
+
+
+def _ratio(ratio: float) -> str:
+    return f"{_fixed(ratio, _digits(ratio))}x"
+
+
+def _interval(ratio: float, low: float, high: float) -> str:
+    digits = _digits(ratio)
+    ends = _fixed(low, digits), _fixed(high, digits)
+    if ends[0] == ends[1] and low != high:  # an interval narrower than the digits of its ratio
+        ends = _fixed(low, digits + 1), _fixed(high, digits + 1)
+    return f"[{ends[0]}, {ends[1]}]"
 
 
 def _digits(ratio: float) -> int:

@@ -25,7 +25,6 @@ from hotlap.tuner.known import Found, KnownPlans
 from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.probe import Probe
 from hotlap.tuner.stand import GATE_UPDATES, Stand
-from hotlap.tuner.stats import LEAST_GAIN
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
 ARITHMETIC = (precision.MOVE, layout.MOVE)
@@ -272,7 +271,7 @@ class Search:
                 yield from self._try(move, last=True)
 
     def _shares(self) -> Laps:
-        """Take each kept move out once; one that gives nothing beside the others goes."""
+        """Take each kept move out once; one without which the plan is shown to be no slower goes."""
         lost_s = 0.0
         for move in [move for move in (*MOVES, *OTHERS) if move in self._now.kept]:
             without = self._now.with_moves([], but=move)
@@ -288,13 +287,14 @@ class Search:
             lost_s += self._trials.budget.lost_s(self._now.lap.step_s) - began_s
             if tried.estimate is None:
                 continue
-            if tried.accepted or (tried.verdict != "rejected" and tried.estimate.ratio >= LEAST_GAIN):
+            if tried.accepted:
                 self._trials.keep(move, tried, without_s=_step_s(tried.a))
-            elif self._trials.why_not(without, []) is None:
+            elif tried.estimate.high <= 1 and self._trials.why_not(without, []) is None:
                 self._now.kept.remove(move)
-                why = "slower beside the others" if tried.verdict == "slower" else "gives nothing beside the others"
-                self._trials.refuse(move, "rejected", why, tried, without_s=_step_s(tried.a))
+                self._trials.refuse(move, "rejected", "no faster beside the others", tried, without_s=_step_s(tried.a))
                 self.plan, self._now.lap = without, tried.a or self._now.lap
+            else:
+                self._trials.keep_unshown(move, tried)
 
     def _in_all(self) -> Laps:
         """The plan that was found against the user's own; in the end it must have been worth it."""

@@ -100,6 +100,8 @@ class Trials:
         self.gate_s = self.dearest_gate_s = 0.0
         """What the last gate took, and the one that took longest."""
         self._words: dict[str, tuple[str, Mapping[str, float]]] = {}
+        self._kept: dict[str, dict[str, float]] = {}
+        """What each kept move was kept for, by name."""
         self.refused: dict[str, str] = {}
         """Moves that are out, by name, with the reason."""
         self._slow: set[str] = set()
@@ -190,7 +192,14 @@ class Trials:
         """Write down that a move is kept."""
         why, figures = self._words.get(move.name, ("", {}))
         seen = {"cosine": figures["cosine"]} if move.kind == "B" and "cosine" in figures else {}
-        self.write(move.name, "kept", why=why, figures={**seen, **tried.figures, **more}, cost_s=tried.cost_s)
+        self._kept[move.name] = {**seen, **tried.figures, **more}
+        self.write(move.name, "kept", why=why, figures=self._kept[move.name], cost_s=tried.cost_s)
+
+    def keep_unshown(self, move: Move, share: Tried) -> None:
+        """Write down that a kept move stays, with the figures it was kept for: its share alone shows no gain."""
+        why, _ = self._words.get(move.name, ("", {}))
+        figures = {f"share_{name}": value for name, value in share.figures.items() if name in ("ratio", "low", "high")}
+        self.write(move.name, "kept", why=why, figures=self._kept[move.name] | figures, cost_s=share.cost_s)
 
     def refuse(self, move: Move, outcome: str, why: str, tried: Tried | None = None, **more: float) -> None:
         """Write down that a move is out."""
