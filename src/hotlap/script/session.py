@@ -285,7 +285,7 @@ class Session:
     def _length(self) -> Length:
         steps = self._steering.training.steps if self._steering is not None else 0
         updates = self._horizon.updates()
-        return Length(updates if updates is not None else 2 * steps, known=self._horizon.known)
+        return Length(updates if updates is not None else 2 * steps, final=False)
 
     def _end_training(self) -> None:
         steering, self._steering = self._steering, None

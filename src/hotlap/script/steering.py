@@ -68,8 +68,8 @@ class Steering:
 
     @property
     def is_searching(self) -> bool:
-        """Whether plans are still being tried."""
-        return isinstance(self._tuner, Tuner) and not self._tuner.done
+        """Whether plans are being tried."""
+        return isinstance(self._tuner, Tuner) and self._tuner.is_trying
 
     def served(self, serving: Serving, seconds: float) -> None:
         """Told that a loader gave a batch, for which the script waited so long."""

@@ -27,8 +27,8 @@ class Length(NamedTuple):
     """How many updates a training makes in all."""
 
     updates: int
-    known: bool = True
-    """Whether that is known; else it is a guess, which grows while the training goes on."""
+    final: bool = True
+    """Whether that is certain; else it is a guess, and the training may turn out longer."""
 
 
 class Budget:

@@ -18,7 +18,7 @@ from hotlap.engine.driven import Driven
 from hotlap.moves import compiled, layout, precision
 from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
-from hotlap.tuner.budget import Budget, Length
+from hotlap.tuner.budget import SHARE, Budget, Length
 from hotlap.tuner.gates import Judge
 from hotlap.tuner.glance import Glance, at_a_glance
 from hotlap.tuner.known import Found, KnownPlans
@@ -37,6 +37,8 @@ MOST_SETTLING = 8
 """Laps after which its pace is what it is."""
 RIPE, OFTEN = 200, 10
 """Updates after which a precision is judged again, in runs that have so many times as many left."""
+LEAST_WAIT = 80
+"""Updates after which a run that seemed too short is looked at again, at least; later, a quarter of those made."""
 LEAST_REST = 20
 """Updates that are waited for at least until more may be spent."""
 SHARES = 0.02
@@ -67,6 +69,8 @@ class Search:
         self._now = Stand(rig, moves=(*MOVES, *OTHERS), length=length, probe=probe)
         self.gate, self._probe, self._known = gate, probe, known
         self._postponed: dict[Move, float] = {}
+        self._unpaid: dict[str, float] = {}
+        """Names of moves that a longer run could pay for, and what trying each takes."""
         self._bundled: set[tuple[Plan, frozenset[str]]] = set()
         """Names of moves that were tried together, each with the plan that they were to change."""
         self._doubted: list[Move] = []
@@ -77,6 +81,8 @@ class Search:
         self._in_all_seen: tuple[Plan, Tried] | None = None
         """A plan that was timed against the user's own, and what came of it."""
         self._looked = self._told = False
+        self.is_waiting = False
+        """Whether nothing is tried so far since the run seems to be short: it may turn out longer."""
         self._glance = Glance()
         self._is_known_open = False
         """Whether a plan is known that this run was too short to look at."""
@@ -101,14 +107,10 @@ class Search:
         budget = self.budget = Budget(base_s=lap.step_s, length=self._length, most_s=self._most_s)
         trials = self._trials = Trials(self._rig, self.gate, budget, self.baseline)
         self._now.begin(trials, lap)
-        while budget.left_s < GATE_UPDATES * lap.step_s and not self._length().known:
-            yield Rest(max(RIPE, self._rig.steps))
-        self._looked = True
-        if budget.left_s < GATE_UPDATES * lap.step_s:
-            run_s, may_s = show_seconds(self._length().updates * lap.step_s), show_seconds(budget.left_s)
-            trials.write("baseline", "chosen", figures={"step_s": lap.step_s})
-            trials.write("all moves", "not tried", why=f"the run takes {run_s} in all, so that trials may take {may_s}")
+        if not (yield from self._until_it_pays(GATE_UPDATES * lap.step_s)):
+            self._write_too_short(self._length().updates)
             return
+        self._looked, lap = True, self._now.lap
         self._look(lap)
         trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": lap.step_s})
         self._rig.keep_plans()
@@ -121,9 +123,13 @@ class Search:
             yield from self._for_the_device()
             yield from self._at_once()
             budget.hoped_s = 0.0
-            yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
-            yield from self._together(ARITHMETIC)
-            yield from self._one_by_one()
+            yield from self._one_after_the_other()
+            while self.plan == self.baseline and self._unpaid:
+                if not (yield from self._until_it_pays(min(self._unpaid.values()))):
+                    break
+                self._trials.reopen(self._unpaid)
+                self._unpaid.clear()
+                yield from self._one_after_the_other()
             if self.plan != before:
                 yield from self._shares()
             yield from self._in_all()
@@ -151,6 +157,26 @@ class Search:
             if len(laps) > 3 and last[-1] <= (1 + ALIKE) * last[0]:
                 break
         return middle(laps[-3:])
+
+    def _until_it_pays(self, needed_s: float) -> Generator[Plan | Rest, Lap, bool]:
+        """Wait until so much may be spent, since the run turns out longer; False where it cannot."""
+        budget = self._trials.budget
+        while budget.left_s < needed_s:
+            if self._length().final or self._most_s is not None:
+                return False
+            self.is_waiting = True
+            yield Rest(max(LEAST_WAIT, self._rig.steps // 4))
+        if self.is_waiting:  # the pace of the user's own plan was taken long ago
+            self.is_waiting = False
+            self._now.lap = yield from self._pace_of_user()
+            budget.base_s = self._now.lap.step_s
+        return True
+
+    def _one_after_the_other(self) -> Laps:
+        """All moves: first those that hide each other, together, then each by itself."""
+        yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
+        yield from self._together(ARITHMETIC)
+        yield from self._one_by_one()
 
     def _as_found_before(self) -> Laps:
         """The plan that an earlier run of the same training found, after a quick look whether it still holds.
@@ -340,12 +366,20 @@ class Search:
             gain, gate_s = tried.estimate.ratio, self._trials.dearest_gate_s
             known.remember(Found(plan=self.plan, moves=moves, gain=gain, gate_s=gate_s, rejected=rejected))
 
+    def _write_too_short(self, updates: int) -> None:
+        """Nothing was tried in a run of so many updates."""
+        assert self.budget is not None
+        run_s = updates * self.budget.base_s
+        may_s = self._most_s if self._most_s is not None else SHARE * run_s
+        why = f"the run's {updates:,} updates take {show_seconds(run_s)}, so that trials may take {show_seconds(may_s)}"
+        self._looked = self._told = True
+        self._trials.write("baseline", "chosen", figures={"step_s": self.budget.base_s})
+        self._trials.write("all moves", "not tried", why=why)
+
     def cut_short(self) -> None:
         """Told that the training ends first: write down what there is to write."""
         if self.budget is not None and not self._looked:
-            self._trials.write("baseline", "chosen", figures={"step_s": self.budget.base_s})
-            why = "the run ended before it was clear that it is long enough for trials"
-            self._trials.write("all moves", "not tried", why=why)
+            self._write_too_short(self._rig.steps)
             return
         if self.budget is None or self._told:
             return
@@ -354,6 +388,8 @@ class Search:
         if self._now.kept:
             figures = {"cost_s": self.budget.spent_s, "saved_s": self.budget.net_s}
             self._trials.write("tuned", "chosen", why="the run ended before all was tried", figures=figures)
+        elif self.is_waiting:
+            self._trials.write("tuned", "chosen", why="nothing helped", figures={"cost_s": self.budget.spent_s})
 
     def _settle_in(self, tried: Tried) -> None:
         """Take the last laps for the pace of the rest of the run."""
@@ -376,6 +412,8 @@ class Search:
                 self._postponed[move] = doubt.cost_s
             else:
                 self._trials.refuse(move, "not tried", doubt.why)
+                if doubt.cost_s is not None:
+                    self._unpaid[move.name] = doubt.cost_s
         elif not self._let_through([move]):
             if move.kind == "B" and not last:
                 self._doubted.append(move)  # gradients are at their worst at first weights
@@ -420,7 +458,7 @@ class Search:
         if self.plan == self.baseline:
             self._in_all_seen = plan, tried
         if plan.execution.mode != self.plan.execution.mode:
-            self._trials.reopen()
+            self._trials.reopen_slow()
         self.plan, self._now.lap = plan, tried.b or self._now.lap
         if tried.estimate is not None:
             self._trials.budget.coming_s += self._now.left_s * (tried.estimate.low - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, get_args
@@ -212,11 +212,15 @@ class Trials:
         figures = {**tried.figures, **more} if tried is not None else more
         self.write(move.name, outcome, why=why, figures=figures, cost_s=tried.cost_s if tried is not None else 0.0)
 
-    def reopen(self) -> None:
-        """Let what gave nothing so far be tried again: something else bounds the training by now."""
-        for name in self._slow:
+    def reopen(self, names: Iterable[str]) -> None:
+        """Let moves be tried again."""
+        for name in names:
             self.refused.pop(name, None)
             self.rejected.pop(name, None)
+
+    def reopen_slow(self) -> None:
+        """Let what gave nothing so far be tried again: something else bounds the training by now."""
+        self.reopen(self._slow)
         self._slow.clear()
 
     def write(

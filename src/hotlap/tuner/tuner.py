@@ -81,9 +81,14 @@ class Tuner:
         return self._canary.plan if self._canary is not None else self._search.plan
 
     @property
+    def is_trying(self) -> bool:
+        """Whether plans are tried, rather than that a run which seems short is waited for."""
+        return not self.done and not (self._search.is_waiting and self._rest is not None)
+
+    @property
     def looks_soon(self) -> bool:
         """Whether a gate may be asked after one of the next steps."""
-        return not self.done or (self._canary is not None and self._canary.looks_soon)
+        return self.is_trying or (self._canary is not None and self._canary.looks_soon)
 
     @property
     def trusted(self) -> int | None:
@@ -151,8 +156,11 @@ class Tuner:
         self._rig.wait()
         took_s = time.perf_counter() - self._rest_began
         self._rest = None
-        if self._search.budget is not None:
-            self._search.budget.made(self._rested, took_s)
+        search = self._search
+        if search.budget is not None:
+            # The user's own plan costs and saves nothing, whatever the pace of the machine.
+            is_own = search.plan == search.baseline
+            search.budget.made(self._rested, self._rested * search.budget.base_s if is_own else took_s)
         return Lap(step_s=took_s / self._rested, updates=self._rested, wall_s=took_s)
 
     def _count_savings(self) -> None:
@@ -190,6 +198,8 @@ class Tuner:
         rig, began = self._rig, time.perf_counter()
         if isinstance(asked, Rest):
             rig.use(self._search.plan)
+            if self._search.is_waiting:
+                self._search.gate.forget()
             self._rest, self._rested, self._rest_began = asked, 0, began
             return
         warm = 0
