@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.audit import test_precision as precision_plants
 from tests.tuner import test_gates as plants
 from tests.tuner.traces import KINDS
 from torch import nn
@@ -295,13 +296,13 @@ def nothing(options: argparse.Namespace) -> Part:
 # --- faults ------------------------------------------------------------------------------------------
 
 
-def suspect(seed: int, device: str) -> hotlap.Rig:
-    """A training that has made some steps; what is planted in it is at work under a fused optimizer alone."""
+def suspect(seed: int, device: str, middle: type[nn.Linear] = nn.Linear) -> hotlap.Rig:
+    """A training that has made some steps; what is planted in it is at work under the proposed plan alone."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), middle(64, 64), nn.ReLU(), nn.Linear(64, 5))
     rig = hotlap.Rig(model, lambda p: torch.optim.AdamW(p, lr=1e-3), nn.CrossEntropyLoss(), device=device)
     windows = rig.feed((torch.randn(1024, 32), torch.randint(5, (1024,))), batch_size=32, epochs=100, seed=seed)
-    for _ in range(10):
+    for _ in range(10 if middle is not precision_plants.Growing else 510):
         rig.advance(next(windows))
     return rig
 
@@ -326,6 +327,13 @@ FAULTS: dict[str, Fault] = {
     "last batch dropped": (LOADED, lambda _, patch: plants.planted(patch, plants.without_the_last), "ends before"),
     "one sample twice": (LOADED, lambda _, patch: plants.planted(patch, plants.with_a_sample_twice), "other samples"),
 }
+LAYERS: dict[str, tuple[str, type[nn.Linear]]] = {
+    "layer biased in bf16": ("bf16", precision_plants.Biased),
+    "epsilon that vanishes in bf16": ("bf16", precision_plants.Shifted),
+    "sum of 100,000 terms in bf16": ("bf16", precision_plants.Summed),
+    "fp16 that overflows after 500 steps": ("fp16", precision_plants.Growing),
+}
+"""Layers that are wrong in one precision alone."""
 HONEST: dict[str, dict[str, Any]] = {
     **{"fused": FUSED, "loader": LOADED, "held": HELD, "bf16": {"precision": "bf16"}, "tf32": {"precision": "tf32"}},
     "captured": {**HELD, **FUSED, "mode": "captured", "replay_steps": 8},
@@ -339,10 +347,11 @@ def quality(options: argparse.Namespace) -> Part:
         {"planted faults caught": list[bool](), "honest plans passed": list[bool]()},
     )
     honest: dict[str, Fault] = {name: (choices, lambda *_: None, "") for name, choices in HONEST.items()}
+    wrong: dict[str, Fault] = {name: ({"precision": one}, lambda *_: None, " ") for name, (one, _) in LAYERS.items()}
     for seed in range(2 if options.quick else 5):
         report(f"quality: seed {seed} …")
-        for name, (choices, plant, word) in {**honest, **FAULTS}.items():
-            rig = suspect(seed, options.device)
+        for name, (choices, plant, word) in {**honest, **FAULTS, **wrong}.items():
+            rig = suspect(seed, options.device, *([LAYERS[name][1]] if name in LAYERS else []))
             plan = rig.plan.but(**choices)
             if rig.supports(plan) is not None:
                 continue

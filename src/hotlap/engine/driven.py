@@ -44,6 +44,10 @@ class Driven(Protocol):
         """Updates made so far."""
 
     @property
+    def skipped(self) -> int:
+        """Updates that were left out, since gradients overflowed; waits for the device."""
+
+    @property
     def epoch_windows(self) -> int:
         """Windows in the current epoch."""
 

@@ -20,7 +20,7 @@ from hotlap.core.plan import Plan
 from hotlap.machine.kernels import first_line
 from hotlap.script.calls import Call
 from hotlap.script.training import ScriptTraining
-from hotlap.tuner.gates import Judgement
+from hotlap.tuner.gates import NUDGES, Judgement
 from hotlap.tuner.gradients import Agreement, Outcome, brought_near, gaps_between, shown_cosine
 from hotlap.tuner.likeness import alike
 from hotlap.tuner.rounding import Noise, noise_of, same_maths
@@ -112,10 +112,21 @@ def _alike(call: Call, own: Plan, plan: Plan) -> Agreement:
         found = _same(call, own, exactly)
         if found.why is not None:
             return found
-    truth = _outcome(call, own)
-    with _nudged(call.module, roundoff([call.module], call.device, "fp32")):
-        rounding = gaps_between(truth.gradients, _outcome(call, own).gradients)
-    return alike(truth, _outcome(call, plan), None, rounding)
+    truth, made = _outcome(call, own), _outcome(call, plan)
+
+    def shaken(precision: str, seed: int) -> Outcome:
+        with _nudged(call.module, roundoff([call.module], call.device, precision), seed):
+            return _outcome(call, own)
+
+    rounding = gaps_between(truth.gradients, shaken("fp32", 1).gradients)
+    found = alike(truth, made, None, rounding)
+    if found.why is None:
+        return found
+    # More than a network that does not amplify rounding would show: is it what this one makes of rounding?
+    found = alike(truth, made, None, rounding, shaken=[shaken(plan.numerics.precision, seed) for seed in NUDGES])
+    if found.why is None and found.blurred:
+        return dataclasses.replace(found, why="rounding alone changes gradients too much here to compare them")
+    return found
 
 
 def _outcome(call: Call, plan: Plan) -> Outcome:
@@ -134,13 +145,13 @@ def _weighed(output: Tensor, grad: Tensor) -> float:
 
 
 @contextmanager
-def _nudged(module: nn.Module, by: float) -> Iterator[None]:
+def _nudged(module: nn.Module, by: float, seed: int = 1) -> Iterator[None]:
     """Inside, every weight is moved by that fraction of itself, up or down."""
     weights: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.is_floating_point():
-                generator = torch.Generator(parameter.device).manual_seed(1)
+                generator = torch.Generator(parameter.device).manual_seed(seed)
                 weights.append((parameter, parameter.detach().clone()))
                 sign = torch.empty_like(parameter).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
                 parameter.add_(sign.mul_(parameter), alpha=max(by, torch.finfo(parameter.dtype).eps / 2))

@@ -15,6 +15,8 @@ FIRST_S = 5.0
 
 SOON_S = 10.0
 """What is near."""
+STORM_STEPS = 100
+"""Steps in fp16 after each of which skipped updates are counted; where half of them were, a look is due."""
 
 
 class Canary:
@@ -31,6 +33,8 @@ class Canary:
         """That step, once they did not; whoever drives goes back to it, and sets None."""
         self._next_s = time.perf_counter() + max(FIRST_S, takes_s / SHARE)
         self._doubts = 0
+        self._counted = rig.steps, rig.skipped
+        """Steps and skipped updates when they were last counted."""
         self.spent_s = 0.0
         """What all looks took."""
 
@@ -41,7 +45,9 @@ class Canary:
 
     def stepped(self) -> None:
         """Told that a step has ended."""
-        if time.perf_counter() < self._next_s or self.plan == self._baseline:
+        if self.plan == self._baseline:
+            return
+        if time.perf_counter() < self._next_s and not self._is_in_a_storm():
             return
         began = time.perf_counter()
         passed = self._gate.check(self.plan)
@@ -56,6 +62,15 @@ class Canary:
             self._next_s = 0.0  # once more, on the next batch: one may be an odd one
         else:
             self._go_back(passed.why)
+
+    def _is_in_a_storm(self) -> bool:
+        """Whether most of the latest updates were skipped: numbers that have grown too large for fp16."""
+        steps, skipped = self._counted
+        if self.plan.numerics.precision != "fp16" or self._rig.steps - steps < STORM_STEPS:
+            return False
+        made = self._rig.steps - steps
+        self._counted = self._rig.steps, self._rig.skipped
+        return self._rig.skipped - skipped > made / 2
 
     def _go_back(self, why: str) -> None:
         rig = self._rig

@@ -25,7 +25,7 @@ from hotlap.engine.rig import Place, Rig
 from hotlap.machine.kernels import first_line
 from hotlap.tuner.feed_gate import chosen_windows, why_other_samples
 from hotlap.tuner.gradients import Agreement, percent, shown_cosine
-from hotlap.tuner.likeness import alike, alike_on_average, averaged, least_gap
+from hotlap.tuner.likeness import alike, alike_on_average, averaged, least_gap, trained_alike
 from hotlap.tuner.moment import LEAST_UPDATES, MOST_UPDATES, Moment, Windows
 from hotlap.tuner.rounding import same_maths
 from hotlap.tuner.stepping import Reference, Stepping, without_dropout
@@ -41,6 +41,12 @@ SPREAD = 3.0
 is not seen, a dropout that is missing is."""
 BY_CHANCE = 0.99
 """Cosine of gradients from which on a difference may be chance, so that it is looked at elsewhere in the data too."""
+MORE_THAN_A_BATCH = 1.25
+"""As a fraction of what another batch changes: what changes gradients by more is no precision to train in."""
+NUDGES = (1, 2)
+"""Seeds of the roundings that a precision is measured against."""
+TRAINED = 24
+"""Updates that are made side by side where gradients tell too little."""
 MANY_DRAWS = 8
 """Updates that are averaged where masks can be neither made the same nor taken away."""
 
@@ -154,6 +160,8 @@ class _Check:
 
     def _words(self) -> str:
         agree = SAME_MATHS if self._is_precise else f"gradients agree to {shown_cosine(self._figures['cosine'])}"
+        if "trained" in self._figures:
+            agree = f"losses of {self._figures['trained']:.0f} updates agree as far as rounding lets them"
         if self._figures.get("disagreeing"):
             agree += f", but for layers with {percent(self._figures['disagreeing'])} of them"
         return "; ".join(dict.fromkeys((agree, *self._said)))
@@ -201,8 +209,21 @@ class _Check:
         first = self._moment.first
 
         def exactly(quiet: bool) -> Agreement:
-            own, made = self._own[quiet], self._eager[quiet].gradients(first)
-            return alike(own.gradients(first), made, own.another_batch(first), own.rounding(first))
+            own, other = self._own[quiet], self._eager[quiet]
+            rounding, batch = own.rounding(first), own.another_batch(first)
+            found = alike(own.gradients(first), other.gradients(first), batch, rounding)
+            if found.why is None or found.figures.get("of_a_batch", 0.0) > MORE_THAN_A_BATCH:
+                return found
+            # More than a network that does not amplify rounding would show: is it what this one makes of rounding?
+            by, truth = other.roundoff, own.mean_gradients()
+            shaken = [own.mean_gradients(nudge=by, nudge_seed=seed) for seed in NUDGES]
+            mean = alike(truth, other.mean_gradients(), None, rounding, shaken=shaken)
+            if mean.why is not None:
+                return found
+            if mean.blurred:
+                return self._trained(own, other)
+            self._said.append("rounding allows for no more")
+            return mean
 
         return self._compared(exactly, self._own[False], self._eager[False], says_most=True)
 
@@ -288,14 +309,29 @@ class _Check:
         other.at_pace(self._moment.first, 1)
         return alike_on_average(averaged(own.draws(MANY_DRAWS, 1)), averaged(other.draws(MANY_DRAWS, 1)))
 
+    def _trained(self, own: Reference, other: Reference) -> Agreement:
+        """Some dozen updates side by side, where gradients tell too little to be compared.
+
+        Losses of the plan's steps may be as far from the user's own as these are from themselves, once every weight was
+        moved by a rounding of the plan's precision.
+        """
+        first = self._moment.first
+        updates = min(TRAINED, self._moment.length - first)
+        if updates < TRAINED // 2:
+            return Agreement(why="rounding alone changes gradients too much here to compare them")
+        truth, made = own.run(first, updates), other.run(first, updates)
+        shaken = [own.run(first, updates, nudge=other.roundoff, nudge_seed=seed) for seed in NUDGES]
+        return trained_alike(truth, made, shaken)
+
     def _same(self, own: Reference, trial: Stepping, updates: int) -> Agreement:
         for place in self._moment.places(updates):
             truth, made = own.through(place, updates), trial.at_pace(place, updates)
             found = same_maths(truth, made, self._moment.grain, functools.partial(own.noise, place, updates))
             if found.blurred:
                 # The next best question at such a moment: would another batch have changed more?
-                rounding = own.noise(place, updates).gradients
-                loose = alike(truth, made, own.another_batch(place + updates - 1), rounding, immaterial=0.0)
+                rounding, other = own.noise(place, updates).gradients, own.another_batch(place + updates - 1)
+                shaken = [own.run(place, updates, nudge=own.roundoff, nudge_seed=seed) for seed in NUDGES]
+                loose = alike(truth, made, other, rounding, shaken=shaken, immaterial=0.0)
                 blur = f"rounding alone changes gradients by {100 * found.figures['noise']:.2g} % here, and "
                 found = dataclasses.replace(loose, why=loose.why and blur + loose.why)
             if found.why is None or found.figures["cosine"] < BY_CHANCE:

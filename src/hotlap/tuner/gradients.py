@@ -32,6 +32,8 @@ class Outcome:
     """The others, as they are."""
     skipped: int = 0
     """Updates that were left out."""
+    losses: tuple[float, ...] = ()
+    """Of all updates, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +127,21 @@ def whole(gaps: Gaps) -> Gap:
 
 def mean_of(several: Iterable[Parts]) -> dict[str, Tensor]:
     """The mean of vectors; a tensor that is missing is one of zeros."""
+    return dict(mean_outcome(Outcome(loss=0.0, gradients=parts) for parts in several).gradients)
+
+
+def mean_outcome(several: Iterable[Outcome]) -> Outcome:
+    """The mean loss and gradients; a tensor that is missing is one of zeros."""
     found: dict[str, Tensor] = {}
-    count = 0
-    for parts in several:
-        count += 1
-        for name, tensor in parts.items():
+    losses: list[float] = []
+    skipped = 0
+    for one in several:
+        losses.append(one.loss)
+        skipped += one.skipped
+        for name, tensor in one.gradients.items():
             found[name] = found[name] + _wide(tensor) if name in found else _wide(tensor)
-    return {name: tensor / count for name, tensor in found.items()}
+    gradients = {name: tensor / len(losses) for name, tensor in found.items()}
+    return Outcome(loss=math.fsum(losses) / len(losses), gradients=gradients, skipped=skipped)
 
 
 def loss_gap(truth: Outcome, made: Outcome) -> float:

@@ -113,13 +113,15 @@ class Moment:
         windows: Iterable[Window],
         *,
         nudge: float = 0.0,
+        nudge_seed: int = 1,
         draws_on: bool = False,
         gradients_only: bool = False,
     ) -> Outcome:
         """Make the updates of these windows from here under a plan.
 
-        With `nudge` every weight is moved by that fraction of itself first, up or down; with `draws_on` randomness
-        goes on from where the last run left it; with `gradients_only` nothing else is kept, which spares memory.
+        With `nudge` every weight is moved by that fraction of itself first, up or down at random; with `draws_on`
+        randomness goes on from where the last run left it; with `gradients_only` nothing else is kept, which spares
+        memory.
         """
         rig = self._rig
         rig.use(plan)
@@ -130,15 +132,14 @@ class Moment:
             rig.guards.put_back(self._scale)
         if randomness is not None:
             randomness.restore()
-        start = self._nudged(nudge) if nudge else self._weights
-        skipped, loss = rig.skipped, None
-        for window in windows:
-            loss = rig.advance(window)
-        assert loss is not None
+        start = self._nudged(nudge, nudge_seed) if nudge else self._weights
+        skipped = rig.skipped
+        losses = [rig.advance(window).detach().clone() for window in windows]
         skipped = rig.skipped - skipped
+        course = tuple(torch.stack(losses).tolist())
         if gradients_only:
-            return Outcome(loss=float(loss), gradients=_gradients(rig), skipped=skipped)
-        return self._outcome(float(loss), start, skipped)
+            return Outcome(loss=course[-1], losses=course, gradients=_gradients(rig), skipped=skipped)
+        return self._outcome(course, start, skipped)
 
     def settle_scale(self, plan: Plan) -> str | None:
         """Find the scale that fp16 needs from here; why there is none, where updates keep being left out."""
@@ -156,8 +157,8 @@ class Moment:
                 return None
         return f"{rig.skipped - before} of {MOST_SETTLING} updates are left out, since gradients overflow in fp16"
 
-    def _nudged(self, by: float) -> dict[str, Tensor]:
-        generator = torch.Generator(self._rig.device).manual_seed(1)
+    def _nudged(self, by: float, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator(self._rig.device).manual_seed(seed)
         found = {}
         with torch.no_grad():
             for name, tensor in _named(self._rig):
@@ -169,7 +170,7 @@ class Moment:
                 found[name] = tensor.detach().clone()
         return found
 
-    def _outcome(self, loss: float, start: Mapping[str, Tensor], skipped: int) -> Outcome:
+    def _outcome(self, losses: tuple[float, ...], start: Mapping[str, Tensor], skipped: int) -> Outcome:
         named = dict(_named(self._rig))
         parameters = {
             name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) or tensor.requires_grad
@@ -177,7 +178,8 @@ class Moment:
         now, before = brought_near(named, start)
         moved = {n: _moved(t, before[n]) for n, t in now.items() if t.is_floating_point() or t.is_complex()}
         return Outcome(
-            loss=loss,
+            loss=losses[-1],
+            losses=losses,
             gradients=_gradients(self._rig),
             weights={name: tensor for name, tensor in moved.items() if name in parameters},
             buffers={name: tensor for name, tensor in moved.items() if name not in parameters},

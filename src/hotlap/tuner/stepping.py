@@ -15,7 +15,7 @@ from hotlap.core.plan import Plan
 from hotlap.engine.remembered import rate_name
 from hotlap.engine.rig import Place, Rig
 from hotlap.engine.step import Window
-from hotlap.tuner.gradients import Gaps, Outcome, gaps_between, whole
+from hotlap.tuner.gradients import Gaps, Outcome, gaps_between, mean_outcome, whole
 from hotlap.tuner.moment import Moment, Windows
 from hotlap.tuner.rounding import Noise, noise_of
 
@@ -119,6 +119,11 @@ class Reference(Stepping):
             nudged = self.run(window, 1, nudge=self.roundoff, gradients_only=True)
             self._rounding[window] = gaps_between(self.gradients(window).gradients, nudged.gradients)
         return self._rounding[window]
+
+    def mean_gradients(self, **how: Any) -> Outcome:
+        """The mean over some batches of the gradients of one update each; `how` as `Moment.run` has it."""
+        places = self._moment.places(1)
+        return mean_outcome(self.run(place, 1, gradients_only=True, **how) for place in places)
 
     def another_batch(self, than: int) -> Outcome | None:
         """The gradients of another batch than that window's, from the same weights; None where there is no other."""
