@@ -8,11 +8,13 @@ user's own cache.
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from dispositions import heeded
 
 os.environ["HOTLAP_PLAN"] = "off"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # those have the environment of the process that began them
@@ -55,6 +57,13 @@ def pytest_collection_finish():
     """What was imported by now stays: looking through it for garbage again and again takes a part of all time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_reach_children():
+    """A test run in the background ignores them, and processes that tests start must not."""
+    with heeded(signal.SIGINT, signal.SIGQUIT):
+        yield
 
 
 @pytest.fixture(autouse=True)

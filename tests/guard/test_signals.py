@@ -28,8 +28,6 @@ def signalled(run, at=-1, first=signal.SIGTERM, more=(), workers=0, resume=False
     As hotlap chooses, it is too short for a checkpoint: only the signal makes one.
     """
     os.environ["HOTLAP_PROGRESS"] = "lines"
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL)
     job = victim_job(workers)
     forward, calls, left = job.model.forward, [], list(more)
 
@@ -93,7 +91,6 @@ def test_a_signal_that_comes_at_the_very_end_is_saved_too(tmp_path, save_every):
     """While it is decided whether the end is worth a checkpoint."""
 
     def at_the_end():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         due = Saver.due_at_end
         Saver.due_at_end = lambda self, step: os.kill(os.getpid(), signal.SIGTERM) or due(self, step)
         fit(small_job(), out=tmp_path / "run", save_every=save_every, progress=False)
@@ -143,7 +140,6 @@ def test_an_interrupted_script_gets_its_keyboard_interrupt(tmp_path):
 def demo(name, run):
     """The command as its entry point runs it, signalled at its first evaluation."""
     os.environ["HOTLAP_PROGRESS"] = "lines"
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["hotlap", "demo", "--epochs", "10", "--device", "cpu", "--out", str(run)]
     judge, sent = Best.judge, []
 

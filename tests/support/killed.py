@@ -14,6 +14,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import dispositions
 import torch
 
 import hotlap
@@ -38,14 +39,14 @@ def started(script, *arguments, **settings):
 
 def ended(process):
     """Its exit code and what it said; nothing here may take long, so a process that does hangs."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
 
 def hotlap_command(*arguments, cwd=None, **variables):
     done = subprocess.run(
         [sys.executable, "-m", "hotlap", *map(str, arguments)],
-        env=environment(**variables), cwd=cwd, capture_output=True, text=True, check=False, timeout=120,
+        env=environment(**variables), cwd=cwd, capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -71,6 +72,7 @@ def forked(function, said=None):
     if pid == 0:
         code = 1
         try:
+            dispositions.reset()
             # The pools of threads that torch keeps did not come along.
             torch.set_num_threads(1)
             if said is not None:

@@ -21,6 +21,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
+import dispositions
+
 
 class Preloaded:
     """Runs what is written after `python`, with modules imported before it starts."""
@@ -35,7 +37,7 @@ class Preloaded:
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
 
-    def run(self, *words, cwd, timeout_s=300, **variables):
+    def run(self, *words, cwd, timeout_s=600, **variables):
         """Run it in a folder, with these variables on top of the environment, and wait for it."""
         order = {"words": [*map(str, words)], "cwd": str(cwd), "environment": {**self._environment, **variables}}
         mine, theirs = socket.socketpair()
@@ -52,7 +54,7 @@ class Preloaded:
 
     def close(self):
         self._line.close()
-        self._process.wait(60)
+        self._process.wait(600)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # what nobody waited for
 
@@ -92,6 +94,7 @@ def keep(order, streams):
 
 def become(words, cwd, environment):
     """Be what `python` would be with these words."""
+    dispositions.reset()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
