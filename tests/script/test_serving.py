@@ -129,6 +129,7 @@ ORDERS = {
     "shuffled": lambda data: {"shuffle": True},
     "by a generator": by_generator,
     "with replacement": with_replacement,
+    "with replacement by itself": lambda data: {"sampler": RandomSampler(data, replacement=True, num_samples=70)},
     "weighted": lambda data: {"sampler": WeightedRandomSampler(range(1, len(data) + 1), 30)},
     "some of them": lambda data: {"sampler": SubsetRandomSampler(range(2, len(data)))},
     "drawn as read": lambda data: {"sampler": DrawsAsRead(data)},
@@ -240,7 +241,7 @@ def test_an_epoch_that_is_broken_off_leaves_the_generators_as_torch_does(order, 
     [
         ("tensors", "shuffled", {}, None),
         ("named", "by a generator", {"batch_size": 3}, None),
-        ("dicts", "with replacement", {"drop_last": True, "batch_size": 5}, 7),
+        ("dicts", "with replacement by itself", {"drop_last": True, "batch_size": 5}, 7),
         ("numbers", "weighted", {"batch_size": 1}, 11),
         ("subset", "by a generator", {"batch_size": 8}, 2),
     ],
@@ -254,6 +255,35 @@ def test_workers_that_the_script_has_not_read_no_generator_too_early(data, order
     at = switched_at_random(serving, feeds, 1, often=0.15)
     assert_same(script(loader, lambda loader: serving.iterate(), stop=stop, at=at), wanted)
     serving.close()
+
+
+@pytest.mark.parametrize("batch_size", [4, 5])
+@pytest.mark.parametrize("feed", [GATHER, TWO])
+def test_a_script_that_draws_from_the_samplers_generator_gets_the_orders_it_gets_from_torch(feed, batch_size):
+    def drawing(loader, begin):
+        return script(loader, begin, epochs=3, at=lambda number: torch.rand((), generator=loader.generator))
+
+    wanted = drawing(loader_of("tuples", "by a generator", batch_size=batch_size), ORIGINAL)
+    loader = loader_of("tuples", "by a generator", batch_size=batch_size)
+    serving = served(loader)
+    serving.use(feed)
+    assert_same(drawing(loader, lambda loader: serving.iterate()), wanted)
+    serving.close()
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_an_order_that_is_drawn_as_it_is_read_is_not_read_early(replacement):
+    """A script that draws from the generator too changes the rest of such an order."""
+
+    def made(generator):
+        data = DATA["tuples"]()
+        sampler = RandomSampler(data, replacement, 3 * len(data), generator=generator)
+        return served(DataLoader(data, sampler=sampler, batch_size=4))
+
+    own = made(torch.Generator())
+    assert own.supports(TWO).startswith("RandomSampler draws from the script's generator as it is read")
+    assert own.supports(GATHER) is None
+    assert made(None).supports(TWO) is None
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ class Serving:
         try:
             made, sampler = self._made_without_workers(loader)
             order = order_of(loader.batch_sampler, sampler)
-            indices = Indices(order or sampler, ahead=batches_ahead(loader), generator=generator)
+            indices = Indices(order or sampler, ahead=batches_ahead(loader), batch_sampler=loader.batch_sampler)
             indices.begin()
             epoch = self._noted(Served(self, made, loader, indices))
         except Exception:

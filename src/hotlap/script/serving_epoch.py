@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
-from hotlap.script.serving_indices import Indices, generator_of
+from hotlap.script.serving_indices import Indices
 from hotlap.script.serving_orders import order_of
 
 
@@ -52,7 +52,7 @@ class Served(_BaseDataLoaderIter):
         `indices` where torch's workers were not started, so that `made` cannot make batches.
         """
         self._serving, self._made, self._indices = serving, made, indices
-        self._ahead, self._generator = batches_ahead(loader), generator_of(loader.batch_sampler)
+        self._ahead = batches_ahead(loader)
         self._batch_sampler = loader.batch_sampler
         # torch pins what comes from workers in a thread of its own, which knows nothing of the script's inference mode.
         self._is_pinned_outside = bool(serving.own.workers and serving.own.pinned)
@@ -222,7 +222,7 @@ class Served(_BaseDataLoaderIter):
             self._indices = made._sampler_iter = Indices(
                 order_of(self._batch_sampler, made._sampler_iter) or made._sampler_iter,
                 ahead=self._ahead,
-                generator=self._generator,
+                batch_sampler=self._batch_sampler,
                 given=given,
                 under_way=getattr(made, "_send_idx", 0) - given,
             )

@@ -37,8 +37,18 @@ _KNOWN = (
 
 def why_not_early(batch_sampler: Any) -> str | None:
     """Why index batches must not be read before torch would read them, or None where that leaves no trace."""
-    kind = type(_sampler_in(batch_sampler))
-    return None if kind in _KNOWN else f"{kind.__name__} may draw as it is read, so it cannot be read ahead"
+    sampler = _sampler_in(batch_sampler)
+    kind = type(sampler)
+    if kind not in _KNOWN:
+        return f"{kind.__name__} may draw as it is read, so it cannot be read ahead"
+    if kind is RandomSampler and generator_of(batch_sampler) is not None and not _is_drawn_at_first(sampler):
+        return "RandomSampler draws from the script's generator as it is read, so it cannot be read ahead"
+    return None
+
+
+def _is_drawn_at_first(sampler: RandomSampler) -> bool:
+    """Whether all that the sampler gives is drawn with its first index. It draws once more at its end, for nothing."""
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def generator_of(batch_sampler: Any) -> torch.Generator | None:
@@ -55,8 +65,8 @@ class Indices:
     """What is left of an epoch, for whatever feed makes batches of it, so that one goes on where another ended.
 
     Samplers draw from generators, so each index batch is read when torch would: as its batch is made or, with
-    workers, as the batch `ahead` places before it has been given out. A feed may take one earlier; the sampler's
-    generator is then put back until that moment has come.
+    workers, as the batch `ahead` places before it has been given out. A feed may take one earlier; the generator of
+    `batch_sampler` is then put back until that moment has come.
     """
 
     def __init__(
@@ -64,12 +74,13 @@ class Indices:
         sampler: Iterator[Any] | Order | Rest,
         *,
         ahead: int = 0,
-        generator: torch.Generator | None = None,
+        batch_sampler: Any = None,
         given: int = 0,
         under_way: int = 0,
     ) -> None:
         """`given` batches have been given out already, and `under_way` more have been read."""
-        self._sampler, self._ahead, self._generator = sampler, ahead, generator
+        self._sampler, self._ahead = sampler, ahead
+        self._given_to, self._generator = _sampler_in(batch_sampler), generator_of(batch_sampler)
         self.given = given
         """Batches that have been given out, or have failed."""
         self.is_shut = False
@@ -78,8 +89,8 @@ class Indices:
         self._ended = False
         self._ready: deque[Places] = deque()
         self._taken: deque[Places | None] = deque([None] * under_way)
-        self._drawn: deque[tuple[int, Tensor]] = deque()
-        self._was: Tensor | None = None
+        self._drawn: deque[tuple[int, Tensor, Tensor]] = deque()
+        """Index batches that were read early and drew, with the generator's states before and after."""
 
     @property
     def under_way(self) -> int:
@@ -131,7 +142,7 @@ class Indices:
     def _catch_up(self, due: int) -> None:
         """Leave everything as torch has left it when it has read so many."""
         while self._drawn and self._drawn[0][0] < due:
-            self._advance(self._drawn.popleft()[1])
+            self._advance(*self._drawn.popleft()[1:])
         while self._reads < due and not self._ended:
             self._read()
 
@@ -143,9 +154,9 @@ class Indices:
         if generator is None or is_drawn or number < self.given + max(1, self._ahead):
             self._read_on()
             return
-        self._was = now = generator.get_state()
+        now = generator.get_state()
         if self._drawn:
-            generator.set_state(self._drawn[-1][1])
+            generator.set_state(self._drawn[-1][2])
         before = generator.get_state()
         try:
             self._read_on()
@@ -153,7 +164,7 @@ class Indices:
             after = generator.get_state()
             generator.set_state(now)
         if not torch.equal(before, after):
-            self._drawn.append((number, after))
+            self._drawn.append((number, before, after))
 
     def _read_on(self) -> None:
         if isinstance(self._sampler, (Order, Rest)):
@@ -169,9 +180,10 @@ class Indices:
             self._ended = True
         self._reads += 1
 
-    def _advance(self, state: Tensor) -> None:
-        """Set the generator to where the sampler has left it, unless somebody else has drawn from it since."""
+    def _advance(self, before: Tensor, after: Tensor) -> None:
+        """Leave the generator as the sampler leaves it; where the script has drawn from it since, by drawing now."""
         assert self._generator is not None  # only its states are kept
-        if self._was is not None and torch.equal(self._generator.get_state(), self._was):
-            self._generator.set_state(state)
-            self._was = state
+        if torch.equal(self._generator.get_state(), before):
+            self._generator.set_state(after)
+        else:  # torch draws a whole order at the end, whatever was drawn in between, and uses none of it
+            torch.randperm(len(self._given_to.data_source), generator=self._generator, device="cpu")
