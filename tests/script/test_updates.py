@@ -63,6 +63,18 @@ def test_the_gate_leaves_no_trace():
     assert all(torch.equal(one, other) for one, other in zip(before[2], after[2], strict=True))
 
 
+def test_a_trial_leaves_gradients_as_they_were_where_steps_change_them():
+    """As torch's loop over all tensors at once does, for Nesterov's momentum."""
+    _, optimizer, updates = trained(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, foreach=True))
+    parameters = optimizer.param_groups[0]["params"]
+    held, before = [p.grad for p in parameters], [p.grad.clone() for p in parameters]
+    assert updates.why_other("fused") is None
+    assert all(p.grad is grad for p, grad in zip(parameters, held, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(held, before, strict=True))
+    optimizer.step()
+    assert not any(torch.equal(one, other) for one, other in zip(held, before, strict=True)), "steps do change them"
+
+
 def test_a_kernel_that_does_something_else_is_refused(monkeypatch):
     _, _, updates = trained(KINDS["adamw"])
     real = torch._fused_adamw_

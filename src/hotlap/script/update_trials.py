@@ -62,7 +62,7 @@ def why_captured_differs(
         return None  # nothing to be compared: a recording tells when there is
     try:
         truth = _moved(optimizer, fused=is_fused(optimizer))
-        with _set_aside(optimizer) as before:
+        with _set_aside(optimizer) as aside:
             Fusion(optimizer).set(fused, captured=True)
             hush(optimizer)
             raw_step(optimizer)
@@ -72,20 +72,22 @@ def why_captured_differs(
             graph = UpdateGraph(optimizer, raw_step, make_recorder(), desk)
             graph.settle()
             for _ in range(TRIED - 1):
+                aside.renew_gradients()
                 graph.replay()
-            made = _moves(optimizer, before)
+            made = _moves(optimizer, aside.weights)
     except Exception as error:  # whatever stops it is the answer
         return f"it cannot be recorded: {first_line(error)}"
     return _why_differ(optimizer, truth, made)
 
 
 def _moved(optimizer: Optimizer, *, fused: bool) -> Parts:
-    with _set_aside(optimizer) as before:
+    with _set_aside(optimizer) as aside:
         Fusion(optimizer).set(fused)
         hush(optimizer)
         for _ in range(TRIED):
+            aside.renew_gradients()
             raw_step(optimizer)
-        return _moves(optimizer, before)
+        return _moves(optimizer, aside.weights)
 
 
 def _moves(optimizer: Optimizer, before: dict[str, Tensor]) -> Parts:
@@ -103,27 +105,42 @@ def _why_differ(optimizer: Optimizer, truth: Parts, made: Parts) -> str | None:
     return None
 
 
+class _Aside:
+    """Weights and gradients of an optimizer as they were."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.weights = {name: tensor.detach().clone() for name, tensor in _named(optimizer)}
+        self._gradients = {
+            name: tensor.grad.detach().clone() for name, tensor in _named(optimizer) if tensor.grad is not None
+        }
+
+    @torch.no_grad()
+    def renew_gradients(self) -> None:
+        """Put them back where they lie: some kinds of step change them (SGD with Nesterov's momentum, foreach)."""
+        for name, tensor in _named(self._optimizer):
+            if name in self._gradients and tensor.grad is not None:
+                tensor.grad.copy_(self._gradients[name])
+
+
 @contextmanager
-def _set_aside(optimizer: Optimizer) -> Iterator[dict[str, Tensor]]:
+def _set_aside(optimizer: Optimizer) -> Iterator[_Aside]:
     """Inside, steps may be made; afterwards weights, state and settings are what they were, at the same addresses."""
-    look = Look(optimizer)
-    weights = {name: tensor.detach().clone() for name, tensor in _named(optimizer)}
-    gradients = {name: tensor.grad.detach().clone() for name, tensor in _named(optimizer) if tensor.grad is not None}
+    look, aside = Look(optimizer), _Aside(optimizer)
     state = {
         parameter: {key: (value, value.clone() if isinstance(value, Tensor) else value) for key, value in kept.items()}
         for parameter, kept in optimizer.state.items()
     }
     try:
-        yield weights
+        yield aside
     finally:
         look.restore()
         for parameter in set(optimizer.state) - set(state):
             del optimizer.state[parameter]
+        aside.renew_gradients()
         with torch.no_grad():
             for name, tensor in _named(optimizer):
-                tensor.copy_(weights[name])
-                if name in gradients and tensor.grad is not None:
-                    tensor.grad.copy_(gradients[name])
+                tensor.copy_(aside.weights[name])
             for parameter, kept in state.items():
                 for key, (value, was) in kept.items():
                     optimizer.state[parameter][key] = value
