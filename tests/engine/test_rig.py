@@ -611,6 +611,20 @@ def test_clipping_covers_what_the_optimizer_does_not_hold_and_gradients_do_not_p
         assert gradients_of(model).norm() <= 0.01 * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("micro", [None, 3])
+def test_gradients_of_what_the_optimizer_does_not_hold_are_those_of_the_last_update_alone(micro):
+    """Of a model whose head alone is trained, and of a loss's own weights."""
+    model, loss, batch = small_mlp(), Scaling(), class_data()
+    rig = make_rig(model, torch.optim.SGD(model[2].parameters(), lr=0.0), loss=loss, plan=Plan().but(micro_batch=micro))
+    every = [*model.parameters(), *loss.parameters()]
+    rig.step(batch)
+    first = [parameter.grad.clone() for parameter in every]
+    for _ in range(2):
+        rig.step(batch)
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(every, first, strict=True))
+    assert all(grad.any() for grad in first)
+
+
 def test_a_skipped_window_does_not_count_in_the_running_loss():
     x, y = class_data(20)
     x[7] = math.inf

@@ -1,0 +1,146 @@
+"""The canary: when it looks, what it takes for drift, and which plan it goes back to."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hotlap.core.plan import Plan
+from hotlap.tuner import canary
+from hotlap.tuner.canary import FIRST_S, SHARE, SOON_S, Canary
+from hotlap.tuner.gates import Judgement
+
+OWN = Plan()
+EXACT = OWN.but(optimizer="fused")
+TUNED = EXACT.but(precision="bf16")
+
+
+class Training:
+    """A training that makes steps, a gate that answers as a test says, and the clock of both."""
+
+    def __init__(self):
+        self.now_s, self.steps, self.plan, self.told = 1000.0, 100, TUNED, []
+        self.is_good, self.asked, self.look_s, self.forgot = lambda plan: True, [], 0.0, 0
+
+    def perf_counter(self):
+        return self.now_s
+
+    def use(self, plan, why):
+        self.plan = plan
+
+    def write_down(self, what, outcome, why):
+        self.told.append((what, outcome, why))
+
+    def check(self, plan):
+        self.asked.append((self.steps, plan))
+        self.now_s += self.look_s
+        return Judgement(ok=self.is_good(plan), why="gradients differ")
+
+    def forget(self):
+        self.forgot += 1
+
+    def step(self, watcher, after_s=0.0):
+        self.now_s += after_s
+        self.steps += 1
+        watcher.stepped()
+
+
+@pytest.fixture
+def training(monkeypatch):
+    made = Training()
+    monkeypatch.setattr(canary, "time", SimpleNamespace(perf_counter=made.perf_counter))
+    return made
+
+
+@pytest.fixture
+def watcher(training):
+    return Canary(training, training, plan=TUNED, baseline=OWN)
+
+
+def looks_of(training):
+    return [step for step, _ in training.asked]
+
+
+def test_one_bad_look_is_not_enough(training, watcher):
+    training.step(watcher, FIRST_S)
+    assert watcher.good == 101
+    for _ in range(3):  # each followed by a good one
+        training.is_good = lambda plan: False
+        training.step(watcher, FIRST_S)
+        training.is_good = lambda plan: True
+        training.step(watcher)
+    assert (watcher.plan, training.plan, watcher.drifted, training.told) == (TUNED, TUNED, None, [])
+    assert watcher.good == training.steps
+
+
+def test_after_a_bad_look_the_very_next_step_is_looked_at_and_a_second_one_is_drift(training, watcher):
+    training.step(watcher, FIRST_S)
+    training.is_good = lambda plan: plan != TUNED
+    training.step(watcher, FIRST_S)
+    assert watcher.drifted is None
+    training.step(watcher)
+    assert looks_of(training) == [101, 102, 103, 103]
+    assert watcher.drifted == 101, "the last step at which they agreed"
+    assert training.told == [("canary", "fault", "gradients differ")]
+    assert training.forgot == 4
+
+
+def test_it_goes_back_to_the_same_plan_in_the_users_precision_where_that_agrees(training, watcher):
+    training.is_good = lambda plan: plan == EXACT
+    training.step(watcher, FIRST_S)
+    training.step(watcher)
+    assert watcher.plan == training.plan == EXACT
+    training.step(watcher, FIRST_S)
+    assert training.asked[-1] == (103, EXACT), "which is watched as the other one was"
+
+
+def test_it_goes_back_to_the_users_own_plan_where_nothing_else_agrees_and_looks_no_more(training, watcher):
+    training.is_good = lambda plan: False
+    training.step(watcher, FIRST_S)
+    training.step(watcher)
+    assert watcher.plan == training.plan == OWN
+    assert watcher.drifted == 100, "where it was tuned"
+    before = len(training.asked)
+    training.step(watcher, 100 * FIRST_S)
+    assert len(training.asked) == before
+    assert not watcher.looks_soon
+
+
+def test_the_users_own_precision_is_not_asked_for_where_the_plan_has_it(training):
+    watcher = Canary(training, training, plan=EXACT, baseline=OWN)
+    training.is_good = lambda plan: False
+    training.step(watcher, FIRST_S)
+    training.step(watcher)
+    assert [plan for _, plan in training.asked] == [EXACT, EXACT]
+    assert watcher.plan == OWN
+
+
+def test_looking_takes_its_share_of_the_time_and_no_more(training, watcher):
+    training.look_s = 2 * FIRST_S * SHARE
+    training.step(watcher, 0.9 * FIRST_S)
+    assert looks_of(training) == []
+    training.step(watcher, 0.2 * FIRST_S)
+    assert looks_of(training) == [102]
+    training.step(watcher, 1.9 * FIRST_S)
+    assert looks_of(training) == [102]
+    training.step(watcher, 0.2 * FIRST_S)
+    assert looks_of(training) == [102, 104]
+    training.look_s = 0.0
+    training.step(watcher, 2.1 * FIRST_S)
+    training.step(watcher, 0.9 * FIRST_S)
+    assert looks_of(training) == [102, 104, 105], "never more often than that"
+
+
+def test_the_first_look_waits_for_as_long_as_a_look_is_known_to_take(training):
+    watcher = Canary(training, training, plan=TUNED, baseline=OWN, takes_s=4 * FIRST_S * SHARE)
+    training.step(watcher, 3.9 * FIRST_S)
+    assert looks_of(training) == []
+    training.step(watcher, 0.2 * FIRST_S)
+    assert looks_of(training) == [102]
+
+
+def test_a_look_is_announced_before_it_is_due(training):
+    watcher = Canary(training, training, plan=TUNED, baseline=OWN, takes_s=10 * SOON_S * SHARE)
+    training.now_s += 8.9 * SOON_S
+    assert not watcher.looks_soon
+    training.now_s += 0.2 * SOON_S
+    assert watcher.looks_soon
