@@ -490,7 +490,7 @@ FORKING = """
     before = threads()
     tokenised(["the cat"] * 200, tokenizer, cache=False)
     more = threads() - before
-    workers = DataLoader(TokenisedByWorkers(), None, num_workers=2, multiprocessing_context="fork", timeout=30)
+    workers = DataLoader(TokenisedByWorkers(), None, num_workers=2, multiprocessing_context="fork", timeout=600)
     told = {"workers": list(workers), "here": os.environ.get("TOKENIZERS_PARALLELISM"), "threads": more}
     print(json.dumps(told))
 """
@@ -502,7 +502,7 @@ def test_workers_forked_after_tokenising_tokenise_without_threads_and_without_a_
     environ = {name: text for name, text in os.environ.items() if name not in (PARALLELISM, "RAYON_NUM_THREADS")}
     environ |= {} if value is None else {PARALLELISM: value}
     code = [sys.executable, "-W", "error", "-c", textwrap.dedent(FORKING)]
-    ran = subprocess.run(code, env={**environ, "RAYON_NUM_THREADS": "3"}, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(code, env={**environ, "RAYON_NUM_THREADS": "3"}, capture_output=True, text=True, timeout=600)
     assert ran.stderr == ""
     told = json.loads(ran.stdout)  # no line beside it
     assert told["workers"] == [200] * 4
@@ -572,5 +572,5 @@ def test_the_libraries_are_not_imported_until_a_tokenizer_needs_them():
         "import sys; from hotlap.data.tokenising import tokenised; tokenised(['ab'], lambda ts: [[1]], cache=False);"
         "print(sorted({'tokenizers', 'transformers'} & set(sys.modules)))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert ran.stdout.strip() == "[]"

@@ -87,6 +87,14 @@ def entries(rig, outcome):
     return [entry for entry in rig.ledger if (entry.what, entry.outcome) == ("compile", outcome)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def patient():
+    """The compiler may take as long as it likes: on a busy machine that is minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "MOST_S", 7200.0)
+        yield
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """A compiler that makes no code, and so computes bit by bit what is computed without it."""
@@ -409,14 +417,20 @@ def test_a_plan_that_was_given_up_can_be_left_and_taken_again(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="alarms need POSIX")
 def test_a_compiler_that_hangs_is_stopped_and_the_alarm_is_put_away(monkeypatch):
-    def asleep(graph, inputs):
-        time.sleep(60)
+    left = []
 
-    monkeypatch.setattr(compiling, "BACKEND", asleep)
-    monkeypatch.setattr(compiling, "MOST_S", 0.2)
+    def hangs(graph, inputs):
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        signal.setitimer(signal.ITIMER_REAL, 1e-3)  # here and nowhere before, however slow the machine is
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(compiling, "BACKEND", hangs)
     losses, _, rig = trained(Net(0.3), "blocks")
     assert torch.equal(losses, trained(Net(0.3))[0])
-    assert rig.given_up == "compiling took longer than 200 ms"
+    assert len(left) == 1
+    assert 0 < left[0] <= compiling.MOST_S
+    assert rig.given_up == "compiling took longer than 2 h 0 min"
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 

@@ -88,7 +88,9 @@ ACTIONS = {
 
 
 @needs_tree
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.lists(st.sampled_from(sorted(ACTIONS)), max_size=4), st.sampled_from([True, False]))
 def test_whatever_a_user_has_set_by_either_api_is_there_again_afterwards(done, autotune):
     reset()

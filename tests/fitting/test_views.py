@@ -370,7 +370,7 @@ from nbclient import NotebookClient
 
 cells = [nbformat.v4.new_code_cell(code) for code in json.loads(sys.argv[1])]
 notebook = nbformat.v4.new_notebook(cells=cells)
-client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": sys.argv[2]}})
+client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": sys.argv[2]}})
 seen = []
 updates = client.process_message
 def note(message, cell, index):

@@ -308,7 +308,7 @@ def told_by(text, where, seed="0"):
         where.write_text(text)
     words = [sys.executable, "-" if where is None else str(where)]
     given = text if where is None else None
-    ran = subprocess.run(words, input=given, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    ran = subprocess.run(words, input=given, env=environment, capture_output=True, text=True, timeout=600, check=True)
     return ran.stdout
 
 

@@ -3,15 +3,18 @@
 Those that a fixture for a whole file makes are processes of their own, as they are for users.
 """
 
+import itertools
 import os
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from preloaded import Preloaded
 
-from hotlap.kit import visiting
+from hotlap.kit import batch, script_workers, visiting, workers
 
 
 class Forks:
@@ -39,3 +42,11 @@ def preloaded():
 def _looks_are_forks(preloaded, monkeypatch):
     if not torch.cuda.is_available():  # of which no fork could use what was loaded
         monkeypatch.setattr(visiting, "subprocess", Forks(preloaded))
+
+
+@pytest.fixture(autouse=True)
+def _limits_are_spent_by_looking(monkeypatch):
+    """What a command may spend passes by a quarter of a second with each look at it: on no machine sooner or later."""
+    clock = SimpleNamespace(monotonic=itertools.count(0, 0.25).__next__, perf_counter=time.perf_counter)
+    for module in (batch, script_workers, workers):
+        monkeypatch.setattr(module, "time", clock)

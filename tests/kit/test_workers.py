@@ -281,7 +281,7 @@ def test_a_script_that_was_lucky_where_it_was_chosen_is_not_told_of_a_gain_while
     for feed in (resident, resident, first.own):
         first.look(feed)
     made_up.times["resident"] = 0.04
-    assert (first.compared(resident, time.monotonic() + seconds).verdict == "accepted") is is_told
+    assert (first.compared(resident, scripts.time.monotonic() + seconds).verdict == "accepted") is is_told
 
 
 def test_a_feed_that_was_not_obeyed_is_not_counted_and_not_tried_again(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 
 import pytest
 
@@ -15,10 +14,8 @@ MIB = 1024**2
 FAST = DiskSpeed(write_bytes_per_s=1e9, read_bytes_per_s=1e9)
 
 
-def test_the_disk_is_measured_quickly_and_nothing_is_left_behind(tmp_path):
-    start = time.perf_counter()
+def test_the_disk_is_measured_and_nothing_is_left_behind(tmp_path):
     speed = measure_disk(tmp_path)
-    assert time.perf_counter() - start < 3
     assert speed.write_bytes_per_s > 0
     assert speed.read_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []

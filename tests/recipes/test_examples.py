@@ -17,7 +17,7 @@ import nbformat
 from nbclient import NotebookClient
 
 book = nbformat.read(sys.argv[1], as_version=4)
-NotebookClient(book, timeout=120, kernel_name="python3").execute(env=dict(os.environ))
+NotebookClient(book, timeout=600, kernel_name="python3").execute(env=dict(os.environ))
 for cell in book.cells:
     for output in cell.get("outputs", []):
         print(output.get("text", ""))

@@ -54,7 +54,7 @@ def test_one_that_nobody_waits_for_is_ended():
     answers = word_counts.begun(TEXTS, LABELS, HELD)
     process = answers._process
     del answers
-    assert process.wait(timeout=60) is not None
+    assert process.wait(timeout=600) is not None
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ import nbformat
 from nbclient import NotebookClient
 
 cells = [nbformat.v4.new_code_cell(code) for code in sys.argv[1:]]
-NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=60, kernel_name="python3").execute(env=dict(os.environ))
+NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=600, kernel_name="python3").execute(env=dict(os.environ))
 print(json.dumps([[output.get("text", output) for output in cell.outputs] for cell in cells]))
 """
 WATCHES = (
@@ -141,7 +141,7 @@ def test_a_notebook_that_trains_prints_the_same_with_the_real_session(tmp_path, 
     def executed(*more):
         done = subprocess.run(
             [sys.executable, "-c", NOTEBOOK, *more, *cells, "%hotlap off" if more else "pass"],
-            capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=180,
+            capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -22,9 +22,11 @@ class Around:
         print("opened", file=sys.stderr, flush=True)
 
     def __exit__(self, kind, error, at):
-        if os.environ.get("SLOW"):
+        if os.environ.get("UNTIL"):
             print("closing", file=sys.stderr, flush=True)
-            time.sleep(float(os.environ["SLOW"]))
+            gone_wrong = time.monotonic() + 60
+            while not os.path.exists(os.environ["UNTIL"]) and time.monotonic() < gone_wrong:
+                time.sleep(0.01)
         print("closed", kind and kind.__name__, file=sys.stderr, flush=True)
         if os.environ.get("FAULT") == "exit":
             raise ValueError("no room")
@@ -307,21 +309,23 @@ def signalled(*numbers, words=("a.py",), until="ready", **variables):
             assert process.poll() is None, "it never got there"
         for number in numbers:
             process.send_signal(number)
+        Path("sent").touch()
         told = out.read(), err.read()
     return process.returncode, *told
 
 
 WAITS = """
-import sys, time
+import os, sys, time
 print("buffered")
 print("ready", file=sys.stderr, flush=True)
-time.sleep(wait_s)
+while not os.path.exists("sent"):
+    time.sleep(0.01)
 print("over")
 """
 
 
 def test_sigterm_closes_what_is_around_and_then_ends_the_process(home):
-    write(home / "a.py", "wait_s = 20" + WAITS)
+    write(home / "a.py", WAITS)
     assert signalled(signal.SIGTERM) == (-signal.SIGTERM, "buffered\n", "closed None\n")
 
 
@@ -335,12 +339,12 @@ def test_a_shell_sees_143(home):
 
 def test_sigterm_while_it_is_being_closed_waits_for_the_end_of_that(home):
     write(home / "a.py", "")
-    assert signalled(signal.SIGTERM, until="closing", SLOW="0.3") == (-signal.SIGTERM, "", "closed None\n")
+    assert signalled(signal.SIGTERM, until="closing", UNTIL="sent") == (-signal.SIGTERM, "", "closed None\n")
 
 
 def test_a_second_sigterm_ends_it_at_once(home):
     write(home / "a.py", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
-    assert signalled(signal.SIGTERM, until="closing", SLOW="20") == (-signal.SIGTERM, "", "")
+    assert signalled(signal.SIGTERM, until="closing", UNTIL="never") == (-signal.SIGTERM, "", "")
 
 
 def test_a_script_that_listens_to_sigterm_itself_is_in_charge(home):
@@ -349,20 +353,19 @@ def test_a_script_that_listens_to_sigterm_itself_is_in_charge(home):
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
             assert before is signal.SIG_DFL, before
-        wait_s = 20
         """
     write(home / "a.py", textwrap.dedent(listens) + WAITS)
     assert signalled(signal.SIGTERM) == (7, "buffered\n", "closed SystemExit\n")
 
 
 def test_a_script_that_ignores_sigterm_goes_on(home):
-    write(home / "a.py", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); wait_s = 0.3" + WAITS)
+    write(home / "a.py", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WAITS)
     assert signalled(signal.SIGTERM) == (0, "buffered\nover\n", "closed None\n")
 
 
 def test_a_script_that_gives_sigterm_back_leaves_it_to_the_system(home):
     back = "import signal; before = signal.signal(signal.SIGTERM, print); signal.signal(signal.SIGTERM, before)\n"
-    write(home / "a.py", back + "wait_s = 20" + WAITS)
+    write(home / "a.py", back + WAITS)
     assert signalled(signal.SIGTERM) == (-signal.SIGTERM, "buffered\n", "closed None\n")
 
 
@@ -389,7 +392,7 @@ def test_with_nothing_around_it_signals_are_not_touched(home):
 
 @pytest.mark.parametrize("words", [("a.py",), ("-m", "a")])
 def test_ctrl_c_ends_it_as_python_ends_and_what_runs_at_exit_runs(home, words):
-    write(home / "a.py", "import atexit; atexit.register(print, 'at exit'); wait_s = 20" + WAITS)
+    write(home / "a.py", "import atexit; atexit.register(print, 'at exit')" + WAITS)
     code, out, err = signalled(signal.SIGINT, words=words)
     assert (code, out) == (-signal.SIGINT, "buffered\nat exit\n")
     assert err.startswith("Traceback")

@@ -100,7 +100,7 @@ class Pythons:
         else:
             done = subprocess.run(
                 [sys.executable, *options, *target], capture_output=True, text=True, cwd=work,
-                env=self._environment | own, timeout=300,
+                env=self._environment | own, timeout=600,
             )  # fmt: skip
         files = {str(path.relative_to(work)): path for path in sorted(work.rglob("*")) if path.is_file()}
         return Outcome(done.returncode, done.stdout.splitlines(), files, done.stderr)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -113,6 +112,25 @@ def lap_of(feed_s, rest_s, updates, setup_s=0.0):
 def outcomes(rig):
     """The last word on each move."""
     return {e.what: (e.outcome, e.why, e.figures) for e in rig.ledger if e.outcome not in ("measured",)}
+
+
+class Clock:
+    """Stands still but for what a test lets pass."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def perf_counter(self):
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """What the search times itself takes as long as a test says: on a busy machine it may take seconds."""
+    made = Clock()
+    for name in ("search", "trials", "glance"):
+        monkeypatch.setattr(f"hotlap.tuner.{name}.time", made)
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -624,10 +642,10 @@ def test_laps_of_what_looks_faster_go_on_though_all_that_may_be_spent_was():
 
 
 @pytest.mark.parametrize(("look_s", "tried"), [(0.0, True), (0.5, False)])
-def test_what_it_took_to_look_around_is_a_cost_as_any_other(look_s, tried):
+def test_what_it_took_to_look_around_is_a_cost_as_any_other(look_s, tried, clock):
     class Slow(CountingProbe):
         def look(self, lap, *, may_s):
-            time.sleep(look_s)
+            clock.now_s += look_s
 
     rig, gate = rig_for(), Gatekeeper()
     search = searching(rig, 2_000, gate=gate, probe=Slow(rig))
@@ -643,13 +661,13 @@ def test_what_it_took_to_look_around_is_a_cost_as_any_other(look_s, tried):
 class Glancing(CountingProbe):
     """Has a glance at plans whose pace a test makes up."""
 
-    def __init__(self, rig, step, takes_s=0.0):
+    def __init__(self, rig, step, while_looking=lambda: None):
         super().__init__(rig)
-        self._pace, self._takes_s, self.glanced = step, takes_s, []
+        self._pace, self._while_looking, self.glanced = step, while_looking, []
 
     def glance(self, plan):
         self.glanced.append(plan)
-        time.sleep(self._takes_s)
+        self._while_looking()
         return sum(self._pace(plan))
 
 
@@ -696,11 +714,18 @@ def test_where_a_glance_shows_little_nothing_more_is_spent(gain, dear_moves):
     assert "glance" not in outcomes(rig)["baseline"][1]
 
 
-def test_a_glance_is_paid_for(dear_moves):
-    rig = rig_for()
-    search = searching(rig, 20_000, gate=Gatekeeper(), probe=Glancing(rig, narrower(1.0), takes_s=0.2))
+def test_a_glance_is_paid_for(dear_moves, clock):
+    rig, gate, spent = rig_for(), Gatekeeper(), []
+
+    def passes():
+        spent.append(search.budget.spent_s)
+        clock.now_s += 0.2
+
+    check = gate.check
+    gate.check = lambda plan: (spent.append(search.budget.spent_s), check(plan))[1]
+    search = searching(rig, 20_000, gate=gate, probe=Glancing(rig, narrower(1.0), passes))
     drive(search, narrower(1.0))
-    assert search.budget.spent_s >= 0.2
+    assert spent[1] - spent[0] == pytest.approx(0.2), "nothing else was timed between the glance and the first gate"
 
 
 def test_a_run_that_cannot_pay_for_a_glance_has_none(dear_moves):
