@@ -5,11 +5,13 @@ forked imports and does nothing else, so that it has no threads. What a fork doe
 processes of their own.
 """
 
+import gc
 import importlib
 import json
 import multiprocessing.process
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -45,7 +47,7 @@ class Preloaded:
             with theirs, Path(os.devnull).open() as nothing:
                 streams = [one.fileno() for one in (nothing, out, err, theirs)]
                 socket.send_fds(self._line, [json.dumps(order).encode()], streams)
-            mine.settimeout(timeout_s)
+            mine.settimeout(timeout_s)  # what is still running when this line is closed is ended
             told = mine.recv(16)
             assert told, f"the process that was to run {words} is gone"
             for file in (out, err):
@@ -76,15 +78,26 @@ def serve(line):
 
 
 def keep(order, streams):
-    """Have a fork run the order, and tell its exit code."""
+    """Have a fork run the order, and tell its exit code; where nobody waits for that any more, end the fork."""
     *streams, answer = streams
+    awake, ended = socket.socketpair()
+    ended.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ended.fileno())
     pid = os.fork()
     if pid != 0:
         for stream in streams:
             os.close(stream)
+        if awake not in select.select([awake, answer], [], [])[0]:
+            os.kill(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        os.write(answer, str(code).encode())
+        with suppress(OSError):
+            os.write(answer, str(code).encode())
         os._exit(0)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    awake.close()
+    ended.close()
     os.close(answer)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -121,6 +134,7 @@ if __name__ == "__main__":
     for module in sys.argv[2:]:
         importlib.import_module(module)
     assert threading.active_count() == 1
+    gc.freeze()  # or each fork would look through all of it for garbage, and copy it
     given = serve(socket.socket(fileno=int(sys.argv[1])))
     if given is not None:
         become(**given)

@@ -1,0 +1,1 @@
+"""Scripts put together at random, run by plain PyTorch and by hotlap, and compared: see `__main__`."""

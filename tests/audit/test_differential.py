@@ -1,0 +1,87 @@
+"""Scripts put together at random train the same by python alone and by hotlap; `benchmarks.differential` runs more."""
+
+import pytest
+import torch
+from benchmarks.differential.__main__ import sketch_of
+from benchmarks.differential.cases import Case, Finding, Way, examined, shrink
+from benchmarks.differential.comparing import beyond_rounding, differences
+from benchmarks.differential.jobs import JobSketch
+from benchmarks.differential.running import Outcome, Runner
+from benchmarks.differential.script import compose, sketch
+
+SEEDS = (0, 3, 5, 6, 8, 9, 11, 12, 15, 16, 17, 19)
+"""Of quick scripts: no workers, nothing compiled."""
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    found = Runner("cpu", tmp_path_factory.mktemp("differential"))
+    yield found
+    found.close()
+
+
+def test_scripts_of_random_parts_train_the_same_under_hotlap(runner, tmp_path):
+    results = [examined(sketch_of(seed), runner, "cpu", tmp_path) for seed in SEEDS]
+    assert [(one.sketch.seed, str(one.way), one.what[:3]) for result in results for one in result.findings] == []
+    assert [result.sketch.seed for result in results if result.plain_code not in (0, 3)] == []
+    in_force = {name for result in results for _, name in result.applied}
+    assert {"feed.kind=gather", "numerics.optimizer=fused", "numerics.precision=bf16"} <= in_force
+    assert sum(result.exact for result in results) >= len(SEEDS)
+    assert sum(result.rounded for result in results) >= len(SEEDS) // 2
+
+
+def test_every_script_is_python_and_a_seed_always_stands_for_the_same_one():
+    for seed in range(200):
+        text = compose(sketch(seed))
+        compile(text, "train.py", "exec")
+        assert text == compose(sketch(seed))
+
+
+def test_every_fourth_seed_is_a_training_for_fit_or_a_rig():
+    jobs = [sketch_of(seed) for seed in range(3, 80, 4)]
+    assert all(isinstance(one, JobSketch) for one in jobs)
+    assert {one["door"] for one in jobs} == {"fit", "rig"}
+
+
+def test_one_bit_is_a_difference_and_rounding_is_measured_by_the_drift():
+    weights = torch.linspace(1, 2, 5)
+    other = weights.clone()
+    other[3] += 2e-7
+    mine, theirs = {"final.pt.weight": weights}, {"final.pt.weight": other}
+    assert differences(mine, mine) == []
+    assert len(differences(mine, theirs)) == 1
+    assert beyond_rounding(mine, theirs, [mine]) == []
+    far = {"final.pt.weight": weights + 1e-3}
+    assert len(beyond_rounding(mine, far, [mine])) == 1
+    assert beyond_rounding(mine, far, [{"final.pt.weight": weights + 1e-4}]) == []
+
+
+def test_a_line_of_another_shape_is_a_difference_whatever_the_drift():
+    mine, drifted = {"stdout 0": "loss 1.5"}, [{"stdout 0": "loss 2.5"}]
+    assert beyond_rounding(mine, {"stdout 0": "loss 3.5"}, drifted) == []
+    assert len(beyond_rounding(mine, {"stdout 0": "caught 1.5"}, drifted)) == 1
+
+
+class Planted:
+    """A runner under which each script that draws from numpy in its loop prints one line more under hotlap."""
+
+    def alone(self, script, folder):
+        return self._ran(folder, [])
+
+    def under(self, script, folder, plan):
+        return self._ran(folder, ["more"] if "np.random.rand(2)" in script.read_text() else [])
+
+    def _ran(self, folder, lines):
+        (folder / "work").mkdir(parents=True)
+        return Outcome(0, lines, [], "", folder / "work")
+
+
+def test_a_difference_is_shrunk_to_the_part_that_makes_it(tmp_path):
+    one = next(
+        sketch(seed) for seed in range(1000) if "draws_numpy" in sketch(seed).habits and len(str(sketch(seed))) > 120
+    )
+    way = Way("max")
+    case = Case(one, Planted(), "cpu", tmp_path)
+    assert case.check(way)[:2] == ("exact", ["stdout 0: only in one of them", "stdout lines: 0 / 1"])
+    shrunk = shrink(Finding(way, [], "differs", one), Planted(), "cpu", tmp_path, most_tries=200)
+    assert str(shrunk) == "model=mlp, draws_numpy"
