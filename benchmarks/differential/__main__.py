@@ -1,7 +1,7 @@
 """Scripts put together at random from parts, run by plain PyTorch and under hotlap, and compared.
 
     python -m benchmarks.differential [--minutes 10] [--count N] [--device cpu|cuda] [--seed N] [--jobs N]
-                                      [--only SEED] [--keep DIR] [--shrink N] [--out FILE]
+                                      [--only SEED] [--without PART …] [--keep DIR] [--shrink N] [--out FILE]
 
 Each seed stands for one script: a dataset, a sampler, a model, a loss, an optimizer, a schedule, evaluations,
 checkpoints and odd habits. Python runs it alone, then hotlap runs it: with another feed, with `--plan max` or tuned,
@@ -134,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the first script; the next ones follow")
     parser.add_argument("--only", type=int, help="this one alone")
+    parser.add_argument("--without", nargs="+", default=[], metavar="PART", help="leave out scripts with these parts")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, len(os.sched_getaffinity(0)))))
     parser.add_argument("--keep", type=Path, default=Path("differential-findings"))
     parser.add_argument("--shrink", type=int, default=8, help="findings that are shrunk at most")
@@ -147,12 +148,15 @@ def main(arguments: list[str] | None = None) -> int:
         home, runner = Path(folder), Runner(options.device, Path(folder))
         pool = ThreadPoolExecutor(options.jobs)
         running: set[Future[Result]] = set()
-        seed = first
+        sketches = (sketch_of(seed) for seed in range(first, first + count))
+        chosen = (one for one in sketches if not set(options.without) & {one.model, *one.choices.values(), *one.habits})
         try:
             while True:
-                while len(running) < options.jobs and seed < first + count and time.monotonic() < end - LEAVES_S:
-                    running.add(pool.submit(examined, sketch_of(seed), runner, options.device, home))
-                    seed += 1
+                while len(running) < options.jobs and time.monotonic() < end - LEAVES_S:
+                    one = next(chosen, None)
+                    if one is None:
+                        break
+                    running.add(pool.submit(examined, one, runner, options.device, home))
                 if not running:
                     break
                 done, running = wait(running, timeout=5, return_when=FIRST_COMPLETED)

@@ -66,20 +66,19 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def differences(mine: Facts, theirs: Facts) -> list[str]:
     """What differs to the last bit."""
-    found = [f"{name}: only in one of them" for name in mine.keys() ^ theirs.keys()]
     pairs = ((name, mine[name], theirs[name]) for name in mine if name in theirs)
-    found += [
+    found = [
         f"{name}: {_shown(one)} / {_shown(other)}{_how_far(one, other)}"
         for name, one, other in pairs
         if not _is_same(one, other)
     ]
-    return found
+    return found + _missing(mine, theirs)
 
 
 def beyond_rounding(mine: Facts, theirs: Facts, drifted: Sequence[Facts], skips: Sequence[str] = ()) -> list[str]:
     """What differs by more than `TIMES_DRIFT` times what the disturbed runs differ by; `skips` are names left out."""
     tolerances = _tolerances(mine, drifted)
-    found = [f"{name}: only in one of them" for name in mine.keys() ^ theirs.keys()]
+    found = []
     for name in mine:
         if name not in theirs or any(name.startswith(skip) or skip in name for skip in skips):
             continue
@@ -90,7 +89,13 @@ def beyond_rounding(mine: Facts, theirs: Facts, drifted: Sequence[Facts], skips:
         allowed = TIMES_DRIFT * tolerances.get(name, 0.0) + FLOOR * scale
         if not distance <= allowed:
             found.append(f"{name}: {_shown(one)} / {_shown(other)}, off by {distance:.3g}, allowed {allowed:.3g}")
-    return found
+    return found + _missing(mine, theirs)
+
+
+def _missing(mine: Facts, theirs: Facts) -> list[str]:
+    lost, more = ([n for n in a if n not in b] for a, b in ((mine, theirs), (theirs, mine)))
+    words = ((lost, "in the plain run alone"), (more, "under hotlap alone"))
+    return [f"{', '.join(names[:3])}: {len(names)} figures {where}" for names, where in words if names]
 
 
 def is_chaotic(mine: Facts, drifted: Sequence[Facts]) -> bool:

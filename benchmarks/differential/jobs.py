@@ -62,7 +62,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "batches": ("as they are", "prepared", "augmented"),
 }
 PLAIN_SHARE = {"inputs": 0.4, "last": 0.7, "clip": 0.6, "accumulate": 0.7, "patience": 0.8, "batches": 0.7, "door": 0.6}
-NO_MODELS = ("two_modules", "float64", "sparse", "counter", "plain_tensor", "state_kept")
+NO_MODELS = ("two_modules", "float64", "counter", "plain_tensor", "state_kept")
 """Models that are no single module, or whose own state a plain evaluation and `fit`'s would move differently."""
 NORMED = ("norm", "cnn_norm", "cnn_norm_frozen", "buffer", "noise_python", "reads_back")
 """Models that look at a whole batch, or draw once for it: pieces of it are something else to them."""
@@ -132,6 +132,9 @@ def sensible(one: JobSketch) -> JobSketch:
         choices["data"] = choices["data"] if choices["accumulate"] == "1" else "tensors"
     if choices["optimizer"] in ("adagrad", "adadelta") and choices["schedule"] == "one_cycle":
         choices["schedule"] = "lambda"
+    if one.model == "sparse":
+        choices["optimizer"] = choices["optimizer"] if choices["optimizer"] in parts.SPARSE_OPTIMIZERS else "sgd"
+        choices["clip"] = "None"
     if choices["optimizer"] == "groups" and choices["given"] == "made by":
         choices["given"] = "made"
     return dataclasses.replace(one, choices=choices)

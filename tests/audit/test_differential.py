@@ -82,6 +82,6 @@ def test_a_difference_is_shrunk_to_the_part_that_makes_it(tmp_path):
     )
     way = Way("max")
     case = Case(one, Planted(), "cpu", tmp_path)
-    assert case.check(way)[:2] == ("exact", ["stdout 0: only in one of them", "stdout lines: 0 / 1"])
+    assert case.check(way)[:2] == ("exact", ["stdout lines: 0 / 1", "stdout 0: 1 figures under hotlap alone"])
     shrunk = shrink(Finding(way, [], "differs", one), Planted(), "cpu", tmp_path, most_tries=200)
     assert str(shrunk) == "model=mlp, draws_numpy"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,19 +24,28 @@ from hotlap.machine.kernels import first_line
 _COUNTS = ("step", "mu_product")
 """State of torch's optimizers that lies on the host in the plain loop, and on the device in the others."""
 
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+"""Layers that can ask for sparse gradients."""
+
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether every group of the optimizer uses the fused kernel."""
     return all(bool(group.get("fused")) for group in optimizer.param_groups)
 
 
-def why_not_fused(optimizer: Optimizer) -> str | None:
-    """Why this optimizer cannot use a fused kernel on its parameters, or None after a real step with one."""
+def why_not_fused(optimizer: Optimizer, modules: Sequence[nn.Module] = ()) -> str | None:
+    """Why this optimizer cannot use a fused kernel on its parameters, or None after a real step with one.
+
+    `modules` are those that it trains, as far as they are known: embeddings can ask for sparse gradients.
+    """
     name = type(optimizer).__name__
     if "fused" not in optimizer.defaults:
         return f"{name} has no fused kernel"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} with differentiable=True has no fused kernel"
+    layers = (layer for module in modules for layer in module.modules())
+    if has_sparse_gradients(optimizer) or any(isinstance(one, _EMBEDDINGS) and one.sparse for one in layers):
+        return f"{name} has no fused kernel for sparse gradients"
     kinds = {(p.device, p.dtype): p for group in optimizer.param_groups for p in group["params"]}
     for (device, dtype), real in kinds.items():
         try:
@@ -44,6 +53,11 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
         except Exception as error:  # whatever stops a step with it is the answer
             return f"{name} cannot fuse {dtype} on {device}: {first_line(error)}"
     return None
+
+
+def has_sparse_gradients(optimizer: Optimizer) -> bool:
+    """Whether a gradient that is there now is sparse."""
+    return any(p.grad is not None and p.grad.is_sparse for group in optimizer.param_groups for p in group["params"])
 
 
 def twin_of(optimizer: Optimizer, *, only: Tensor | None = None, **flags: Any) -> Optimizer:

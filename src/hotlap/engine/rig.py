@@ -196,7 +196,7 @@ class Rig:
             reason = why_not_checkpointed(self.model, plan.memory.checkpoint, self.device)
             if reason:
                 return reason
-        return why_not_fused(self.optimizer) if numerics.optimizer == "fused" else None
+        return why_not_fused(self.optimizer, self.modules) if numerics.optimizer == "fused" else None
 
     @property
     def _takes_closure(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hotlap.engine.optimizers import Fusion, is_fused, settle_counts, why_not_fused
+from hotlap.engine.optimizers import Fusion, has_sparse_gradients, is_fused, settle_counts, why_not_fused
 from hotlap.engine.recording import Recorder
 from hotlap.engine.rooms import Rooms
 from hotlap.script.call_graphs import Recording
@@ -182,6 +182,8 @@ class Updates:
             return None
         if self._before is not None:
             self._put_back()  # a step has raised
+        if way.changes and has_sparse_gradients(optimizer):
+            return None  # no fused kernel takes them
         update = way.update
         is_alone = (len(args) <= 1 and not kwargs) or all(arg is None for arg in (*args[1:], *(kwargs or {}).values()))
         if update is not None and is_alone and update.replayed():
