@@ -20,6 +20,7 @@ from hotlap.core.plan import Plan
 from hotlap.machine.kernels import first_line
 from hotlap.script.calls import Call
 from hotlap.script.training import ScriptTraining
+from hotlap.tuner.allowance import check_allowed
 from hotlap.tuner.gates import NUDGES, Judgement
 from hotlap.tuner.gradients import Agreement, Outcome, brought_near, gaps_between, shown_cosine
 from hotlap.tuner.likeness import alike
@@ -132,6 +133,7 @@ def _alike(call: Call, own: Plan, plan: Plan) -> Agreement:
 def _outcome(call: Call, plan: Plan) -> Outcome:
     """Forward and backward of a call under a plan; the loss is what its outputs weigh in the script's own."""
     assert call.last_inputs is not None
+    check_allowed()
     args, kwargs = call.last_inputs
     outputs, gradients = call.trial(args, kwargs, call.last_output_grads, plan.numerics, plan.execution)
     pairs = zip(outputs, call.last_output_grads, strict=True)

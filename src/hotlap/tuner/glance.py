@@ -14,6 +14,7 @@ from hotlap.engine.driven import Driven
 from hotlap.moves import capture, precision, resident
 from hotlap.moves.every import Everything, everything
 from hotlap.moves.move import Move
+from hotlap.tuner.allowance import allowed
 from hotlap.tuner.probe import Probe
 from hotlap.tuner.stand import Stand
 
@@ -41,7 +42,8 @@ def at_a_glance(rig: Driven, stand: Stand, probe: Probe, moves: Sequence[Move]) 
     """What those of the moves that are soon made give together, roughly."""
     began = time.perf_counter()
     made = _soon_made(rig, stand, moves)
-    step_s = probe.glance(made.plan) if made is not None else None
+    with allowed(stand.budget.left_s):
+        step_s = probe.glance(made.plan) if made is not None else None
     stand.budget.made(0, time.perf_counter() - began)
     gain = stand.lap.step_s / step_s if step_s else 1.0
     return Glance(made.made, gain) if made is not None and gain >= HOPE else Glance()

@@ -80,6 +80,10 @@ class LapClock:
         if warm == 0 and self._may_begin():
             self._begin()
 
+    def so_far(self) -> tuple[int, float]:
+        """Updates since the lap was asked for, and the seconds that they took, without pauses."""
+        return self._made, self._clock() - self._asked - self._paused_s
+
     def fed(self, seconds: float) -> None:
         """Told how long the host waited for the batch of the step to come."""
         self._feed_s += seconds

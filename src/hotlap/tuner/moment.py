@@ -16,6 +16,7 @@ from hotlap.engine.remembered import Remembered
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import Window
+from hotlap.tuner.allowance import check_allowed
 from hotlap.tuner.gradients import Outcome, brought_near, gaps_between
 
 MOST_UPDATES = 32
@@ -123,6 +124,7 @@ class Moment:
         randomness goes on from where the last run left it; with `gradients_only` nothing else is kept, which spares
         memory.
         """
+        check_allowed()
         rig = self._rig
         rig.use(plan)
         randomness = Randomness(rig.device, host_only=self._device_draws_on) if draws_on else None

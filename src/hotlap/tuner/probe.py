@@ -16,6 +16,7 @@ from hotlap.machine.kernels import first_line
 from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
 from hotlap.monitor.calibration import calibration
 from hotlap.monitor.census import census
+from hotlap.tuner.allowance import SpentError, check_allowed
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.stats import LEAST_GAIN
 
@@ -165,6 +166,8 @@ class CountingProbe(Probe):
                 rig.place = place._replace(window=min(place.window, rig.windows_here - needed))
                 rig.use(plan)
                 step_s = _roughly(rig)
+            except SpentError:
+                log.info("nothing was seen at a glance: it took too long")
             except Exception as error:  # whatever a plan may do; whether it can be obeyed is for the gates to say
                 log.info("nothing was seen at a glance: %s", first_line(error))
         if step_s is None:  # what was made for it may be what there is no room for
@@ -178,12 +181,14 @@ def _roughly(rig: Rig) -> float:
     windows, firsts, warm = rig.windows(room=lambda: MOST_REPLAY_STEPS), -1, 0
     while rig.firsts != firsts and warm < MOST_WARM:
         firsts, warm = rig.firsts, warm + 1
+        check_allowed()
         rig.advance(next(windows))
     fastest = math.inf
     for _ in range(GLANCES):
         rig.wait()
         began, made = time.perf_counter(), 0
         while made < GLANCED:
+            check_allowed()
             window = next(windows)
             rig.advance(window)
             made += window.updates

@@ -9,15 +9,17 @@ kept is then taken out move by move, which tells what each gives.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 
 from hotlap.core.plan import Plan
-from hotlap.core.units import show_seconds
+from hotlap.core.units import show_about, show_seconds
 from hotlap.engine.driven import Driven
 from hotlap.moves import compiled, layout, precision
 from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
+from hotlap.tuner.allowance import SpentError
 from hotlap.tuner.budget import SHARE, Budget, Length
 from hotlap.tuner.gates import Judge
 from hotlap.tuner.glance import Glance, at_a_glance
@@ -195,7 +197,12 @@ class Search:
             self._trials.write(FOUND_BEFORE, "not tried", why=why)
             self._is_known_open = True
             return
-        why_not = self._trials.why_not(found.plan, moves)
+        try:
+            why_not = self._trials.why_not(found.plan, moves, may_s=may_s)
+        except SpentError as error:
+            self._trials.write(FOUND_BEFORE, "not tried", why=str(error))
+            self._is_known_open = True
+            return
         if why_not is not None:
             self._trials.write(FOUND_BEFORE, "rejected", why=why_not)
             return
@@ -305,7 +312,7 @@ class Search:
                 continue
             slower_s = FEW_LAPS_S * (1 - self._now.lap.step_s / self._trials.budget.base_s)
             setup_s = move.setup_s(self.plan, self._rig) + self._now.recording_s(without)
-            if lost_s + setup_s + slower_s > SHARES * self._now.left_s:
+            if lost_s + setup_s + slower_s > SHARES * self._now.left_s or setup_s > self._trials.budget.left_s:
                 continue
             began_s = self._trials.budget.lost_s(self._now.lap.step_s)
             may_s = SHARES * self._now.left_s - lost_s
@@ -315,7 +322,7 @@ class Search:
                 continue
             if tried.accepted:
                 self._trials.keep(move, tried, without_s=_step_s(tried.a))
-            elif tried.estimate.high <= 1 and self._trials.why_not(without, []) is None:
+            elif tried.estimate.high <= 1 and self._is_let_through(without):
                 self._now.kept.remove(move)
                 self._trials.refuse(move, "rejected", "no faster beside the others", tried, without_s=_step_s(tried.a))
                 self.plan, self._now.lap = without, tried.a or self._now.lap
@@ -434,7 +441,12 @@ class Search:
     def _let_through(self, moves: Sequence[Move], *, all_or_none: bool = False) -> list[Move]:
         """The moves that leave the training the same; the others are refused. Where it is to be all of them or none,
         each is looked at again."""
-        why = self._trials.why_not(self._now.with_moves(moves), moves)
+        try:
+            why = self._why_not_let_through(self._now.with_moves(moves), moves)
+        except SpentError as error:
+            for move in moves:
+                self._leave_unpaid(move, str(error))
+            return []
         if why is None:
             return list(moves)
         if all_or_none:
@@ -449,10 +461,35 @@ class Search:
         return passed
 
     def _let_through_beside(self, move: Move, passed: Sequence[Move]) -> list[Move]:
-        why = self._trials.why_not(self._now.with_moves([*passed, move]), [move])
+        try:
+            why = self._why_not_let_through(self._now.with_moves([*passed, move]), [move])
+        except SpentError as error:
+            self._leave_unpaid(move, str(error))
+            return []
         if why is not None:
             self._trials.refuse(move, "rejected", why)
         return [] if why is not None else [move]
+
+    def _is_let_through(self, plan: Plan) -> bool:
+        """Whether a plan without one of the kept moves is let through; not where that may not be paid for."""
+        try:
+            return self._why_not_let_through(plan, []) is None
+        except SpentError:
+            return False
+
+    def _why_not_let_through(self, plan: Plan, moves: Sequence[Move]) -> str | None:
+        """As `Trials.why_not`; a gate that takes more than may be spent is not begun."""
+        takes_s, may_s = self._now.gate_s(moves), self._trials.budget.left_s
+        if takes_s > may_s:
+            may = show_seconds(max(0.0, may_s))
+            raise SpentError(f"its gate is estimated to take {show_about(takes_s)}, and {may} may be spent")
+        return self._trials.why_not(plan, moves)
+
+    def _leave_unpaid(self, move: Move, why: str) -> None:
+        """Leave a move whose gate could not be paid for, until the run turns out longer."""
+        cost_s = self._now.setup_s(move) + self._now.gate_s([move])
+        self._trials.refuse(move, "not tried", why)
+        self._unpaid[move.name] = cost_s
 
     def _settle(self, plan: Plan, moves: Sequence[Move], tried: Tried, **more: float) -> None:
         if self.plan == self.baseline:
@@ -471,6 +508,11 @@ class Search:
             more["together"] = float(len(moves))
         for move in moves:
             self._trials.keep(move, tried, **more)
+
+    @property
+    def lap_may_s(self) -> float:
+        """What the lap that was asked for last may cost, in seconds beyond the user's own pace."""
+        return self._trials.lap_may_s if self.budget is not None else math.inf
 
     @property
     def gate_s(self) -> float:

@@ -68,8 +68,7 @@ class Stand:
         proposed = move.propose(self.plan, self._rig)
         if isinstance(proposed, str):
             return Doubt(proposed)
-        first_s = FIRST_GATE_S if self._rig.device.type == "cuda" and not self.trials.gate_s else 0.0
-        cost_s = move.setup_s(proposed, self._rig) + GATE_UPDATES * self.budget.base_s + first_s
+        cost_s = move.setup_s(proposed, self._rig) + self.gate_s([move])
         most, why = self._probe.most_gain(self.plan, proposed, self.lap)
         can_save_s = self.left_s * (1 - 1 / most)
         if most < LEAST_GAIN:
@@ -80,6 +79,12 @@ class Stand:
         if cost_s > self.budget.left_s - beside_s:
             return Doubt(f"{takes}, and {show_seconds(max(0.0, self.budget.left_s))} may be spent", cost_s)
         return None
+
+    def gate_s(self, moves: Sequence[Move]) -> float:
+        """About what a gate takes that judges these moves: as the cheapest of its kind so far, at least."""
+        is_first = self._rig.device.type == "cuda" and not self.trials.gate_s
+        guessed_s = GATE_UPDATES * self.budget.base_s + (FIRST_GATE_S if is_first else 0.0)
+        return max(guessed_s, self.trials.cheapest_gate_s(moves))
 
     # --- time ------------------------------------------------------------------------------------
 

@@ -11,16 +11,20 @@ from typing import Any, get_args
 
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
+from hotlap.core.units import show_seconds
 from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
+from hotlap.tuner.allowance import SpentError, allowed
 from hotlap.tuner.budget import Budget
 from hotlap.tuner.gates import SAME_MATHS, Judge
-from hotlap.tuner.laps import Lap
+from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.memory import MemoryWatch
 from hotlap.tuner.stats import LEAST_GAIN, Comparison, Estimate, Outcome
 
 DECIDED = get_args(Outcome)
 """Verdicts that are more than the end of what may be spent."""
+SPENT = "no difference seen before all that may be spent was"
+"""The verdict where a trial was stopped."""
 ODD = 5
 """One lap in so many is left out at each end: others on the machine come and go."""
 
@@ -88,6 +92,11 @@ def mean_s(laps: Sequence[Lap]) -> float:
     return math.fsum(lap.step_s for lap in laps) / len(laps)
 
 
+def _keeps_precision(moves: Sequence[Move]) -> bool:
+    """Whether these moves leave the precision as it is; others have gates of their own."""
+    return all(move.kind == "A" for move in moves)
+
+
 class Trials:
     """The trials of one training, and what they have cost."""
 
@@ -99,6 +108,10 @@ class Trials:
         """Of all plans that were timed."""
         self.gate_s = self.dearest_gate_s = 0.0
         """What the last gate took, and the one that took longest."""
+        self._gates_s: dict[bool, float] = {}
+        """What the cheapest gate took, of those for the user's own precision (True) and of the others."""
+        self.lap_may_s = math.inf
+        """What the lap that is asked for may cost, in seconds beyond the user's own pace."""
         self._words: dict[str, tuple[str, Mapping[str, float]]] = {}
         self._kept: dict[str, dict[str, float]] = {}
         """What each kept move was kept for, by name."""
@@ -109,15 +122,29 @@ class Trials:
         self.rejected: dict[str, str] = {}
         """Those of them that are out whatever may be spent, with the reason."""
 
-    def why_not(self, plan: Plan, moves: Sequence[Move]) -> str | None:
-        """Why the plan, which these moves have made, is not the same training; None where the gates let it through."""
-        began = time.perf_counter()
+    def cheapest_gate_s(self, moves: Sequence[Move]) -> float:
+        """What the cheapest gate of the kind that these moves need took so far; 0 where there was none."""
+        return self._gates_s.get(_keeps_precision(moves), 0.0)
+
+    def why_not(self, plan: Plan, moves: Sequence[Move], may_s: float | None = None) -> str | None:
+        """Why the plan, which these moves have made, is not the same training; None where the gates let it through.
+
+        Raises SpentError where that takes longer than `may_s` seconds, or than may be spent.
+        """
+        began, kind = time.perf_counter(), _keeps_precision(moves)
         try:
-            passed = self._gate.check(plan)
+            with allowed(self.budget.left_s if may_s is None else may_s):
+                passed = self._gate.check(plan)
+        except SpentError:
+            # How much more it would have taken is not known; it is not begun again for as little.
+            took_s = time.perf_counter() - began
+            self._gates_s[kind] = max(self._gates_s.get(kind, 0.0), 2 * took_s)
+            raise SpentError(f"its gate was stopped after {show_seconds(took_s)}, all that may be spent") from None
         finally:
             self.gate_s = time.perf_counter() - began
             self.dearest_gate_s = max(self.gate_s, self.dearest_gate_s)
             self.budget.made(0, self.gate_s)
+        self._gates_s[kind] = min(self._gates_s.get(kind, math.inf), self.gate_s)
         if passed.ok:
             # Beside another precision the others were judged in the user's own.
             mixed = len({move.kind for move in moves}) > 1
@@ -135,8 +162,23 @@ class Trials:
         That is the budget, or `may_lose_s` seconds beyond the pace of the plan settled on, which is one of the two.
         What looks faster goes on: its laps cost nothing.
         """
-        comparison, a_laps, b_laps = Comparison(), list[Lap](), list[Lap]()
+        comparison, laps, quads = Comparison(), {a: list[Lap](), b: list[Lap]()}, 0
         before_s, began = self.budget.spent_s, (self.budget.wall_s, self.budget.updates)
+
+        def looks_faster() -> bool:
+            if quads:
+                return comparison.estimate.ratio >= LEAST_GAIN
+            own_s = self.budget.base_s if a == self._baseline else 0.0
+            own_s = mean_s(laps[a] or self._laps[a]) if laps[a] or a in self._laps else own_s
+            return bool(laps[b]) and own_s >= LEAST_GAIN * mean_s(laps[b])
+
+        def is_spent() -> bool:
+            if may_lose_s is None:
+                return self.budget.left_s < 0 and bool(laps[b]) and not looks_faster()
+            pace_s = mean_s(laps[settled])
+            # One quad alone says nothing of its noise.
+            return quads > 1 and self.budget.lost_s(pace_s) - (began[0] - began[1] * pace_s) > may_lose_s
+
         self._memory.begin()
         stopped: str | None = None
         try:
@@ -145,33 +187,38 @@ class Trials:
                 # By a coin: whatever on the machine comes round every few laps must not always hit the same plan.
                 for name in self._coin.choice(("abba", "baab")):
                     plan = a if name == "a" else b
+                    is_free = plan == settled or (plan == b and looks_faster())
+                    left_s = self.budget.left_s if may_lose_s is None else may_lose_s
+                    self.lap_may_s = math.inf if is_free else max(LAP_S, left_s)  # one lap may tell that it is
                     lap = yield plan
                     self._book(plan, lap)
                     quad[name].append(lap.step_s)
-                    (a_laps if plan is a else b_laps).append(lap)
+                    laps[plan].append(lap)
                     self._laps.setdefault(plan, []).append(lap)
-                    if plan is not settled and stopped is None:
-                        stopped = self._memory.why_short()
-                if self._baseline in (a, b):
-                    self.budget.base_s = self.pace_s(self._baseline)
-                (a1, a2), (b1, b2) = quad["a"], quad["b"]
-                comparison.add(a1, b1, b2, a2)
-                if may_lose_s is None:
-                    dear = self.budget.left_s < 0 and comparison.estimate.ratio < LEAST_GAIN
+                    stopped = self._memory.why_short() if plan != settled else None
+                    if stopped is None and may_lose_s is None and is_spent():
+                        stopped = SPENT
+                    if stopped is not None:
+                        break  # what there is of the quad tells nothing
                 else:
-                    pace_s = mean_s(a_laps if settled is a else b_laps)
-                    dear = self.budget.lost_s(pace_s) - (began[0] - began[1] * pace_s) > may_lose_s
-                # One quad alone says nothing of its noise.
-                dear = dear and (may_lose_s is None or len(a_laps) > 2)
-                if stopped is None and comparison.verdict is None and dear:
-                    stopped = "no difference seen before all that may be spent was"
+                    if self._baseline in (a, b):
+                        self.budget.base_s = self.pace_s(self._baseline)
+                    (a1, a2), (b1, b2) = quad["a"], quad["b"]
+                    comparison.add(a1, b1, b2, a2)
+                    quads += 1
+                    if comparison.verdict is None and is_spent():
+                        stopped = SPENT
         except TrialError as error:
             return Tried(verdict=f"a step failed: {error}", cost_s=self.budget.spent_s - before_s)
+        except SpentError:
+            stopped = SPENT
+        finally:
+            self.lap_may_s = math.inf
         return Tried(
             verdict=stopped or comparison.verdict or "no difference seen",
-            estimate=comparison.estimate,
-            a=middle(a_laps),
-            b=middle(b_laps),
+            estimate=comparison.estimate if quads else None,
+            a=middle(laps[a]) if laps[a] else None,
+            b=middle(laps[b]) if laps[b] else None,
             cost_s=self.budget.spent_s - before_s,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
 from hotlap.engine.driven import Driven
 from hotlap.engine.rig import Place, Rig
 from hotlap.machine.kernels import first_line
+from hotlap.tuner.allowance import SpentError
 from hotlap.tuner.budget import Length, savings
 from hotlap.tuner.canary import Canary
 from hotlap.tuner.gates import Gate, Judge
@@ -60,6 +62,8 @@ class Tuner:
         self._search = Search(rig, length=length, gate=gate, probe=probe, most_s=most_s, known=known)
         self._asks = self._search.run()
         self._clock = LapClock(rig, period=period)
+        self._may_s = math.inf
+        """What the lap under way may cost, in seconds beyond the user's own pace."""
         self._rest: Rest | None = None
         self._rested, self._rest_began = 0, 0.0
         self._canary: Canary | None = None
@@ -131,12 +135,14 @@ class Tuner:
         lap = self._clock.stepped(updates)
         if lap is not None:
             self._go_on(lap)
+        elif self._may_s < math.inf and self._spent_s() > self._may_s:
+            self._give_up(SpentError(), "what may be spent on a trial is")
 
     def failed(self, error: Exception) -> bool:
         """Told that a step broke. Where the plan was on trial: it is out, the step is to be made again, and True."""
         if self.done or self._rig.plan == self._search.plan:
             return False
-        self._give_up(error, self._place)
+        self._give_up(TrialError(first_line(error)), "a plan on trial broke a step", self._place)
         return True
 
     def ended(self) -> None:
@@ -183,12 +189,20 @@ class Tuner:
             return
         self._obey(asked)
 
-    def _give_up(self, error: Exception, place: Place | None = None) -> None:
-        self._rig.use(self._search.plan, why="a plan on trial broke a step")
+    def _spent_s(self) -> float:
+        """What the lap under way has taken beyond the user's own pace."""
+        updates, wall_s = self._clock.so_far()
+        return wall_s - updates * self._search.budget.base_s if self._search.budget is not None else 0.0
+
+    def _give_up(self, reason: BaseException, why: str, place: Place | None = None) -> None:
+        """End the trial whose plan is in force; what its lap took is booked."""
+        if self._search.budget is not None:
+            self._search.budget.made(*self._clock.so_far())
+        self._rig.use(self._search.plan, why=why)
         if place is not None:
             self._rig.place = place
         try:
-            asked = self._asks.throw(TrialError(first_line(error)))
+            asked = self._asks.throw(reason)
         except StopIteration:
             self._finish()
             return
@@ -202,14 +216,15 @@ class Tuner:
                 self._search.gate.forget()
             self._rest, self._rested, self._rest_began = asked, 0, began
             return
-        warm = 0
+        warm, self._may_s = 0, self._search.lap_may_s
         if asked != rig.plan:
             feed = asked.feed
             warm = WARM + feed.workers * (feed.prefetch or AHEAD)
             try:
                 rig.use(asked, outcome="measured")
-            except (RuntimeError, ValueError) as error:  # no memory for its data, for one
-                self._give_up(error)
+            except (RuntimeError, ValueError) as error:  # no memory for its data, say
+                self._clock.ask(warm=0, since=began)
+                self._give_up(TrialError(first_line(error)), "a plan on trial cannot be obeyed")
                 return
         self._clock.ask(warm=warm, since=began)
 

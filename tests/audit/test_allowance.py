@@ -1,0 +1,160 @@
+"""What may be spent bounds a trial before it begins, and stops it when it is spent."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from clocked import HELD_S, OWN_S, Clocked
+from plain import Computed, small_mlp
+from torch import nn
+
+from hotlap import Rig
+from hotlap.core.table import rows
+from hotlap.moves import fused, resident
+from hotlap.tuner.allowance import SpentError, allowed, check_allowed
+from hotlap.tuner.gates import Gate, Judgement
+
+
+def spent_s(training):
+    return training.tuner._search.budget.spent_s
+
+
+def why(training):
+    return {row.what: (row.outcome, row.why) for row in rows(training.rig.ledger)}
+
+
+def slow_gate(training, takes_s, parts=100):
+    """One that asks between its parts whether it may go on, as all do."""
+
+    def check(plan):
+        training.gate.asked.append(plan)
+        for _ in range(parts):
+            check_allowed()
+            training.now += takes_s / parts
+        return Judgement(ok=True, why="same maths")
+
+    training.gate.check = check
+
+
+def test_a_gate_is_stopped_once_all_that_may_be_spent_is(monkeypatch):
+    training = Clocked(monkeypatch, updates=10_000)  # 100 s, of which 1.5 s may be spent
+    slow_gate(training, 50.0)
+    training.train(2000)
+    assert training.tuner.done
+    assert spent_s(training) == pytest.approx(1.5, abs=0.6)
+    assert len(training.gate.asked) == 1
+    assert training.rig.plan == training.tuner._search.baseline
+    outcome, reason = why(training)["data held on the device"]
+    assert outcome == "not tried"
+    assert reason == "its gate was stopped after 2 s, all that may be spent"
+
+
+def test_a_gate_whose_like_took_more_than_is_left_is_not_begun(monkeypatch):
+    """Two moves are refused together, and there is no money left to judge each alone."""
+    training = Clocked(monkeypatch, updates=10_000)
+
+    def check(plan):
+        training.gate.asked.append(plan)
+        training.now += 1.0
+        return Judgement(ok=False, why="gradients differ")
+
+    training.gate.check = check
+    training.train(2000)
+    assert training.tuner.done
+    assert len(training.gate.asked) == 1
+    assert {outcome for outcome, _ in why(training).values()} >= {"not tried"}
+    assert spent_s(training) < 1.5
+
+
+def test_a_lap_is_stopped_once_all_that_may_be_spent_is(monkeypatch):
+    """Each update under the plan on trial takes a second: it is never at its pace."""
+    training = Clocked(
+        monkeypatch,
+        updates=10_000,
+        pace=lambda plan: 1.0 if plan.feed.kind == "resident" else OWN_S,
+        moves=(resident.MOVE,),
+    )
+    training.train(400)
+    assert training.tuner.done
+    assert spent_s(training) < 1.5 + 1.0
+    assert why(training)["data held on the device"] == (
+        "rejected",
+        "no difference seen before all that may be spent was",
+    )
+
+
+def test_laps_of_a_slower_plan_stop_between_the_laps_of_a_quad(monkeypatch):
+    asked = []
+
+    def pace(plan):
+        asked.append(plan)
+        return 0.04 if plan.feed.kind == "resident" else OWN_S
+
+    training = Clocked(monkeypatch, updates=3_000, pace=pace, moves=(resident.MOVE,))
+    training.train(400)
+    assert training.tuner.done
+    assert spent_s(training) < 0.45 + 0.3
+    assert why(training)["data held on the device"][0] == "rejected"
+
+
+def test_laps_of_what_is_already_faster_go_on(monkeypatch):
+    training = Clocked(monkeypatch, updates=1_200, moves=(resident.MOVE,), gate_s=0.5)  # 180 ms may be spent
+    training.train(1_200)
+    assert training.tuner.done
+    assert why(training)["data held on the device"][0] == "kept"
+
+
+def test_what_a_broken_trial_took_is_a_cost_too(monkeypatch):
+    training = Clocked(monkeypatch, updates=100_000, moves=(resident.MOVE,))
+    while training.rig.plan == training.tuner._search.baseline:
+        training.train(1)
+    training.now += 0.7
+    assert training.tuner.failed(RuntimeError("out of memory"))
+    assert spent_s(training) == pytest.approx(0.7, abs=0.1)
+
+
+def test_the_share_of_a_move_that_takes_long_to_set_up_again_is_not_measured(monkeypatch):
+    dear = dataclasses.replace(resident.MOVE, setup_s=lambda plan, rig: 1.2)
+    training = Clocked(
+        monkeypatch,
+        updates=10_000,
+        moves=(fused.MOVE, dear),
+        pace=lambda plan: HELD_S if plan.feed.kind == "resident" else OWN_S,
+        gate_s=1.0,
+    )
+    monkeypatch.setattr("hotlap.tuner.budget.OF_SAVED", 0.0)
+    monkeypatch.setattr("hotlap.tuner.budget.OF_COMING", 0.0)
+    training.train(3000)
+    assert not any("without_s" in entry.figures for entry in training.rig.ledger if entry.what == dear.name)
+
+
+# --- the gates and glances that there are --------------------------------------------------------
+
+
+def rig_for():
+    torch.manual_seed(0)
+    rig = Rig(small_mlp(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu")
+    next(rig.feed(Computed(), batch_size=8, epochs=1000))
+    return rig
+
+
+def test_the_gate_of_a_rig_asks_whether_it_may_go_on_and_leaves_no_trace():
+    rig = rig_for()
+    before, plan = rig.snapshot(), rig.plan
+    weights = [p.detach().clone() for p in rig.model.parameters()]
+    with allowed(0.0), pytest.raises(SpentError):
+        time.sleep(0.001)
+        Gate(rig, plan).check(plan.but(optimizer="fused"))
+    assert rig.plan == plan
+    assert before is not None
+    assert all(torch.equal(a, b) for a, b in zip(weights, rig.model.parameters(), strict=True))
+    assert Gate(rig, plan).check(plan.but(optimizer="fused")).ok
+
+
+def test_time_that_may_be_spent_is_over_inside_only():
+    with pytest.raises(SpentError), allowed(-1.0):
+        check_allowed()
+    check_allowed()
+    with allowed(1000.0):
+        check_allowed()
