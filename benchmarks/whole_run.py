@@ -34,6 +34,7 @@ from torch import nn
 
 import hotlap
 from benchmarks.fast_path import all_works
+from benchmarks.networks import NETWORKS
 from benchmarks.quality import held_out
 from benchmarks.texts import LONG_RUN
 from benchmarks.trainings import steps_of
@@ -141,7 +142,7 @@ def own_pace(work: Work, device: torch.device, *, seconds: float, drop_last: boo
 
 def works() -> tuple[Work, ...]:
     """All that is trained here."""
-    return all_works((LONG_RUN, LONG_RUN))
+    return (*all_works((LONG_RUN, LONG_RUN)), *NETWORKS)
 
 
 def train_alone(options: argparse.Namespace) -> None:
@@ -368,7 +369,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return 0
     there = works()
-    wanted = called((work for work in there if options.large or work.name != LARGE), *options.only)
+    usual = [work for work in there if work not in NETWORKS and (options.large or work.name != LARGE)]
+    wanted = called(usual, *options.only) or called(there, *options.only)
     if not wanted:
         _say(f"no work is called {', '.join(options.only)}; there are {'; '.join(work.name for work in there)}")
         return 2
