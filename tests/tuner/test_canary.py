@@ -6,7 +6,7 @@ import pytest
 
 from hotlap.core.plan import Plan
 from hotlap.tuner import canary
-from hotlap.tuner.canary import FIRST_S, SHARE, SOON_S, Canary
+from hotlap.tuner.canary import FIRST_S, SHARE, SOON_S, STORM_STEPS, Canary
 from hotlap.tuner.gates import Judgement
 
 OWN = Plan()
@@ -18,7 +18,7 @@ class Training:
     """A training that makes steps, a gate that answers as a test says, and the clock of both."""
 
     def __init__(self):
-        self.now_s, self.steps, self.plan, self.told = 1000.0, 100, TUNED, []
+        self.now_s, self.steps, self.skipped, self.plan, self.told = 1000.0, 100, 0, TUNED, []
         self.is_good, self.asked, self.look_s, self.forgot = lambda plan: True, [], 0.0, 0
 
     def perf_counter(self):
@@ -144,3 +144,14 @@ def test_a_look_is_announced_before_it_is_due(training):
     assert not watcher.looks_soon
     training.now_s += 0.2 * SOON_S
     assert watcher.looks_soon
+
+
+@pytest.mark.parametrize(("precision", "share", "looks"), [("fp16", 0.6, 1), ("fp16", 0.4, 0), ("bf16", 0.6, 0)])
+def test_a_storm_of_skipped_updates_in_fp16_is_looked_at_at_once(training, precision, share, looks):
+    watcher = Canary(training, training, plan=TUNED.but(precision=precision), baseline=OWN)
+    for _ in range(STORM_STEPS - 1):
+        training.step(watcher)
+    training.skipped = share * STORM_STEPS
+    assert looks_of(training) == []
+    training.step(watcher)
+    assert len(training.asked) == looks
