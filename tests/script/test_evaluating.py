@@ -311,7 +311,7 @@ def test_when_a_training_ends_its_evaluation_goes_back_and_another_one_begins_an
         assert_same(one, other)
     # The second training is known after a few steps, and its first evaluation is the first that is counted.
     assert feeds()[1] == [*["loader", *["gather"] * (EPOCHS - 1)] * 2]
-    assert len(told("run-2")) == 1
+    assert len(told("run/training-2")) == 1
     assert list(map(len, loader)) == [2] * 10
 
 

@@ -160,8 +160,8 @@ def test_whatever_breaks_inside_hotlap_the_script_goes_on(session, monkeypatch, 
     assert len(trained[0]) == len(long_alone[0])
     assert np.mean(trained[0][-16:]) == pytest.approx(np.mean(long_alone[0][-16:]), rel=0.2, abs=0.05)
     said = capsys.readouterr()
-    assert said.err.count("planted") == 1, said.err
-    assert "went on without it" in said.err
+    assert "planted" in said.err
+    assert said.err.count("went on without it") == 1, said.err
     assert said.out == ""
 
 
@@ -191,7 +191,7 @@ def test_a_second_training_is_found_too(session, tmp_path, capsys):
     with session(plan=plan_file(tmp_path, kind="gather")):
         first, second = train(), train()
     assert is_equal(first, second)
-    assert RunFolder.open(tmp_path / "run-2").read_plan().feed.kind == "gather"
+    assert RunFolder.open(tmp_path / "run" / "training-2").read_plan().feed.kind == "gather"
 
 
 def test_a_loop_without_a_loader_or_a_module(session, capsys):

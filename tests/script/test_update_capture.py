@@ -548,7 +548,7 @@ def test_a_session_makes_steps_by_replays_and_leaves_torch_as_it_was(monkeypatch
         return Updates(optimizers, make_recorder=lambda device: recorders.append(FakeRecorder(device)) or recorders[-1])
 
     monkeypatch.setattr("hotlap.script.training.Updates", updates_of)
-    save_plan(Plan(feed=Feed(kind="loader")), tmp_path / "plan.toml")
+    save_plan(Plan(feed=Feed(kind="loader")).but(optimizer="fused"), tmp_path / "plan.toml")
 
     def train(session=None):
         model = net()

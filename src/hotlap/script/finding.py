@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,17 @@ class Finder:
     Counting begins with the first step: what a script does before, such as a first evaluation, is no part of its loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Mapping[Optimizer, int] | None = None) -> None:
+        """`before` are steps that were made before it was there to see them."""
+        self._before = dict(before or {})
         self._steps: Counter[Optimizer] = Counter()
         self._served: dict[int, tuple[Any, set[int]]] = {}
         self._called: dict[int, tuple[nn.Module, set[int]]] = {}
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have made a step so far."""
+        return list({**self._before, **self._steps})
 
     def served(self, loader: Any) -> None:
         """Told that a loader gave a batch."""
@@ -61,7 +68,7 @@ class Finder:
             optimizers=optimizers,
             modules=_outermost(modules),
             loaders=[loader for loader, when in self._served.values() if len(when) >= SEEN // 2],
-            before=self._steps[optimizer],
+            before=self._steps[optimizer] + self._before.get(optimizer, 0),
         )
 
     def _note(self, seen: dict[int, tuple[Any, set[int]]], what: Any) -> None:

@@ -55,10 +55,13 @@ class Patches:
             self.take_out(key)
 
 
-def untraced(patch: Any) -> Callable[..., Any]:
-    """What stands in for torch's own, and is not to be compiled where a compiled function falls back to Python."""
+def untraced(patch: Any, *, beneath: bool = True) -> Callable[..., Any]:
+    """What stands in for torch's own, and is not to be compiled where a compiled function falls back to Python.
+
+    Nor is what it calls; without `beneath`, that is compiled as ever.
+    """
     with suppress(AttributeError):  # an older torch has no such setting
         frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(patch.__code__, frames._FrameExecStrategy(skip, skip))
+        skip, as_ever = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(patch.__code__, frames._FrameExecStrategy(skip, skip if beneath else as_ever))
     return cast("Callable[..., Any]", patch)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hotlap.script.patches import Patches
+from hotlap.script.patches import Patches, untraced
 
 KEPT = 8
 """Batches whose copies are kept at most: a script that keeps its batches must not fill the device with copies."""
@@ -89,8 +89,8 @@ class Sending:
                         return copy
                 return own_cuda(tensor, *args, **kwargs)
 
-            self._patches.put(torch.Tensor, "to", to)
-            self._patches.put(torch.Tensor, "cuda", cuda)
+            self._patches.put(torch.Tensor, "to", untraced(to))
+            self._patches.put(torch.Tensor, "cuda", untraced(cuda))
 
     def remove(self) -> None:
         """Leave torch as it was, and let go of all copies."""

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,20 +26,27 @@ from hotlap.core.ledger import Ledger
 from hotlap.machine.kernels import first_line
 from hotlap.script.attending import Attending
 from hotlap.script.calls import Call
+from hotlap.script.compiling import WHY as COMPILES
+from hotlap.script.compiling import Compiling
 from hotlap.script.finding import Finder, Loop
 from hotlap.script.horizon import Horizon
-from hotlap.script.patches import Patches
+from hotlap.script.patches import Patches, untraced
+from hotlap.script.resting import Rest, Trained, is_inner
 from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
 from hotlap.script.steering import Steering
 from hotlap.script.telling import Teller
 from hotlap.script.training import ScriptTraining
-from hotlap.script.update_clipping import Clipping, stand_ins
+from hotlap.script.update_clipping import NORM, SCALE, Clipping, stand_ins
 from hotlap.script.update_shortcuts import Shortcuts
 from hotlap.script.waits import Waits
 from hotlap.tuner.budget import Length
 
-CALLS = "Module.__call__"
+BEFORE, AFTER, CALLS = "before", "after", "Module.__call__"
+MAKING = ("__init__", "__setstate__")
+"""Methods of optimizers by which there is one more."""
+MOST_FAULTS = 3
+"""Trainings that may break hotlap before it leaves the rest of the script alone."""
 STRANGE = 2
 """Steps in a row of an optimizer that is no part of the loop, after which another loop has begun."""
 LOOKED = 32
@@ -87,6 +94,11 @@ class Session:
         self._shortcuts = Shortcuts(self._replayed)
         self._inside = False
         self._open = False
+        self._compiling = Compiling(self._compiles, self._compiles_a_step)
+        self._rest: Rest | None = None
+        self._earlier: WeakKeyDictionary[Optimizer, Rest | Trained] = WeakKeyDictionary()
+        """Trainings that were left for another, by the optimizer whose steps are counted."""
+        self._faults = 0
         self._guard = _Safely(self)
         self._home = (os.getpid(), threading.get_ident())
 
@@ -99,11 +111,15 @@ class Session:
         self._open = True
         # Functions, so that classes bind them.
         self._patches.put(DataLoader, "__iter__", lambda loader: self._iterated(loader))
-        self._watch_calls()
-        self._patches.hooked("before", register_optimizer_step_pre_hook(self._before_step))
-        self._patches.hooked("after", register_optimizer_step_post_hook(self._after_step))
-        for name, part in stand_ins(self._clipping):
-            self._patches.put(clip_grad, name, part)
+        if self._compiling.can_be_watched():
+            self._compiling.watch()
+        else:
+            for name in MAKING:
+                self._patches.put(Optimizer, name, self._making(getattr(Optimizer, name)))
+        for hook in (Session._before_step, Session._after_step):
+            untraced(hook)
+        self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
+        self._patches.hooked(AFTER, register_optimizer_step_post_hook(self._after_step))
 
     def stop(self, error: BaseException | None = None) -> None:
         """Take everything back, write the run folder, and tell on stderr what was found; once."""
@@ -115,16 +131,19 @@ class Session:
         except Exception as fault:
             self._teller.fault(fault)
         self._patches.take_out_all()
+        self._compiling.close()
         self._teller.tell(error)
 
     @property
     def is_steering(self) -> bool:
         """Whether a training has been found, and nothing has gone wrong since."""
-        return self._steering is not None
+        return self._steering is not None or (self._rest is not None and self._rest.trained is not None)
 
     def so_far(self) -> list[str]:
         """Where it stands, in lines for people."""
         ledger = self._steering.training.ledger if self._steering is not None else None
+        if self._rest is not None and self._rest.trained is not None:
+            ledger = self._rest.trained.ledger
         return self._teller.lines(ledger)
 
     def __enter__(self) -> Self:
@@ -146,7 +165,7 @@ class Session:
 
     def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any]:
         try:
-            if self._is_ours:
+            if self._is_ours and not (self._rest is not None and self._rest.is_for_all):
                 return self._serving_of(loader).iterate()
         except Exception as error:
             self._fault(error)
@@ -173,6 +192,8 @@ class Session:
         return self._sending
 
     def _served(self, serving: Serving, seconds: float) -> None:
+        if self._rest is not None:
+            return
         with self._safely():
             if self._finder is not None:
                 self._finder.served(serving)
@@ -180,6 +201,8 @@ class Session:
                 self._steering.served(serving, seconds)
 
     def _begun(self, serving: Serving) -> None:
+        if self._rest is not None:
+            return
         with self._safely():
             if self._steering is None or serving in self._steering.training.servings:
                 self._horizon.began_epoch(serving.length, sys._getframe(1))
@@ -197,6 +220,8 @@ class Session:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """What hooks before a step give: the arguments of a step that has nothing left to do, or None."""
+        if self._rest is not None or is_inner(optimizer):
+            return None
         with self._safely():
             if self._steering is not None and self._is_ours:
                 self._inside = True
@@ -221,6 +246,12 @@ class Session:
         return made
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        rest = self._rest
+        if rest is not None and rest.counts(optimizer):
+            self._strange = 0
+            return
+        if is_inner(optimizer):
+            return
         with self._safely():
             if self._steering is not None:
                 self._steering.training.updates.after_step(optimizer)
@@ -230,6 +261,11 @@ class Session:
                     self._stepped(optimizer)
                 finally:
                     self._inside = False
+        # Hooks before a step are put in and taken out here alone: where torch goes through them, they must not change.
+        if self._rest is not None:
+            self._patches.take_out(BEFORE)
+        elif not self._patches.has(BEFORE) and self._patches.has(AFTER):
+            self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
 
     def _clipping(self) -> Clipping | None:
         return self._steering.training.updates.clipping if self._steering is not None and self._is_ours else None
@@ -238,49 +274,85 @@ class Session:
 
     def _stepped(self, optimizer: Optimizer) -> None:
         if self._finder is not None:
+            self._watch_calls()
             loop = self._finder.stepped(optimizer)
             if loop is not None:
                 self._take_up(loop)
             return
         steering = self._steering
-        if steering is None:
-            return
-        if optimizer not in steering.training.optimizers:
+        if steering is None or optimizer not in steering.training.optimizers:
             self._strange += 1
             if self._strange >= STRANGE:
-                self._end_training()
-                self._finder, self._horizon = Finder(), Horizon()
-                self._watch_calls()
+                self._turn_to(optimizer)
             return
         self._strange = 0
         if optimizer is steering.training.optimizer:
             served = steering.training.servings[0].served if steering.training.servings else None
             self._horizon.stepped(steering.training.steps + 1, served)
+        if self._compiling.has_begun:
+            steering.training.leave_calls(COMPILES)
+            if steering.changes_calls:
+                steering.counted(optimizer)
+                steering.training.write_down("hotlap", "chosen", COMPILES)
+                self._begin_rest(steering)
+                return
         steering.stepped(optimizer)
         self._look_for_waits(steering)
+        if steering.has_nothing_to_do and not self._looks_for_waits(steering):
+            self._begin_rest(steering)
+            return
         if steering.looks_at_calls:
-            if not self._patches.has(CALLS):
-                self._watch_calls()
+            self._watch_calls()
         else:
             self._patches.take_out(CALLS)
         if steering.training.updates.clipping is not None:
             self._shortcuts.put(steering.training.optimizers)
+            for name, part in stand_ins(self._clipping):
+                self._patches.put(clip_grad, name, part)
         else:
-            self._shortcuts.take_out()
+            self._take_out_shortcuts()
+
+    def _turn_to(self, optimizer: Optimizer) -> None:
+        """The script trains with another optimizer now: a new one, or one that it comes back to."""
+        self._end_training()
+        earlier, steps = self._earlier.get(optimizer), self._strange
+        if isinstance(earlier, Rest):
+            self._rest = earlier
+            earlier.go_on(steps)
+        else:
+            self._finder, self._horizon = Finder({optimizer: steps}), Horizon()
 
     def _take_up(self, loop: Loop) -> None:
         """The loop is known: steer it."""
         self._finder, self._strange = None, 0
+        self._rest = Rest(loop.optimizers)  # until all is well
         self._advice = self._attending.advice()
-        training = ScriptTraining(loop, loop.loaders, Ledger())
+        earlier = self._earlier.get(loop.optimizers[0])
+        training = ScriptTraining(loop, loop.loaders, earlier.ledger if isinstance(earlier, Trained) else Ledger())
+        training.before += earlier.updates if isinstance(earlier, Trained) else 0
+        if self._compiling.has_begun:
+            training.leave_calls(COMPILES)
         if not training.servings:
             self._horizon.began_steps(sys._getframe(1))
         for serving in training.servings:  # it may have been seen before the script chose its device
             serving.device, serving.sending = training.device, self._sending_to(training.device)
         self._calls = {id(call.module): call for call in training.calls}
         asked = self.settings.plan
-        plan = asked(training) if callable(asked) else asked
-        self._steering = Steering(training, plan=plan, tune_s=self.settings.tune_s, length=self._length)
+        try:
+            plan = asked(training) if callable(asked) else asked
+            self._steering = Steering(training, plan=plan, tune_s=self.settings.tune_s, length=self._length)
+        except Exception:
+            training.close()
+            raise
+        self._rest = None
+
+    def _begin_rest(self, steering: Steering) -> None:
+        """Nothing more will be done for this training: let go of it, and only count its steps."""
+        steering.close()
+        self._steering, trained = None, steering.trained()
+        trained.notes, self._advice = [*trained.notes, *self._advice], []
+        self._rest = Rest(steering.training.optimizers, trained)
+        self._leave_torch()
 
     def _length(self) -> Length:
         steps = self._steering.training.steps if self._steering is not None else 0
@@ -289,21 +361,40 @@ class Session:
 
     def _end_training(self) -> None:
         steering, self._steering = self._steering, None
+        rest, self._rest = self._rest, None
+        try:
+            self._leave_torch()
+            if steering is not None:
+                steering.close()
+        finally:
+            if rest is not None and rest.trained is not None:
+                self._left(rest, rest.trained, rest.optimizers)
+            if steering is not None:
+                trained = steering.trained()
+                self._left(trained, trained, steering.training.optimizers)
+            self._waits, self._looked, self._advice = None, 0, []
+
+    def _left(self, earlier: Rest | Trained, trained: Trained, optimizers: Sequence[Optimizer]) -> None:
+        self._earlier.update(dict.fromkeys(optimizers[:1], earlier))
+        self._teller.trained(trained, self._advice)
+
+    def _leave_torch(self) -> None:
+        """Take out all that stands in for something of torch's, but for loaders and what hears of steps."""
         self._calls = {}
-        self._shortcuts.take_out()
+        self._patches.take_out(CALLS)
+        self._take_out_shortcuts()
         if self._waits is not None:
             self._waits.remove()
-        if steering is not None:
-            try:
-                steering.close()
-                if self._sending is not None:
-                    self._sending.remove()
-            finally:
-                self._teller.trained(steering, self._advice)
-                self._waits, self._looked, self._advice = None, 0, []
+        if self._sending is not None:
+            self._sending.remove()
+
+    def _take_out_shortcuts(self) -> None:
+        self._shortcuts.take_out()
+        for name in (NORM, SCALE):
+            self._patches.take_out(f"{clip_grad.__name__}.{name}")
 
     def _look_for_waits(self, steering: Steering) -> None:
-        if steering.training.device.type != "cuda" or steering.is_searching or self._looked > LOOKED:
+        if not self._looks_for_waits(steering):
             return
         if self._waits is None:
             self._waits = Waits()
@@ -315,12 +406,55 @@ class Session:
             self._waits.remove()
             self._advice += self._waits.lines((time.perf_counter() - self._looked_from) / LOOKED)
 
+    def _looks_for_waits(self, steering: Steering) -> bool:
+        is_settled = steering.training.device.type == "cuda" and not steering.is_searching
+        return is_settled and self._looked <= LOOKED and not self._compiling.has_begun
+
+    # --- what the script compiles ----------------------------------------------------------------
+
+    def _making(self, own: Callable[..., None]) -> Callable[..., None]:
+        """Making an optimizer has imported what compiles: from here on it can be watched."""
+
+        @functools.wraps(own)
+        def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            own(optimizer, *args, **kwargs)
+            with self._safely():
+                if self._compiling.can_be_watched():
+                    for name in MAKING:
+                        self._patches.take_out(f"{Optimizer.__name__}.{name}")
+                    self._compiling.watch(is_late=True)
+
+        return made
+
+    def _compiles(self) -> None:
+        """torch is about to compile something of the script's: be gone by then."""
+        with self._safely():
+            self._patches.take_out(CALLS)
+            self._take_out_shortcuts()
+            if self._waits is not None:
+                self._waits.remove()
+            if self._steering is not None:
+                self._steering.training.stand_back()
+
+    def _compiles_a_step(self) -> None:
+        """torch is about to compile the step of an optimizer, and would compile hooks with it."""
+        if self._patches.has(AFTER):
+            self._patches.take_out(BEFORE)
+            self._patches.take_out(AFTER)
+            self._teller.fault(HotlapError("it compiles the step of its optimizer, which hotlap leaves alone"))
+
     # --- calls of modules ------------------------------------------------------------------------
 
     def _watch_calls(self) -> None:
+        if self._patches.has(CALLS) or self._compiling.has_begun:
+            return
         original, depth = self._original_call, [0]
+        # None but inside of compiled functions.
+        compiled_by = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
         def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if compiled_by() is not None:
+                return original(module, *args, **kwargs)
             call = self._calls.get(id(module))
             if call is not None:
                 if self._is_ours:
@@ -339,7 +473,8 @@ class Session:
                 return outputs
             return original(module, *args, **kwargs)
 
-        self._patches.put(nn.Module, "__call__", called)
+        # `torch.compile(module)` keeps what it finds here, and compiles what that calls.
+        self._patches.put(nn.Module, "__call__", untraced(called, beneath=False))
 
     # --- what goes wrong -------------------------------------------------------------------------
 
@@ -347,17 +482,26 @@ class Session:
         return self._guard
 
     def _fault(self, error: Exception) -> None:
-        """Something in hotlap went wrong: write it down, take everything back, and let the script go on."""
+        """Something in hotlap went wrong: write it down, and let this training go on without hotlap."""
         steering = self._steering
         self._teller.fault(error)
-        if steering is not None and not isinstance(error, HotlapError):
-            steering.training.write_down("hotlap", "fault", first_line(error))
+        self._faults += not isinstance(error, HotlapError)
+        optimizers = self._rest.optimizers if self._rest is not None else []
+        if self._finder is not None:
+            optimizers = self._finder.optimizers
+        if steering is not None:
+            optimizers = steering.training.optimizers
+            if not isinstance(error, HotlapError):
+                steering.training.write_down("hotlap", "fault", first_line(error))
         try:
             self._end_training()
         except Exception as another:
             self._teller.fault(another)
-        self._finder = None
-        self._patches.take_out_all()
+        self._strange = 0
+        if self._faults >= MOST_FAULTS:
+            self._finder, self._rest = None, Rest(None)
+        elif optimizers:
+            self._finder, self._rest = None, Rest(optimizers)
 
 
 class _Safely:

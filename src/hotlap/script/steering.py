@@ -12,6 +12,7 @@ from hotlap.core.plan import Plan
 from hotlap.moves.every import everything
 from hotlap.script.evaluating import Evaluating
 from hotlap.script.judging import ScriptGate
+from hotlap.script.resting import Trained
 from hotlap.script.serving import Serving
 from hotlap.script.training import ScriptTraining
 from hotlap.store.plans import load_plan
@@ -67,6 +68,17 @@ class Steering:
         return may or self.training.computes_otherwise
 
     @property
+    def has_nothing_to_do(self) -> bool:
+        """Whether the script's own plan is in force for good."""
+        is_over = self._tuner is None or (isinstance(self._tuner, Tuner) and self._tuner.done)
+        return is_over and self.plan == self.training.plan == self.training.own
+
+    @property
+    def changes_calls(self) -> bool:
+        """Whether modules compute otherwise than the script has them, now or after this trial."""
+        return any(self.training.changes_calls(plan) for plan in (self.plan, self.training.plan))
+
+    @property
     def is_searching(self) -> bool:
         """Whether plans are being tried."""
         return isinstance(self._tuner, Tuner) and self._tuner.is_trying
@@ -96,18 +108,22 @@ class Steering:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Told that an optimizer of the loop made a step."""
-        training = self.training
-        if optimizer is not training.optimizer:
-            return
-        training.stepped()
-        self._last = time.perf_counter()
-        if self._tuner is None:
+        if not self.counted(optimizer) or self._tuner is None:
             return
         self._tuner.stepped()
+        training = self.training
         if isinstance(self._tuner, Tuner) and self._tuner.looks_soon:
             for call in training.calls:
                 if call.last_inputs is None or training.steps % REMEMBERED == 0:
                     call.remember_next()
+
+    def counted(self, optimizer: Optimizer) -> bool:
+        """Take note of a step; False where it is not of the optimizer whose steps are counted."""
+        if optimizer is not self.training.optimizer:
+            return False
+        self.training.stepped()
+        self._last = time.perf_counter()
+        return True
 
     def close(self) -> None:
         """The training is over: leave everything as the script made it."""
@@ -118,10 +134,18 @@ class Steering:
         finally:
             self.training.close()
 
-    @property
-    def seconds(self) -> float:
-        """From when it was found to its last step."""
-        return self._last - self.began
+    def trained(self) -> Trained:
+        """What there is to report of the training, as things stand."""
+        training = self.training
+        return Trained(
+            ledger=training.ledger,
+            plan=self.plan,
+            before=training.before,
+            steps=training.steps,
+            began=self.began,
+            last=self._last,
+            notes=self.evaluating.lines,
+        )
 
     def _pause(self) -> None:
         if self._paused_from is None:

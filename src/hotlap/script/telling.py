@@ -14,7 +14,7 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.table import as_json, table
 from hotlap.core.units import show_seconds
 from hotlap.machine.kernels import first_line
-from hotlap.script.steering import Steering
+from hotlap.script.resting import Trained
 from hotlap.store.run_folder import RunFolder
 
 MOST_TOLD = 3
@@ -29,6 +29,7 @@ class Teller:
         self._home = Path().absolute()  # which the script may change
         self._trainings: list[tuple[Ledger, list[str]]] = []
         self._figures: list[dict[str, Any]] = []
+        self._folders: dict[int, RunFolder] = {}
         self._faults: list[str] = []
         self._refusals: list[str] = []
 
@@ -43,18 +44,19 @@ class Teller:
         if words not in told:
             told.append(words)
 
-    def trained(self, steering: Steering, advice: list[str]) -> None:
-        """A training has ended; `advice` is what hotlap cannot do by itself."""
-        training = steering.training
-        updates, step_s = training.before + training.steps, steering.seconds / max(1, training.steps)
-        took = f"all but the first {training.before} in {show_seconds(steering.seconds)}"
+    def trained(self, training: Trained, advice: list[str]) -> None:
+        """A training has ended, or one that ended before has gone on; `advice` is what hotlap cannot do by itself."""
+        updates, step_s = training.updates, training.seconds / max(1, training.steps)
+        took = f"all but the first {training.before} in {show_seconds(training.seconds)}"
         lines = [f"{updates:,} updates, {took}, {show_seconds(step_s)} each"]
-        lines += [*steering.evaluating.lines, *advice]
-        figures = {"updates": updates, "step_s": step_s, "notes": [*steering.evaluating.lines, *advice]}
-        self._trainings.append((training.ledger, lines))
-        self._figures.append(figures)
+        lines += [*training.notes, *advice]
+        figures = {"updates": updates, "step_s": step_s, "notes": [*training.notes, *advice]}
+        known = [ledger for ledger, _ in self._trainings]
+        number = next((n for n, ledger in enumerate(known) if ledger is training.ledger), len(known))
+        self._trainings[number:] = [(training.ledger, lines), *self._trainings[number + 1 :]]
+        self._figures[number:] = [figures, *self._figures[number + 1 :]]
         try:
-            folder = self._written(steering)
+            folder = self._written(training, number)
             lines.append(f"run folder {self._shown(folder)}")
             figures["run_folder"] = str(folder)
         except (HotlapError, OSError) as error:
@@ -64,14 +66,17 @@ class Teller:
         """As it is found from where the user has started the script."""
         return folder.relative_to(self._home) if folder.is_relative_to(self._home) else folder
 
-    def _written(self, steering: Steering) -> Path:
-        number = len(self._trainings)
-        out = self._out if number == 1 or self._out is None else self._out.with_name(f"{self._out.name}-{number}")
-        folder = RunFolder.create(out, name=self._name, home=self._home)
-        folder.write_environment(machine.environment())
-        folder.write_started({"command": "run", "script": self._name})
-        folder.write_ledger(steering.training.ledger)
-        folder.write_plan(steering.plan)
+    def _written(self, training: Trained, number: int) -> Path:
+        """Write what a training leaves: the first one into the run folder of the script, others into folders in it."""
+        folder = self._folders.get(number)
+        if folder is None:
+            first = self._folders.get(0)
+            out = first.path / f"training-{number + 1}" if first is not None else self._out
+            folder = self._folders[number] = RunFolder.create(out, name=self._name, home=self._home)
+            folder.write_environment(machine.environment())
+            folder.write_started({"command": "run", "script": self._name})
+        folder.write_ledger(training.ledger)
+        folder.write_plan(training.plan)
         folder.write_artefacts()
         return folder.path
 

@@ -13,6 +13,7 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Execution, Feed, Numerics, Plan
 from hotlap.data.source import Source
 from hotlap.engine.route import Place
+from hotlap.machine.kernels import first_line
 from hotlap.script.backwards import Backwards
 from hotlap.script.call_endings import Endings
 from hotlap.script.calls import Call
@@ -49,6 +50,7 @@ class ScriptTraining:
         """Whether modules compute otherwise under the plan in force than under the script's own."""
         self.steps, self.before = 0, loop.before
         """Steps since it is known, and those before."""
+        self._why_calls_stay: str | None = None
         self._waited = 0
         self._told: set[str] = set()
 
@@ -142,6 +144,8 @@ class ScriptTraining:
             if reason is not None:
                 return reason
         if self.changes_calls(plan):
+            if self._why_calls_stay is not None:
+                return self._why_calls_stay
             if not self.calls:
                 return "the script calls no module as a whole"
             for call in self.calls:
@@ -172,8 +176,7 @@ class ScriptTraining:
         before, self._plan = self._plan, plan
         self.computes_otherwise = self.changes_calls(plan)
         if plan.feed != before.feed:
-            for serving in self.servings:
-                serving.use(serving.own if plan.feed == self.own.feed else plan.feed)
+            self._feed_by(plan.feed)
         self.updates.use(plan.numerics.optimizer, captured=plan.execution.mode == "captured")
         self._backwards.use(here=plan.execution.mode == "captured")
         self.readings.use(early=plan.execution.mode == "captured")
@@ -185,6 +188,18 @@ class ScriptTraining:
             call.use(plan.numerics, plan.execution)
         changes = before.changes(plan)
         self.write_down(", ".join(f"{name} {was} → {now}" for name, (was, now) in changes.items()), outcome, why)
+
+    def _feed_by(self, feed: Feed) -> None:
+        for serving in self.servings:
+            if feed == self.own.feed:
+                serving.use(serving.own)
+                continue
+            try:
+                serving.use(feed)
+            except PlanError:
+                raise
+            except Exception as error:  # whatever the user's dataset makes of being held
+                raise PlanError(f"the feed {feed.kind} failed: {first_line(error)}") from error
 
     def keep_plans(self) -> None:
         """What belongs to a plan stays by itself, until `tidy`."""
@@ -235,6 +250,15 @@ class ScriptTraining:
             if serving.waiting:
                 self._waited += 1
                 break
+
+    def leave_calls(self, reason: str) -> None:
+        """Refuse all plans that change what the modules compute, from here on."""
+        self._why_calls_stay = reason
+
+    def stand_back(self) -> None:
+        """Take out all that stands in for functions of torch's while calls are captured; captured calls do without."""
+        self.endings.take_out()
+        self.readings.close()
 
     def close(self) -> None:
         """Leave everything as the script made it."""

@@ -1,0 +1,232 @@
+"""Several trainings of one script, one after the other: each is counted right, and none ends hotlap for the next."""
+
+import gc
+import json
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from hotlap.core.plan import Feed, Plan
+from hotlap.script.session import MOST_FAULTS, Session, Settings
+from hotlap.store.plans import save_plan
+from hotlap.store.run_folder import RunFolder
+
+
+class Counting(torch.optim.Adam):
+    """Its step makes that of Adam."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Training:
+    """A small model with its optimizer and loader, of 8 batches an epoch."""
+
+    def __init__(self, kind=torch.optim.SGD, data=None, **loader):
+        torch.manual_seed(1)
+        self.model = nn.Linear(4, 2)
+        self.optimizer = kind(self.model.parameters(), lr=0.01)
+        data = data or TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+        self.loader = DataLoader(data, batch_size=4, **loader)
+
+    def epochs(self, count=1, each=lambda: None):
+        for _ in range(count):
+            for x, y in self.loader:
+                self.optimizer.zero_grad()
+                (self.model(x) - y).square().mean().backward()
+                self.optimizer.step()
+                each()
+        return self
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch, capsys):
+    """Runs something in a session; what the session then tells, as JSON has it."""
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(work, *, feed="loader"):
+        save_plan(Plan(feed=Feed(kind=feed)), tmp_path / "plan.toml")
+        with Session(Settings(name="test", plan=str(tmp_path / "plan.toml"), as_json=True)) as session:
+            work(session)
+        return json.loads(capsys.readouterr().err)
+
+    return run
+
+
+def updates(told):
+    return [training["updates"] for training in told["trainings"]]
+
+
+# --- counts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feed", ["loader", "gather"])
+def test_a_step_that_makes_the_step_of_the_class_beneath_is_one_update(told, feed):
+    torch.optim.Adam(nn.Linear(1, 1).parameters())  # from here on torch runs hooks for its step too
+    assert updates(told(lambda session: Training(Counting).epochs(2), feed=feed)) == [16]
+
+
+def test_all_updates_of_each_of_two_trainings_are_counted(told):
+    def both(session):
+        for _ in range(2):
+            Training().epochs(1)
+
+    assert updates(told(both)) == [8, 8]
+
+
+@pytest.mark.parametrize("feed", ["loader", "gather"])
+def test_trainings_by_turns_are_counted_as_what_they_are(told, feed):
+    def by_turns(session):
+        one, other = Training(), Training()
+        for _ in range(3):
+            one.epochs(1)
+            other.epochs(1)
+
+    assert updates(told(by_turns, feed=feed)) == [24, 24]
+
+
+def test_a_script_leaves_one_run_folder_however_many_trainings_it_has(told, tmp_path):
+    def folds(session):
+        for _ in range(5):
+            Training().epochs(1)
+
+    found = told(folds, feed="gather")
+    (folder,) = (tmp_path / "runs").iterdir()
+    inner = [folder, *(folder / f"training-{number}" for number in range(2, 6))]
+    assert [training["run_folder"] for training in found["trainings"]] == [str(one) for one in inner]
+    assert [RunFolder.open(one).read_plan().feed.kind for one in inner] == ["gather"] * 5
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------
+
+
+def test_a_training_that_cannot_obey_the_plan_leaves_the_next_one_to_hotlap(told):
+    def two(session):
+        Training(collate_fn=lambda samples: default_collate(samples)).epochs(2)
+        Training().epochs(2)
+
+    found = told(two, feed="gather")
+    assert len(found["refusals"]) == 1
+    assert updates(found) == [16]
+
+
+class Raising(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        if index == 25:
+            raise KeyError("the script's own")
+        return torch.full((4,), float(index)), torch.ones(2)
+
+
+@pytest.mark.parametrize("feed", ["loader", "gather"])
+def test_a_dataset_that_raises_leaves_the_next_training_to_hotlap(told, feed):
+    def two(session):
+        first = Training(data=Raising())
+        for _ in range(3):
+            with pytest.raises(KeyError, match="the script's own"):
+                first.epochs(1)
+        Training().epochs(2)
+
+    found = told(two, feed=feed)
+    assert updates(found)[-1] == 16
+    assert not found["faults"]
+    assert ["the script's own" in reason for reason in found["refusals"]] == [True] * (feed == "gather")
+
+
+def test_a_fault_of_hotlap_ends_it_for_one_training(told, monkeypatch):
+    faults = []
+
+    def breaks(self, *args):
+        faults.append(1)
+        raise ZeroDivisionError(f"planted {len(faults)}")
+
+    def trainings(session):
+        with monkeypatch.context() as patch:
+            patch.setattr("hotlap.script.steering.Steering.stepped", breaks)
+            Training().epochs(4)
+        Training().epochs(2)
+
+    found = told(trainings, feed="gather")
+    assert len(found["faults"]) == 1
+    assert updates(found)[-1] == 16
+
+
+def test_after_some_faults_the_script_is_left_alone(told, monkeypatch):
+    faults = []
+
+    def breaks(self, *args):
+        faults.append(1)
+        raise ZeroDivisionError(f"planted {len(faults)}")
+
+    monkeypatch.setattr("hotlap.script.steering.Steering.stepped", breaks)
+
+    def trainings(session):
+        for _ in range(MOST_FAULTS + 2):
+            Training().epochs(2)
+
+    found = told(trainings, feed="gather")
+    assert len(faults) == len(found["faults"]) == MOST_FAULTS
+
+
+# --- rest -----------------------------------------------------------------------------------------------
+
+
+def hotlap_calls(work):
+    """Calls of functions of hotlap's while something runs."""
+    seen = []
+
+    def note(frame, event, arg):
+        if event == "call" and "/hotlap/" in frame.f_code.co_filename:
+            seen.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_once_nothing_more_is_to_be_tried_nothing_of_hotlap_is_in_the_way(told):
+    own = nn.Module.__call__, torch.Tensor.to, torch.Tensor.item
+    hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+
+    def rests(session):
+        training = Training().epochs(2)
+        assert (nn.Module.__call__, torch.Tensor.to, torch.Tensor.item) == own
+        # What is left counts steps, and sees another training begin.
+        assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == (hooks[0], hooks[1] + 1)
+        calls = hotlap_calls(lambda: training.epochs(10))
+        assert len(calls) <= 80 * 9 + 10 * 30, calls[:100]
+
+    assert updates(told(rests)) == [96]
+
+
+def test_a_search_that_finds_nothing_ends_in_rest(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    with Session(Settings(name="test", out=tmp_path / "run")) as session:
+        training = Training().epochs(1)
+        session._steering._tuner.done = True
+        training.epochs(1)
+        assert session._steering is None
+        assert session.is_steering
+    assert "16 updates" in capsys.readouterr().err
+
+
+def test_a_script_can_let_go_of_a_model_that_is_left_alone(told):
+    def lets_go(session):
+        training = Training().epochs(2)
+        model = weakref.ref(training.model)
+        del training
+        gc.collect()
+        assert model() is None
+
+    told(lets_go)
