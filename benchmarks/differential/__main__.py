@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ from benchmarks.differential.running import Runner
 from benchmarks.differential.script import Sketch, compose, sketch
 from benchmarks.versions import versions
 
-LEAVES_S = 20.0
-"""Before the end no script is begun any more."""
+LEAVES_S = 15.0
+"""So long before the end, or as long as the longest script took, no script is begun any more."""
+SHRINKS_S = 90.0
+"""Of one script, at most."""
 
 
 JOBS = 4
@@ -122,7 +125,7 @@ def keep(finding: Finding, folder: Path, device: str) -> Path:
             path = folder / f"{name}{end}.py"
             path.write_text(f"{about}\n{compose(one, device)}")
             if finding.way.kind == "plan":
-                path.with_suffix(".toml").write_text(finding.way.text(one))
+                path.with_suffix(".toml").write_text(finding.way.text(one, device))
     return path
 
 
@@ -140,50 +143,60 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shrink", type=int, default=8, help="findings that are shrunk at most")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    end = time.monotonic() + 60 * options.minutes
-    tally, shrunk = Tally(), 0
     first, count = (options.only, 1) if options.only is not None else (options.seed, options.count or 10**9)
-
+    sketches = (sketch_of(seed) for seed in range(first, first + count))
+    left_out = set(options.without)
+    chosen = (one for one in sketches if not left_out & {one.model, *one.choices.values(), *one.habits})
     with tempfile.TemporaryDirectory(prefix="hotlap-differential-", ignore_cleanup_errors=True) as folder:
-        home, runner = Path(folder), Runner(options.device, Path(folder))
-        pool = ThreadPoolExecutor(options.jobs)
-        running: set[Future[Result]] = set()
-        sketches = (sketch_of(seed) for seed in range(first, first + count))
-        chosen = (one for one in sketches if not set(options.without) & {one.model, *one.choices.values(), *one.habits})
-        try:
-            while True:
-                while len(running) < options.jobs and time.monotonic() < end - LEAVES_S:
-                    one = next(chosen, None)
-                    if one is None:
-                        break
-                    running.add(pool.submit(examined, one, runner, options.device, home))
-                if not running:
-                    break
-                done, running = wait(running, timeout=5, return_when=FIRST_COMPLETED)
-                for future in done:
-                    result = future.result()
-                    tally.add(result)
-                    for finding in result.findings:
-                        report(finding)
-                    if tally.counts["scripts"] % 50 == 0:
-                        print(f"{tally.counts['scripts']} scripts, {len(tally.findings)} findings", flush=True)
-                if time.monotonic() > end + LEAVES_S:
-                    print("some scripts have not come to their end in time, and are not counted")
-                    break
-            for finding in tally.findings:
-                if shrunk < options.shrink and time.monotonic() < end - LEAVES_S:
-                    shrunk += 1
-                    finding.shrunk = shrink(finding, runner, options.device, home)
-                    print(f"seed {finding.sketch.seed}, {finding.way}: shrunk to {finding.shrunk}", flush=True)
-                print(f"seed {finding.sketch.seed}: written to {keep(finding, options.keep, options.device)}")
-        finally:
-            runner.close()
-            pool.shutdown(wait=False, cancel_futures=True)
+        tally = run(chosen, options, Path(folder))
+    for finding in tally.findings:
+        print(f"seed {finding.sketch.seed}: written to {keep(finding, options.keep, options.device)}")
     print("\n".join(tally.lines()))
     if options.out is not None:
         facts = {"versions": versions(), "device": options.device, "first seed": first, **tally.facts()}
         options.out.write_text(json.dumps(facts, indent=1, ensure_ascii=False))
     return int(bool(tally.findings))
+
+
+def run(chosen: Iterator[Sketch | JobSketch], options: argparse.Namespace, home: Path) -> Tally:
+    """Run scripts, several at a time, for as long as there is time, and shrink the first of those that differ."""
+    end, longest_s = time.monotonic() + 60 * options.minutes, LEAVES_S
+    tally, runner, pool = Tally(), Runner(options.device, home), ThreadPoolExecutor(options.jobs)
+    running: dict[Future[Any], tuple[float, Finding | None]] = {}
+    shrunk = 0
+    try:
+        while True:
+            while len(running) < options.jobs and time.monotonic() < end - longest_s:
+                one = next(chosen, None)
+                if one is None:
+                    break
+                begun = pool.submit(examined, one, runner, options.device, home)
+                running[begun] = (time.monotonic(), None)
+            if not running or time.monotonic() > end:
+                break
+            for future in wait(running, timeout=1, return_when=FIRST_COMPLETED)[0]:
+                since, finding = running.pop(future)
+                if finding is not None:
+                    finding.shrunk = future.result()
+                    print(f"seed {finding.sketch.seed} under {finding.way}: shrunk to {finding.shrunk}", flush=True)
+                    continue
+                longest_s = max(longest_s, time.monotonic() - since)
+                result = future.result()
+                tally.add(result)
+                for finding in result.findings:
+                    report(finding)
+                    if shrunk < options.shrink:
+                        shrunk += 1
+                        until = min(end - longest_s, time.monotonic() + SHRINKS_S)
+                        begun = pool.submit(shrink, finding, runner, options.device, home, until=until)
+                        running[begun] = (time.monotonic(), finding)
+                if tally.counts["scripts"] % 50 == 0:
+                    print(f"{tally.counts['scripts']} scripts, {len(tally.findings)} findings", flush=True)
+        tally.counts["left unfinished"] = sum(finding is None for _, finding in running.values())
+    finally:
+        runner.close()
+        pool.shutdown(wait=False, cancel_futures=True)
+    return tally
 
 
 def report(finding: Finding) -> None:
@@ -194,4 +207,6 @@ def report(finding: Finding) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a script that has not come to its end is not waited for

@@ -75,18 +75,18 @@ def differences(mine: Facts, theirs: Facts) -> list[str]:
     return found + _missing(mine, theirs)
 
 
-def beyond_rounding(mine: Facts, theirs: Facts, drifted: Sequence[Facts], skips: Sequence[str] = ()) -> list[str]:
-    """What differs by more than `TIMES_DRIFT` times what the disturbed runs differ by; `skips` are names left out."""
+def beyond_rounding(
+    mine: Facts, theirs: Facts, drifted: Sequence[Facts], *, times_drift: float = TIMES_DRIFT
+) -> list[str]:
+    """What differs by more than `times_drift` times what the disturbed runs differ by."""
     tolerances = _tolerances(mine, drifted)
     found = []
-    for name in mine:
-        if name not in theirs or any(name.startswith(skip) or skip in name for skip in skips):
+    for name, one in mine.items():
+        if name not in theirs or _is_same(one, theirs[name]):
             continue
-        one, other = mine[name], theirs[name]
-        if _is_same(one, other):
-            continue
+        other = theirs[name]
         distance, scale = _distance(one, other, counts=isinstance(one, str) and one.startswith(COUNTED))
-        allowed = TIMES_DRIFT * tolerances.get(name, 0.0) + FLOOR * scale
+        allowed = times_drift * tolerances.get(name, 0.0) + FLOOR * scale
         if not distance <= allowed:
             found.append(f"{name}: {_shown(one)} / {_shown(other)}, off by {distance:.3g}, allowed {allowed:.3g}")
     return found + _missing(mine, theirs)
@@ -98,15 +98,15 @@ def _missing(mine: Facts, theirs: Facts) -> list[str]:
     return [f"{', '.join(names[:3])}: {len(names)} figures {where}" for names, where in words if names]
 
 
-def is_chaotic(mine: Facts, drifted: Sequence[Facts]) -> bool:
-    """Whether a disturbed run takes another way: other lines, other counts, other numbers drawn."""
+def is_chaotic(mine: Facts, drifted: Sequence[Facts], *, far: float = 0.2) -> bool:
+    """Whether a disturbed run takes another way: other lines, counts or numbers drawn, or figures `far` off."""
     for other in drifted:
         if mine.keys() != other.keys():
             return True
         for name in mine:
             if not _is_same(mine[name], other[name]):
                 distance, scale = _distance(mine[name], other[name])
-                if not distance < math.inf or distance > 0.2 * scale + 0.2:
+                if not distance < math.inf or distance > far * scale + far:
                     return True
     return False
 
@@ -127,7 +127,8 @@ def _tolerances(mine: Facts, drifted: Sequence[Facts]) -> dict[str, float]:
         if isinstance(value, str):
             shapes.setdefault(name.split()[0] + NUMBER.sub("#", value), []).append(name)
         elif isinstance(value, torch.Tensor):
-            tensors.setdefault(name.rpartition(".")[2], []).append(name)
+            words = [word for word in name.split(".") if not word.isdigit()]
+            tensors.setdefault(words[-1], []).append(name)
     for names in tensors.values():
         furthest = max(found[name] for name in names)
         found |= dict.fromkeys(names, furthest)

@@ -64,6 +64,7 @@ class Runner:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
             "COLUMNS": "120",

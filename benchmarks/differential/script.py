@@ -80,6 +80,10 @@ class Sketch:
         """Whether the model draws from the device's generator while it trains."""
         return self.model in parts.DRAWING_MODELS or "gradient_noise" in self.habits or self["loop"] == "gan"
 
+    def pins(self, device: str) -> bool:
+        """Whether its loader pins batches."""
+        return device == "cuda" and self.seed % 3 == 0
+
     def __str__(self) -> str:
         own = [f"{name}={value}" for name, value in self.choices.items() if value != FIELDS[name][0]]
         return ", ".join([f"model={self.model}", *own, *self.habits])
@@ -142,7 +146,7 @@ def sensible(one: Sketch) -> Sketch:
         choices["checkpoint"] = choices["checkpoint"] if choices["checkpoint"] != "optimizer_anew" else "none"
     if choices["optimizer"] in ("adagrad", "adadelta", "lbfgs") and choices["schedule"] == "one_cycle":
         choices["schedule"] = "lambda"  # it has no momentum to cycle
-    if choices["schedule"] == "one_cycle":
+    if choices["schedule"] != "none":
         without("group_added", "layer_replaced")
     if choices["amp"] == "scaler":
         choices["clip"] = choices["clip"] if choices["clip"] in ("none", "norm") else "norm"
@@ -307,7 +311,7 @@ def _body(one: Sketch, device: str, name: str = "") -> str:
         sampler_lines, keywords = "", "batch_size=BATCH"
     collate_lines, collate = parts.COLLATES[choices["collate"]]
     keywords += parts.LASTS[choices["last"]] + parts.WORKERS[choices["workers"]] + collate
-    if device == "cuda" and one.seed % 3 == 0:
+    if one.pins(device):
         keywords += ", pin_memory=True"
     optimizer = parts.OPTIMIZERS[choices["optimizer"]]
     epochs = int(choices["epochs"]) * (4 if one.long else 1)
