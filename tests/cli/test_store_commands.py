@@ -60,7 +60,7 @@ def test_the_cache_is_listed_with_and_without_the_word(cache):
     assert first.startswith(f"models       {B[:12]}")
     assert "model Net" in first
     assert second.startswith(f"features     {A[:12]}    4.0 KiB")
-    assert "bars ?[31m" in second
+    assert "bars \\x1b[31m" in second
     assert last == f"2 entries, {said('cache', 'size').split(' in ')[0]} in {cache.root}"
 
 

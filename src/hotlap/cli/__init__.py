@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 not fit, or failed with a message; 2 the command line make
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any
 
 import typer
@@ -14,7 +15,9 @@ from typer.core import TyperGroup
 
 from hotlap import __version__
 from hotlap.cli import demo, kit, machine, recipes, resume, run, store, stress, tune
+from hotlap.cli.output import show
 from hotlap.core.errors import HotlapError, UsageError
+from hotlap.core.terminal import say
 
 
 class _Commands(TyperGroup):
@@ -23,7 +26,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            print("hotlap: interrupted", file=sys.stderr)
+            say("hotlap: interrupted")
             raise typer.Exit(130) from None
 
 
@@ -41,7 +44,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"hotlap {__version__}")
+        show(f"hotlap {__version__}")
         raise typer.Exit
 
 
@@ -75,8 +78,14 @@ def main() -> None:
 
         end_by(ended.number)
     except HotlapError as error:
-        print(f"hotlap: {error}", file=sys.stderr)
+        say(*f"hotlap: {error}".split("\n"))
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
-        print("hotlap: interrupted", file=sys.stderr)
+        say("hotlap: interrupted")
         sys.exit(130)
+    except Exception as error:
+        if sys.excepthook is not sys.__excepthook__:  # a script's own
+            raise
+        # As python shows it, but for what a terminal would obey.
+        say(*"".join(traceback.format_exception(error)).rstrip("\n").split("\n"))
+        sys.exit(1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +10,9 @@ from typing import Any
 
 import typer
 
+from hotlap.cli.output import show, show_json
 from hotlap.core.errors import HotlapError
+from hotlap.core.terminal import say
 
 NAME = typer.Argument(
     None,
@@ -42,7 +42,7 @@ def _users_errors() -> Iterator[None]:
         lines = _own_lines(error)
         if not lines:
             raise
-        print("".join(lines), end="", file=sys.stderr)
+        say(*"".join(lines).rstrip("\n").split("\n"))
         raise typer.Exit(1) from None
 
 
@@ -64,7 +64,10 @@ def _own_lines(error: Exception) -> list[str]:
 
 
 def _print(found: Any, as_json: bool) -> None:
-    print(json.dumps(found.to_dict()) if as_json else found.summary())
+    if as_json:
+        show_json(found.to_dict())
+    else:
+        show(*found.summary().split("\n"))
 
 
 def batch(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
+
+from hotlap.cli.output import show, show_json
 
 if TYPE_CHECKING:
     from hotlap.machine import DtypeFact, Problem, Report
@@ -39,9 +40,9 @@ def doctor(
     _check(pretend)
     report = examine(pretend, require_gpu=require_gpu)
     if as_json:
-        print(json.dumps(report.as_json(), indent=2))
+        show_json(report.as_json(), indent=2)
     else:
-        print("\n".join(_report_lines(report)))
+        show(*_report_lines(report))
     raise typer.Exit(0 if report.fit else 1)
 
 
@@ -72,12 +73,12 @@ def gpus(
     entries = [{**model.as_json(), "here": model.key in here, "pretended": model.key == acting} for model in CATALOGUE]
     if as_json:
         unlisted = [gpu.name for gpu in machine.gpus if gpu.model is None]
-        print(json.dumps({"gpus": entries, "here_but_not_listed": unlisted}, indent=2))
+        show_json({"gpus": entries, "here_but_not_listed": unlisted}, indent=2)
         return
-    print("\n".join(_catalogue_lines(entries)))
+    show(*_catalogue_lines(entries))
     for gpu in machine.gpus:
         if gpu.model is None:
-            print(f"here, and not in the catalogue: {gpu.name}")
+            show(f"here, and not in the catalogue: {gpu.name}")
 
 
 def _catalogue_lines(entries: list[dict[str, Any]]) -> Iterator[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import typer
+
+from hotlap.cli.output import show, show_json
+from hotlap.core.terminal import say
 
 
 def register(app: typer.Typer) -> None:
@@ -14,10 +16,6 @@ def register(app: typer.Typer) -> None:
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
     app.command()(predict)
     app.command()(recipes)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def train(
@@ -39,7 +37,7 @@ def train(
 
     chosen = recipe_named(recipe)
     if options is not None and recipe_in(options) not in (None, recipe):
-        raise typer.BadParameter(f"{options} belongs to the recipe {recipe_in(options)}, not to {recipe}")
+        raise UsageError(f"{options} belongs to the recipe {recipe_in(options)}, not to {recipe}")
     try:
         given = options_of(chosen.options, options, from_words(context.args))
         calling = calling_of(options)
@@ -51,10 +49,13 @@ def train(
         given,
         out=out or (Path(calling.out) if calling.out else None),
         retrain=retrain or calling.retrain,
-        say=only_warnings(_say) if quiet else _say,
+        say=only_warnings(say) if quiet else say,
         progress=not quiet,
     )
-    print((folder / REPORT).read_text(encoding="utf-8") if as_json or calling.json else folder)
+    if as_json or calling.json:
+        show_json(json.loads((folder / REPORT).read_text(encoding="utf-8")), indent=1)
+    else:
+        show(folder)
 
 
 def predict(
@@ -76,14 +77,17 @@ def predict(
         run,
         data,
         out,
-        say=_say,
+        say=say,
         device=device,
         keep=tuple(keep),
         probabilities=probabilities,
         embeddings=embeddings,
     )
     said = {"rows": found.rows, "rows_without_answer": found.of - found.rows, "file": str(out)}
-    print(json.dumps(said) if as_json else f"{found.line} in {out}")
+    if as_json:
+        show_json(said)
+    else:
+        show(f"{found.line} in {out}")
 
 
 def recipes(
@@ -97,14 +101,14 @@ def recipes(
 
     if as_json:
         listed = [recipe_named(one) for one in ([name] if name else NAMES)]
-        print(json.dumps([{**one.told(), "options": as_json_options(one.options)} for one in listed]))
+        show_json([{**one.told(), "options": as_json_options(one.options)} for one in listed])
         return
     for one in [name] if name else NAMES:
         found = recipe_named(one)
-        print(f"{found.name:<10} {found.summary}")
-        print(f"{'':<10} needs {found.expects}")
+        show(f"{found.name:<10} {found.summary}")
+        show(f"{'':<10} needs {found.expects}")
         if name:
             for line in told(found.options):
-                print(f"  {line}")
+                show(f"  {line}")
         else:
-            print(f"{'':<10} hotlap train {found.name} --data FILE; options: hotlap recipes {found.name}")
+            show(f"{'':<10} hotlap train {found.name} --data FILE; options: hotlap recipes {found.name}")

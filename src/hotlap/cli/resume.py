@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from hotlap.cli.output import show, show_json
 from hotlap.core.errors import HotlapError, UsageError
 
 if TYPE_CHECKING:
@@ -69,7 +69,10 @@ def _is_of_a_script(folder: RunFolder) -> bool:
 
 def print_run(run: Run, as_json: bool) -> None:
     """A run's figures on stdout; exit code 1 where something could not be written."""
-    print(json.dumps(run.to_dict(), indent=2) if as_json else run.summary())
+    if as_json:
+        show_json(run.to_dict(), indent=2)
+    else:
+        show(*run.summary().split("\n"))
     if run.problems:
         raise typer.Exit(1)
 

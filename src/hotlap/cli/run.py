@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import typer
+
+from hotlap.core.terminal import say
 
 USAGE = "hotlap run [OPTIONS] train.py ARGS…, or hotlap run [OPTIONS] -m MODULE ARGS…"
 
@@ -133,7 +134,7 @@ def _seed() -> int | None:
 
 
 def _refuse(line: str) -> NoReturn:
-    print(f"hotlap: {line}", file=sys.stderr)
+    say(f"hotlap: {line}")
     raise typer.Exit(2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from hotlap.cli.output import show, show_json
 
 if TYPE_CHECKING:
     from hotlap.store.cache import Item
@@ -40,8 +41,10 @@ def pack(
     folder = run.absolute()
     written = archives.pack(folder, archive or folder.with_name(f"{folder.name}.zip"))
     size = written.stat().st_size
-    told = {"archive": str(written), "bytes": size}
-    print(json.dumps(told) if as_json else f"{written}  {show_bytes(size)}")
+    if as_json:
+        show_json({"archive": str(written), "bytes": size})
+    else:
+        show(f"{written}  {show_bytes(size)}")
 
 
 def unpack(
@@ -54,9 +57,9 @@ def unpack(
 
     written = archives.unpack(archive, folder.absolute())
     if as_json:
-        print(json.dumps({"folder": str(written)}))
+        show_json({"folder": str(written)})
     else:
-        print(f"{written}\ngo on with: hotlap resume {shlex.quote(str(written))}")
+        show(written, f"go on with: hotlap resume {shlex.quote(str(written))}")
 
 
 @cache.callback(invoke_without_command=True)
@@ -75,11 +78,11 @@ def list_entries(kind: str | None = _KIND, as_json: bool = _JSON) -> None:
     held = Cache()
     items = held.list(kind)
     if as_json:
-        print(json.dumps({"root": str(held.root), "entries": [_row(item) for item in items]}, indent=2))
+        show_json({"root": str(held.root), "entries": [_row(item) for item in items]}, indent=2)
         return
     for item in items:
-        print(f"{item.kind:<12} {item.key[:12]}  {show_bytes(item.bytes):>9}  {_ago(item.used_s):<12} {_what(item)}")
-    print(f"{len(items)} entries, {show_bytes(sum(item.bytes for item in items))} in {held.root}")
+        show(f"{item.kind:<12} {item.key[:12]}  {show_bytes(item.bytes):>9}  {_ago(item.used_s):<12} {_what(item)}")
+    show(f"{len(items)} entries, {show_bytes(sum(item.bytes for item in items))} in {held.root}")
 
 
 @cache.command()
@@ -90,7 +93,10 @@ def size(kind: str | None = _KIND, as_json: bool = _JSON) -> None:
 
     held = Cache()
     total = held.size(kind)
-    print(json.dumps({"root": str(held.root), "bytes": total}) if as_json else f"{show_bytes(total)} in {held.root}")
+    if as_json:
+        show_json({"root": str(held.root), "bytes": total})
+    else:
+        show(f"{show_bytes(total)} in {held.root}")
 
 
 @cache.command()
@@ -106,12 +112,12 @@ def verify(
     damaged = held.verify(kind, remove=remove)
     if as_json:
         rows = [{"path": str(one.path), "why": one.why} for one in damaged]
-        print(json.dumps({"root": str(held.root), "damaged": rows, "removed": remove}, indent=2))
+        show_json({"root": str(held.root), "damaged": rows, "removed": remove}, indent=2)
     else:
         for one in damaged:
-            print(f"{'removed' if remove else 'damaged'}: {one.path}: {_plain(one.why)}")
+            show(f"{'removed' if remove else 'damaged'}: {one.path}: {one.why:.100}")
         cure = "; remove them with --remove" if damaged and not remove else ""
-        print(f"{len(damaged)} damaged{cure}")
+        show(f"{len(damaged)} damaged{cure}")
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -136,11 +142,9 @@ def prune(
     removed = held.prune(most, age, kind)
     total = sum(item.bytes for item in removed)
     if as_json:
-        print(
-            json.dumps({"root": str(held.root), "removed": [_row(item) for item in removed], "bytes": total}, indent=2)
-        )
+        show_json({"root": str(held.root), "removed": [_row(item) for item in removed], "bytes": total}, indent=2)
     else:
-        print(f"removed {len(removed)} entries, {show_bytes(total)}")
+        show(f"removed {len(removed)} entries, {show_bytes(total)}")
 
 
 _SIZES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
@@ -167,9 +171,4 @@ def _ago(then_s: float) -> str:
 
 
 def _what(item: Item) -> str:
-    return _plain("  ".join(f"{name} {value}" for name, value in item.facts.items() if isinstance(value, str | int)))
-
-
-def _plain(text: str) -> str:
-    """One line of at most 100 characters that a terminal shows and does not obey."""
-    return "".join(c if c.isprintable() else "?" for c in text)[:100]
+    return "  ".join(f"{name} {value}" for name, value in item.facts.items() if isinstance(value, str | int))[:100]

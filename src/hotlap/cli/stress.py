@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import sys
 import time
 from typing import Any
 
 import typer
+
+from hotlap.cli.output import show, show_json
+from hotlap.core.terminal import is_terminal, say, write
 
 
 def register(app: typer.Typer) -> None:
@@ -28,14 +31,16 @@ def stress(
 
     begun = time.monotonic()
     rounds: list[Trials] = []
+    is_live = sys.stderr is not None and is_terminal(sys.stderr)
 
     def total(name: str) -> int:
         return sum(getattr(trials.tally, name) for trials in rounds)
 
     def in_time() -> bool:
-        if sys.stderr.isatty():
+        if is_live:
             told = f"kills {total('kills')}, bit-equal {total('equal')} of {total('trials')}"
-            print(f"\r{told}   ", end="", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):
+                write(sys.stderr, f"\r{told}   ")
         return time.monotonic() - begun < seconds
 
     try:
@@ -54,27 +59,28 @@ def stress(
     finally:
         for trials in rounds:
             trials.close()
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+    if is_live:
+        say("")
     figures: dict[str, Any] = {name: total(name) for name in Tally.__annotations__ if name != "lost"}
     lost = [line for trials in rounds for line in trials.tally.lost]
     # What there was no time for is told: a shorter test is not the one that was asked for.
     figures["asked"] = kills + len(moments)
     figures["seconds"] = round(time.monotonic() - begun, 1)
-    print(json.dumps(figures | {"lost": lost}) if as_json else _told(figures, lost))
+    if as_json:
+        show_json(figures | {"lost": lost})
+    else:
+        show(*_told(figures, lost))
     if lost or not figures["trials"]:
         raise typer.Exit(1)
 
 
-def _told(figures: dict[str, Any], lost: list[str]) -> str:
+def _told(figures: dict[str, Any], lost: list[str]) -> list[str]:
     short = figures["trials"] < figures["asked"]
-    return "\n".join(
-        [
-            f"kills {figures['kills']} in {figures['trials']} trainings, damaged files {figures['damages']}, "
-            f"resumes {figures['resumes']}, begun again at step 0 {figures['anew']} (killed before a first checkpoint)",
-            f"lost {len(lost)}",
-            f"bit-equal {figures['equal']} of {figures['trials']}",
-            *([f"stopped after {figures['seconds']} s; {figures['asked']} trainings were asked for"] if short else []),
-            *(f"  - {line}" for line in lost),
-        ]
-    )
+    return [
+        f"kills {figures['kills']} in {figures['trials']} trainings, damaged files {figures['damages']}, "
+        f"resumes {figures['resumes']}, begun again at step 0 {figures['anew']} (killed before a first checkpoint)",
+        f"lost {len(lost)}",
+        f"bit-equal {figures['equal']} of {figures['trials']}",
+        *([f"stopped after {figures['seconds']} s; {figures['asked']} trainings were asked for"] if short else []),
+        *(f"  - {line}" for line in lost),
+    ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import typer
+
+from hotlap.cli.output import show, show_json
 
 
 def register(app: typer.Typer) -> None:
@@ -36,9 +37,7 @@ def tune(
     found = find_plan(job, most_s=seconds, progress=not quiet)
     save_plan(found.plan, out)
     if as_json:
-        print(json.dumps({"plan": found.plan.to_dict(), "file": str(out), "tuning": table_as_json(found.ledger)}))
+        show_json({"plan": found.plan.to_dict(), "file": str(out), "tuning": table_as_json(found.ledger)})
         return
-    for line in table(found.ledger):
-        print(line)
-    print(f"plan  {found.plan}")
-    print(f"file  {out}; use it with --plan {out}, or fit(job, plan={str(out)!r})")
+    use = f"use it with --plan {out}, or fit(job, plan={str(out)!r})"
+    show(*table(found.ledger), f"plan  {found.plan}", f"file  {out}; {use}")

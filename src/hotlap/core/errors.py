@@ -18,9 +18,15 @@ import difflib
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 
+from hotlap.core.terminal import clean_lines
+
 
 class HotlapError(Exception):
     """Root of all errors that are the user's to read; commands print them without a traceback."""
+
+    def __str__(self) -> str:
+        """The message, of which no terminal obeys anything; lines below the first are indented."""
+        return clean_lines(super().__str__())
 
 
 class JobError(HotlapError, ValueError):

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from hotlap.core.ledger import Entry, Ledger
+from hotlap.core.terminal import clean
 from hotlap.core.units import show_seconds
 
 SIGNS = {"kept": "+", "rejected": "-", "undecided": "-", "not tried": "-"}
@@ -177,7 +178,7 @@ def _plain(text: str) -> str:
     """One line, not too long, that a terminal shows and does not obey."""
     # Cut before it is looked at: a stranger's text may have any length.
     words = " ".join(text[: 4 * LONGEST_TEXT].split())
-    words = "".join(c if c.isprintable() else "?" for c in words)
+    words = clean(words)
     return words if len(words) <= LONGEST_TEXT else f"{words[: LONGEST_TEXT - 2]} …"
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from hotlap.core.terminal import is_terminal, say, write
 from hotlap.core.units import show_rate, show_seconds
 
 PATIENCE_S = 1.0
@@ -27,7 +28,7 @@ def shown_bar(stream: TextIO | None = None) -> Iterator[Callable[[int, int], Non
     if asked == "off" or stream is None:
         yield lambda done, total: None
         return
-    live = stream.isatty() and asked != "lines" and os.environ.get("TERM") != "dumb"
+    live = is_terminal(stream) and asked != "lines" and os.environ.get("TERM") != "dumb"
     bar = _Bar(stream, live=live)
     try:
         yield bar.show
@@ -55,7 +56,7 @@ class _Bar:
         left_s = each_s * (total - done)
         told = f"{done:,}/{total:,} · {show_rate(1 / max(each_s, 1e-9))} a second · {show_seconds(left_s)} left"
         if not self._live:
-            print(told, file=self._stream, flush=True)
+            say(told, stream=self._stream)
             return
         filled = round(WIDTH * done / max(1, total))
         self._draw(f"{'━' * filled}{' ' * (WIDTH - filled)} {told}")
@@ -64,10 +65,9 @@ class _Bar:
         """Take it away."""
         if self._width:
             self._draw("")
-            self._stream.write("\r")
-            self._stream.flush()
+            self._draw("")
 
     def _draw(self, line: str) -> None:
-        self._stream.write(f"\r{line:<{self._width}}")
-        self._stream.flush()
+        with contextlib.suppress(OSError, ValueError):
+            write(self._stream, f"\r{line:<{self._width}}")
         self._width = len(line)

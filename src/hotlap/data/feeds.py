@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,12 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
+from hotlap.core.terminal import logger
 from hotlap.data.batches import Batch
 from hotlap.data.source import Source
 from hotlap.data.stream import CudaLane, Lane, StreamFeeding, ahead
 from hotlap.machine.limits import most_workers, read_cpu
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 LOADER_PASSES_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
 """Settings of a user's DataLoader that are kept as they are."""

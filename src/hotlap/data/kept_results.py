@@ -8,7 +8,6 @@ import dis
 import functools
 import importlib.util
 import inspect
-import logging
 import re
 import site
 import sysconfig
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hotlap.core.errors import StoreError
+from hotlap.core.terminal import logger
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 KIND = "map"
 _LIBRARIES = tuple(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import logging
 import multiprocessing
 import os
 import pickle
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from hotlap.core.errors import DataError, HotlapError, shown
+from hotlap.core.terminal import logger
 from hotlap.data.bar import shown_bar
 from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import most_workers, read_cpu
@@ -30,7 +30,7 @@ from hotlap.machine.limits import most_workers, read_cpu
 if TYPE_CHECKING:
     from hotlap.store.cache import Cache
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 Progress = Callable[[int, int], None]
 """Told how many items are done, of how many."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import shutil
 import tempfile
@@ -22,13 +21,14 @@ from torch import Tensor
 
 from hotlap.core.errors import DataError, StoreError, kind_of, listed, shown
 from hotlap.core.job_checks import is_whole
+from hotlap.core.terminal import logger
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.data.decoding import BrokenError, Fit, decode_into, fast_decoder, pillow, read
 from hotlap.data.parallel import parallel_map
 from hotlap.machine.limits import read_cpu
 from hotlap.store.cache import Cache, Entry, key_of
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 Progress = Callable[[int, int], None]
 """Told how many pictures are done, of how many; once at the end where they come from the cache."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from hotlap.core.errors import DataError, StoreError, kind_of, listed, shown
 from hotlap.core.job_checks import is_whole
+from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
 from hotlap.data.parallel import parallel_map
 from hotlap.data.texts import TYPES, Encoder, Rows, as_encoder, encode_chunk
 from hotlap.store.cache import Cache, Entry, key_of
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 Progress = Callable[[int, int], None]
 """Told how many texts are done, of how many; once at the end where they come from the cache."""

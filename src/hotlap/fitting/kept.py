@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from hotlap.core.errors import StoreError
 from hotlap.core.job import Job
+from hotlap.core.terminal import logger
 from hotlap.engine.rig import Rig
 from hotlap.fitting.best import trained_tensors
 from hotlap.fitting.run import Run
@@ -17,7 +17,7 @@ from hotlap.guard.fingerprint import outside_of
 from hotlap.store.cache import Cache
 from hotlap.store.models import model_key, store_model, stored_model
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 class KeptModel:

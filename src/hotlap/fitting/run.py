@@ -11,6 +11,7 @@ from torch import nn
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.table import as_json, table
+from hotlap.core.terminal import clean
 from hotlap.core.units import show_bytes, show_rate, show_seconds
 from hotlap.store.run_folder import Artefact, RunFolder, finite
 
@@ -96,4 +97,4 @@ class Run:
             f"run       {self.path}",
         ]
         lines += [f"          {show_bytes(a.bytes):>9}  {a.name:<18} {a.what}" for a in self.artefacts()]
-        return "\n".join(lines)
+        return "\n".join(map(clean, lines))

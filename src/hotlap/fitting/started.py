@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from hotlap.core.errors import StoreError
+from hotlap.core.terminal import clean
 from hotlap.store.run_folder import RunFolder
 
 RESUME = "HOTLAP_RESUME"
@@ -127,7 +128,7 @@ def checked_words(folder: RunFolder) -> list[str]:
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise StoreError(f"{folder.path} does not say how it was started")
     # Shown in a terminal, which a stranger's words must not drive.
-    return ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in word) for word in words]
+    return [clean(word) for word in words]
 
 
 def resume_words(folder: RunFolder) -> str:

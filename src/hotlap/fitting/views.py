@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, Protocol, TextIO, cast
 
 from hotlap.core.errors import MachineError, did_you_mean
+from hotlap.core.terminal import clean, is_terminal, say
 from hotlap.core.units import show_rate, show_seconds
 from hotlap.fitting.pace import Reading
 
@@ -42,7 +45,7 @@ def open_view(wanted: bool = True, stream: TextIO | None = None) -> View:
     if asked != "lines":
         if anywhere and _in_notebook():
             return NotebookView()
-        if stream.isatty() and os.environ.get("TERM") != "dumb":
+        if is_terminal(stream) and os.environ.get("TERM") != "dumb":
             return TerminalView(stream)
     return LineView(stream)
 
@@ -93,7 +96,7 @@ class LineView:
 
     def say(self, line: str) -> None:
         """Print the line."""
-        print(line, file=self._stream, flush=True)
+        say(line, stream=self._stream)
 
     def show(self, reading: Reading) -> None:
         """Print the reading, unless the last one is fresh."""
@@ -124,7 +127,7 @@ class TerminalView:
             transient=True,
             # What the user prints goes above the bar, but only where both are the same terminal:
             # results sent to a file belong there and not on stderr.
-            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+            redirect_stdout=sys.stdout is not None and is_terminal(sys.stdout),
             # Refreshed by `show` alone: a thread that redraws takes time from small steps.
             auto_refresh=False,
         )
@@ -133,22 +136,33 @@ class TerminalView:
 
     def say(self, line: str) -> None:
         """Print the line above the bar."""
-        self._bar.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        with self._while_it_shows():
+            self._bar.console.print(clean(line), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def show(self, reading: Reading) -> None:
         """Move the bar."""
-        if not self._live:
-            self._bar.start()
-            self._live = True
-        told = status(reading, self._bar.console.width - self._bar_width - 2)
-        self._bar.update(self._task, completed=reading.step, total=reading.total_steps, description=told)
-        self._bar.refresh()
+        with self._while_it_shows():
+            if not self._live:
+                self._live = True
+                self._bar.start()
+            told = status(reading, self._bar.console.width - self._bar_width - 2)
+            self._bar.update(self._task, completed=reading.step, total=reading.total_steps, description=told)
+            self._bar.refresh()
 
     def close(self) -> None:
         """Take the bar away."""
         if self._live:
-            self._bar.stop()
             self._live = False
+            with self._while_it_shows():
+                self._bar.stop()
+
+    @contextlib.contextmanager
+    def _while_it_shows(self) -> Iterator[None]:
+        """A terminal that is gone, as after a hang-up, is shown nothing more; the training goes on."""
+        try:
+            yield
+        except (OSError, ValueError):
+            self._bar.console.quiet = True
 
 
 class NotebookView:
@@ -173,7 +187,7 @@ class NotebookView:
             bar, self._bar = self._bar, ""
             self._draw()
             self._handle, self._lines, self._bar = None, [], bar
-        self._lines.append(line)
+        self._lines.append(clean(line))
         self._draw()
 
     def show(self, reading: Reading) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
+from hotlap.core.terminal import clean
 from hotlap.core.units import show_bytes, show_rate
 from hotlap.kit.bench import Bench, only_new_garbage, opened, room_on
 from hotlap.kit.catalogue import kind_of_model
@@ -153,7 +154,7 @@ class BatchFound:
             lines.append(f"measured   {show_bytes(line.bytes_a_sample)} more for each sample more")
         lines.append(f"write      {self.advice}")
         lines += [f"note       {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join(map(clean, lines))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under stable keys."""

@@ -11,6 +11,7 @@ from typing import Any
 from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
 from hotlap.core.plan import Plan
+from hotlap.core.terminal import clean
 from hotlap.core.units import show_bytes
 from hotlap.data.columns import tensors_in
 from hotlap.engine.step import Window
@@ -115,7 +116,7 @@ class MemoryFound:
         lines += [f"grows      {one}" for one in self.held] or [
             "grows      nothing: no memory is held from update to update"
         ]
-        return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
+        return "\n".join(map(clean, [*lines, *(f"note       {note}" for note in self.notes)]))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under stable keys."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from hotlap.core.errors import HotlapError
+from hotlap.core.terminal import logger
 from hotlap.core.units import show_bytes
 from hotlap.data.batches import Batch
 from hotlap.kit.catalogue import Kind, example_of, kind_of_model
@@ -17,7 +17,7 @@ from hotlap.kit.search import Line
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 KIND = "batch"
 WEIGHT_COPIES = 4

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+
+from hotlap.core.terminal import say
 
 
 def sayer(progress: bool) -> Callable[[str], None]:
     """Shows a line on stderr, where progress is wanted."""
-    return _say if progress else silent
+    return say if progress else silent
 
 
 def silent(line: str) -> None:
     """Shows it to nobody."""
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from hotlap.core.errors import StoreError, TrainingError
+from hotlap.core.terminal import logger
 from hotlap.kit.looks import Seen, Wish
 from hotlap.kit.saved_files import bring_back, holds_files, put_back
 from hotlap.kit.search import TooShortError
@@ -25,7 +25,7 @@ from hotlap.script.running import Target
 from hotlap.store.cache import default_root, make_private
 from hotlap.store.lock import RunLock
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 MOST_S = 600.0
 """What one look may take, with all that the script does before it trains."""
@@ -42,7 +42,8 @@ class EndedError(TrainingError):
 
     def __init__(self, name: str, why: str, trace: str = "") -> None:
         """`why` in a line; `trace` are those of its code that led to it."""
-        super().__init__("\n".join(filter(None, (f"{name} ended by an error: {why}", trace))))
+        lines = [line if line.startswith("  ") else f"  {line}" for line in trace.split("\n") if trace]
+        super().__init__("\n".join([f"{name} ended by an error: {why}", *lines]))
         self.why = why
 
 

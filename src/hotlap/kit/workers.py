@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from hotlap.core.errors import HotlapError
 from hotlap.core.job import Job
 from hotlap.core.plan import Feed, Plan
+from hotlap.core.terminal import clean
 from hotlap.core.units import show_seconds
 from hotlap.data.buckets import lengths_in
 from hotlap.engine.rig import Place
@@ -129,7 +130,7 @@ class WorkersFound:
             whole = show_seconds(sum(one.sample_s for one in self.transforms))
             lines.append(f"a sample   {whole} in one process: {', '.join(map(str, self.transforms))}")
         lines.append(f"write      {self.advice}")
-        return "\n".join([*lines, *(f"note       {note}" for note in self.notes)])
+        return "\n".join(map(clean, [*lines, *(f"note       {note}" for note in self.notes)]))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under stable keys."""

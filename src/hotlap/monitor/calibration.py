@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import time
@@ -18,12 +17,13 @@ import torch
 from hotlap import __version__, machine
 from hotlap.core.errors import StoreError, shown
 from hotlap.core.plan import PRECISIONS
+from hotlap.core.terminal import logger
 from hotlap.machine.device import cpu_facts
 from hotlap.machine.kernels import proof
 from hotlap.monitor.timing import Timing
 from hotlap.store.cache import Cache, key_of
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 KIND = "calibration"
 BUSY = 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hotlap.core.terminal import logger
 from hotlap.monitor.arithmetic import flops_of
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 # Names without the overload. Memory that is only taken, and notes for torch's allocator and profiler, are no work.
 _IDLE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +10,10 @@ import numpy as np
 
 from hotlap.core.errors import DataError, shown
 from hotlap.core.job_checks import is_whole
+from hotlap.core.terminal import logger
 from hotlap.recipes.bar_columns import PRICES, Numbers, Place, by_meaning, numbers_in, place_in, refuse, times_in
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 LEAST, MOST = 1e-15, 1e15
 """Between these a price is one; their ratios fit into 32 bits."""

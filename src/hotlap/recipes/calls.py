@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from hotlap.fitting.views import LineView
+from hotlap.core.terminal import say
 from hotlap.recipes import training
 from hotlap.recipes.every import recipe_named
 from hotlap.recipes.options import options_of
@@ -66,5 +65,4 @@ def predict(
 
 
 def _say(progress: bool) -> Say:
-    say = LineView(sys.stderr).say
     return say if progress else only_warnings(say)

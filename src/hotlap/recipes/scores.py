@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotlap.core.errors import DataError
+from hotlap.core.terminal import clean
 
 Array = np.ndarray[Any, Any]
 CLASSES = "give a whole number from 0 on for the class of each row"
@@ -253,7 +254,7 @@ def _auc(positive: Array, scores: Array) -> float:
 
 
 def _label(name: str) -> str:
-    words = "".join(c if c.isprintable() else "?" for c in name)
+    words = clean(name)
     return words if len(words) <= 30 else f"{words[:28]} …"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hotlap.core.errors import DataError, did_you_mean, shown
+from hotlap.core.terminal import clean
 from hotlap.recipes import csv_files, parquet_files
 from hotlap.recipes.csv_files import TextFile, listed_names
 from hotlap.recipes.kinds import Column, Kind, UnfitError, check_kinds, in_words, recognised
@@ -241,5 +242,5 @@ def _written_column(name: str, files: Sequence[TextFile], told: Kind | None) -> 
 
 
 def _plain(text: str) -> str:
-    words = "".join(c if c.isprintable() else "?" for c in text)
+    words = clean(text)
     return words if len(words) <= LONGEST_NAME else f"{words[: LONGEST_NAME - 2]} …"

@@ -274,6 +274,8 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
         model = made_with(partial(reader.model, state["model"]), folder / MODEL)
         if not isinstance(state["target"], str):
             raise TypeError(f"target={shown(state['target'])}")
+        if type(state["batch_size"]) is not int or state["batch_size"] < 1:
+            raise ValueError(f"batch_size={shown(state['batch_size'])}")
         _threshold_in(state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, HotlapError):

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import IO, Any, Final, Self
 
 from hotlap.core.errors import shown
+from hotlap.core.terminal import say
 from hotlap.core.units import show_seconds
 from hotlap.script.running import Target
 
@@ -85,7 +86,7 @@ def compare(target: Target, options: Sequence[str], *, seed: int) -> int:
             if child.asked_to_end is not None:
                 return -child.asked_to_end
     without, under = outcomes
-    sys.stderr.write("".join(f"{line}\n" for line in told(without, under)))
+    say(*told(without, under))
     return without.code or under.code
 
 
@@ -240,4 +241,4 @@ def _structure(without: str, under: str) -> str:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"hotlap: {line}\n")
+    say(f"hotlap: {line}")

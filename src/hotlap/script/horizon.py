@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from hotlap.core.terminal import logger
 from hotlap.script.horizon_loops import (
     Loops,
     is_now_and_then,
@@ -25,7 +25,7 @@ from hotlap.script.horizon_loops import (
 from hotlap.script.horizon_values import MOST_EPOCHS, MOST_STEPS, fields_of, own_of, whole_number
 from hotlap.script.waits import PYTHON, SCRIPT, home_of
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 RECENT = 5
 """Epochs that say how long the next ones will be."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hotlap.core.terminal import say
 from hotlap.script.session import Session, Settings
 
 NAME = "hotlap"
@@ -40,7 +41,7 @@ class Notebook:
         elif word == "off":
             self.stop()
         else:
-            sys.stdout.write("".join(f"{line}\n" for line in self._session.so_far()))
+            say(*self._session.so_far(), stream=sys.stdout)
 
     def stop(self) -> None:
         """End the session; once."""
@@ -79,4 +80,4 @@ def _name(shell: Any) -> str:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"hotlap: {line}\n")
+    say(f"hotlap: {line}")

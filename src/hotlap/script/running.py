@@ -21,6 +21,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, NoReturn
 
 from hotlap.core.errors import HotlapError
+from hotlap.core.terminal import clean_lines, say
 
 
 class NoScriptError(HotlapError):
@@ -315,7 +316,7 @@ class _Guard:
 
 
 def _say(line: str) -> None:
-    _write(f"hotlap: {line}\n")
+    say(*clean_lines(f"hotlap: {line}").split("\n"))
 
 
 def _write(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from hotlap import machine
 from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger
 from hotlap.core.table import as_json, table
+from hotlap.core.terminal import say
 from hotlap.core.units import show_seconds
 from hotlap.machine.kernels import first_line
 from hotlap.script.resting import Trained
@@ -105,5 +105,4 @@ class Teller:
             lines = [f"hotlap  {line}" if line else "" for line in self.lines()]
         if error is not None and "CUDA error" in str(error):
             lines.append("hotlap  whether this comes without hotlap too: hotlap run --off …")
-        sys.stderr.write("\n".join([*lines, ""]))
-        sys.stderr.flush()
+        say(*lines)

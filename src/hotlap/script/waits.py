@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sysconfig
 import threading
@@ -22,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
 from hotlap.script.patches import Patches, untraced
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 FEW = 3
 """What happened in no more steps than this is a line of log, a checkpoint or an evaluation, and no part of a step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import secrets
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap.core.errors import StoreError, shown
+from hotlap.core.terminal import logger
 from hotlap.store import disk
 from hotlap.store.entries import TENSORS, Arrays, Entry, content_from, content_of
 from hotlap.store.keys import key_of
@@ -24,7 +24,7 @@ from hotlap.store.manifest import Manifest, check_files, read_files, read_manife
 
 __all__ = ["Cache", "Damage", "Entry", "Item", "default_root", "key_of", "make_private"]
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 LEFT_OVER_S = 3600.0
 """A folder that nobody finished within this time belongs to a process that died."""

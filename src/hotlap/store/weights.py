@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hotlap.core.errors import StoreError, shown
+from hotlap.core.terminal import logger
 from hotlap.store.files import write_atomically
 from hotlap.store.tensors import copied_to_host, tensor_pieces
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -60,7 +60,7 @@ def load_weights_into(model: nn.Module, stored: dict[str, Tensor]) -> None:
     """Copy stored weights into a model, each at its place; StoreError lists what does not fit."""
     mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     wrong = [f"{name} is missing in the file" for name in mine if name not in stored]
-    wrong += [f"{_told(name)} is not in the model" for name in stored if name not in mine]
+    wrong += [f"{name if len(name) <= 60 else shown(name)} is not in the model" for name in stored if name not in mine]
     wrong += [
         f"{name} is {tuple(stored[name].shape)} in the file and {tuple(value.shape)} in the model"
         for name, value in mine.items()
@@ -72,8 +72,3 @@ def load_weights_into(model: nn.Module, stored: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in mine.items():
             value.copy_(stored[name])
-
-
-def _told(name: str) -> str:
-    # The file may be a stranger's: a name in it can hold anything.
-    return name if name.isprintable() and len(name) <= 60 else shown(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +12,14 @@ import torch
 from hotlap import __version__
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
+from hotlap.core.terminal import logger
 from hotlap.data.holding import outline
 from hotlap.data.purity import randomness_watched
 from hotlap.engine.driven import Driven
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 KIND = "plan"
 FORMAT = 2

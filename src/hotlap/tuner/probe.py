@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 
 import torch
 
 from hotlap.core.plan import MOST_REPLAY_STEPS, Feed, Plan
+from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
 from hotlap.engine.rig import Rig
 from hotlap.machine.kernels import first_line
@@ -20,7 +20,7 @@ from hotlap.tuner.allowance import SpentError, check_allowed
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.stats import LEAST_GAIN
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 CALIBRATION_S = 1.0
 """What calibrating a machine takes at most; it is done once, and only where so much may well be spent."""
