@@ -1,0 +1,662 @@
+"""Whether the code of a dataset only reads: shown by following it, without running it.
+
+Every value is followed as one of a few kinds: an object that is there (`Thing`), plain data such as numbers, tensors
+and pictures (`Data`), and containers (`Box`). What the code reads is noted with the value it has now; where a branch
+hangs on such a value, only that branch is followed. Code that writes to anything that outlives the call, draws random
+numbers, or calls what is not known ends the proof.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hotlap.data.code_calls import MOST_ROUNDS, Calls
+from hotlap.data.code_objects import is_library
+from hotlap.data.code_values import (
+    ITERATOR,
+    NEW,
+    NOTHING,
+    NUMBER,
+    Attr,
+    Box,
+    Data,
+    Given,
+    Local,
+    RefusedError,
+    Scope,
+    Super,
+    Thing,
+    Value,
+    boxed,
+    is_leaf,
+    joined,
+    may_be_none,
+    merged,
+    only,
+    thing,
+)
+from hotlap.data.pure_calls import MUTATORS
+from hotlap.data.read_state import MISSING, ReadState, UnreadableError, is_content
+from hotlap.data.source_text import Written, tree_of
+
+MOST_CALLS, MOST_DEPTH = 2000, 40
+"""Calls that are followed, in all and within each other."""
+FILES = "reads files, which may change"
+_SPREADS = ("extend", "update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was shown of a dataset, and of the function that makes its batches."""
+
+    state: ReadState
+    """All that its samples depend on beside their index."""
+    why_traces: str | None = None
+    """Why fetching a sample may leave a trace, or give another sample elsewhere; None where it is shown not to."""
+    why_files: str | None = None
+    """Why samples may become others though the state stays."""
+
+    @property
+    def why_not_fixed(self) -> str | None:
+        """Why a sample may be another one later; None where it stays as long as the state does."""
+        return self.why_traces or self.why_files
+
+
+def prove(samples: Any, collate: Any = None, *, may_draw: bool = False) -> Proof:
+    """Follow what `samples[index]`, `len(samples)` and `collate([…])` do. Nothing of it is run.
+
+    `may_draw` where the generators of Python, numpy and torch are seeded for every sample.
+    """
+    follows = _Follows(may_draw)
+    name = type(samples).__name__
+    try:
+        given = follows.fetched(samples)
+        if collate is not None and collate is not default_collate:
+            name = "the collate function"
+            follows.call(thing(collate), Given([boxed(list, given)]))
+    except RefusedError as refusal:
+        return Proof(state=follows.state, why_traces=f"{name} {refusal}{follows.where}")
+    except UnreadableError as error:
+        return Proof(state=follows.state, why_traces=f"{name} {error}")
+    except RecursionError:
+        return Proof(state=follows.state, why_traces=f"{name} calls too deep to be followed")
+    except Exception as error:  # of an object that answers in ways of its own
+        return Proof(state=follows.state, why_traces=f"{name} cannot be followed: {type(error).__name__}")
+    return Proof(state=follows.state, why_files=f"{name} {FILES}" if follows.reads_files else None)
+
+
+class _Follows(Calls):
+    """Follows code and notes what it reads."""
+
+    def __init__(self, may_draw: bool) -> None:
+        super().__init__(may_draw)
+        self.where = ""
+        self._calls = 0
+        self._depth = 0
+        self._running: set[Any] = set()
+        self._known: dict[Any, Value] = {}
+
+    def fetched(self, samples: Any) -> Value:
+        """What the samples are."""
+        self.length(thing(samples))
+        found = self.subscript(thing(samples), NUMBER)
+        if not is_content(samples) and self.of_class(samples, "__getitems__") is not MISSING:
+            together = self.call(self.attribute(thing(samples), "__getitems__"), Given([boxed(list, NUMBER)]))
+            found = joined([found, self.iterate(together)])
+        self.plain(found, "gives")
+        return found
+
+    # --- functions -------------------------------------------------------------------------------
+
+    def run(self, function: types.FunctionType, given: Given) -> Value:
+        key = (id(function), tuple(given.places), tuple(sorted(given.names.items(), key=lambda row: row[0])),
+               given.rest, given.more)  # fmt: skip
+        if key in self._known:
+            return self._known[key]
+        if key in self._running:
+            raise RefusedError(f"calls {function.__qualname__} within itself")
+        self._calls += 1
+        if self._calls > MOST_CALLS or self._depth > MOST_DEPTH:
+            raise RefusedError("calls too much to be followed")
+        node = tree_of(function)
+        if node is None:
+            raise RefusedError(f"calls {function.__qualname__}, whose source text is not at hand")
+        if function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+            raise RefusedError(f"calls the generator {function.__qualname__}")
+        scope = Scope(function, node)
+        defaults = [*(function.__defaults__ or ())]
+        named = function.__kwdefaults__ or {}
+        self._bind(scope, node, given, [self.read(one) for one in defaults],
+                   {name: self.read(one) for name, one in named.items()})  # fmt: skip
+        self._running.add(key)
+        self._depth += 1
+        was = self.where
+        try:
+            found = self._body(node, scope)
+        finally:
+            self._depth -= 1
+            self._running.discard(key)
+        self.where = was
+        self._known[key] = found
+        # It stays as it is as long as it has this code and these defaults.
+        self.state.slot(function, "__code__", function.__code__)
+        self.state.slot(function, "__defaults__", function.__defaults__)
+        self.state.slot(function, "__kwdefaults__", function.__kwdefaults__)
+        return found
+
+    def run_local(self, local: Local, given: Given) -> Value:
+        if id(local.node) in self._running:
+            raise RefusedError("calls a function within itself")
+        scope = local.scope.inner(local.node)
+        arguments = local.node.args
+        defaults = [self.value(one, local.scope) for one in arguments.defaults]
+        named = {
+            one.arg: self.value(default, local.scope)
+            for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            if default is not None
+        }
+        self._bind(scope, local.node, given, defaults, named)
+        self._running.add(id(local.node))
+        try:
+            return self._body(local.node, scope)
+        finally:
+            self._running.discard(id(local.node))
+
+    def _body(self, node: Written, scope: Scope) -> Value:
+        if isinstance(node, ast.Lambda):
+            return self.value(node.body, scope)
+        ends = self._block(node.body, scope)
+        return joined([*scope.returned, thing(None) if ends else NOTHING])
+
+    def _bind(self, scope: Scope, node: Written, given: Given, defaults: list[Value], named: dict[str, Value]) -> None:
+        arguments = node.args
+        places = [*arguments.posonlyargs, *arguments.args]
+        by_default = dict(zip([one.arg for one in places][len(places) - len(defaults) :], defaults, strict=True))
+        by_default |= named
+        left = dict(given.names)
+        for number, one in enumerate(places):
+            if number < len(given.places):
+                value = given.places[number]
+            elif one.arg in left:
+                value = left.pop(one.arg)
+            else:
+                value = joined([by_default.get(one.arg, NOTHING), given.rest, given.more])
+            scope.set(one.arg, value)
+        for one in arguments.kwonlyargs:
+            scope.set(one.arg, left.pop(one.arg, NOTHING) or joined([by_default.get(one.arg, NOTHING), given.more]))
+        if arguments.vararg is not None:
+            extra = given.places[len(places) :]
+            items = extra if not given.rest else None
+            scope.set(arguments.vararg.arg, boxed(tuple, joined([*extra, given.rest]), items))
+        if arguments.kwarg is not None:
+            scope.set(arguments.kwarg.arg, boxed(dict, joined([NEW, *left.values(), given.more])))
+
+    # --- statements ------------------------------------------------------------------------------
+
+    def _block(self, body: Sequence[ast.stmt], scope: Scope) -> bool:
+        """Follow statements; whether what comes after them is reached."""
+        for statement in body:
+            self.where = _place(scope.function, statement)
+            if not self._statement(statement, scope):
+                return False
+        return True
+
+    def _statement(self, node: ast.stmt, scope: Scope) -> bool:
+        match node:
+            case ast.Return():
+                scope.returned.append(thing(None) if node.value is None else self.value(node.value, scope))
+                return False
+            case ast.Raise():
+                if node.exc is not None:
+                    self.value(node.exc, scope)
+                return False
+            case ast.Expr():
+                self.value(node.value, scope)
+            case ast.Assign():
+                for target in node.targets:
+                    self._assign_from(target, node.value, scope)
+            case ast.AnnAssign():
+                if node.value is not None:
+                    self._assign_from(node.target, node.value, scope)
+            case ast.AugAssign():
+                self._augmented(node, scope)
+            case ast.If():
+                return self._branched(node.test, node.body, node.orelse, scope)
+            case ast.For() | ast.While():
+                return self._looped(node, scope)
+            case ast.With():
+                for item in node.items:
+                    entered = self._entered(self.value(item.context_expr, scope))
+                    if item.optional_vars is not None:
+                        self._assign(item.optional_vars, entered, scope)
+                return self._block(node.body, scope)
+            case ast.Try():
+                return self._tried(node, scope)
+            case ast.Assert():
+                self.value(node.test, scope)
+            case ast.Break() | ast.Continue():
+                scope.loops[-1].append(dict(scope.names))
+                return False
+            case ast.FunctionDef():
+                if node.decorator_list or any(isinstance(one, (ast.Yield, ast.YieldFrom)) for one in ast.walk(node)):
+                    raise RefusedError(f"writes a function {node.name} that cannot be followed")
+                scope.set(node.name, frozenset({Local(node, scope)}))
+            case ast.Import() | ast.ImportFrom():
+                self._imported(node, scope)
+            case ast.Delete():
+                for target in node.targets:
+                    if isinstance(target, ast.Subscript):
+                        self.written_to(self.value(target.value, scope), "deletes entries of")
+                    elif not isinstance(target, ast.Name):
+                        raise RefusedError("deletes an attribute")
+            case ast.Pass() | ast.Global() | ast.Nonlocal():
+                pass
+            case _:
+                raise RefusedError(f"has a statement that cannot be followed ({type(node).__name__.lower()})")
+        return True
+
+    def _branched(self, test: ast.expr, body: Sequence[ast.stmt], others: Sequence[ast.stmt], scope: Scope) -> bool:
+        is_true = self.truth(self.value(test, scope))
+        if is_true is not None:
+            return self._block(body if is_true else others, scope)
+        before = dict(scope.names)
+        goes_on = self._block(body, scope)
+        after, scope.names = scope.names, before
+        others_go_on = self._block(others, scope)
+        if goes_on:
+            scope.names = merged(scope.names, after) if others_go_on else after
+        return goes_on or others_go_on
+
+    def _looped(self, node: ast.For | ast.While, scope: Scope) -> bool:
+        if isinstance(node, ast.For):
+            coming = self.iterate(self.value(node.iter, scope))
+        for _ in range(MOST_ROUNDS):
+            before = dict(scope.names)
+            scope.loops.append([before])
+            if isinstance(node, ast.For):
+                self._assign(node.target, coming, scope)
+            else:
+                self.value(node.test, scope)
+            if self._block(node.body, scope):
+                scope.loops[-1].append(scope.names)
+            scope.names = functools.reduce(merged, scope.loops.pop())
+            if scope.names == before:
+                break
+        else:
+            raise RefusedError("has a loop that cannot be followed")
+        return self._block(node.orelse, scope)
+
+    def _tried(self, node: ast.Try, scope: Scope) -> bool:
+        before, start = dict(scope.names), len(scope.log)
+        goes_on = self._block(node.body, scope) and self._block(node.orelse, scope)
+        ways = [scope.names] if goes_on else []
+        broken = dict(before)
+        for name, value in scope.log[start:]:  # it may have been broken off behind any of them
+            broken[name] = broken.get(name, NOTHING) | value
+        for handler in node.handlers:
+            scope.names = dict(broken)
+            if handler.type is not None:
+                self.value(handler.type, scope)
+            if handler.name is not None:
+                scope.set(handler.name, NEW)
+            if self._block(handler.body, scope):
+                ways.append(scope.names)
+        scope.names = functools.reduce(merged, ways) if ways else dict(broken)
+        return self._block(node.finalbody, scope) and bool(ways)
+
+    def _imported(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
+        for alias in node.names:
+            name = alias.name if isinstance(node, ast.Import) else node.module or ""
+            module = sys.modules.get(name) if not getattr(node, "level", 0) else None
+            if module is None or (isinstance(node, ast.ImportFrom) and alias.name == "*"):
+                raise RefusedError(f"imports {name or alias.name}")
+            if isinstance(node, ast.ImportFrom):
+                scope.set(alias.asname or alias.name, self.attribute(thing(module), alias.name))
+            else:
+                root = sys.modules[name.partition(".")[0]]
+                scope.set(alias.asname or name.partition(".")[0], thing(module if alias.asname else root))
+
+    def _entered(self, value: Value) -> Value:
+        if all(isinstance(atom, Data) for atom in value):
+            return value
+        raise RefusedError("enters a context that is not known")
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def _assign_from(self, target: ast.expr, source: ast.expr, scope: Scope) -> None:
+        targets = target.elts if isinstance(target, ast.Tuple) else []
+        sources = source.elts if isinstance(source, ast.Tuple) else []
+        is_open = any(isinstance(one, ast.Starred) for one in (*targets, *sources))
+        if targets and len(targets) == len(sources) and not is_open:
+            values = [self.value(one, scope) for one in sources]
+            for one, value in zip(targets, values, strict=True):
+                self._assign(one, value, scope)
+            return
+        self._assign(target, self.value(source, scope), scope)
+
+    def _assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
+        match target:
+            case ast.Name():
+                if target.id in _declared_in(scope.node):
+                    raise RefusedError(f"sets the variable {target.id} outside of it")
+                scope.set(target.id, value)
+            case ast.Tuple() | ast.List():
+                self._unpacked(target, value, scope)
+            case ast.Subscript():
+                self.value(target.slice, scope)
+                owner = self.value(target.value, scope)
+                self.written_to(owner, f"writes to {_shown(target)}")
+                self._put(target.value, owner, value, scope)
+            case ast.Attribute():
+                raise RefusedError(f"sets {_shown(target)}")
+            case _:
+                raise RefusedError(f"writes to {_shown(target)}")
+
+    def _unpacked(self, target: ast.Tuple | ast.List, value: Value, scope: Scope) -> None:
+        counts = [len(atom.items) for atom in value if isinstance(atom, Box) and atom.items is not None]
+        is_known = len(counts) == len(value) and all(count == len(target.elts) for count in counts)
+        if is_known and not any(isinstance(one, ast.Starred) for one in target.elts):
+            for number, one in enumerate(target.elts):
+                found = [atom.items[number] for atom in value if isinstance(atom, Box) and atom.items is not None]
+                self._assign(one, joined(found), scope)
+            return
+        parts = self.iterate(value)
+        for one in target.elts:
+            if isinstance(one, ast.Starred):
+                self._assign(one.value, boxed(list, parts), scope)
+            else:
+                self._assign(one, parts, scope)
+
+    def _put(self, node: ast.expr, owner: Value, value: Value, scope: Scope) -> None:
+        """A container that the code has made holds more from here on."""
+        if not any(isinstance(atom, Box) for atom in owner):
+            self.plain(value, "stores")
+            return
+        if not isinstance(node, ast.Name):
+            raise RefusedError("writes into a container within another")
+        boxes = frozenset(atom for atom in owner if isinstance(atom, Box))
+        grown = frozenset(Box(atom.kind, atom.parts | value) for atom in boxes)
+        scope.set(node.id, (owner - boxes) | grown)
+        at: Scope | None = scope
+        while at is not None:  # other names may stand for the same container
+            for name, known in list(at.names.items()):
+                if known & boxes:
+                    at.set(name, joined([known, grown]))
+            at = at.outer
+
+    def _augmented(self, node: ast.AugAssign, scope: Scope) -> None:
+        target = node.target
+        if isinstance(target, ast.Attribute):
+            raise RefusedError(f"sets {_shown(target)}")
+        owner, value = self.value(_loaded(target), scope), self.value(node.value, scope)
+        self.written_to(owner, f"writes to {_shown(target)}")
+        if isinstance(target, ast.Subscript):
+            self.written_to(self.value(target.value, scope), f"writes to {_shown(target)}")
+        found = self._combined(owner, value)
+        if isinstance(target, ast.Name):
+            self._assign(target, found, scope)
+
+    # --- expressions -----------------------------------------------------------------------------
+
+    def value(self, node: ast.expr, scope: Scope) -> Value:
+        """What an expression may be."""
+        match node:
+            case ast.Constant():
+                return thing(node.value)
+            case ast.Name():
+                return self._named(node.id, scope)
+            case ast.Attribute():
+                return self.attribute(self.value(node.value, scope), _mangled(node.attr, scope.function))
+            case ast.Subscript():
+                return self.subscript(self.value(node.value, scope), self.value(node.slice, scope))
+            case ast.Call():
+                return self._called(node, scope)
+            case ast.BinOp():
+                return self._combined(self.value(node.left, scope), self.value(node.right, scope))
+            case ast.UnaryOp():
+                return self._unary(node, scope)
+            case ast.Compare():
+                return self._compared(node, scope)
+            case ast.BoolOp():
+                return self._either(node, scope)
+            case ast.IfExp():
+                is_true = self.truth(self.value(node.test, scope))
+                ways = [node.body, node.orelse] if is_true is None else [node.body if is_true else node.orelse]
+                return joined(self.value(way, scope) for way in ways)
+            case ast.Tuple() | ast.List() | ast.Set():
+                return self._display(node, scope)
+            case ast.Dict():
+                keys = [self.value(key, scope) for key in node.keys if key is not None]
+                held = [self.value(one, scope) for one in node.values]
+                spread = [
+                    self.entries_of(one) if key is None else one for key, one in zip(node.keys, held, strict=True)
+                ]
+                return boxed(dict, joined([*keys, *spread]))
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                return self._comprehended(node, scope)
+            case ast.Lambda():
+                return frozenset({Local(node, scope)})
+            case ast.JoinedStr():
+                for part in node.values:
+                    if isinstance(part, ast.FormattedValue):
+                        self.plain(self.value(part.value, scope), "puts into words")
+                return frozenset({Data(True, str)})
+            case ast.Slice():
+                for bound in (node.lower, node.upper, node.step):
+                    if bound is not None:
+                        self.value(bound, scope)
+                return frozenset({Data(True, slice)})
+            case ast.NamedExpr():
+                found = self.value(node.value, scope)
+                self._assign(node.target, found, scope)
+                return found
+            case ast.Starred():
+                return self.iterate(self.value(node.value, scope))
+        raise RefusedError(f"has an expression that cannot be followed ({type(node).__name__.lower()})")
+
+    def _named(self, name: str, scope: Scope) -> Value:
+        at: Scope | None = scope
+        while at is not None:
+            if name in at.names:
+                return at.names[name]
+            at = at.outer
+        function = scope.function
+        free = function.__code__.co_freevars
+        if name in free:
+            cell = (function.__closure__ or ())[free.index(name)]
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                return NOTHING  # which raises
+            self.state.cell(cell, value)
+            return self.read(value)
+        found = function.__globals__.get(name, MISSING)
+        if not is_library(function.__module__):
+            self.state.name(function.__globals__, name, found)
+        if found is MISSING:
+            found = getattr(builtins, name, MISSING)
+        return NOTHING if found is MISSING else self.read(found)
+
+    def _display(self, node: ast.Tuple | ast.List | ast.Set, scope: Scope) -> Value:
+        kind = {ast.Tuple: tuple, ast.List: list, ast.Set: set}[type(node)]
+        items = [self.value(one, scope) for one in node.elts]
+        is_open = kind is set or any(isinstance(one, ast.Starred) for one in node.elts)
+        return boxed(kind, joined(items), None if is_open or kind is list else items)
+
+    def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope) -> Value:
+        within = scope.inner()
+        for one in node.generators:
+            self._assign(one.target, self.iterate(self.value(one.iter, within)), within)
+            for test in one.ifs:
+                self.truth(self.value(test, within))
+        if isinstance(node, ast.DictComp):
+            return boxed(dict, joined([self.value(node.key, within), self.value(node.value, within)]))
+        kinds: dict[type, type] = {ast.ListComp: list, ast.SetComp: set, ast.GeneratorExp: ITERATOR}
+        return boxed(kinds[type(node)], self.value(node.elt, within))
+
+    def _unary(self, node: ast.UnaryOp, scope: Scope) -> Value:
+        value = self.value(node.operand, scope)
+        if isinstance(node.op, ast.Not):
+            is_true = self.truth(value)
+            return NUMBER if is_true is None else thing(not is_true)
+        number = only(value)
+        if isinstance(node.op, ast.USub) and type(number) in (int, float):
+            return thing(-number)
+        is_fresh = self.plain(value, "computes with")
+        return frozenset({Data(is_fresh)}) if isinstance(node.op, ast.UAdd) else NEW
+
+    def _combined(self, left: Value, right: Value) -> Value:
+        boxes = [atom for atom in left | right if isinstance(atom, Box)]
+        lists = [atom.value for atom in left | right if isinstance(atom, Thing) and is_content(atom.value)]
+        if boxes or any(not isinstance(one, (Tensor, np.ndarray)) for one in lists):
+            # `list + list`, `[0] * n`, `dict | dict`, and arrays computed with lists.
+            kinds = {atom.kind for atom in boxes} | {type(one) for one in lists} or {list}
+            parts = [self.entries_of(frozenset({atom})) for atom in left | right if not is_leaf(atom)]
+            found = [boxed(kind, joined(parts)) for kind in kinds if kind in (list, tuple, dict, set)]
+            with contextlib.suppress(RefusedError):
+                self.plain(left | right, "computes with")
+                found.append(NEW)
+            return joined(found)
+        self.plain(left | right, "computes with")
+        return NEW
+
+    def _compared(self, node: ast.Compare, scope: Scope) -> Value:
+        values = [self.value(one, scope) for one in (node.left, *node.comparators)]
+        if len(values) == 2:
+            folded = self._folded(node.ops[0], *values)
+            if folded is not None:
+                return thing(folded)
+        if not all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+            for value in values:
+                self.plain(value, "compares")
+        return NEW
+
+    def _folded(self, op: ast.cmpop, left: Value, right: Value) -> bool | None:
+        """A comparison that is known."""
+        if isinstance(op, (ast.Is, ast.IsNot)):
+            if len(left) == len(right) == 1:
+                (a,), (b,) = left, right
+                if isinstance(a, Thing) and isinstance(b, Thing):
+                    return (a.value is b.value) == isinstance(op, ast.Is)
+                if None in (only(left, 0), only(right, 0)) and not isinstance(a, Attr) and not isinstance(b, Attr):
+                    is_none = all(may_be_none(atom) for atom in (a, b))
+                    return None if is_none else isinstance(op, ast.IsNot)
+            return None
+        a, b = only(left), only(right)
+        if type(a) in (int, str, bool, float) and type(b) in (int, str, bool, float):
+            if isinstance(op, ast.Eq):
+                return bool(a == b)
+            if isinstance(op, ast.NotEq):
+                return bool(a != b)
+        return None
+
+    def _either(self, node: ast.BoolOp, scope: Scope) -> Value:
+        found: list[Value] = []
+        for number, one in enumerate(node.values):
+            value = self.value(one, scope)
+            is_last = number == len(node.values) - 1
+            is_true = None if is_last else self.truth(value)
+            ends = is_true is not None and is_true == isinstance(node.op, ast.Or)
+            if is_last or is_true is None or ends:
+                found.append(value)
+            if ends:
+                break
+        return joined(found)
+
+    def _called(self, node: ast.Call, scope: Scope) -> Value:
+        if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args:
+            return self._super(scope)
+        function, given = self.value(node.func, scope), Given()
+        for one in node.args:
+            if not isinstance(one, ast.Starred):
+                value = self.value(one, scope)
+                if given.rest:
+                    given.rest |= value
+                else:
+                    given.places.append(value)
+                continue
+            spread = self.value(one.value, scope)
+            (atom,) = spread if len(spread) == 1 else (None,)
+            if isinstance(atom, Box) and atom.items is not None and not given.rest:
+                given.places += atom.items
+            else:
+                given.rest = joined([given.rest, self.iterate(spread)])
+        for keyword in node.keywords:
+            value = self.value(keyword.value, scope)
+            if keyword.arg is None:
+                given.more = joined([given.more, self.entries_of(value)])
+            else:
+                given.names[keyword.arg] = value
+        if isinstance(node.func, ast.Attribute):
+            self._grown(node.func, given, scope)
+        found = self.call(function, given)
+        self.where = _place(scope.function, node)
+        return found
+
+    def _grown(self, node: ast.Attribute, given: Given, scope: Scope) -> None:
+        """`rows.append(…)` and its like: what is in the container from here on."""
+        if node.attr in MUTATORS and isinstance(node.value, ast.Name):
+            owner = scope.names.get(node.value.id, NOTHING)
+            if any(isinstance(atom, Box) and atom.fresh for atom in owner):
+                added = joined([given.all, *(self.iterate(one) for one in given.places if node.attr in _SPREADS)])
+                self._put(node.value, owner, added, scope)
+
+    def _super(self, scope: Scope) -> Value:
+        code, at = scope.function.__code__, scope
+        while at.outer is not None:
+            at = at.outer
+        if "__class__" not in code.co_freevars or not code.co_argcount:
+            raise RefusedError("calls super() in a way that cannot be followed")
+        kind = (scope.function.__closure__ or ())[code.co_freevars.index("__class__")].cell_contents
+        owners = at.names[code.co_varnames[0]]
+        return frozenset(Super(kind, atom) for atom in owners if isinstance(atom, Thing))
+
+
+# --- small questions ---------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _declared_in(node: Written) -> frozenset[str]:
+    found = [one for one in ast.walk(node) if isinstance(one, (ast.Global, ast.Nonlocal))]
+    return frozenset(name for one in found for name in one.names)
+
+
+def _loaded(target: ast.expr) -> ast.expr:
+    """A target of an assignment, to be read."""
+    match target:
+        case ast.Name():
+            return ast.copy_location(ast.Name(target.id, ast.Load()), target)
+        case ast.Subscript():
+            return ast.copy_location(ast.Subscript(target.value, target.slice, ast.Load()), target)
+    return target
+
+
+def _mangled(name: str, function: types.FunctionType) -> str:
+    """A name with two underscores as it is within its class."""
+    if not name.startswith("__") or name.endswith("__"):
+        return name
+    homes = function.__qualname__.split(".")[:-1]
+    return f"_{homes[-1].lstrip('_')}{name}" if homes and homes[-1] != "<locals>" else name
+
+
+def _shown(node: ast.expr) -> str:
+    text = ast.unparse(node)
+    return text if len(text) <= 40 else f"{text[:38]} …"
+
+
+def _place(function: types.FunctionType, node: ast.AST) -> str:
+    return f" ({Path(function.__code__.co_filename).name}, line {getattr(node, 'lineno', 0)})"
