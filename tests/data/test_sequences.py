@@ -19,7 +19,8 @@ from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Feed
 from hotlap.data.buckets import LengthOrder, found_widths, lengths_in
 from hotlap.data.course import evaluation_course, training_course
 from hotlap.data.feeds import open_feed
-from hotlap.data.holding import held, mark_of
+from hotlap.data.holding import held
+from hotlap.data.purity import state_of
 from hotlap.data.resident import ResidentFeeding
 from hotlap.data.sequences import Sequences
 from hotlap.data.source import as_source
@@ -360,10 +361,10 @@ def test_a_mask_of_the_users_own_is_left_alone():
 def test_data_that_was_written_to_is_seen_and_data_can_be_sent_to_workers():
     data = labelled(30)
     source = as_source(data)
-    before = mark_of(source)
-    assert mark_of(source) == before
+    state = state_of(source)
+    assert state.why_changed(thorough=True) is None
     data.fields["input_ids"][0] += 1
-    assert mark_of(source) != before
+    assert state.why_changed(thorough=True) is not None
     other = pickle.loads(pickle.dumps(source))
     rows = torch.tensor([3, 4])
     assert torch.equal(other.gather(rows)["input_ids"], source.gather(rows)["input_ids"])

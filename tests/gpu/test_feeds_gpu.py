@@ -450,7 +450,7 @@ def test_a_dataset_that_draws_on_the_gpu_is_not_pure():
 
     torch.cuda.init()
     state = torch.cuda.get_rng_state()
-    assert why_not_pure(as_source(Drawing())) == "Drawing draws from torch's CUDA generator"
+    assert why_not_pure(as_source(Drawing())).startswith("Drawing draws from torch's generator")
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 

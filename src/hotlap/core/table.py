@@ -16,7 +16,7 @@ from hotlap.core.units import show_seconds
 
 SIGNS = {"kept": "+", "rejected": "-", "undecided": "-", "not tried": "-"}
 """Outcomes of a move, in the order in which the table has them."""
-ALARMS = ("canary", "trial")
+ALARMS = ("canary", "trial", "data changed")
 """How faults begin that the tuning met; others are no matter of this table."""
 LONGEST_TEXT = 300
 LONGEST_NAME = 34

@@ -113,7 +113,9 @@ def fitted(source: Source, order: Order) -> tuple[Source, Padding | None]:
     padded = int((bounds[bounds.searchsorted(longest)] * sizes).sum())
     entries = int(lengths[order.epoch(0).indices.numpy()[: int(sizes.sum())]].sum())
     padding = Padding(widths=widths, entries=entries, padded=padded, at_one_width=int(widths[-1] * sizes.sum()))
-    return _with_widths(source, widths), padding
+    found = _with_widths(source, widths)
+    found.given, found.again = source.given, source.again
+    return found, padding
 
 
 def found_widths(longest: Numbers, sizes: Numbers, most: int) -> tuple[int, ...]:

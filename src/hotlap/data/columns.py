@@ -41,6 +41,7 @@ class Columns(Source):
     def __init__(self, columns: Any, collate: Callable[[list[Any]], Batch] | None = None) -> None:
         # Without itself as its samples: a cycle would keep a GPU's memory until somebody collects it.
         super().__init__(None, collate)
+        self.given = columns
         self.tensors = {key: as_tensor(column) for key, column in named_columns(columns).items()}
         self._shape = "dict" if isinstance(columns, Mapping) else "tuple" if isinstance(columns, tuple) else ""
         self._in_order = list(self.tensors.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,18 @@ class Course:
     """What of its batches is padding, where samples are sequences of several lengths."""
     is_sorted: bool = False
     """Whether its samples come from the shortest on, in an order that nobody asked for."""
+
+    def renewed(self) -> Course:
+        """The same over the data as it is by now. Raises DataError where that has another length."""
+        if self.source.again is None:
+            return self
+        source, padding = fitted(self.source.again(), self.order)
+        if len(source) != len(self.source):
+            raise DataError(
+                f"the data has {len(source):,} samples by now, and had {len(self.source):,} when the feed was opened; "
+                "open a new feed"
+            )
+        return replace(self, source=source, padding=padding)
 
 
 def training_course(job: Job, *, workers: int | None = None, on_gpu: bool = False) -> Course:

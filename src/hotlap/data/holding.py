@@ -16,13 +16,11 @@ from hotlap.core.errors import DataError, kind_of
 from hotlap.core.units import MIB, show_bytes
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.columns import Columns, Selection, Stacked, Took, tensors_in
-from hotlap.data.order import HostRandomness
-from hotlap.data.purity import randomness_watched, spread, why_not_pure
+from hotlap.data.purity import GRADIENTS, why_not_fixed
 from hotlap.data.samples import Source
 from hotlap.machine.cuda import free_for_torch
 from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import read_memory
-from hotlap.store.keys import key_of
 
 Progress = Callable[[int, int], None]
 """Told how many samples are there, of how many; for columns that were tensors already, once at the end."""
@@ -30,13 +28,15 @@ Progress = Callable[[int, int], None]
 CHUNK_BYTES = 64 * MIB
 """What is brought at a time, so that the host needs no second copy of everything."""
 CHUNK_SAMPLES = 1024
+PROBED, TIMED = 8, 4
+"""Samples that are measured, and timed, spread over the dataset: of those whose fetching leaves no trace."""
 
 
 def why_not_held(source: Source, device: torch.device, *, reserve_bytes: int) -> str | None:
     """Why the samples cannot all be held on `device` beside `reserve_bytes` of other memory, or None where they can.
 
-    Samples that are computed have to be pure (see `why_not_pure`), and their size is known from a few of them:
-    nothing is fetched as a whole. On the host at most half of the free memory is taken.
+    Their code has to show that they stay as they are (see `why_not_fixed`); the size of those that are computed is
+    known from a few: nothing is fetched as a whole. On the host at most half of the free memory is taken.
     """
     reason = _why_not_columns(source)
     if reason:
@@ -76,40 +76,25 @@ SENT_A_SECOND = 4e9
 
 
 def time_to_hold(source: Source, device: torch.device) -> float:
-    """About how many seconds `held` would take: the fetching of samples that are computed is known from a few."""
+    """About how many seconds `held` would take: the fetching of samples that are computed is known from a few.
+
+    0 for samples that cannot be held: none of them is asked for.
+    """
+    if _why_not_columns(source) is not None:
+        return 0.0
     seconds = _bytes_needed(source, _numbered(device)) / SENT_A_SECOND
     if source.computes:
-        few = spread(len(source), LOOKED_AT)
-        with randomness_watched(source.samples):
-            start = time.perf_counter()
-            source.aside().read(few)
-            seconds += (time.perf_counter() - start) / len(few) * len(source)
+        few = spread(len(source), TIMED)
+        start = time.perf_counter()
+        source.aside().read(few)
+        seconds += (time.perf_counter() - start) / len(few) * len(source)
     return seconds
 
 
-LOOKED_AT = 4
-"""Samples that are looked at to see whether data is still what was held."""
-
-
-def mark_of(source: Source) -> Any:
-    """What tells data from other data at a glance: a few of its samples, and whether its tensors were written to.
-
-    Cheap enough for the beginning of every epoch. What changes between those samples, in an array of numpy's or in what
-    a dataset computes, is not seen.
-    """
-    looked_at = spread(len(source), LOOKED_AT)
-    inner = source
-    while isinstance(inner, Selection):
-        inner = inner.inner
-    if not isinstance(inner, Columns):
-        randomness = HostRandomness()
-        try:
-            return key_of(source.aside().read(looked_at))
-        finally:
-            randomness.restore()
-    versions = [tensor._version for tensor in inner.tensors.values()]
-    # Reading from a device would wait for it; and what is there already is never a copy.
-    return (versions, key_of(source.read(looked_at))) if inner.on_host else versions
+def spread(length: int, most: int = PROBED) -> list[int]:
+    """At most so many indices, evenly spread from the first to the last."""
+    count = min(length, most)
+    return [k * (length - 1) // max(1, count - 1) for k in range(count)]
 
 
 # --- tensors that are there ------------------------------------------------------------------------
@@ -191,22 +176,16 @@ def _fetched(source: Source, device: torch.device, progress: Progress | None) ->
     rooms = tensors_in(whole)
     step = min(CHUNK_SAMPLES, max(1, CHUNK_BYTES // max(1, measured.bytes)))
     source = source.aside()
-    with randomness_watched(source.samples) as watched:
-        for start in range(0, total, step):
-            end = min(total, start + step)
-            samples = source.read(range(start, end))
-            for at, sample in enumerate(samples, start):
-                if outline(sample) != measured.outline:
-                    raise DataError(f"{name} cannot be held: {_unlike(0, measured.outline, at, outline(sample))}")
-            for room, rows in zip(rooms, tensors_in(default_collate(samples)), strict=True):
-                room[start:end].copy_(rows)
-            # The probe saw a few samples; a sample that draws now and then shows here.
-            moved = watched.moved()
-            if moved:
-                where = f"between index {start} and {end - 1}"
-                raise DataError(f"{name} cannot be held: it draws from {', '.join(moved)}, {where}")
-            if progress is not None:
-                progress(end, total)
+    for start in range(0, total, step):
+        end = min(total, start + step)
+        samples = source.read(range(start, end))
+        for at, sample in enumerate(samples, start):
+            if outline(sample) != measured.outline:
+                raise DataError(f"{name} cannot be held: {_unlike(0, measured.outline, at, outline(sample))}")
+        for room, rows in zip(rooms, tensors_in(default_collate(samples)), strict=True):
+            room[start:end].copy_(rows)
+        if progress is not None:
+            progress(end, total)
     return Stacked(whole)
 
 
@@ -214,9 +193,10 @@ def _why_not_columns(source: Source) -> str | None:
     """Why the samples make no columns, wherever; None where they do."""
     if source.own_collate is not None:
         return "the job has a collate function of its own, so batches are no stacks of samples"
-    if not source.computes:
-        return None
-    return why_not_pure(source) or _measured(source).why_not
+    reason = why_not_fixed(source)
+    if reason is not None:
+        return reason
+    return _measured(source).why_not if source.computes else None
 
 
 def _bytes_needed(source: Source, device: torch.device) -> int:
@@ -241,8 +221,7 @@ class _Measured:
 def _measured(source: Source) -> _Measured:
     """A few samples measured; asked for once a source."""
     if "measured" not in source.probed:
-        with randomness_watched(source.samples):
-            source.probed["measured"] = _measure(source)
+        source.probed["measured"] = _measure(source)
     measured: _Measured = source.probed["measured"]
     return measured
 
@@ -258,6 +237,8 @@ def _measure(source: Source) -> _Measured:
     for index, sample in zip(indices, samples, strict=True):
         if outline(sample) != wanted:
             return _Measured(f"samples of {name} cannot be stacked: {_unlike(0, wanted, index, outline(sample))}")
+    if any(tensor.requires_grad for tensor in tensors_in(batch)):
+        return _Measured(GRADIENTS)
     foreign = _foreign(batch) or (None if tensors_in(batch) else "nothing that makes a tensor")
     return _Measured(f"samples of {name} hold {foreign}, which makes no column" if foreign else None, wanted, batch)
 

@@ -33,10 +33,18 @@ class Source:
         self.samples = samples
         self.own_collate = collate
         """The user's function that makes a batch of samples, where there is one."""
+        self.given: Any = samples
+        """The data as the user gave it, which may change."""
+        self.again: Callable[[], Source] | None = None
+        """Makes the source of the data as it is by then; None where it stands by itself."""
         self.probed: dict[str, Any] = {}
-        """What was found out by asking for samples, kept so that it is asked once."""
+        """What was found out of the samples, kept so that it is found out once."""
         self._collate = collate or default_collate
         self._drawn: list[Generator] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes, without what was found out in this one."""
+        return {**vars(self), "probed": {}}
 
     def __len__(self) -> int:
         return len(self.samples)

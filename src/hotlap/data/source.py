@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +26,14 @@ looks again at the beginning of each epoch finds it the same."""
 
 def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *, loaded: bool = False) -> Source:
     """The source for data in any form a job may have, or for what is in a DataLoader (`loaded`)."""
+    source = _source_of(data, collate, loaded=loaded)
+    source.given, source.again = data, functools.partial(as_source, data, collate, loaded=loaded)
+    return source
+
+
+def _source_of(data: Any, collate: Callable[[list[Any]], Batch] | None, *, loaded: bool) -> Source:
+    if (loaded or type(data) is TensorDataset) and _needs_gradients(data):
+        return Source(data, collate)  # whose batches are part of a graph
     # To a DataLoader a tuple or dict is a sequence of samples like any other.
     if is_columns(data) and not (loaded and isinstance(data, (tuple, Mapping))):
         return Columns(data, collate)
@@ -38,6 +47,11 @@ def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *,
     if type(data) is Subset:
         return Selection(as_source(data.dataset, collate, loaded=True), _rows_of(data))
     return Source(data, collate)
+
+
+def _needs_gradients(data: Any) -> bool:
+    tensors = data.tensors if type(data) is TensorDataset else (data,)
+    return any(isinstance(one, Tensor) and one.requires_grad for one in tensors)
 
 
 def _rows_of(subset: Subset[Any]) -> Sequence[int] | Tensor:

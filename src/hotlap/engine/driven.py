@@ -66,6 +66,12 @@ class Driven(Protocol):
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
 
+    def why_not_spread(self) -> str | None:
+        """Why samples may be others where processes fetch them that the user did not ask for; None where not."""
+
+    def obeyed(self, plan: Plan) -> Plan:
+        """The plan as the data allows it: with the user's own feed where the data changes."""
+
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
         """Obey `plan` from the next step on."""
 

@@ -15,7 +15,9 @@ from hotlap.data.batches import map_tensors, to_device
 from hotlap.data.columns import tensors_in
 from hotlap.data.course import Course, evaluation_course
 from hotlap.data.feeds import Feeding, open_feed
-from hotlap.data.holding import held, mark_of, why_not_held
+from hotlap.data.holding import held, why_not_held
+from hotlap.data.purity import state_of
+from hotlap.data.read_state import ReadState
 from hotlap.data.resident import ResidentFeeding
 from hotlap.engine.encoders import adapt
 from hotlap.engine.layout import Layout
@@ -98,7 +100,7 @@ class Evaluator:
     def _open(self, data: Any, collate: Any, size: int, plan: Plan) -> tuple[Course, Feeding]:
         kept, wanted = self._kept, plan.feed.kind == "resident"
         if kept is not None and kept.is_for(data, collate, size, wanted):
-            if not wanted or mark_of(kept.course.source) == kept.mark:
+            if kept.state is None or kept.state.why_changed(thorough=True) is None:
                 return kept.course, kept.feeding
             self.close()  # the data is no longer what was held
         on_gpu = self._device.type == "cuda"
@@ -112,8 +114,8 @@ class Evaluator:
         )
         if course.feed.persistent or resident:
             self.close()
-            mark = mark_of(course.source) if resident else None
-            self._kept = _Kept(data, collate, size, course, feeding, wanted, mark)
+            state = state_of(course.source) if resident else None
+            self._kept = _Kept(data, collate, size, course, feeding, wanted, state)
         return course, feeding
 
     def _two_thirds_free(self) -> int:
@@ -216,8 +218,8 @@ class _Kept:
     feeding: Feeding
     resident: bool
     """Whether it was to be held on the device."""
-    mark: Any
-    """What the data looked like when it was held."""
+    state: ReadState | None
+    """What the data depends on, where it is held."""
 
     def is_for(self, data: Any, collate: Any, size: int, resident: bool) -> bool:
         """Whether it is what an evaluation asks for."""

@@ -19,11 +19,12 @@ from hotlap.core.errors import JobError, PlanError, TrainingError, did_you_mean,
 from hotlap.core.job import Job
 from hotlap.core.job_checks import is_whole, metric_problems
 from hotlap.core.ledger import Entry, Ledger
-from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Plan
+from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Feed, Plan
 from hotlap.data.batches import Batch, count_samples, cut
 from hotlap.data.columns import Columns
 from hotlap.data.course import Course, training_course
 from hotlap.data.feeds import why_not
+from hotlap.data.purity import proof_of
 from hotlap.data.samples import Source
 from hotlap.engine.checkpointing import why_not_checkpointed
 from hotlap.engine.compiling import Compiling
@@ -50,6 +51,8 @@ EVAL_BATCHES = 4
 FEED_SETTINGS = ("batch_size", "epochs", "steps", "order", "reorder", "drop_last", "collate", "accumulate", "seed")
 """What of a Job's settings belongs to its data."""
 
+MOST_CHANGES = 3
+"""How often data that changes is brought anew, before it comes by the job's own feed for good."""
 FEW_WIDTHS = 2
 """Of batches, with which several in a row may well have the same."""
 
@@ -154,6 +157,7 @@ class Rig:
             tell_attention=lambda why, cost_s: self.write_down("attention", "chosen", why, cost_s=cost_s),
         )
         self._step = self._steps.of(self.plan)
+        self._changes = 0
         self.ledger.record(Entry(step=0, what="start", outcome="chosen", plan=self.plan))
         if plan is not None:
             self.use(plan, why="given")
@@ -211,6 +215,7 @@ class Rig:
         """Obey `plan` from the next step on, with the same weights, optimizer state and place in the data."""
         if not isinstance(plan, Plan):
             raise PlanError(f"a plan is a hotlap.Plan, not {type(plan).__name__}; read a file with hotlap.load_plan")
+        plan = self.obeyed(plan)
         if outcome != "measured":
             self.settled = plan
         if plan == self.plan:
@@ -324,6 +329,26 @@ class Rig:
         """Write down that the plan in force is obeyed in part only, and why."""
         self.write_down("capture", "fault", why)
 
+    def _data_changed(self, why: str) -> None:
+        """Told that the data is not what it was: it is brought anew a few times, then only as the user does."""
+        assert self._route is not None
+        own = self._route.course.feed
+        if self.plan.feed in (own, Feed(kind="gather")):
+            return  # which reads it where it lies
+        self._changes += 1
+        if self._changes <= MOST_CHANGES:
+            self.write_down("data changed", "fault", f"{why}; it is brought anew")
+            return
+        self.write_down("data changed", "fault", f"{why}; feed {self.plan.feed.kind} is left for the job's own")
+        self.use(self.plan, why="the data keeps changing")
+
+    def obeyed(self, plan: Plan) -> Plan:
+        """The plan as the data allows it: with the job's own feed where the data keeps changing."""
+        if self._changes <= MOST_CHANGES or self._route is None or plan.feed.kind == "gather":
+            return plan
+        execution = dataclasses.replace(plan.execution, replay_steps=1)
+        return dataclasses.replace(plan, feed=self._route.course.feed, execution=execution)
+
     def write_down(
         self,
         what: str,
@@ -402,6 +427,7 @@ class Rig:
             Route(course, lambda: self.plan, device=self.device, ignored=self.objective.ignored),
             None,
         )
+        self._route.on_change, self._changes = self._data_changed, 0
         if self._follows_user:
             self.use(dataclasses.replace(self.plan, feed=course.feed), why="as the data is given")
         reason = self.supports(self.plan)
@@ -455,6 +481,13 @@ class Rig:
     def epoch_windows(self) -> int:
         """Windows in the current epoch."""
         return self._route.epoch_windows if self._route is not None else 0
+
+    def why_not_spread(self) -> str | None:
+        """Why samples may be others where processes fetch them that the user did not ask for; None where not.
+
+        Draws from the generators of Python, numpy and torch are no reason: they are seeded for each sample.
+        """
+        return proof_of(self.source, may_draw=True).why_traces
 
     def holding_s(self) -> float:
         """About how many seconds it would take to hold all of the data on the device; 0 where it is there."""

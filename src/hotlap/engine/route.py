@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from hotlap.core.plan import Feed, Plan
 from hotlap.data.batches import Batch
 from hotlap.data.course import Course
 from hotlap.data.feeds import Feeding, open_feed, within_cores
-from hotlap.data.holding import held, mark_of, time_to_hold, why_not_held
+from hotlap.data.holding import held, time_to_hold, why_not_held
 from hotlap.data.order import Epoch
+from hotlap.data.purity import is_live, state_of
+from hotlap.data.read_state import ReadState
 from hotlap.data.resident import ResidentFeeding, packed
 from hotlap.engine.step import Window
 from hotlap.machine.cuda import free_for_torch
@@ -50,7 +52,9 @@ class Route:
         self._resident: dict[str, ResidentFeeding] = {}
         """Kept over changes of plan, by layout: captures read it where it lies."""
         self._parked: dict[Feed, Feeding] = {}
-        self._mark: Any = None
+        self.on_change: Callable[[str], None] | None = None
+        """Told why data that was brought for other windows is not what it was."""
+        self._state: ReadState | None = None
         self._all_count = ignored is not None and course.source.never_holds(ignored)
         self._feeding: Feeding | None = None
         self._version = 0
@@ -65,6 +69,8 @@ class Route:
 
     def change(self, before: Feed) -> None:
         """Bring the next window as the plan says; the feed at work, which was `before`, waits for it to come back."""
+        if not self._resident and not self._parked:
+            self._state = None  # whether it has to be watched hangs on the feed
         if self.keeps and self._feeding is not None:
             self._parked[before] = self._feeding
             self._feeding = None
@@ -146,8 +152,9 @@ class Route:
                 while (place := self.place).epoch == number and place.window < count:
                     if steps is not None and place.served >= steps:
                         return
-                    # A changed plan, or a place that was put back, begins a new stream.
-                    if version != self._version or place != expected:
+                    # A changed plan, a place that was put back, or other data begins a new stream.
+                    is_new = version != self._version or place != expected
+                    if self._is_stale(is_new, place) or is_new:
                         self.recut()  # whoever else is in the middle of windows has to begin anew too
                         stream, version = self._stream(epoch, number, steps, room), self._version
                     window = next(stream)
@@ -166,12 +173,46 @@ class Route:
             if not self._plan().feed.persistent:
                 self.reopen()
 
+    # --- data that changes -----------------------------------------------------------------------
+
+    def _is_stale(self, is_new: bool, place: Place) -> bool:
+        """Whether the data is no longer what feeds were opened with; then it is brought anew."""
+        begins = is_new and not place.window
+        if self._state is None:
+            self._watch()
+        elif not begins and self.course.feed.workers:
+            return False  # the user's own workers, too, see in the next epoch what changes in this one
+        reason = self._why_stale(thorough=begins)
+        if reason is None:
+            return False
+        was_held = bool(self._resident) or not self.course.source.computes
+        self._renew()
+        if was_held and self.on_change is not None:
+            self.on_change(reason)
+        return True
+
+    def _why_stale(self, *, thorough: bool) -> str | None:
+        if self._state is None:
+            return None
+        feed = self._plan().feed
+        reads_anew = feed.kind in ("gather", "loader") and not feed.workers
+        return self._state.why_changed(thorough=thorough, live=reads_anew and is_live(self.course.source))
+
+    def _renew(self) -> None:
+        """Let go of what was brought, and see the data as it is now."""
+        self.let_go()
+        self.course = self.course.renewed()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Watch what the samples depend on, where they come of columns or copies, and not of the user's own feed."""
+        source, feed = self.course.source, self._plan().feed
+        is_copied = feed.kind == "resident" or (feed.kind == "loader" and feed != self.course.feed)
+        self._state = state_of(source) if is_copied or not source.computes else None
+
     def _stream(self, epoch: Epoch, number: int, steps: int | None, room: Callable[[], int] | None) -> Iterator[Window]:
         """The epoch's windows from the current place on, under the plan in force."""
         plan = self._plan()
-        if plan.feed.kind == "resident" and self._resident and mark_of(self.course.source) != self._mark:
-            # The user has changed the data, or what a dataset makes of it, since it was held.
-            self.let_go()
         if self._feeding is None:
             self._feeding = self._opened(plan)
         feeding = self._feeding
@@ -209,7 +250,6 @@ class Route:
                     self._resident = {}
                 columns = packed(held(course.source, self._device), images_last=layout == "channels_last")
                 self._resident[layout] = ResidentFeeding(columns, self._device)
-                self._mark = mark_of(course.source)
             return self._resident[layout]
         return self._parked.pop(plan.feed) if plan.feed in self._parked else self._new(plan.feed)
 
@@ -273,8 +313,8 @@ class Route:
         number, micro = self.place.epoch, plan.memory.micro_batch
         epoch = self.course.order.epoch(number)
         if plan.feed.kind == "resident":
-            if self._resident and mark_of(self.course.source) != self._mark:
-                self._resident = {}  # stale, as in `_stream`
+            if self._why_stale(thorough=False) is not None:
+                self._renew()
             feeding = self._opened(plan)
             assert isinstance(feeding, ResidentFeeding)
             feeding.begin(epoch.indices)

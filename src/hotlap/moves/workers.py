@@ -15,6 +15,9 @@ START_S = 0.1
 def _propose(plan: Plan, rig: Driven) -> Plan | str:
     if plan.feed.workers:
         return f"there are {plan.feed.workers} already"
+    reason = rig.why_not_spread()
+    if reason is not None:
+        return reason
     # As many as people are told to use; never more than there are cores.
     count = max(1, min(MOST, read_cpu().cores))
     pinned = rig.device.type == "cuda"

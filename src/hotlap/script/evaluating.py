@@ -45,6 +45,8 @@ class _Epochs:
     others: int = 0
     """Epochs by another feed; the first of them also holds the samples."""
     is_left_alone: bool = False
+    why: str = ""
+    """Why it has the script's own feed again."""
 
     @property
     def batch_s(self) -> float:
@@ -78,7 +80,7 @@ class Evaluating:
         for feed, epochs in self._given_to[:MOST_TOLD]:
             own, now = show_seconds(epochs.own_waited_s), show_seconds(epochs.waited_s)
             if epochs.is_left_alone:
-                found.append(f"{WHAT} by the script's own feed: {feed.kind} was no faster")
+                found.append(f"{WHAT} by the script's own feed: {epochs.why or f'{feed.kind} was no faster'}")
             else:
                 found.append(f"{WHAT} by feed {feed.kind}: {own} of waiting an epoch before, {now} in the last one")
         return found
@@ -102,6 +104,13 @@ class Evaluating:
         if epochs is not None:
             epochs.waited_s += seconds
             epochs.batches += 1
+
+    def changed(self, serving: Serving, why: str) -> None:
+        """Told that a loader has the script's own feed again, since its data changed."""
+        epochs = self._epochs.get(serving)
+        if epochs is not None:
+            epochs.is_left_alone, epochs.own_batch_s, epochs.why = True, None, f"the data changed: {why}"
+            self._training.write_down(WHAT, "chosen", f"the script's own feed again: {epochs.why}")
 
     def close(self) -> None:
         """Leave all of them as the script made them."""

@@ -50,7 +50,7 @@ class ScriptGate:
 
     def _judged(self, plan: Plan) -> Judgement:
         training = self._training
-        reason = training.supports(plan) or self._why_not_fed(plan)
+        reason = training.supports(plan) or self.why_not_fed(plan)
         if reason is None:
             captured = plan.execution.mode == "captured"
             reason = training.updates.why_other(plan.numerics.optimizer, captured=captured)
@@ -65,7 +65,8 @@ class ScriptGate:
         for call in self._training.calls:
             call.forget_inputs()
 
-    def _why_not_fed(self, plan: Plan) -> str | None:
+    def why_not_fed(self, plan: Plan) -> str | None:
+        """What batches by the plan's feed have other than the script's own; None where nothing."""
         if plan.feed == self._training.own.feed:
             return None
         return next(filter(None, (serving.why_other(plan.feed) for serving in self._training.servings)), None)

@@ -15,8 +15,9 @@ from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
 from hotlap.data.course import loader_feed, own_collate
-from hotlap.data.purity import randomness_watched, why_not_pure
+from hotlap.data.purity import GRADIENTS, is_live, proof_of, why_not_pure
 from hotlap.data.randomness import HostRandomness
+from hotlap.data.read_state import ReadState
 from hotlap.data.source import Source, as_source
 from hotlap.data.stream import CudaLane
 from hotlap.machine.kernels import first_line
@@ -24,9 +25,7 @@ from hotlap.script.sending import Receives, Sending
 from hotlap.script.serving_checks import (
     Compared,
     compared_indices,
-    glance,
     true_batch,
-    why_collate_not_pure,
     why_other_batch,
     why_own_only,
 )
@@ -36,7 +35,7 @@ from hotlap.script.serving_holding import Holding
 from hotlap.script.serving_indices import Indices, generator_of, why_not_early
 from hotlap.script.serving_orders import order_of
 
-CHANGED = "the dataset gives other samples than it did before"
+CHANGED = "the data changed during the run"
 
 
 class Serving:
@@ -72,8 +71,10 @@ class Serving:
         """Told that an epoch has no more batches, or that the script has let go of it."""
         self.on_fault: Callable[[Exception], Any] | None = None
         """Told of what went wrong in here; the script goes on with its own feed."""
+        self.on_change: Callable[[Feed, str], Any] | None = None
+        """Told of a feed that was left for the script's own since the data changed, and why."""
         self._why_changed: str | None = None
-        self._glance: Any = None
+        self._state: ReadState | None = None
         self._loaders: dict[Feed, LikeLoader] = {}
         self._held: Holding | None = None
         self._epoch: weakref.ref[Served] | None = None
@@ -196,10 +197,10 @@ class Serving:
             self._let_go()
             self._settle(loader)
             self.feed = self.wanted = self.own
-        elif self._changed():
-            self._let_go()
-            self._why_changed = CHANGED
-            self.feed = self.wanted = self.own
+            return
+        reason = self._why_stale(thorough=True)
+        if reason is not None:
+            self._leave(reason)
 
     # --- what the tuner asks for -----------------------------------------------------------------
 
@@ -219,9 +220,9 @@ class Serving:
         Where samples have to be held first, that is done here. Raises PlanError where the feed is not supported, and
         what holding the data raises; the feed in force is then as before.
         """
-        if feed != self.own and self._changed():
-            self.close()
-            self._why_changed = CHANGED
+        stale = self._why_stale(thorough=False) if feed != self.own else None
+        if stale is not None:
+            self._leave(stale)
         reason = self.supports(feed)
         if reason is not None:
             raise PlanError(reason)
@@ -245,7 +246,7 @@ class Serving:
             return reason
         try:
             # As the script is where it trains, whatever mode it is in now.
-            with randomness_watched(self._like.dataset), torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 return self._why_other(feed)
         except Exception as error:
             return f"the feed failed when it was tried: {first_line(error)}"
@@ -254,7 +255,9 @@ class Serving:
         """About how many seconds going over to a feed takes; without one, to the one that holds most here."""
         kind = feed.kind if feed is not None else "resident" if self.device.type == "cuda" else "gather"
         try:
-            return 0.0 if self._why_own_only is not None or kind == "loader" else self._holding.seconds(kind)
+            if self._why_own_only is not None or kind == "loader":
+                return 0.0
+            return self._holding.seconds(kind)
         except Exception:  # whatever the user's dataset makes of being looked at; it is not supported either
             return 0.0
 
@@ -266,7 +269,7 @@ class Serving:
         if self._held is not None:
             self._held.tidy(needed)
         if all(feed == self.own for feed in needed):
-            self._glance = None
+            self._state = None
 
     def close(self) -> None:
         """Let go of everything; an epoch that is under way goes on by the script's own feed."""
@@ -303,6 +306,14 @@ class Serving:
             sending=sending,
             is_same=holding.is_same,
         )
+
+    def look(self) -> None:
+        """Told by an epoch that a batch is asked for: where the data has changed, the script's own feed makes it."""
+        # Workers of the script's own, too, see in the next epoch what changes in this one.
+        if self._state is not None and not self.own.workers:
+            reason = self._why_stale(thorough=False)
+            if reason is not None:
+                self._leave(reason)
 
     def gave(self, seconds: float) -> None:
         """Told by an epoch that it has made a batch."""
@@ -359,18 +370,21 @@ class Serving:
             if reason is not None:
                 return reason
         if feed.kind == "loader":
-            return why_not_pure(source) or why_collate_not_pure(source)
+            reason = why_not_pure(source)
+            return GRADIENTS if reason is None and proof_of(source).state.needs_gradients else reason
         if source.own_collate is not None:
             return "the loader has a collate function of its own"
         return self._holding.why_not(feed)
 
     def _prepare(self, feed: Feed) -> None:
         """Have ready what a feed needs, and remember what the data was like."""
-        if self._glance is None:
+        if self._state is None:
             # Since it was first looked at, the script may have given its dataset other tensors or rows.
-            fresh, known = self._new_source(), self._source
-            fresh.probed.update(known.probed if known is not None else {})
-            self._source, self._held, self._glance = fresh, None, glance(fresh)
+            fresh = self._new_source()
+            reason = why_not_pure(fresh)
+            if reason is not None:
+                raise PlanError(reason)
+            self._source, self._held, self._state = fresh, None, proof_of(fresh).state
         if feed.kind != "loader":
             self._holding.hold(feed)
 
@@ -395,18 +409,30 @@ class Serving:
             if close is not None:
                 close()
 
-    def _changed(self) -> bool:
-        """Whether the data is no longer what it was when another feed than the own was prepared."""
+    def _why_stale(self, *, thorough: bool) -> str | None:
+        """What has changed in the data since another feed than the own was prepared; None where nothing is seen."""
+        if self._state is None or self.source is None:
+            return None
+        live = is_live(self.source) and all(
+            feed.kind == "gather" or feed == self.own for feed in (self.feed, self.wanted)
+        )
         try:
-            return self._glance is not None and bool(glance(self._new_source()) != self._glance)
-        except Exception:  # whatever the user's dataset makes of being looked at
-            return True
+            return self._state.why_changed(thorough=thorough, live=live)
+        except Exception as error:  # whatever the user's objects make of being looked at
+            return first_line(error)
+
+    def _leave(self, reason: str) -> None:
+        """Leave the feed in force for the script's own, for good: the data is not what it was."""
+        feed, self._why_changed = self.wanted, f"{CHANGED}: {reason}"
+        self.close()
+        if feed != self.own:
+            self._tell(self.on_change, feed, reason)
 
     def _let_go(self, but: Feed | None = None) -> None:
         """Let go of all that was made for other feeds; of workers, not of those of `but`."""
         for feed in [feed for feed in self._loaders if feed != but]:
             self._loaders.pop(feed).close()
-        self._held = self._glance = None
+        self._held = self._state = None
 
 
 def _own_feed(loader: DataLoader[Any]) -> Feed:

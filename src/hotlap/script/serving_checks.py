@@ -9,16 +9,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from hotlap.core.errors import StoreError
 from hotlap.data.batches import Batch
-from hotlap.data.columns import Columns, Selection, tensors_in
-from hotlap.data.holding import mark_of
-from hotlap.data.purity import randomness_watched, spread
-from hotlap.data.randomness import seed_host
+from hotlap.data.columns import tensors_in
+from hotlap.data.holding import spread
 from hotlap.data.samples import Source
-from hotlap.machine.kernels import first_line
 from hotlap.script.sending import Copy
-from hotlap.store.keys import key_of
 from hotlap.tuner.feed_gate import why_unlike
 
 COMPARED = 8
@@ -41,45 +36,6 @@ def why_own_only(loader: DataLoader[Any]) -> str | None:
         return None if len(loader.dataset) else "the dataset is empty"  # type: ignore[arg-type]
     except Exception:  # of a user's class, or for want of it
         return f"{type(loader.dataset).__name__} has no length"
-
-
-def why_collate_not_pure(source: Source) -> str | None:
-    """Why a collate function of the user's may make other batches of the same samples; None where it did not."""
-    if source.own_collate is None:
-        return None
-    if "why_collate_not_pure" not in source.probed:
-        source.probed["why_collate_not_pure"] = _probed(source)
-    reason: str | None = source.probed["why_collate_not_pure"]
-    return reason
-
-
-def _probed(source: Source) -> str | None:
-    assert source.own_collate is not None
-    collate, made = source.own_collate, set()
-    with randomness_watched((source.samples, collate)) as watched:
-        try:
-            for seed in (1, 2):
-                seed_host(seed)
-                samples = source.aside().read(spread(len(source)))
-                watched.begin()
-                made.add(key_of(collate(samples)))
-                if watched.moved():
-                    return f"the collate function draws from {', '.join(watched.moved())}"
-        except StoreError as error:
-            return f"batches cannot be compared: {error}"
-        except Exception as error:  # the user's code
-            return f"the collate function failed when it was tried: {first_line(error)}"
-    return None if len(made) == 1 else "the collate function makes other batches of the same samples"
-
-
-def glance(source: Source) -> Any:
-    """What tells data from other data at a glance (see `mark_of`), and where its tensors lie."""
-    inner, rows = source, []
-    while isinstance(inner, Selection):
-        rows.append(hash(inner.rows.numpy().tobytes()))
-        inner = inner.inner
-    places = [tensor.data_ptr() for tensor in inner.tensors.values()] if type(inner) is Columns else []
-    return len(source), rows, places, mark_of(source)
 
 
 # --- the gate --------------------------------------------------------------------------------------

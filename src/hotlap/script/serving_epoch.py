@@ -28,6 +28,9 @@ class Serves(Protocol):
     def fed(self, feed: Feed, indices: Iterator[Any]) -> Iterator[Batch]:
         """The batches at these indices by a feed; nothing is read before the first is asked for."""
 
+    def look(self) -> None:
+        """Told that a batch is asked for: data that has changed comes by the script's own feed."""
+
     def gave(self, seconds: float) -> None:
         """Told that a batch has been made in so many seconds."""
 
@@ -71,6 +74,8 @@ class Served(_BaseDataLoaderIter):
 
     def __next__(self) -> Batch:
         began = time.perf_counter()
+        if self._indices is not None:
+            self._serving.look()
         try:
             batch = next(self._feeding) if self._indices is None else self._produced(self._indices)
         except StopIteration:

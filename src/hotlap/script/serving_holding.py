@@ -10,7 +10,6 @@ from hotlap.core.plan import Feed
 from hotlap.core.units import MIB
 from hotlap.data.columns import Columns, Selection
 from hotlap.data.holding import held, time_to_hold, why_not_held
-from hotlap.data.purity import randomness_watched
 from hotlap.data.resident import packed
 from hotlap.data.samples import Source
 from hotlap.machine.cuda import usable_bytes
@@ -35,7 +34,7 @@ class Holding:
 
     def why_not(self, feed: Feed) -> str | None:
         """Why the samples cannot be held as a feed needs them, or None where they can."""
-        if self._source.computes and self.columned is None:
+        if self.columned is None:
             reason = why_not_held(self._source, HOST, reserve_bytes=0)
             if reason is not None:
                 return reason
@@ -55,8 +54,7 @@ class Holding:
         # The script may be in any mode, and what is held outlives it.
         with torch.inference_mode(False), torch.no_grad():
             if self.columned is None:
-                with randomness_watched(self._source.samples):
-                    like = default_collate(self._source.aside().read([0]))
+                like = default_collate(self._source.aside().read([0]))
                 self._columns = self._source
                 if self._source.computes:
                     self._columns = Columns(tuple(held(self._source, HOST).tensors.values()))

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger
+from hotlap.core.plan import Feed
 from hotlap.machine.kernels import first_line
 from hotlap.script.attending import Attending
 from hotlap.script.calls import Call
@@ -182,6 +183,7 @@ class Session:
             serving.on_begin = functools.partial(self._begun, serving)
             serving.on_end = functools.partial(self._ended, serving)
             serving.on_fault = self._fault
+            serving.on_change = functools.partial(self._changed, serving)
             self._servings[loader] = serving
         return self._servings[loader]
 
@@ -217,6 +219,11 @@ class Session:
         with self._safely():
             if self._steering is not None:
                 self._steering.ended(serving)
+
+    def _changed(self, serving: Serving, feed: Feed, why: str) -> None:
+        with self._safely():
+            if self._steering is not None:
+                self._steering.changed(serving, feed, why)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """What hooks before a step give: the arguments of a step that has nothing left to do, or None."""

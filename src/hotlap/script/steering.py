@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch.optim import Optimizer
 
-from hotlap.core.plan import Plan
+from hotlap.core.errors import PlanError
+from hotlap.core.plan import Feed, Plan
 from hotlap.moves.every import everything
 from hotlap.script.evaluating import Evaluating
 from hotlap.script.judging import ScriptGate
@@ -50,11 +51,15 @@ class Steering:
                 probe=Probe(training.device),
             )
         elif plan == "max":
-            training.use(everything(training).plan, why="everything that can be done, unmeasured")
+            training.use(_all_of_it(training), why="everything that can be done, unmeasured")
         elif Path(str(plan)).is_dir():
             self._tuner = Replay(training, RunFolder.open(str(plan)).read_ledger())
         else:
-            training.use(load_plan(str(plan)), why=f"from {plan}")
+            asked = load_plan(str(plan))
+            reason = training.supports(asked) or ScriptGate(training).why_not_fed(asked)
+            if reason is not None:
+                raise PlanError(reason)
+            training.use(asked, why=f"from {plan}")
 
     @property
     def plan(self) -> Plan:
@@ -106,6 +111,13 @@ class Steering:
         if self.training.servings and serving is self.training.servings[0]:
             self._pause()
 
+    def changed(self, serving: Serving, feed: Feed, why: str) -> None:
+        """Told that a loader's data changed, so that its feed was left for the script's own."""
+        if serving in self.training.servings:
+            self.training.data_changed(feed, why)
+        else:
+            self.evaluating.changed(serving, why)
+
     def stepped(self, optimizer: Optimizer) -> None:
         """Told that an optimizer of the loop made a step."""
         if not self.counted(optimizer) or self._tuner is None:
@@ -150,6 +162,16 @@ class Steering:
     def _pause(self) -> None:
         if self._paused_from is None:
             self._paused_from = time.perf_counter()
+
+
+def _all_of_it(training: ScriptTraining) -> Plan:
+    """Everything that the script's training can obey; its own feed where another brings other batches."""
+    plan = everything(training).plan
+    reason = ScriptGate(training).why_not_fed(plan)
+    if reason is None:
+        return plan
+    training.write_down(f"feed {plan.feed.kind}", "not tried", reason)
+    return plan.with_feed(training.own.feed)
 
 
 def _known(training: ScriptTraining) -> KnownPlans | None:

@@ -14,6 +14,7 @@ from hotlap.core.plan import Execution, Feed, Numerics, Plan
 from hotlap.data.source import Source
 from hotlap.engine.route import Place
 from hotlap.machine.kernels import first_line
+from hotlap.moves import gather, resident, stream, workers
 from hotlap.script.backwards import Backwards
 from hotlap.script.call_endings import Endings
 from hotlap.script.calls import Call
@@ -22,6 +23,8 @@ from hotlap.script.readings import Readings
 from hotlap.script.serving import Serving
 from hotlap.script.updates import Updates
 
+FEED_MOVES = tuple(one.MOVE.name for one in (gather, resident, stream, workers))
+"""Moves that bring batches another way."""
 ENDLESS = 2**62
 """Windows in an epoch where nobody knows of any."""
 
@@ -53,6 +56,7 @@ class ScriptTraining:
         self._why_calls_stay: str | None = None
         self._waited = 0
         self._told: set[str] = set()
+        self._left: Feed | None = None
 
     # --- what the tuner knows of it --------------------------------------------------------------
 
@@ -125,8 +129,17 @@ class ScriptTraining:
         """Why the plan in force is not obeyed as it stands."""
         return next((call.given_up for call in self.calls if call.given_up is not None), None)
 
+    def why_not_spread(self) -> str | None:
+        """None: what each loader says, `supports` tells."""
+        return None
+
+    def obeyed(self, plan: Plan) -> Plan:
+        """The plan as the data allows it: a feed that was left since the data changed stays the script's own."""
+        return plan.with_feed(self.own.feed) if plan.feed == self._left else plan
+
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
+        plan = self.obeyed(plan)
         if plan.memory.checkpoint != self.own.memory.checkpoint:
             return "blocks are checkpointed in trainings that hotlap runs itself; in a script that is the script's own"
         if plan.memory != self.own.memory:
@@ -168,6 +181,7 @@ class ScriptTraining:
 
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
         """Obey `plan` from the next step on."""
+        plan = self.obeyed(plan)
         if plan == self._plan:
             return
         reason = self.supports(plan)
@@ -238,6 +252,16 @@ class ScriptTraining:
         self.ledger.record(entry)
 
     # --- what the session tells it ---------------------------------------------------------------
+
+    def data_changed(self, feed: Feed, why: str) -> None:
+        """Told that the data of a loader changed: its feed was left for the script's own, and so are the others'."""
+        self._left = feed
+        where = f"{why}; the script's own loader makes batches from step {self.before + self.steps} on"
+        kept = {entry.what: entry.outcome for entry in self.ledger if entry.what in FEED_MOVES}
+        self.use(self._plan, why=why)
+        self.write_down("data changed", "fault", where)
+        for name in [name for name, outcome in kept.items() if outcome == "kept"]:
+            self.write_down(name, "rejected", f"the data changed: {where}")
 
     def stepped(self) -> None:
         """Told that the optimizer whose steps are counted made one."""

@@ -50,6 +50,7 @@ class Canary:
         if time.perf_counter() < self._next_s and not self._is_in_a_storm():
             return
         began = time.perf_counter()
+        self.plan = self._rig.obeyed(self.plan)
         passed = self._gate.check(self.plan)
         self._gate.forget()
         took_s = time.perf_counter() - began

@@ -14,7 +14,7 @@ from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import logger
 from hotlap.data.holding import outline
-from hotlap.data.purity import randomness_watched
+from hotlap.data.purity import why_not_pure
 from hotlap.engine.driven import Driven
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
@@ -92,8 +92,8 @@ def _facts(rig: Driven, batch_size: int) -> dict[str, Any]:
     """All that may make another plan the best one."""
     source = rig.source
     on_gpu = rig.device.type == "cuda"
-    with randomness_watched(source.samples):
-        sample = outline(source.aside().read([0])[0])
+    # A sample is only looked at where that leaves no trace.
+    sample = outline(source.aside().read([0])[0]) if why_not_pure(source) is None else ()
     return {
         "format": FORMAT,
         "hotlap": __version__,

@@ -176,10 +176,14 @@ class Tuner:
         if canary is None or tuned is None or was_counted:
             return
         figures = {name: value for name, value in tuned.figures.items() if name != "saved_s"}
+        why = tuned.why
         if rig.plan != tuned.plan or rig.steps < tuned.step:
             figures.pop("net_s", None)
+        if rig.obeyed(tuned.plan) != tuned.plan:
+            figures = {name: value for name, value in figures.items() if name == "cost_s"}
+            why = "the data changed, and the feed that was found was left"
         figures = savings(figures, updates=rig.steps - tuned.step, looks_s=canary.spent_s)
-        rig.write_down("tuned", "chosen", tuned.why, figures=figures)
+        rig.write_down("tuned", "chosen", why, figures=figures)
 
     def _go_on(self, lap: Lap) -> None:
         try:
