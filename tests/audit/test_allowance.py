@@ -84,20 +84,6 @@ def test_a_lap_is_stopped_once_all_that_may_be_spent_is(monkeypatch):
     )
 
 
-def test_laps_of_a_slower_plan_stop_between_the_laps_of_a_quad(monkeypatch):
-    asked = []
-
-    def pace(plan):
-        asked.append(plan)
-        return 0.04 if plan.feed.kind == "resident" else OWN_S
-
-    training = Clocked(monkeypatch, updates=3_000, pace=pace, moves=(resident.MOVE,))
-    training.train(400)
-    assert training.tuner.done
-    assert spent_s(training) < 0.45 + 0.3
-    assert why(training)["data held on the device"][0] == "rejected"
-
-
 def test_laps_of_what_is_already_faster_go_on(monkeypatch):
     training = Clocked(monkeypatch, updates=1_200, moves=(resident.MOVE,), gate_s=0.5)  # 180 ms may be spent
     training.train(1_200)
@@ -118,14 +104,15 @@ def test_the_share_of_a_move_that_takes_long_to_set_up_again_is_not_measured(mon
     dear = dataclasses.replace(resident.MOVE, setup_s=lambda plan, rig: 1.2)
     training = Clocked(
         monkeypatch,
-        updates=10_000,
+        updates=30_000,  # 300 s, of which 4.5 s may be spent
         moves=(fused.MOVE, dear),
         pace=lambda plan: HELD_S if plan.feed.kind == "resident" else OWN_S,
-        gate_s=1.0,
+        gate_s=3.5,
     )
     monkeypatch.setattr("hotlap.tuner.budget.OF_SAVED", 0.0)
     monkeypatch.setattr("hotlap.tuner.budget.OF_COMING", 0.0)
     training.train(3000)
+    assert training.rig.plan.feed.kind == "resident"
     assert not any("without_s" in entry.figures for entry in training.rig.ledger if entry.what == dear.name)
 
 

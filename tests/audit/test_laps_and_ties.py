@@ -38,6 +38,12 @@ def compared(trials, own, other, pace, laps):
     return asked
 
 
+def test_laps_of_a_slower_plan_stop_between_the_laps_of_a_quad_where_all_is_spent():
+    trials, own, other = trials_for(updates=1_000)  # 10 s, of which 150 ms may be spent
+    asked = compared(trials, own, other, lambda plan: 0.01 if plan == own else 0.06, laps=8)
+    assert asked.count(other) == 1
+
+
 def orders():
     """How the quads of a comparison that never ends begin: with the user's own plan, or with the other."""
     trials, own, other = trials_for()

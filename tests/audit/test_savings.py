@@ -84,6 +84,12 @@ def test_a_plan_that_saved_less_than_it_took_to_find_is_told_as_a_loss():
     assert figures["saved_s"] == pytest.approx(-2.6)
 
 
+def test_looking_after_the_plan_that_was_found_is_a_cost_of_tuning():
+    figures = savings({"cost_s": 1.0, "net_s": -1.0, "own_s": 0.3, "found_s": 0.1}, updates=10, looks_s=0.5)
+    assert figures["cost_s"] == pytest.approx(1.5)
+    assert figures["saved_s"] == pytest.approx(0.5)
+
+
 def job_for(**settings):
     torch.manual_seed(0)
     model = small_mlp()
