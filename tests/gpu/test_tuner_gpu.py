@@ -1,5 +1,7 @@
 """The tuner on a GPU: plans that take turns keep what they recorded, and what is found trains the same."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -87,6 +89,32 @@ def test_a_glance_at_a_plan_leaves_no_trace_and_what_it_records_stays():
         return made + [float(rig.advance(next(windows))) for _ in range(10)]
 
     assert losses(glances=True) == losses(glances=False)
+
+
+def many_small():
+    return nn.Sequential(nn.Linear(16, 16), *[layer for _ in range(60) for layer in (nn.Linear(16, 16), nn.Tanh())])
+
+
+def few_large():
+    return nn.Sequential(nn.Linear(16, 8192), *[nn.Linear(8192, 8192) for _ in range(4)], nn.Linear(8192, 3))
+
+
+@pytest.mark.parametrize(("model", "waits"), [(many_small, True), (few_large, False)])
+def test_a_device_that_waits_for_its_host_is_seen_by_what_it_computes(model, waits):
+    """Kernels that the host issues ahead run without a gap: what they take is what the device computes."""
+    rig, windows = rig_for(model, batch=512)
+    taken = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        rig.advance(next(windows))
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    before = [weight.detach().clone() for weight in rig.model.parameters()]
+    step_s = sorted(taken)[10]
+    busy_s = CountingProbe(rig)._busy_s(step_s)
+    assert (busy_s < step_s / 1.5) == waits, (busy_s, step_s)
+    assert all(torch.equal(one, other) for one, other in zip(before, rig.model.parameters(), strict=True))
 
 
 def test_a_glance_at_what_breaks_breaks_nothing():

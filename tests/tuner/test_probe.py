@@ -153,6 +153,16 @@ def test_there_is_none_where_an_epoch_has_too_few_updates(glances_here):
     assert CountingProbe(short).glance(short.plan.but(optimizer="fused")) is None
 
 
+def test_of_an_epoch_too_short_for_many_updates_a_replay_one_by_one_are_seen(glances_here):
+    rig, _ = rig_for()
+    asked = []
+    rig.use = lambda plan, use=rig.use: (asked.append(plan.execution.replay_steps), use(plan))[1]
+    plan = rig.plan.with_feed(Feed(kind="resident")).but(mode="captured", replay_steps=8)
+    CountingProbe(rig).glance(plan)
+    assert 1 in asked
+    assert 8 not in asked
+
+
 def test_a_plan_that_breaks_is_none_and_lets_go_of_what_was_made_for_it(glances_here, monkeypatch):
     rig, windows = rig_for()
     rig.advance(next(windows))

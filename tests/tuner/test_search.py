@@ -766,6 +766,22 @@ def test_hope_is_for_one_trial_and_told_where_it_came_to_nothing(dear_moves):
     assert "at a glance 4x" in outcomes(rig)["baseline"][1]
 
 
+def test_a_device_that_is_seen_to_wait_gives_hope_for_one_trial_without_a_glance(dear_moves, monkeypatch):
+    def looked(self, lap, *, may_s):
+        self.hope = 4.0
+
+    monkeypatch.setattr(CountingProbe, "look", looked)
+    rig, gate, hoped = rig_for(), Gatekeeper(refuses=lambda plan: True), []
+    search = searching(rig, 20_000, gate=gate, probe=CountingProbe(rig))
+    check = gate.check
+    gate.check = lambda plan: (hoped.append((search.budget.hoped_s, plan)), check(plan))[1]
+    drive(search, narrower(1.0))
+    assert hoped[0][0] > 0
+    assert hoped[0][1].feed.kind == "resident"  # which a small share of the run does not pay for
+    assert search.budget.hoped_s == 0.0
+    assert not any(one for one, plan in hoped if in_16_bits(plan))
+
+
 def test_a_plan_that_is_known_to_be_too_dear_is_not_found_by_a_glance(dear_moves):
     rig = rig_for()
     probe, known = Glancing(rig, pays), Memory(dataclasses.replace(found_by(rig), gate_s=1e6))

@@ -15,13 +15,11 @@ from hotlap.moves import capture, precision, resident
 from hotlap.moves.every import Everything, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.allowance import allowed
-from hotlap.tuner.probe import Probe
+from hotlap.tuner.probe import HOPE, Probe
 from hotlap.tuner.stand import Stand
 
 UPDATES = 12
 """What a glance takes, in updates of the user's own, about."""
-HOPE = 1.25
-"""How many times faster all moves together have to be at a glance for more to be spent on them."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,8 @@ class Glance:
 
     moves: Sequence[Move] = ()
     gain: float = 1.0
+    was_taken: bool = False
+    """Whether anything was seen at all: there may be no time for it, or too few windows in an epoch."""
 
     @property
     def line(self) -> str:
@@ -46,7 +46,9 @@ def at_a_glance(rig: Driven, stand: Stand, probe: Probe, moves: Sequence[Move]) 
         step_s = probe.glance(made.plan) if made is not None else None
     stand.budget.made(0, time.perf_counter() - began)
     gain = stand.lap.step_s / step_s if step_s else 1.0
-    return Glance(made.made, gain) if made is not None and gain >= HOPE else Glance()
+    if made is None or step_s is None:
+        return Glance()
+    return Glance(made.made, gain, True) if gain >= HOPE else Glance(was_taken=True)
 
 
 def _soon_made(rig: Driven, stand: Stand, moves: Sequence[Move]) -> Everything | None:

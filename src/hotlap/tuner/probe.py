@@ -11,7 +11,9 @@ import torch
 from hotlap.core.plan import MOST_REPLAY_STEPS, Feed, Plan
 from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
+from hotlap.data.batches import map_tensors
 from hotlap.engine.rig import Rig
+from hotlap.engine.step import Window
 from hotlap.machine.kernels import first_line
 from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
 from hotlap.monitor.calibration import calibration
@@ -30,6 +32,10 @@ REPLAY_S = 2.5e-5
 """What one replay takes beside its updates, at most; about 21 µs were measured on an H200."""
 IDLE = 0.5
 """Where a GPU is behind its host by less of a step than this, it waits for the host most of the time."""
+HOPE = 1.25
+"""How many times as fast a step must promise to become for more to be spent on trials."""
+CLOCK_HZ = 2e9
+"""About the clock of a GPU, in which it counts how long it waits."""
 COMPILED = 2.0
 """What compiling a step that is recorded gives at most: 1.58x is the most that was measured on an H200."""
 BOUND_TO_PAY = 0.05
@@ -51,6 +57,8 @@ class Probe:
         self._diagnosis: Diagnosis | None = None
         self._feeding: float | None = None
         self._behind = 1.0
+        self.hope = 1.0
+        """How many times as fast a step would be if the device never waited for its host; 1 where that is unknown."""
 
     def look(self, lap: Lap, *, may_s: float) -> None:
         """Find out what bounds it, within about so many seconds."""
@@ -132,6 +140,9 @@ class CountingProbe(Probe):
         """Count one step and find out what bounds it, within about so many seconds."""
         super().look(lap, may_s=may_s)
         rig = self._rig
+        busy_s = self._busy_s(lap.step_s)
+        if busy_s is not None and lap.step_s >= HOPE * busy_s:
+            self.hope = lap.step_s / busy_s
         rates = calibration(rig.device, known_only=may_s < 2 * CALIBRATION_S)
         if rates is None:
             return
@@ -149,11 +160,38 @@ class CountingProbe(Probe):
             least_bytes=least_bytes,
         )
 
+    def _busy_s(self, step_s: float) -> float | None:
+        """Seconds that the device computes for one update.
+
+        It is made to wait while the host issues all of the update, which it then computes without a gap. The host
+        cannot issue more than 1,024 kernels ahead: of a longer update the figure is too high, and the hope too small.
+        """
+        rig = self._rig
+        if rig.device.type != "cuda":
+            return None
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        try:
+            with rig.aside():
+                window = next(rig.windows(room=lambda: 1))
+                pieces = [map_tensors(piece, lambda tensor: tensor.to(rig.device)) for piece in window.pieces]
+                window = Window(pieces, window.sizes, window.all_count, window.updates)
+                rig.wait()
+                torch.cuda._sleep(int(1.5 * step_s * CLOCK_HZ))  # type: ignore[no-untyped-call]
+                began.record()
+                rig.advance(window)
+                ended.record()
+                rig.wait()
+                return float(began.elapsed_time(ended)) / 1000
+        except Exception as error:  # whatever the user's code makes of a step aside
+            log.info("not seen how long the device computes: %s", first_line(error))
+            return None
+
     def glance(self, plan: Plan) -> float | None:
         """Seconds an update under a plan, roughly, by a few of them aside; None where nobody has looked."""
         rig = self._rig
-        together, place = plan.execution.replay_steps, rig.place
-        needed = (MOST_WARM + GLANCES * math.ceil(GLANCED / together)) * together
+        if rig.windows_here < _needed(plan):
+            plan = plan.but(replay_steps=1)  # of a short epoch one update at a time has to do
+        place, needed = rig.place, _needed(plan)
         if rig.device.type not in GLANCED_AT or rig.windows_here < needed:
             return None
         feed = plan.feed
@@ -174,6 +212,12 @@ class CountingProbe(Probe):
             rig.tidy()
             rig.keep_plans()
         return step_s
+
+
+def _needed(plan: Plan) -> int:
+    """Windows of an epoch that a glance at a plan takes."""
+    together = plan.execution.replay_steps
+    return (MOST_WARM + GLANCES * math.ceil(GLANCED / together)) * together
 
 
 def _roughly(rig: Rig) -> float:

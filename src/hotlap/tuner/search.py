@@ -13,6 +13,8 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 
+import torch
+
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
 from hotlap.engine.driven import Driven
@@ -109,6 +111,7 @@ class Search:
         budget = self.budget = Budget(base_s=lap.step_s, length=self._length, most_s=self._most_s)
         trials = self._trials = Trials(self._rig, self.gate, budget, self.baseline)
         self._now.begin(trials, lap)
+        budget.is_hopeful = self._rig.device.type == "cuda"  # until it has been looked at
         if not (yield from self._until_it_pays(GATE_UPDATES * lap.step_s)):
             self._write_too_short(self._length().updates)
             return
@@ -120,11 +123,15 @@ class Search:
             yield from self._as_found_before()
             before = self.plan
             if self.plan == self.baseline and not self._is_known_open:
+                budget.hoped_s = self._now.left_s * (1 - 1 / self._probe.hope)
                 self._glance = at_a_glance(self._rig, self._now, self._probe, self._at_first())
-                budget.hoped_s = self._now.left_s * (1 - 1 / self._glance.gain)
+                if self._glance.was_taken:
+                    budget.hoped_s = self._now.left_s * (1 - 1 / self._glance.gain)
+                    budget.is_hopeful = self._probe.is_hopeful or bool(self._glance.moves)
             yield from self._for_the_device()
             yield from self._at_once()
-            budget.hoped_s = 0.0
+            if self._glance.was_taken:
+                budget.hoped_s = 0.0  # hope is for one trial
             yield from self._one_after_the_other()
             while self.plan == self.baseline and self._unpaid:
                 if not (yield from self._until_it_pays(min(self._unpaid.values()))):
@@ -145,9 +152,17 @@ class Search:
         """Find out what bounds the training and which moves it can obey; both are known from then on."""
         budget, began = self._trials.budget, time.perf_counter()
         self._probe.look(lap, may_s=budget.left_s)
-        budget.is_hopeful = self._probe.is_hopeful
+        budget.is_hopeful = self._probe.is_hopeful or self._probe.hope > 1 or self._is_wide_arithmetic()
         everything(self._rig, self.plan, (*MOVES, *OTHERS))
         budget.made(0, time.perf_counter() - began)
+
+    def _is_wide_arithmetic(self) -> bool:
+        """Whether a GPU is busy in fp32 for which it has units of 16 bits; a glance at those is worth more."""
+        if self._rig.device.type != "cuda" or self._probe.bound not in BOUND_BY_DEVICE:
+            return False
+        weights = (weight for module in self._rig.modules for weight in module.parameters())
+        in_fp32 = any(weight.dtype == torch.float32 for weight in weights)
+        return in_fp32 and not isinstance(precision.MOVE.propose(self.plan, self._rig), str)
 
     def _pace_of_user(self) -> Laps:
         """Laps of the user's own plan, until three are alike; the middle one."""
@@ -177,6 +192,7 @@ class Search:
     def _one_after_the_other(self) -> Laps:
         """All moves: first those that hide each other, together, then each by itself."""
         yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
+        self._trials.budget.hoped_s = 0.0
         yield from self._together(ARITHMETIC)
         yield from self._one_by_one()
 
