@@ -7,19 +7,31 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
-from hotlap.core.errors import DataError, shown
-from hotlap.recipes.kinds import are_numbers
+from hotlap.core.errors import DataError, StoreError, shown
+from hotlap.core.units import MIB, show_bytes
+from hotlap.machine.limits import read_memory
+from hotlap.recipes.kinds import Cells, are_numbers
 from hotlap.recipes.picture_files import SUFFIXES as PICTURES
+from hotlap.store.files import read_bytes
 
 SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _DELIMITERS = ",;\t|"
 _SAMPLE = 64 * 1024
 """Characters by which the delimiter is found."""
+_BLOCK = 256 * 1024
+"""Bytes of a file that are made into cells at a time, at least."""
+_ROWS = 10_000
+"""Rows that csv reads at a time."""
+MEMORY_A_BYTE = 4
+"""How much memory reading takes for each byte of a file, about."""
+MOST_RATIO, SMALL_BYTES = 100, 100 * MIB
+"""A table is not larger than its gzip file by more than this, but for small ones."""
 _LONGEST_FIELD = 2**31 - 1
 _NO_TEXT = {
     b"PK\x03\x04": "a zip archive or an Excel file",
@@ -36,31 +48,96 @@ _LISTED = 4
 """Names that a message shows before it counts the rest."""
 
 
+class _OddError(ValueError):
+    """A file whose rows have to be looked at one by one."""
+
+
 class TextFile:
     """A CSV file. Raises DataError in one line, with file, line and value, where it is none."""
 
     def __init__(self, file: Path, header: bool | None) -> None:
-        self.file = file
-        text = _decoded(file, _content(file))
-        self._delimiter = "\t" if ".tsv" in file.name.lower() else _delimiter(text)
-        rows = self._records(text)
-        if not rows:
+        self.file, self._header = file, header
+        content = _content(file)
+        self._delimiter = "\t" if ".tsv" in file.name.lower() else _delimiter(content)
+        try:
+            columns = self._columns(content)
+        except (_OddError, UnicodeDecodeError, csv.Error):
+            columns = self._in_rows(content)
+        if not columns:
             raise DataError(f"{file} is empty; give it a header and rows")
-        self.has_names = header if header is not None else _are_names(rows)
-        first = [cell.strip() for cell in rows[0]]
-        self.notes, self.names = self._named(first, told=header is not None)
-        if set(map(len, rows)) != {len(first)}:
-            raise self._broken(rows, text)
-        self._rows = rows[1:] if self.has_names else rows
-        columns = list(zip(*self._rows, strict=True)) or [()] * len(first)
+        first = [column.first.strip() for column in columns]
+        self._name(first, lambda place: columns[place])
+        if self.has_names:
+            columns = [column.behind_first() for column in columns]
         self._cells = dict(zip(self.names, columns, strict=True))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(next(iter(self._cells.values())))
 
-    def cells(self, name: str) -> Sequence[str]:
+    def cells(self, name: str) -> Cells:
         """The cells of a column."""
         return self._cells[name]
+
+    def _columns(self, content: bytes) -> list[Cells]:
+        """All columns, the header's cells first; never more than some rows are in memory as rows."""
+        parts: list[list[str]] = []
+        count = 0
+        for columns in self._quoted(content) if b'"' in content else self._plain(content):
+            parts = parts or [[] for _ in columns]
+            if len(columns) != len(parts):
+                raise _OddError
+            for those, column in zip(parts, columns, strict=True):
+                those.append(Cells.END.join(column))
+            count += len(columns[0])
+        return [Cells(those, count) for those in parts]
+
+    def _plain(self, content: bytes) -> Iterator[list[list[str]]]:
+        """The columns of some rows at a time, in a file without quotes: every delimiter parts two cells."""
+        for block in _blocks(content):
+            text = block.decode()
+            if "\r" in text:
+                text = text.replace("\r\n", "\n").replace("\r", "\n")
+            lines = list(filter(None, text.split("\n")))
+            if not lines:
+                continue
+            widths = set(map(str.count, lines, repeat(self._delimiter)))
+            if len(widths) > 1:
+                raise _OddError
+            cells = self._delimiter.join(lines).split(self._delimiter)
+            width = widths.pop() + 1
+            yield [cells[place::width] for place in range(width)]
+
+    def _quoted(self, content: bytes) -> Iterator[list[Sequence[str]]]:
+        """The same of any file, by csv."""
+        readers = [self._reader(_lines_in(content))]
+        if any(f"{before} ".encode() in content for before in (self._delimiter, "\n", "\r")) or content[:1] == b" ":
+            # A second reading shows whether a cell has lost the space that it begins with.
+            readers.append(self._reader(_lines_in(content), skips=False))
+        limit = csv.field_size_limit(_LONGEST_FIELD)
+        try:
+            while some := [list(islice(reader, _ROWS)) for reader in readers]:
+                if some[0] != some[-1]:
+                    raise _OddError
+                if not some[0]:
+                    return
+                rows = list(filter(None, some[0]))
+                if len(set(map(len, rows))) > 1:
+                    raise _OddError
+                if rows:
+                    yield list(zip(*rows, strict=True))
+        finally:
+            csv.field_size_limit(limit)
+
+    def _in_rows(self, content: bytes) -> list[Cells]:
+        """All columns, by way of all rows; DataError where the file is broken."""
+        text = _decoded(self.file, content)
+        rows = self._records(text)
+        if len(set(map(len, rows))) > 1:
+            self._name(
+                [cell.strip() for cell in rows[0]], lambda place: [row[place] for row in rows if place < len(row)]
+            )
+            raise self._broken(rows, text)
+        return [Cells([Cells.END.join(column)], len(rows)) for column in zip(*rows, strict=True)]
 
     def line_of(self, row: int) -> int:
         """The line of the file on which a row begins; the file is read again."""
@@ -118,6 +195,11 @@ class TextFile:
             yield line, row
             line = reader.line_num + 1
 
+    def _name(self, first: list[str], cells: Callable[[int], Iterable[str]]) -> None:
+        """Give columns their names, from the first row; `cells` gives those of the column at a place."""
+        self.has_names = self._header if self._header is not None else _are_names(first, cells)
+        self.notes, self.names = self._named(first, told=self._header is not None)
+
     def _named(self, first: list[str], *, told: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Notes and names of columns, from the first row."""
         numbered = tuple(f"column_{place}" for place in range(len(first)))
@@ -126,7 +208,7 @@ class TextFile:
             last = f" … {numbered[-1]}" if len(first) > 1 else ""
             return (f"{self.file.name} has no header{why}; its columns are called {numbered[0]}{last}",), numbered
         names = tuple(name or number for name, number in zip(first, numbered, strict=True))
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             places = [str(place) for place, name in enumerate(names, 1) if name == twice[0]]
             raise DataError(
@@ -158,6 +240,21 @@ def _lines_of(text: str) -> Iterable[str]:
     return io.StringIO(text, newline="")
 
 
+def _lines_in(content: bytes) -> Iterable[str]:
+    """The lines of a file, each decoded when its turn comes."""
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
+
+
+def _blocks(content: bytes) -> Iterator[bytes]:
+    """A file in blocks of whole lines, without the mark at its beginning."""
+    start = 3 * content.startswith(b"\xef\xbb\xbf")
+    size = max(_BLOCK, 1000 * (content.find(b"\n", start) - start))  # of many columns each has some cells in a block
+    while start < len(content):
+        end = content.rfind(b"\n", start, start + size) + 1 or content.find(b"\n", start + size) + 1 or len(content)
+        yield content[start:end]
+        start = end
+
+
 def _noted(lines: Iterable[str], taken: list[str]) -> Iterator[str]:
     """Lines, each put into a list as it is taken."""
     for line in lines:
@@ -165,30 +262,49 @@ def _noted(lines: Iterable[str], taken: list[str]) -> Iterator[str]:
         yield line
 
 
-def _are_names(rows: list[list[str]]) -> bool:
+def _are_names(first: list[str], cells: Callable[[int], Iterable[str]]) -> bool:
     """Whether the first row holds names: not all numbers, no number that comes again below it, no picture's name."""
-    first = [cell.strip() for cell in rows[0]]
     if are_numbers(first) or any(cell.lower().endswith(PICTURES) for cell in first):
         return False
     numbers = [place for place, cell in enumerate(first) if cell and are_numbers([cell])]
-    return not any(place < len(row) and row[place].strip() == first[place] for place in numbers for row in rows[1:])
+    return not any(first[place] == cell.strip() for place in numbers for cell in islice(cells(place), 1, None))
 
 
 def _content(file: Path) -> bytes:
+    """All bytes of a text file, unpacked."""
+    most = read_memory().free_bytes // MEMORY_A_BYTE
     try:
-        content = file.read_bytes()
-        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+        content = read_bytes(file, most)
+        if content.startswith(b"\x1f\x8b"):
+            content = _unpacked(file, content, most)
+    except StoreError as error:
+        raise DataError(str(error)) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{file} is a damaged gzip file: {error}; make it again") from None
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror or error}") from None
-
-
-def _decoded(file: Path, content: bytes) -> str:
     known = next((words for start, words in _NO_TEXT.items() if content.startswith(start)), None)
     if known or b"\0" in content:
         what = f"it is {known}" if known else f"byte {content.index(0):,} is zero"
         raise DataError(f"{file} is no text file of UTF-8: {what}; save it as CSV in UTF-8")
+    return content
+
+
+def _unpacked(file: Path, packed: bytes, most: int) -> bytes:
+    """What a gzip file holds. A table is not a hundred times as large as its file, and fits into the memory."""
+    most = min(most, max(SMALL_BYTES, MOST_RATIO * len(packed)))
+    pieces, size = [], 0
+    with gzip.GzipFile(fileobj=io.BytesIO(packed)) as opened:
+        while piece := opened.read(_BLOCK):
+            size += len(piece)
+            if size > most:
+                raise DataError(
+                    f"{file} has {show_bytes(len(packed))} and unpacks to more than {show_bytes(most)}: too much for a "
+                    "packed table, or for the memory; unpack it yourself if you trust it"
+                )
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _decoded(file: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -201,8 +317,9 @@ def _decoded(file: Path, content: bytes) -> str:
         ) from None
 
 
-def _delimiter(text: str) -> str:
+def _delimiter(content: bytes) -> str:
     """Of those that part the header, the one by which most rows have as many fields as it."""
+    text = content[: 4 * _SAMPLE + 4].decode("utf-8-sig", errors="ignore")[: _SAMPLE + 1]
     best, most = ",", (0.0, 1)
     for delimiter in _DELIMITERS:
         reader = csv.reader(io.StringIO(text[:_SAMPLE], newline=""), delimiter=delimiter, skipinitialspace=True)

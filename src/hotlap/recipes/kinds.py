@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -34,6 +35,7 @@ _WHOLES = re.compile(r"(?:[-+]?(?:0|[1-9][0-9]*+)\n)*+")
 _NUMBERS = re.compile(
     r"(?>[-+]?(?:(?:(?:0|[1-9][0-9]*+)(?:\.[0-9]*+)?+|\.[0-9]++)(?:[eE][-+]?[0-9]++)?+|(?i:infinity|inf))\n)*+"
 )
+_BEYOND_64_BITS = re.compile(r"[0-9]{19}")
 _DECIMAL_COMMAS = re.compile(r"(?:[-+]?(?:0|[1-9][0-9]*+)(?:,[0-9]++)?+\n)*+")
 _PLAIN_DATES = re.compile(
     r"(?:[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[ T][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{1,9})?)?)?\n)*+"
@@ -47,6 +49,39 @@ _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0"
 _PAIRS = (("false", "true"), ("no", "yes"))
 MOST_FLAGS = 12
 """Ways to write two words."""
+
+
+class Cells:
+    """The cells of a column as a file writes them, in a few long texts: strings would take ten times the memory."""
+
+    END = "\0"
+    """What parts a cell from the next: no text file holds it."""
+
+    def __init__(self, parts: Sequence[str], count: int) -> None:
+        """`parts` hold `count` cells in all, with END between them."""
+        self.parts, self._count = parts, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(part.split(self.END) for part in self.parts)
+
+    @property
+    def first(self) -> str:
+        """The first cell."""
+        return self.parts[0].partition(self.END)[0]
+
+    def behind_first(self) -> Cells:
+        """All cells but the first."""
+        head, *rest = self.parts
+        _, end, others = head.partition(self.END)
+        return Cells([others, *rest] if end else rest, self._count - 1)
+
+    @classmethod
+    def below(cls, columns: Sequence[Cells]) -> Cells:
+        """The cells of several files, one below the other."""
+        return cls([part for column in columns for part in column.parts], sum(map(len, columns)))
 
 
 class UnfitError(ValueError):
@@ -106,18 +141,21 @@ class Column:
         return found
 
 
-def recognised(name: str, texts: Iterable[str], told: Kind | None = None) -> Column:
+def recognised(name: str, texts: Cells | Sequence[str], told: Kind | None = None) -> Column:
     """A column of these cells, of the kind that all of them fit, or of the kind that it is told to be.
 
     Space around a cell does not count. Numbers with leading zeros, and those that 64 bits do not hold, are names of
     things and no amounts: categories or text. Whole numbers are dates only where told: seconds since 1970.
     Raises UnfitError where a cell is not of the kind told.
     """
-    words = list(map(str.strip, texts))
-    distinct = dict.fromkeys(words)  # in the order of the file: a set's would jump about in memory
-    blank = MISSING.intersection(distinct)
-    missing = _where(words, blank)
-    present = [word for word in distinct if word not in blank] if blank else list(distinct)
+    if isinstance(texts, Cells) and told in (None, "empty", "number", "whole number"):
+        amounts = _amounts(name, texts, told)
+        if amounts is not None:
+            return amounts
+    words = _Words.of(texts)
+    blank = MISSING.intersection(words.distinct)
+    missing = words.where(blank)
+    present = [word for word in words.distinct if word not in blank]
     if not present:
         return Column(name=name, kind="empty", values=np.full(len(words), np.nan), missing=missing)
     if told in ("category", "text"):
@@ -126,16 +164,17 @@ def recognised(name: str, texts: Iterable[str], told: Kind | None = None) -> Col
     if kind is None:
         return _in_words(name, words, present, blank)
     nothing, dtype = _STORED[kind]
-    cells = _cells(words, {**dict.fromkeys(blank, nothing), **values}, dtype)
+    cells = words.each({**dict.fromkeys(blank, nothing), **values}, dtype)
     if kind == "date":
         cells = in_seconds(cells.view("datetime64[us]"))
-    flags = _flag_words(words) if kind == "flag" else ()
+    flags = _flag_words(words.distinct) if kind == "flag" else ()
     return Column(name=name, kind=kind, values=cells, categories=flags, missing=missing)
 
 
 def in_words(name: str, words: Sequence[str]) -> Column:
     """A column of words that are never anything else: categories where few come back often, else text."""
-    return _in_words(name, words, [word for word in dict.fromkeys(words) if word], {""})
+    found = _Words.of(words, strip=False)
+    return _in_words(name, found, [word for word in found.distinct if word], {""})
 
 
 def in_seconds(dates: Values) -> Values:
@@ -160,6 +199,56 @@ def check_kinds(kinds: Mapping[str, str], names: Collection[str], path: object) 
             raise DataError(f"{path} has no column {name!r}{did_you_mean(name, names)}")
         if kind not in KINDS:
             raise DataError(f"column {name!r} cannot be of the kind {shown(kind)}{did_you_mean(kind, KINDS)}")
+
+
+# --- columns of numbers --------------------------------------------------------------------------------
+
+
+def _amounts(name: str, cells: Cells, told: Kind | None) -> Column | None:
+    """A column of numbers, read part by part: its words are never all in memory. None where it may be anything else."""
+    texts: list[str] = []
+    blanks: list[Values | None] = []
+    is_whole = told != "number"
+    for part in cells.parts:
+        found = _numbers_in(part)
+        if found is None:
+            return None
+        text, blank = found
+        is_whole = is_whole and (not text or _WHOLES.fullmatch(text) is not None)
+        texts.append(text)
+        blanks.append(blank)
+    if not any(texts) or (told == "whole number" and not is_whole):
+        return None
+    kind: Kind = "whole number" if is_whole else "number"
+    nothing, dtype = _STORED[kind]
+    values, missing, at = np.full(len(cells), nothing, dtype), np.zeros(len(cells), bool), 0
+    for text, blank in zip(texts, blanks, strict=True):
+        if is_whole and _BEYOND_64_BITS.search(text):  # perhaps: then they are names of things, and no amounts
+            return None
+        read = np.fromstring(text, dtype, sep="\n")
+        end = at + (len(read) if blank is None else len(blank))
+        if blank is None:
+            values[at:end] = read
+        else:
+            values[at:end][~blank] = read
+            missing[at:end] = blank
+        at = end
+    return Column(name=name, kind=kind, values=values, missing=missing if missing.any() else None)
+
+
+def _numbers_in(part: str) -> tuple[str, Values | None] | None:
+    """The numbers among the cells of a part, a line each, and where there is nothing; None where there is more."""
+    if "\n" in part or "\r" in part:
+        return None
+    text = part.replace(Cells.END, "\n") + "\n"
+    if _NUMBERS.fullmatch(text):
+        return text, None
+    words = list(map(str.strip, part.split(Cells.END)))
+    blank = np.fromiter(map(MISSING.__contains__, words), np.bool_, len(words))
+    text = "".join(f"{word}\n" for word in words if word not in MISSING)
+    if _NUMBERS.fullmatch(text):
+        return text, blank if blank.any() else None
+    return None
 
 
 # --- which kind it is ----------------------------------------------------------------------------------
@@ -195,7 +284,11 @@ def _found(words: Collection[str]) -> tuple[Kind | None, Parsed]:
 def _told(words: Collection[str], kind: Kind) -> tuple[Kind, Parsed]:
     """What these words mean as the kind that they are told to be."""
     if kind == "date" and _match(_WHOLES, words):
-        return kind, {word: value * 1_000_000 for word, value in _wholes(words).items()}
+        seconds = _wholes(words)
+        for word, value in seconds.items():
+            if abs(value) > 2**63 // 1_000_000 - 1:
+                raise UnfitError(word)
+        return kind, {word: value * 1_000_000 for word, value in seconds.items()}
     readers = {"number": _numbers, "whole number": _told_wholes, "flag": _flags, "date": _dates}
     return kind, readers[kind](words)
 
@@ -312,17 +405,49 @@ def _reads(read: Callable[[str], Any], word: str) -> bool:
 # --- how it is kept ------------------------------------------------------------------------------------
 
 
+class _Words:
+    """The words of a column: each once, in the order in which they come, and for every cell the number of its word."""
+
+    def __init__(self, distinct: Sequence[str], numbers: Values) -> None:
+        self.distinct, self._numbers = distinct, numbers
+
+    @classmethod
+    def of(cls, texts: Cells | Sequence[str], *, strip: bool = True) -> _Words:
+        """The words of these cells, without the space around them."""
+        known: dict[str, int] = {}
+        numbers = []
+        for part in (part.split(Cells.END) for part in texts.parts) if isinstance(texts, Cells) else (texts,):
+            words = list(map(str.strip, part)) if strip else part
+            for word in dict.fromkeys(words):
+                known.setdefault(word, len(known))
+            numbers.append(np.fromiter(map(known.__getitem__, words), np.int32, len(words)))
+        return cls(list(known), np.concatenate(numbers) if numbers else np.zeros(0, np.int32))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def where(self, blank: Collection[str]) -> Values | None:
+        """Which cells are one of these words; None where there is none."""
+        found = self.each({word: word in blank for word in self.distinct}, np.bool_)
+        return found if found.any() else None
+
+    def each(self, values: Mapping[str, Any], dtype: Any) -> Values:
+        """The value of each cell's word."""
+        found: Values = np.array([values[word] for word in self.distinct], dtype)[self._numbers]
+        return found
+
+
 def _in_words(
-    name: str, words: Sequence[str], present: Collection[str], blank: Collection[str], told: Kind | None = None
+    name: str, words: _Words, present: Collection[str], blank: Collection[str], told: Kind | None = None
 ) -> Column:
-    missing = _where(words, blank)
+    missing = words.where(blank)
     count = len(words) - (0 if missing is None else int(missing.sum()))
     if (told or _kind_of_words(present, count)) == "text":
-        texts = ["" if word in blank else word for word in words] if blank else words
-        return Column(name=name, kind="text", values=np.array(texts, dtype=object), missing=missing)
+        texts = words.each({word: "" if word in blank else word for word in words.distinct}, object)
+        return Column(name=name, kind="text", values=texts, missing=missing)
     categories = in_order(present)
     codes = {**dict.fromkeys(blank, -1), **{word: code for code, word in enumerate(categories)}}
-    values = _cells(words, codes, np.int32)
+    values = words.each(codes, np.int32)
     return Column(name=name, kind="category", values=values, categories=categories, missing=missing)
 
 
@@ -340,20 +465,10 @@ def in_order(words: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(words))
 
 
-def _where(words: Sequence[str], blank: Collection[str]) -> Values | None:
-    found = np.fromiter(map(blank.__contains__, words), np.bool_, len(words)) if blank else np.zeros(0, bool)
-    return found if found.any() else None
-
-
-def _cells(words: Sequence[str], values: Parsed, dtype: Any) -> Values:
-    """The value of each word."""
-    return np.fromiter(map(values.__getitem__, words), dtype, len(words))
-
-
 def _flag_words(words: Sequence[str]) -> tuple[str, str]:
     """The words for False and True, as the file has them first."""
     first: dict[str, str] = {}
-    for word in dict.fromkeys(words):
+    for word in words:
         first.setdefault(word.lower(), word)
     pair = next((pair for pair in (*_PAIRS, ("0", "1")) if any(word in first for word in pair)), _PAIRS[0])
     return first.get(pair[0], pair[0]), first.get(pair[1], pair[1])

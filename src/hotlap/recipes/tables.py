@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hotlap.core.errors import DataError, did_you_mean, shown
 from hotlap.core.terminal import clean
 from hotlap.recipes import csv_files, parquet_files
 from hotlap.recipes.csv_files import TextFile, listed_names
-from hotlap.recipes.kinds import Column, Kind, UnfitError, check_kinds, in_words, recognised
+from hotlap.recipes.kinds import Cells, Column, Kind, UnfitError, check_kinds, in_words, recognised
 from hotlap.recipes.parquet_files import ParquetFile
 from hotlap.recipes.picture_files import SUFFIXES as PICTURES
 from hotlap.recipes.picture_files import folder_columns, is_picture, undecoded_in
@@ -24,6 +24,8 @@ __all__ = ["Column", "Kind", "Table", "arrow_columns", "columns_told", "named_co
 SUFFIXES = csv_files.SUFFIXES + parquet_files.SUFFIXES
 FILE = "file"
 """The column that says from which file of a folder a row is."""
+MOST_TOLD = 200
+"""Columns that are shown, of which most tables have fewer."""
 LONGEST_NAME = 40
 """Characters of a name that a line shows."""
 
@@ -79,7 +81,13 @@ def read_table(
     what columns are, where they are not to be recognised. `with_file` adds a column with the name of each row's file.
     Raises DataError in one line with file, line and value where something is wrong.
     """
-    path = Path(path)
+    try:
+        return _read_table(Path(path), header, kinds, with_file=with_file)
+    except MemoryError:
+        raise DataError(f"{path} needs more memory than there is; split it, or leave columns out") from None
+
+
+def _read_table(path: Path, header: bool | None, kinds: Mapping[str, Kind] | None, *, with_file: bool) -> Table:
     try:
         found = folder_columns(path) if path.is_dir() and not _tables_in(path) else None
         files = _files(path) if found is None else []
@@ -112,17 +120,18 @@ def read_table(
     return Table(path=path, columns=columns, notes=tuple(notes), has_header=has_header, files=sizes)
 
 
-def plain_cells(path: Path, table: Table) -> dict[str, Sequence[str]]:
+def plain_cells(path: Path, table: Table) -> dict[str, Cells | Sequence[str]]:
     """The cells of a table's columns as the file writes them, not as they were understood."""
-    cells: dict[str, Sequence[str]] = {name: column.texts() for name, column in table.columns.items()}
-    if _lists_pictures(path):
-        return cells
-    files = _files(path)
-    if _is_parquet(files[0]):
-        exact = {name: parquet_files.exact_texts(one) for name, one in parquet_files.as_they_are(files).items()}
-        return cells | {name: texts for name, texts in exact.items() if texts is not None}
-    written = [TextFile(file, table.has_header) for file in files]
-    return cells | {name: [cell for file in written for cell in file.cells(name)] for name in written[0].names}
+    exact: dict[str, Cells | Sequence[str]] = {}
+    if not _lists_pictures(path):
+        files = _files(path)
+        if _is_parquet(files[0]):
+            found = {name: parquet_files.exact_texts(one) for name, one in parquet_files.as_they_are(files).items()}
+            exact = {name: texts for name, texts in found.items() if texts is not None}
+        else:
+            written = [TextFile(file, table.has_header) for file in files]
+            exact = {name: Cells.below([file.cells(name) for file in written]) for name in written[0].names}
+    return {name: column.texts() for name, column in table.columns.items() if name not in exact} | exact
 
 
 def arrow_columns(path: Path) -> dict[str, Any]:
@@ -140,15 +149,17 @@ def _lists_pictures(path: Path) -> bool:
 
 def columns_told(table: Table) -> list[str]:
     """What was understood of each column, one line each: name, kind, how much is missing, an example; then notes."""
-    cells = [_told(column) for column in table.columns.values()]
+    cells = [_told(column) for column in islice(table.columns.values(), MOST_TOLD)]
     widths = [max(map(len, part)) for part in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return [*lines, *(f"note: {note}" for note in table.notes)]
+    more = [f"and {len(table.columns) - MOST_TOLD:,} more columns"] if len(table.columns) > MOST_TOLD else []
+    return [*lines, *more, *(f"note: {note}" for note in table.notes[:MOST_TOLD])]
 
 
 def named_columns(table: Table) -> str:
-    """The names of all columns with their kinds, for a question about them."""
-    return ", ".join(f"{name} ({column.kind})" for name, column in table.columns.items())
+    """The names of columns with their kinds, for a question about them."""
+    named = [f"{name} ({column.kind})" for name, column in islice(table.columns.items(), MOST_TOLD)]
+    return ", ".join([*named, *(["…"] if len(table.columns) > MOST_TOLD else [])])
 
 
 def _told(column: Column) -> tuple[str, str, str, str]:
@@ -205,9 +216,11 @@ def _is_parquet(file: Path) -> bool:
 def _check(path: Path, files: Sequence[TextFile] | Sequence[ParquetFile], kinds: Mapping[str, Kind] | None) -> None:
     """Refuse files that do not have the same columns (in whichever order), or have no rows, and kinds of no column."""
     first = files[0]
+    wanted = set(first.names)
     for file in files[1:]:
-        lacks = [name for name in first.names if name not in file.names]
-        more = [name for name in file.names if name not in first.names]
+        has = set(file.names)
+        lacks = [name for name in first.names if name not in has]
+        more = [name for name in file.names if name not in wanted]
         if lacks or more:
             said = [
                 *([f"lacks {listed_names(lacks)}"] if lacks else []),
@@ -231,7 +244,7 @@ def _typed_column(name: str, files: Sequence[ParquetFile], told: Kind | None) ->
 
 def _written_column(name: str, files: Sequence[TextFile], told: Kind | None) -> Column:
     try:
-        return recognised(name, chain.from_iterable(file.cells(name) for file in files), told)
+        return recognised(name, Cells.below([file.cells(name) for file in files]), told)
     except UnfitError as error:
         for file in files:
             row = next((row for row, cell in enumerate(file.cells(name)) if cell.strip() == error.word), None)

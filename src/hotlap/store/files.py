@@ -59,6 +59,14 @@ def read_text(path: Path, most: int = MOST_TEXT_BYTES) -> str:
     Raises StoreError where it is no text, or no such file.
     """
     try:
+        return read_bytes(path, most).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise StoreError(f"cannot read {path}: it is not a text file") from None
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """All bytes of a regular file, or of one that a link leads to; StoreError for more than `most` of them."""
+    try:
         # Not blocking, and regular files only: a pipe or a device in a stranger's folder would never end.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(handle, "rb") as file:
@@ -69,13 +77,13 @@ def read_text(path: Path, most: int = MOST_TEXT_BYTES) -> str:
                 raise StoreError(f"cannot read {path}: it is not a regular file")
             if status.st_size > most:
                 raise StoreError(f"cannot read {path}: of its {status.st_size:,} bytes at most {most:,} are")
-            return file.read(most).decode("utf-8-sig")
+            return file.read(most)
     except StoreError:
         raise
-    except UnicodeDecodeError:
-        raise StoreError(f"cannot read {path}: it is not a text file") from None
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+        raise StoreError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except MemoryError:
+        raise StoreError(f"cannot read {path}: its {status.st_size:,} bytes are more than the memory holds") from None
 
 
 def append_line(path: Path, line: str) -> None:
