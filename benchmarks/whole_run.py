@@ -1,6 +1,7 @@
 """A whole `fit` that finds its own plan, against the same training tuned by hand, from call to last step.
 
     python -m benchmarks.whole_run [--seconds 75] [--only NAME …] [--device cuda|cpu] [--plain-seconds 5] [--json FILE]
+    python -m benchmarks.whole_run --check FILE …    # whether results are of one command, complete and unedited
 
 The rival trains for `--seconds`, all it does included: moving the data, capturing, warming up. As many steps are then
 asked of `hotlap.fit(job, plan="auto")`, whose job is what a user brings: a DataLoader without workers over tensors,
@@ -12,19 +13,22 @@ Imports, random data, the first weights and the CUDA context come before the clo
 samples that were held out, for which both are judged in fp32, comes after it. The rival
 takes whole batches only. The user's loader does not, unless `--drop-last`: its epochs end in an odd one.
 
-Results are written after every training, as far as they are there. The exit code is 1 where one failed.
+Results are written after every training, as far as they are there. The exit code is 1 where one failed. A file of
+results is of one command: it names the command, the works that were asked for and the time of every process, and ends
+in a digest of itself. `--check` says where the times do not add up, works are missing, or something was changed since.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,6 +181,8 @@ class Result:
     fit: dict[str, Any] | None = None
     own: dict[str, Any] | None = None
     failures: list[str] = field(default_factory=list)
+    processes_s: list[float] = field(default_factory=list)
+    """What each process took from its start to its end, those that failed included."""
     ledger: str = ""
     """Of the fit, or as far as it came where it was stopped."""
 
@@ -205,6 +211,8 @@ class Bench:
         self._options = options
         self._begun = time.perf_counter()
         self.machine = ""
+        self.asked: list[str] = []
+        """Names of all works that are to be run."""
         self.results: dict[str, Result] = {}
 
     def run(self, work: Work) -> Result:
@@ -235,12 +243,15 @@ class Bench:
             name: getattr(self._options, name) for name in ("seconds", "plain_seconds", "plan", "drop_last", "threads")
         }
         report = {
+            "command": ["python", "-m", "benchmarks.whole_run", *self._options.words],
             "machine": self.machine,
             "versions": versions(),
             "settings": settings,
+            "asked": self.asked,
             "seconds": time.perf_counter() - self._begun,
             "works": {name: result.to_dict() for name, result in self.results.items()},
         }
+        report["digest"] = digest(report)
         self._options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
     def _alone(
@@ -259,6 +270,7 @@ class Bench:
             command += ["--threads", str(options.threads)] if options.threads else []
             fresh = {name: str(Path(folder) / name.lower()) for name in CACHES}
             found: dict[str, Any] | None = None
+            began = time.perf_counter()
             try:
                 # Its progress goes to our stderr; stdout is for results.
                 subprocess.run(
@@ -276,6 +288,7 @@ class Bench:
                 told_by = Path(folder) / ERROR
                 why = told_by.read_text() if told_by.exists() else f"exit code {error.returncode}"
                 result.failures.append(f"{told}: {why}")
+            result.processes_s.append(time.perf_counter() - began)
             if what == "fit":
                 result.ledger = found.pop("ledger") if found else _left_in(Path(folder) / RUN_FOLDER)
         if found is None:
@@ -285,6 +298,42 @@ class Bench:
             found.pop("ledger", None)
             _say(f"{work.name}: {told} took {show_seconds(found['seconds'])} for {found['steps']:,} steps")
         return found
+
+
+def digest(report: Mapping[str, Any]) -> str:
+    """A hash of all of a report but its own digest."""
+    text = json.dumps({name: value for name, value in report.items() if name != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def problems(report: Mapping[str, Any]) -> list[str]:
+    """Why a file of results is not what one command wrote, all of it and unedited; nothing where it is."""
+    if "digest" not in report:
+        return ["it has no digest: it may be of several commands"]
+    found = [] if report["digest"] == digest(report) else ["it was changed after it was written"]
+    works = report["works"]
+    missing = [name for name in report["asked"] if name not in works]
+    if missing:
+        found.append(f"works are missing: {', '.join(missing)}")
+    inside_s = sum(run["seconds"] for work in works.values() for run in _runs(work))
+    processes_s = sum(sum(work["processes_s"]) for work in works.values())
+    if not inside_s <= processes_s <= report["seconds"]:
+        times = (
+            f"trainings {inside_s:.1f} s, their processes {processes_s:.1f} s, the command {report['seconds']:.1f} s"
+        )
+        found.append(f"times do not add up: {times}")
+    return found
+
+
+def _runs(work: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [run for run in (*work["by_hand"], work["fit"], work["own"]) if run]
+
+
+def check(files: Sequence[Path]) -> int:
+    """Print what is wrong with files of results; 1 where something is."""
+    found = [f"{file}: {problem}" for file in files for problem in problems(json.loads(file.read_text()))]
+    print("\n".join(found or [f"{len(files)} files: each of one command, complete and unedited"]))
+    return 1 if found else 0
 
 
 def _left_in(folder: Path) -> str:
@@ -346,11 +395,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="the rival trains before hotlap only, not after it too")
     parser.add_argument("--threads", type=int, help="CPU threads; one has far less noise than all")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", type=Path, nargs="+", metavar="FILE", help="look at files of results, run nothing")
     for name in ("--alone", "--work", "--folder"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plan", default="auto", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.words = list(sys.argv[1:] if arguments is None else arguments)
     if options.limit is None:
         # Imports, random data and a slow tuning included; at the user's own pace some works would take an hour.
         options.limit = 4 * options.seconds + 120
@@ -368,6 +419,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (Path(options.folder) / ERROR).write_text(told)
             raise
         return 0
+    if options.check:
+        return check(options.check)
     there = works()
     usual = [work for work in there if work not in NETWORKS and (options.large or work.name != LARGE)]
     wanted = called(usual, *options.only) or called(there, *options.only)
@@ -375,6 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"no work is called {', '.join(options.only)}; there are {'; '.join(work.name for work in there)}")
         return 2
     bench = Bench(options)
+    bench.asked = [work.name for work in wanted]
     for number, work in enumerate(wanted):
         result = bench.run(work)
         if not number:
