@@ -633,7 +633,7 @@ def _size_problems(size: Any) -> list[str]:
 
 def _check(**settings: Any) -> None:
     """Raise JobError with all that is wrong with a rig's own settings."""
-    Job(data=torch.zeros(1), batch_size=1, epochs=1, **settings)
+    Job(data=torch.zeros(1, dtype=torch.int64), batch_size=1, epochs=1, **settings)
 
 
 def _made(wanted: Any, modules: list[nn.Module], device: torch.device) -> Optimizer:

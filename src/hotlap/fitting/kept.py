@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from hotlap.core.errors import StoreError
 from hotlap.core.job import Job
@@ -13,7 +12,7 @@ from hotlap.core.terminal import logger
 from hotlap.engine.rig import Rig
 from hotlap.fitting.best import trained_tensors
 from hotlap.fitting.run import Run
-from hotlap.guard.fingerprint import outside_of
+from hotlap.guard.whole import whole_of
 from hotlap.store.cache import Cache
 from hotlap.store.models import model_key, store_model, stored_model
 
@@ -26,13 +25,14 @@ class KeptModel:
     def __init__(self, identity: dict[str, Any], job: Job, rig: Rig, *, how: str) -> None:
         """`how` its plan is chosen: one that is found while it trains may change numbers by rounding."""
         self._rig, self._cache = rig, Cache()
-        data = [outside_of(_held(part), whole=True) for part in (job.data, job.valid)]
-        everything = {**identity, "plan": rig.plan.to_dict(), "how": how, "whole data": data}
+        whole, self.unknown = whole_of(job, rig.optimizer, rig.schedule.scheduler, rig.device)
+        """What decides this training and cannot be known, a line each; with one, nothing is loaded and nothing kept."""
+        everything = {**identity, "plan": rig.plan.to_dict(), "how": how, "whole": whole}
         self._key = model_key(everything, {k: v.detach().cpu() for k, v in trained_tensors(rig).items()})
 
     def load(self) -> dict[str, Any] | None:
         """Put the model's weights in place and tell how it was trained, or None where it never was."""
-        found = stored_model(self._cache, self._key)
+        found = None if self.unknown else stored_model(self._cache, self._key)
         if found is None:
             return None
         weights, told = found
@@ -48,6 +48,8 @@ class KeptModel:
 
     def store(self, run: Run) -> None:
         """Keep a trained model; a cache that cannot take it is told in the log and stops nothing."""
+        if self.unknown:
+            return
         values = {
             "history": run.history,
             "best": run.best,
@@ -59,8 +61,3 @@ class KeptModel:
             store_model(self._cache, self._key, weights, values, {"model": type(run.model).__name__})
         except StoreError as error:
             log.warning("the trained model is not kept in the cache: %s", error)
-
-
-def _held(data: Any) -> Any:
-    """What a DataLoader loads, or the data itself."""
-    return data.dataset if isinstance(data, DataLoader) else data

@@ -65,7 +65,8 @@ def fit(
     without it they come as often as 2 % of the time allows, which in a short run may be never; 0 keeps none.
 
     With `reuse`, a model that was trained before on the same data, code, settings, plan and first weights is
-    loaded from the cache instead of trained again, and one that was not is kept there.
+    loaded from the cache instead of trained again, and one that was not is kept there. Where something that decides the
+    training cannot be known, it is trained, and a line says what that is.
 
     SIGINT and SIGTERM end it after the step in hand and a checkpoint: KeyboardInterrupt, or exit code 143. An error
     of the model, the loss or the data is raised after a checkpoint, with a note that says how to go on.
@@ -107,6 +108,9 @@ def fit(
             # The folder is made last: a job that cannot run leaves none behind.
             held = HeldFolder(RunFolder.create(out, type(job.model).__name__), task)
             trail = begin(task, held, started)
+            if kept is not None and kept.unknown:
+                more = f" (and {len(kept.unknown) - 1} more)" if len(kept.unknown) > 1 else ""
+                task.voice.say(f"note   reuse: trained anew and not kept, since {kept.unknown[0]}{more}")
             if kept is not None and (found := kept.load()) is not None:
                 return from_cache(task, held, trail, found)
         run = train(task, held, trail)

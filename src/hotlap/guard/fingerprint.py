@@ -6,7 +6,6 @@ No sample is asked for: it may be broken, or move a generator that the dataset k
 from __future__ import annotations
 
 import dataclasses
-import dis
 import enum
 import functools
 import hashlib
@@ -15,9 +14,11 @@ import os
 import sys
 import sysconfig
 import types
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from hotlap.guard.code_reads import reads_of, variables_read
 from hotlap.machine.limits import read_cpu
 from hotlap.store.keys import bytecode, key_of
 
@@ -61,11 +63,18 @@ def outside_of(value: Any, *, whole: bool = False) -> str:
     return _told(value, whole, 0)
 
 
+def _is_told(part: Any) -> bool:
+    """Whether `outside_of` tells a part by what it holds."""
+    if isinstance(part, np.ndarray):
+        return part.dtype.kind in "biuf"
+    return _is_value(part) and not isinstance(part, (set, frozenset))
+
+
 def _told(value: Any, whole: bool, depth: int) -> str:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
-        return _tensor(torch.from_numpy(np.ascontiguousarray(value)), whole)
+        return tensor_text(torch.from_numpy(np.ascontiguousarray(value)), whole)
     if isinstance(value, Tensor):
-        return _tensor(value, whole)
+        return tensor_text(value, whole)
     if isinstance(value, (bytes, int, float, bool, type(None))):
         return repr(value)
     if isinstance(value, (str, os.PathLike)):
@@ -83,7 +92,7 @@ def _told(value: Any, whole: bool, depth: int) -> str:
     return f"{type(value).__qualname__}({','.join(f'{k}={_told(part, whole, depth + 1)}' for k, part in parts)})"
 
 
-def _tensor(tensor: Tensor, whole: bool) -> str:
+def tensor_text(tensor: Tensor, whole: bool) -> str:
     flat = tensor.detach().reshape(len(tensor), -1) if tensor.ndim else tensor.detach().reshape(1, 1)
     step = 1 if whole else max(1, -(-flat.numel() * flat.element_size() // WHOLE_BYTES))
     rows = flat[::step].cpu().contiguous().reshape(-1)
@@ -125,13 +134,15 @@ class Holdings:
     """What functions and objects hold, told the same in every process.
 
     `own` are the modules that are trained: their tensors are told by shape, for they change. What cannot be told
-    from outside, such as a lock or an open file, counts by the name of its type.
+    from outside, such as a lock or an open file, counts by the name of its type. `known` are objects that are told
+    elsewhere, such as the data, by a name for each.
     """
 
-    def __init__(self, own: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, own: Iterable[nn.Module] = (), known: Mapping[str, Any] | None = None) -> None:
         layers = {id(layer): layer for module in own for layer in module.modules()}
         tensors = [t for m in layers.values() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
         self._layers, self._tensors = layers, {id(tensor): tensor for tensor in tensors}
+        self._elsewhere = {id(value): (value, name) for name, value in (known or {}).items() if value is not None}
         self._inside: list[int] = []
         # With the value itself: as long as it is held here, no other can have its number.
         self._known: dict[int, tuple[Any, str]] = {}
@@ -146,10 +157,11 @@ class Holdings:
             return {}
         return {name: self._text(part) for name, part in parts.items()}
 
-    def of_callables(self, value: Any) -> dict[str, str]:
-        """The functions and callable objects that a dataset holds, such as its transform; the rest is its data."""
+    def of_data(self, value: Any) -> dict[str, str]:
+        """The code of a dataset, what that code reads, and the functions and objects it holds; the rest is its data."""
         self._left = HELD_PARTS
-        return {name: self._text(part) for name, part in getattr(value, "__dict__", {}).items() if callable(part)}
+        attributes = {n: part for n, part in attributes_of(value).items() if _counts(part) and not _is_told(part)}
+        return {name: self._text(part) for name, part in {**_class_parts(type(value)), **attributes}.items()}
 
     def of_module(self, module: nn.Module) -> dict[str, str]:
         """The same of a module that is trained and its layers; what they say of themselves is left out."""
@@ -162,8 +174,32 @@ class Holdings:
                 is_said = f" {key}=" in said and any(f" {key}={text}," in said for text in (str(part), repr(part)))
                 if not is_said:
                     found[f"{name}.{key}" if name else key] = part
-        for kind in {type(layer): None for layer in module.modules()}:
-            found |= _class_parts(kind)
+            for kind in HOOKS:
+                if hooks := users_hooks(getattr(layer, kind, None)):
+                    found[f"{name or 'its'} {kind.strip('_').replace('_', ' ')}"] = hooks
+        for name, parameter in module.named_parameters():
+            if hooks := [*users_hooks(parameter._backward_hooks), *users_hooks(_late_hooks(parameter))]:
+                found[f"{name} hooks"] = hooks
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        resting = [name for name, layer in module.named_modules() if not layer.training]
+        found |= {"frozen parameters": frozen} if frozen else {}
+        found |= {"layers in evaluation mode": resting} if resting else {}
+        for made_of in {type(layer): None for layer in module.modules()}:
+            found |= _class_parts(made_of)
+        return {name: self._text(part) for name, part in found.items()}
+
+    def of_optimizer(self, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, str]:
+        """The parameters of each group, settings that only an optimizer of the user's own knows, and its hooks."""
+        self._left = HELD_PARTS
+        found: dict[str, Any] = dict(_class_parts(type(optimizer)))
+        for number, group in enumerate(optimizer.param_groups):
+            found[f"parameters of group {number}"] = [names.get(id(p), "?") for p in group["params"]]
+            more = {k: v for k, v in group.items() if k != "params" and k not in optimizer.defaults and _counts(v)}
+            found |= {f"{k} of group {number}": v for k, v in more.items() if k != "initial_lr"}
+        own = {n: part for n, part in vars(optimizer).items() if n not in optimizer_inside() and _counts(part)}
+        hooks = [hook for kind in STEP_HOOKS for hook in users_hooks(getattr(optimizer, kind, None))]
+        found |= {name: part for name, part in own.items() if not inspect.isroutine(part)}
+        found |= {"step hooks": hooks} if hooks else {}
         return {name: self._text(part) for name, part in found.items()}
 
     def _text(self, part: Any) -> str:
@@ -179,18 +215,20 @@ class Holdings:
             return "told", value.text
         if isinstance(value, _PLAIN) and not isinstance(value, (complex, enum.Enum)):
             return value
+        if id(value) in self._elsewhere:
+            return "elsewhere", self._elsewhere[id(value)][1]
         if id(value) in self._inside:
             return "itself", len(self._inside) - self._inside.index(id(value))
         if id(value) in self._known:
             return self._known[id(value)][1]
         self._left -= 1
         if len(self._inside) >= HELD_DEPTH or self._left < 0:
-            return _type_name(value)
+            return type_name(value)
         self._inside.append(id(value))
         try:
             key = key_of(self._opened(value))
         except Exception:  # anything may go wrong within objects of others: then the type has to do
-            key = _type_name(value)
+            key = type_name(value)
         finally:
             self._inside.pop()
         self._known[id(value)] = value, key
@@ -201,7 +239,7 @@ class Holdings:
             case Tensor() if id(value) in self._tensors:
                 return "trained", str(value.dtype), list(value.shape)
             case Tensor():
-                return "tensor", _tensor(value, whole=False)
+                return "tensor", tensor_text(value, whole=False)
             case np.ndarray() if value.dtype.hasobject:
                 return "objects", self._form(value.reshape(-1)[:ENTRIES].tolist()), list(value.shape)
             case np.ndarray() if value.dtype.kind in "biuf" and value.dtype.isnative:
@@ -217,7 +255,7 @@ class Holdings:
                 rows = list(value.items())[:: max(1, len(value) // ENTRIES)]
                 return "dict", len(value), {key_of(self._form(k)): self._form(v) for k, v in rows}
             case enum.Enum():
-                return _type_name(value), value.name
+                return type_name(value), value.name
             case types.ModuleType():
                 return "module", value.__name__
             case complex() | range() | slice() | torch.dtype() | np.dtype():
@@ -225,16 +263,16 @@ class Holdings:
             case os.PathLike():
                 return "path", str(os.fspath(value))
             case type() | types.BuiltinFunctionType():
-                return _name(value), {name: self._form(part) for name, part in self._parts(value).items()}
+                return name_of(value), {name: self._form(part) for name, part in self._parts(value).items()}
             case types.FunctionType():
-                return _name(value), {name: self._form(part) for name, part in self._parts(value).items()}
+                return name_of(value), {name: self._form(part) for name, part in self._parts(value).items()}
             case nn.Module() if id(value) not in self._layers:
                 state = {name: self._form(part) for name, part in value.state_dict().items()}
                 layers = [self._form((name, type(m), _settings_of(m))) for name, m in value.named_modules()]
-                return _type_name(value), state, layers
+                return type_name(value), state, layers
         # A function written in C, such as one of NumPy's, has nothing but its name.
         name = str(getattr(value, "__name__", "")) if callable(value) else ""
-        return _type_name(value), name, {name: self._form(part) for name, part in self._parts(value).items()}
+        return type_name(value), name, {name: self._form(part) for name, part in self._parts(value).items()}
 
     def _parts(self, value: Any, *, top: bool = False) -> dict[str, Any]:
         """What a value holds, by name."""
@@ -269,10 +307,10 @@ class Holdings:
         kind = type(value).__module__.partition(".")[0]
         if kind in _BY_REPR:
             return {"value": repr(value)}
-        if kind in sys.stdlib_module_names and not _is_users(type(value).__module__):
+        if kind in sys.stdlib_module_names and not is_users(type(value).__module__):
             return {}  # locks, loggers, files, parsed arguments: what is in them is not the training's
         left_out = _MOVING if isinstance(value, LRScheduler) else frozenset()
-        held = {k: v for k, v in _attributes(value).items() if k not in left_out and not _is_place(k, v)}
+        held = {k: v for k, v in attributes_of(value).items() if k not in left_out and not _is_place(k, v)}
         return {**_class_parts(type(value)), **held}
 
     def _callee(self, function: Any, top: bool) -> dict[str, Any]:
@@ -303,7 +341,7 @@ def _exists(file: str) -> bool:
     return Path(file).is_file()
 
 
-def _is_users(module: str | None) -> bool:
+def is_users(module: str | None) -> bool:
     """Whether a module is of the user's own: in no library, or in no file at all, as in a notebook."""
     file = file_of(module)
     if file is not None:
@@ -313,13 +351,13 @@ def _is_users(module: str | None) -> bool:
     )
 
 
-def _name(part: Any) -> str:
+def name_of(part: Any) -> str:
     module = getattr(part, "__module__", None)
     return f"{module}.{getattr(part, '__qualname__', type(part).__qualname__)}"
 
 
-def _type_name(value: Any) -> str:
-    return _name(type(value))
+def type_name(value: Any) -> str:
+    return name_of(type(value))
 
 
 def _is_number(value: Any) -> bool:
@@ -333,7 +371,8 @@ def _is_place(name: str, value: Any) -> bool:
     return name == "device" or isinstance(value, torch.device)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object keeps, in its dict and in its slots."""
     found = {}
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -345,18 +384,49 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _settings_of(layer: nn.Module) -> dict[str, Any]:
-    """Attributes of one layer that are values or say which function it calls, without those of every module."""
-    found = {}
-    for name, part in vars(layer).items():
-        if name in _INTERNAL or _is_place(name, part):
-            continue
-        # A function in place of a method, such as a forward that was wrapped, is no setting.
-        called = inspect.isroutine(part) and not hasattr(type(layer), name)
-        if called:
-            found[name] = _Digest(_name(part))
-        elif _is_value(part):
-            found[name] = part
-    return found
+    """Attributes of one layer that are values, functions or objects of the user's, without those of every module.
+
+    A function in place of a method, such as a forward that was replaced, is one.
+    """
+    found = {name: part for name, part in vars(layer).items() if name not in (*_INTERNAL, "_compiled_call_impl")}
+    return {name: part for name, part in found.items() if not _is_place(name, part) and _counts(part)}
+
+
+def _counts(part: Any, depth: int = 0) -> bool:
+    """Whether something is a value, a function, an object of a class of the user's, or a short collection of them."""
+    if isinstance(part, (list, tuple, set, frozenset, dict)):
+        inner = (*part, *part.values()) if isinstance(part, dict) else part
+        return _is_value(part) or (depth < 4 and len(part) <= ENTRIES and all(_counts(p, depth + 1) for p in inner))
+    if isinstance(part, nn.Module):
+        return False
+    if isinstance(part, functools.partial) or inspect.isroutine(part) or _is_value(part):
+        return True
+    return callable(part) or is_users(type(part).__module__)
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps the hooks that run with it."""
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where an optimizer keeps the hooks that run with its steps."""
+
+
+def users_hooks(hooks: Any) -> list[Any]:
+    """The hooks in one of torch's tables of them, but for hotlap's own."""
+    found = list(hooks.values()) if isinstance(hooks, Mapping) else []
+    return [hook for hook in found if not str(getattr(hook, "__module__", "")).startswith("hotlap.")]
+
+
+def _late_hooks(parameter: Tensor) -> Any:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+@functools.cache
+def optimizer_inside() -> frozenset[str]:
+    """The attributes that every optimizer has."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = torch.optim.Adam([torch.zeros(1)])
+    return frozenset((*vars(plain), "_opt_called", "_warned_capturable_if_run_uncaptured", "_step_count", "step"))
 
 
 def _is_value(part: Any, depth: int = 0) -> bool:
@@ -383,33 +453,51 @@ def _function_parts(function: types.FunctionType) -> dict[str, Any]:
         except ValueError:  # it has no value yet
             continue
     found |= {name: part for name, part in cells.items() if name != "__class__"}
-    found |= {name: part for name, part in vars(function).items() if _is_value(part)}
-    if _is_users(function.__module__):
-        found[f"{CODE}{function.__qualname__}"] = _Digest(_code_of(function, code))
+    found |= {name: part for name, part in vars(function).items() if name != "__wrapped__" and _counts(part)}
+    if is_users_function(function):
+        found[f"{CODE}{function.__qualname__}"] = _Digest(_code_of(code))
         found |= _read(code, function.__globals__, cells)
     return found
 
 
+def is_users_function(function: types.FunctionType) -> bool:
+    """Whether a function is of the user's own, also where it wraps one of a library and took over its names."""
+    is_own = _is_users_file(function.__code__.co_filename)
+    return is_users(function.__module__) if is_own is None else is_own
+
+
+@functools.cache
+def _is_users_file(file: str) -> bool | None:
+    """Whether a file of code is in no library; None where there is no such file."""
+    return not is_library(Path(file)) if _exists(file) else None
+
+
 def _class_parts(part: type) -> dict[str, Any]:
-    """Code, plain attributes and globals of a class and those it builds upon, as far as they are the user's own."""
+    """Code, attributes and globals of a class and those it builds upon, as far as they are the user's own.
+
+    Of a library's class that are the methods which the user has put in their place.
+    """
     found: dict[str, Any] = {}
     for kind in part.__mro__:
-        if not _is_users(kind.__module__):
-            continue
+        is_own = is_users(kind.__module__)
         functions = {name: f for name, value in sorted(vars(kind).items()) if (f := _function_in(value)) is not None}
-        told = [(name, _code_of(kind, f.__code__)) for name, f in functions.items()]
+        functions = {name: f for name, f in functions.items() if is_own or is_users_function(f)}
+        if not functions and not is_own:
+            continue
+        told = [(name, _code_of(f.__code__)) for name, f in functions.items()]
         found[f"{CODE}{kind.__qualname__}"] = _Digest(key_of(told))
-        for name, value in vars(kind).items():
-            if not (name.startswith("__") and name.endswith("__")) and _is_value(value):
+        for name, value in vars(kind).items() if is_own else ():
+            if not (name.startswith("__") and name.endswith("__")) and name not in functions and _counts(value):
                 found[f"{kind.__name__}.{name}"] = value
         for function in functions.values():
-            if _is_users(function.__module__):  # a dataclass has methods that are not
+            if is_users_function(function):  # a dataclass has methods that are not
                 made = _function_parts(function)
-                found |= {
-                    f"{function.__name__}: {k}": v for k, v in made.items() if not k.startswith((CODE, "global "))
-                }
-                found |= {name: value for name, value in made.items() if name.startswith("global ")}
+                found |= {f"{function.__name__}: {k}": v for k, v in made.items() if not k.startswith((CODE, *_OUTER))}
+                found |= {name: value for name, value in made.items() if name.startswith(_OUTER)}
     return found
+
+
+_OUTER = ("global ", "environment ")
 
 
 def _function_in(value: Any) -> types.FunctionType | None:
@@ -419,40 +507,35 @@ def _function_in(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) else None
 
 
-def _code_of(part: Any, code: types.CodeType) -> str:
-    """Which code it is: where the file's text is told elsewhere, by its place in it, which no newer Python changes."""
-    if file_of(part.__module__) is not None and code.co_name != "<lambda>":
-        return f"line {code.co_firstlineno}"
+def _code_of(code: types.CodeType) -> str:
+    """Which code it is: by its text, which no newer Python changes; by what it does where there is none."""
+    if code.co_name != "<lambda>":  # its text is the whole line, which may hold several
+        with suppress(OSError, TypeError, SyntaxError):
+            return key_of(inspect.getsource(code))
     return key_of(bytecode(code))
 
 
 def _read(code: types.CodeType, names: dict[str, Any], cells: dict[str, Any]) -> dict[str, Any]:
-    """The globals that a piece of code reads: values, the user's functions and classes, and attributes of others."""
+    """What a piece of code reads: globals that count, attributes of others, and variables of the environment."""
     found: dict[str, Any] = {}
-    for name, attribute, is_cell in _names_read(code):
-        source = cells if is_cell else names
-        if name not in source:
+    for read in reads_of(code):
+        source = cells if read.is_cell else names
+        if read.name not in source:
             continue
-        value, known = source[name], name
-        if attribute is not None and not _is_value(value) and not isinstance(value, (nn.Module, type)):
+        value, known = source[read.name], read.name
+        for attribute in read.attributes:
             # Of a module or of parsed arguments only what is read counts: the rest is not the training's.
-            if isinstance(value, types.ModuleType) and not _is_users(value.__name__):
-                continue
-            value, known = getattr(value, "__dict__", {}).get(attribute), f"{name}.{attribute}"
-        elif is_cell:
+            if _is_value(value) or isinstance(value, (nn.Module, type)) or not hasattr(value, "__dict__"):
+                break
+            if attribute not in vars(value):
+                break
+            value, known = vars(value)[attribute], f"{known}.{attribute}"
+        if read.is_cell and known == read.name:
             continue
-        is_code = isinstance(value, (types.FunctionType, type)) and _is_users(value.__module__)
-        if (_is_value(value) and not _is_place(known, value)) or is_code:
-            found[known if is_cell else f"global {known}"] = value
-    return found
-
-
-def _names_read(code: types.CodeType) -> Iterator[tuple[str, str | None, bool]]:
-    steps = list(dis.get_instructions(code))
-    for step, after in zip(steps, [*steps[1:], None], strict=True):
-        if step.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")):
-            attribute = after.argval if after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
-            yield step.argval, attribute, "DEREF" in step.opname
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_read(constant)
+        is_code = isinstance(value, (types.FunctionType, type))
+        if is_code and not (is_users_function(value) if inspect.isfunction(value) else is_users(value.__module__)):
+            continue
+        if _counts(value) and not inspect.isbuiltin(value) and not _is_place(known, value):
+            found[known if read.is_cell else f"global {known}"] = value
+    variables, _ = variables_read(code, names)
+    return found | {f"environment {name}": os.environ.get(name) for name in sorted(variables)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +15,12 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from hotlap.core.job import Job
 from hotlap.data.course import Course
 from hotlap.data.source import Columns
-from hotlap.guard.fingerprint import CODE, Holdings, file_of, is_library, outside_of
+from hotlap.guard.fingerprint import CODE, SHORT, Holdings, file_of, is_library, outside_of
 
 MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device")
 """Settings that say how long or where, not what: a resumed training may have others."""
+HELD_FORM = 2
+"""How what is held is told; of a run that told it otherwise, only what both tell in words is compared."""
 SHOWN = 60
 """Characters of a value that a difference shows."""
 _PLAIN = (int, float, str, bool, type(None))
@@ -33,7 +35,8 @@ def identity(job: Job, course: Course, optimizer: Optimizer | None = None) -> di
         "code": code_of(job),
         "data": data_of(job, course),
         "model": shapes_of(job.model),
-        "held": held_by(job),
+        "held": held_by(job, optimizer),
+        "held form": HELD_FORM,
     }
 
 
@@ -50,19 +53,26 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             else:
                 was, now_is = _apart(repr(old.get(name)), repr(new.get(name)))
                 found.append(f"{part}: {name} was {was}, is {now_is}")
-    return found + _held_apart(_part(before, "held"), _part(now, "held"), found)
+    alike = before.get("held form") == now.get("held form") if isinstance(before, Mapping) else False
+    return found + _held_apart(_part(before, "held"), _part(now, "held"), found, alike=alike)
 
 
-def _held_apart(before: dict[str, Any], now: dict[str, Any], found: list[str]) -> list[str]:
+def _held_apart(before: dict[str, Any], now: dict[str, Any], found: list[str], *, alike: bool) -> list[str]:
     """How two trainings differ in what their functions and objects hold; parts that only one knows are left out.
 
-    An earlier hotlap did not look at them, and what is new or gone the settings tell.
+    An earlier hotlap did not look at them, and what is new or gone the settings tell. Where they were not told
+    `alike`, only what both tell in words counts.
     """
     lines: dict[str, None] = {}
     file_changed = any(line.startswith("the code of ") for line in found)  # it says all about code
+    told = {line.partition(" was ")[0] for line in found}
     for part in sorted({*before} & {*now}):
+        if f"settings: {part}" in told:
+            continue  # another object altogether
         old, new = _part(before, part), _part(now, part)
         names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+        if not alike:
+            names = [name for name in names if name in old and name in new and _in_words(old[name], new[name])]
         code, values = [n for n in names if n.startswith(CODE)], [n for n in names if not n.startswith(CODE)]
         if not file_changed:
             lines |= dict.fromkeys(f"the {name} is other" for name in code)
@@ -73,9 +83,12 @@ def _held_apart(before: dict[str, Any], now: dict[str, Any], found: list[str]) -
 
 
 def _change(name: str, old: Any, new: Any) -> str:
-    # A hash says nothing to anyone.
-    told = all(isinstance(text, str) and not text.startswith("sha256 ") for text in (old, new))
-    return f"{name} was {old}, is {new}" if told else name
+    return f"{name} was {old}, is {new}" if _in_words(old, new) and not name.startswith(CODE) else name
+
+
+def _in_words(old: Any, new: Any) -> bool:
+    """Whether both are told as they are: a hash says nothing to anyone."""
+    return all(isinstance(text, str) and len(text) <= SHORT and not text.startswith("sha256 ") for text in (old, new))
 
 
 def _part(known: Any, name: str) -> dict[str, Any]:
@@ -142,31 +155,56 @@ def shapes_of(model: nn.Module) -> dict[str, Any]:
     return shapes | {f"({name})": words for name, words in said.items() if words}
 
 
-def held_by(job: Job) -> dict[str, dict[str, str]]:
+def held_by(job: Job, optimizer: Optimizer | None = None) -> dict[str, dict[str, str]]:
     """What the job's functions, objects, loss and model hold: closures, defaults, attributes and globals they read."""
     loss = job.loss if isinstance(job.loss, nn.Module) else None
-    holdings = Holdings([job.model] if loss is None else [job.model, loss])
-    parts: dict[str, Any] = {
-        name: getattr(job, name)
-        for name in ("loss", "forward", "prepare", "augment", "collate", "optimizer", "schedule")
-    }
-    if isinstance(job.metrics, Mapping):
-        parts |= {f"metric {name}": metric for name, metric in job.metrics.items()}
-    if isinstance(job.data, DataLoader):
-        parts["collate"] = job.data.collate_fn
+    own = [job.model] if loss is None else [job.model, loss]
+    datasets = {name: _dataset(getattr(job, name)) for name in ("data", "valid")}
+    holdings = Holdings(own, datasets)
     found = {
         name: holdings.of(part)
-        for name, part in parts.items()
+        for name, part in functions_of(job).items()
         if part is not None and not isinstance(part, (str, Optimizer)) and part is not loss
     }
     if loss is not None:
         constants = getattr(type(loss), "__constants__", ())  # the settings tell them
         found["loss"] = {name: text for name, text in holdings.of_module(loss).items() if name not in constants}
+        if type(loss).__module__.startswith("torch.nn"):  # its buffers, such as weights of classes, are settings
+            found["loss"] |= {f"its {name}": outside_of(buffer) for name, buffer in loss.named_buffers()}
     found["model"] = holdings.of_module(job.model)
-    for name in ("data", "valid"):
-        data = getattr(job, name)
-        found[name] = holdings.of_callables(data.dataset if isinstance(data, DataLoader) else data)
-    return found
+    made = optimizer if optimizer is not None else job.optimizer
+    if isinstance(made, Optimizer):
+        found["optimizer"] = found.get("optimizer", {}) | holdings.of_optimizer(made, parameter_names(own))
+    return found | {name: holdings.of_data(data) for name, data in datasets.items()}
+
+
+def functions_of(job: Job) -> dict[str, Any]:
+    """The job's own functions and objects beside model and data, by what they are for; None where there is none."""
+    names = ("loss", "forward", "prepare", "augment", "collate", "optimizer", "schedule", "order")
+    parts: dict[str, Any] = {name: getattr(job, name) for name in names}
+    if isinstance(job.metrics, Mapping):
+        parts |= {f"metric {name}": metric for name, metric in job.metrics.items()}
+    if isinstance(job.data, DataLoader):
+        batches = job.data.batch_sampler
+        parts["collate"] = job.data.collate_fn
+        parts["order"] = job.data.sampler if type(batches) is BatchSampler else batches
+        parts["worker_init_fn"] = job.data.worker_init_fn
+    if isinstance(job.valid, DataLoader):
+        parts["collate of the validation data"] = job.valid.collate_fn
+    return parts
+
+
+def parameter_names(modules: Sequence[nn.Module]) -> dict[int, str]:
+    """The name of every parameter by its number in memory; the loss's begin with `loss.`"""
+    return {
+        id(parameter): f"loss.{name}" if number else name
+        for number, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _dataset(data: Any) -> Any:
+    return data.dataset if isinstance(data, DataLoader) else data
 
 
 def _optimizer(optimizer: Optimizer, *, scheduled: bool) -> str:
