@@ -16,7 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipe_data import texts_file, tiny_config, write_rows
+from picture_data import coloured_files
+from recipe_data import bars_file, texts_file, tiny_config, write_rows
 from safetensors.torch import load_file, save_file
 
 import hotlap.cli
@@ -31,6 +32,7 @@ from hotlap.store.manifest import MANIFEST
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
+pytest.importorskip("PIL")
 
 WRITTEN = ["\x1b[31m", "\x1b]0;title\x07", "\r", "\x08", "\x9b31m", "\u202e", "\u2028", "\x85", "\n", "\x7f"]
 """Escape sequences, a title, overwriting, C1 controls, text turned around, ends of lines."""
@@ -106,7 +108,7 @@ def test_lines_of_a_list_of_mistakes_stay_lines():
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Files as hotlap writes them: a recipe's run, a run with checkpoints, a config, options, a plan, an archive."""
+    """Files as hotlap writes and reads them: runs of each recipe, a run with checkpoints, tables and a config."""
     root = tmp_path_factory.mktemp("world")
     patch = pytest.MonkeyPatch()
     patch.setattr(encoders, "MINILM", "a_package_that_nobody_has")
@@ -116,6 +118,13 @@ def world(tmp_path_factory):
     quick = {"epochs": 1, "vocabulary": 200, "most": 16, "plan": "off", "device": "cpu"}
     config = tiny_config(root / "config.json")
     hotlap.train("text", data, config=str(config), out=root / "run", progress=False, **quick)
+    (root / "pictures").mkdir()
+    found = coloured_files(root / "pictures", 12)
+    table = write_rows(root / "pictures" / "table.csv", ["path", "colour"], found)
+    small = {"size": 16, "width": 4, "depth": 1, "epochs": 1, "plan": "off", "device": "cpu"}
+    hotlap.train("image", table, target="colour", out=root / "image", progress=False, **small)
+    small = {"models": "mlp", "length": 8, "epochs": 1, "plan": "off", "device": "cpu"}
+    hotlap.train("temporal", bars_file(root / "bars.csv", symbols=1), out=root / "bars", progress=False, **small)
     hotlap.fit(hotlap.demo.digits_job(epochs=1, device="cpu"), plan="off", out=root / "fit", save_every=10,
                progress=False, started_by=["hotlap", "demo", "--epochs", "1", "--device", "cpu"])  # fmt: skip
     yield root
@@ -176,12 +185,19 @@ def _one_changed(value, words, draw):
     return changed(value, draw(st.sampled_from(list(strings_in(value)))), words)
 
 
-PREDICT = ("predict", "{0}/run", "--data", "{0}/train.csv", "--out", "{0}/answers.csv", "--device", "cpu")
+ANSWERS = ("--out", "{0}/answers.csv", "--device", "cpu")
+PREDICT = ("predict", "{0}/run", "--data", "{0}/train.csv", *ANSWERS)
+PICTURES = ("predict", "{0}/image", "--data", "{0}/pictures/table.csv", *ANSWERS)
+BARS = ("predict", "{0}/bars", "--data", "{0}/bars.csv", *ANSWERS)
 LOOK = ("train", "text", "--data", "{0}/train.csv", "--config", "{0}/config.json", "--device", "cpu")
 REPLAY = ("run", "--out", "{0}/fit", "{0}/train.csv")
 RESUME = ("resume", "{0}/fit", "--quiet")
 FILES = [
     ("run/recipe.json", PREDICT),
+    ("image/recipe.json", PICTURES),
+    ("bars/recipe.json", BARS),
+    ("pictures/table.csv", PICTURES),
+    ("bars.csv", BARS),
     ("run/tokenizer.json", PREDICT),
     ("run/model.safetensors", PREDICT),
     ("train.csv", (*LOOK, "--target", "none")),

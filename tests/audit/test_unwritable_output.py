@@ -1,5 +1,6 @@
 """A log that cannot be written ends no training: it goes on, is saved, and ends as it would have."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -67,18 +68,18 @@ class Dead:
 
     encoding = "utf-8"
 
-    def __init__(self):
-        self.writes = 0
+    def __init__(self, error=errno.EIO):
+        self.error, self.writes = error, 0
 
     def isatty(self):
         return True
 
     def write(self, text):
         self.writes += 1
-        raise OSError(5, "Input/output error")
+        raise OSError(self.error, "gone")
 
     def flush(self):
-        raise OSError(5, "Input/output error")
+        raise OSError(self.error, "gone")
 
 
 def test_a_script_whose_log_is_full_trains_to_its_end_and_ends_well(tmp_path):
@@ -121,6 +122,14 @@ def test_an_error_that_cannot_be_shown_keeps_its_exit_code_and_stays_off_the_res
     assert (done.returncode, done.stdout) == (2, "")
 
 
+def test_help_that_cannot_be_written_is_an_error_in_one_line(tmp_path):
+    with FULL.open("w") as full:
+        done = ended([*HOTLAP, "train", "--help"], tmp_path, stdout=full)
+        assert done.stderr == "hotlap: cannot write to the terminal or file: No space left on device\n"
+        assert done.returncode == 1
+        assert ended([*HOTLAP, "--nothing"], tmp_path, stderr=full).returncode == 2
+
+
 def test_a_recipe_trains_to_its_end_though_none_of_its_lines_can_be_written(tmp_path, monkeypatch):
     from recipe_data import bars_file
 
@@ -134,9 +143,10 @@ def test_a_recipe_trains_to_its_end_though_none_of_its_lines_can_be_written(tmp_
     assert (folder / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("error", [errno.EIO, errno.EPIPE, errno.ENOSPC])
 @pytest.mark.parametrize("progress", ["lines", ""])
-def test_fit_goes_on_when_its_terminal_goes_away(tmp_path, monkeypatch, progress):
-    stream = Dead()
+def test_fit_goes_on_when_its_terminal_goes_away(tmp_path, monkeypatch, progress, error):
+    stream = Dead(error)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("HOTLAP_PROGRESS", progress)
     monkeypatch.setenv("TERM", "xterm")

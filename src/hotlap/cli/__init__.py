@@ -84,6 +84,10 @@ def main() -> None:
         say("hotlap: interrupted")
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, OSError) and traceback.extract_tb(error.__traceback__)[-1].name == "echo":
+            # Help, or what is wrong with a command line: typer writes them by itself.
+            say(f"hotlap: cannot write to the terminal or file: {error.strerror}")
+            sys.exit(getattr(error.__context__, "exit_code", 1))
         if sys.excepthook is not sys.__excepthook__:  # a script's own
             raise
         # As python shows it, but for what a terminal would obey.

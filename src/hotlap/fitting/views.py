@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TextIO, cast
 
 from hotlap.core.errors import MachineError, did_you_mean
-from hotlap.core.terminal import clean, is_terminal, say
+from hotlap.core.terminal import clean, is_terminal, say, write
 from hotlap.core.units import show_rate, show_seconds
 from hotlap.fitting.pace import Reading
 
@@ -118,7 +118,12 @@ class TerminalView:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-        console = Console(file=stream)
+        class Unending(Console):
+            def on_broken_pipe(self) -> None:
+                """Not the end of the process, as rich would have it."""
+                raise BrokenPipeError
+
+        console = Unending(file=cast(TextIO, _Unbuffered(stream)))
         self._bar_width = min(24, console.width // 6)
         self._bar = Progress(
             BarColumn(bar_width=self._bar_width),
@@ -163,6 +168,21 @@ class TerminalView:
             yield
         except (OSError, ValueError):
             self._bar.console.quiet = True
+
+
+class _Unbuffered:
+    """A stream of which nothing waits to be written when the process ends."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write it at once."""
+        write(self._stream, text)
+        return len(text)
 
 
 class NotebookView:
