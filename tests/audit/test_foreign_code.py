@@ -256,6 +256,16 @@ def test_a_pickle_among_pictures_weights_is_refused_unopened(tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize(
+    "text", ["[", "[1]", '{"image_mean": "abc"}', '{"image_std": 5}', '{"image_mean": [[1], 2, 3]}']
+)
+def test_what_normalises_pictures_is_numbers_or_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(StoreError, match="has no mean and spread of three colours"):
+        plan_in(tmp_path, NetworkPlan(size=16, outputs=2))
+
+
 def test_a_model_of_timm_is_known_by_its_name_alone(monkeypatch):
     """Not by an address or a folder, which timm would fetch or open."""
     timm = ModuleType("timm")

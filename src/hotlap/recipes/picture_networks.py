@@ -127,9 +127,10 @@ def _normalising_in(folder: Path) -> dict[str, Any]:
     try:
         said: Mapping[str, Any] = json.loads(read_text(path))
         found = {"mean": said.get("image_mean"), "spread": said.get("image_std")}
-    except (ValueError, AttributeError):
-        raise StoreError(f"{path} is no JSON; save it again, or take it away") from None
-    return {name: [float(one) for one in value] for name, value in found.items() if value and len(value) == 3}
+        given = {name: [float(one) for one in value] for name, value in found.items() if value}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise StoreError(f"{path} has no mean and spread of three colours; save it again, or take it away") from None
+    return {name: value for name, value in given.items() if len(value) == 3}
 
 
 def _of_timm(name: str, plan: NetworkPlan) -> nn.Module:
