@@ -36,7 +36,7 @@ EARLIER = ("rope_theta", "rope_scaling", "partial_rotary_factor", "global_rope_t
 SET_HERE = ("image_size", "max_position_embeddings", "pad_token_id", "type_vocab_size", "vocab_size")
 """Settings that recipes give to every model, were they of no use to some."""
 USUAL = {"position_embedding_type": "absolute"}
-"""Settings that this version of the library lacks, with the value that it always has."""
+"""Settings that this version of the library lacks, with the value it always uses."""
 
 
 def library(name: str, what: str, package: str) -> Any:
@@ -58,10 +58,10 @@ def read_config(path: Path, *, is_installed: bool = False) -> dict[str, Any]:
 
     One that is part of an installed package may say where it once came from.
     """
+    if not path.exists():
+        raise StoreError(f"there is no {path}; a folder of weights holds the model's {CONFIG}")
     try:
         found = json.loads(read_text(path))
-    except OSError:
-        raise StoreError(f"there is no {path}; a folder of weights holds the model's {CONFIG}") from None
     except (ValueError, RecursionError):
         raise StoreError(f"{path} is no JSON; give a model's {CONFIG}") from None
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
@@ -78,17 +78,16 @@ def checked(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if wrong:
         raise StoreError(
             f"{source} has {_listed(wrong)}, which can make the library load a stranger's code or files; "
-            "remove that from it, if you know the model to do without"
+            "remove it from the file if the model works without it"
         )
     found = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
-    found = {key: value for key, value in found.items() if key not in USUAL or value != USUAL[key]}
     with _library_errors(source), _quietly():
         example = auto.AutoConfig.for_model(config["model_type"])
     unknown = list(_unknown(found, example))
     if unknown:
         kind = shown(config["model_type"])
         raise StoreError(
-            f"{source} has {_listed(unknown)}, which no {kind} of this transformers has; remove that from it"
+            f"{source} has {_listed(unknown)}, which no {kind} of this transformers has; remove it from the file"
         )
     return found
 
@@ -190,7 +189,7 @@ def _unknown(config: Mapping[str, Any], example: Any) -> Iterator[str]:
     known = {*names, *example.to_dict(), *example.attribute_map, *EARLIER, *SET_HERE, *WITHOUT_EFFECT, "model_type"}
     for key, value in config.items():
         inner = getattr(example, key, None) if key in known else None
-        if key not in known:
+        if key not in known and (key not in USUAL or value != USUAL[key]):
             yield key
         elif isinstance(value, Mapping) and hasattr(inner, "attribute_map"):
             yield from _unknown(value, inner)
