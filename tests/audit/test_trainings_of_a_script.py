@@ -15,6 +15,7 @@ from hotlap.core.plan import Feed, Plan
 from hotlap.script.session import MOST_FAULTS, Session, Settings
 from hotlap.store.plans import save_plan
 from hotlap.store.run_folder import RunFolder
+from hotlap.tuner.trials import Rest
 
 
 class Counting(torch.optim.Adam):
@@ -219,6 +220,43 @@ def test_a_search_that_finds_nothing_ends_in_rest(tmp_path, monkeypatch, capsys)
         assert session._steering is None
         assert session.is_steering
     assert "16 updates" in capsys.readouterr().err
+
+
+def test_while_a_run_seems_too_short_for_trials_nothing_of_hotlap_is_in_the_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    own, hooks = nn.Module.__call__, len(_global_optimizer_pre_hooks)
+    with Session(Settings(name="test", out=tmp_path / "run")) as session:
+        training = Training().epochs(1)
+        steering = session._steering
+        steering._tuner._search.is_waiting, steering._tuner._rest = True, Rest(83)
+        training.epochs(1)
+        assert (nn.Module.__call__, len(_global_optimizer_pre_hooks)) == (own, hooks)
+        calls = hotlap_calls(lambda: training.epochs(9))
+        assert len(calls) <= 72 * 9 + 9 * 300, calls[:100]
+        assert (steering.training.steps, steering._tuner._rested) == (5, 1)  # it is asleep
+        training.epochs(1)
+        assert (steering.training.steps, steering._tuner._rest) == (92, None)
+        assert len(_global_optimizer_pre_hooks) == hooks + 1
+        steering._tuner._search.is_waiting, steering._tuner._rest, steering._tuner._rested = True, Rest(80), 0
+        training.epochs(2)
+        assert steering.training.steps == 93
+    assert "112 updates" in capsys.readouterr().err
+
+
+def test_epochs_that_pass_meanwhile_are_known_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("hotlap.script.session.LOOKING", 1e-12)  # once, and then for all time
+    with Session(Settings(name="test", out=tmp_path / "run")) as session:
+        training = Training()
+
+        def each():
+            if len(session._horizon._now.whole) == 1:
+                session._steering._tuner._search.is_waiting, session._steering._tuner._rest = True, Rest(37)
+
+        training.epochs(8, each=each)
+        # Without the four before the loop was known.
+        assert session._horizon._now.whole == [4, *[8] * 6]
+        assert session._horizon.updates() == 60
 
 
 def test_a_script_can_let_go_of_a_model_that_is_left_alone(told):

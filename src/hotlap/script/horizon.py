@@ -88,6 +88,11 @@ class Horizon:
         except Exception as error:  # a script may hold anything
             log.debug("an epoch's frames are not understood: %r", error)
 
+    def went_on(self) -> None:
+        """Told that the loader begins another epoch where it began the last one, as far as anybody has looked."""
+        self._now.ended_epoch(self._steps)
+        self._now.began, self._now.drawn = self._steps, []
+
     def began_steps(self, frame: FrameType | None) -> None:
         """Told of an optimizer step, in this frame, of a training whose batches come from no loader."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 import weakref
@@ -48,35 +49,55 @@ class Trained:
 
 
 class Rest:
-    """Knows the steps of a training that is left alone; the steps of any other optimizer are news."""
+    """Counts the steps of a training that is left alone, for good or for a while.
 
-    def __init__(self, optimizers: Sequence[Optimizer] | None, trained: Trained | None = None) -> None:
-        """Of `optimizers` the steps of the first are counted in `trained`. None: all trainings are left alone."""
+    The steps of any other optimizer are news.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer] | None, trained: Trained | None = None, *, most: float = math.inf
+    ) -> None:
+        """Of `optimizers` the steps of the first are counted, for `trained` where it is for good.
+
+        None: all trainings are left alone. `most` is how many steps it lasts; the last of them is news, too.
+        """
         self.is_for_all = optimizers is None
         self._optimizers = [weakref.ref(one) for one in optimizers or ()]
         self._first = self._optimizers[0] if self._optimizers else None
-        self.trained = trained
+        self._most, self._trained = most, trained
+        self.steps, self.last = 0, time.perf_counter()
+        """Steps so far, and when the last of them was made."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Those of the training that are still there."""
         return [one for ref in self._optimizers if (one := ref()) is not None]
 
+    @property
+    def trained(self) -> Trained | None:
+        """What there is to report of the training by now, where it is left alone for good."""
+        if self._trained is not None and self.steps:
+            self._trained.steps, self._trained.last = self._trained.steps + self.steps, self.last
+            self.steps = 0
+        return self._trained
+
     def go_on(self, steps: int) -> None:
         """The script has come back to the training after another one, and made so many steps by now."""
-        if self.trained is not None:
-            now = time.perf_counter()
-            self.trained.began += now - self.trained.last
-            self.trained.steps, self.trained.last = self.trained.steps + steps, now
+        trained, self.last = self.trained, time.perf_counter()
+        self.steps += steps
+        if trained is not None:
+            trained.began += self.last - trained.last
 
     def counts(self, optimizer: Optimizer) -> bool:
-        """Take note of a step; False where it is not one of this training. Takes some tenths of a microsecond."""
-        if self._first is not None and self._first() is optimizer:
-            if self.trained is not None and not is_inner(optimizer):
-                self.trained.steps += 1
-                self.trained.last = time.perf_counter()
-            return True
-        return self.is_for_all or any(one() is optimizer for one in self._optimizers)
+        """Take note of a step; False where it is news. Takes some tenths of a microsecond."""
+        if self._first is None or self._first() is not optimizer:
+            return self.is_for_all or any(one() is optimizer for one in self._optimizers)
+        if not is_inner(optimizer):
+            if self.steps + 1 >= self._most:
+                return False
+            self.steps += 1
+            self.last = time.perf_counter()
+        return True
 
 
 def is_inner(optimizer: Optimizer) -> bool:

@@ -50,6 +50,8 @@ MOST_FAULTS = 3
 """Trainings that may break hotlap before it leaves the rest of the script alone."""
 STRANGE = 2
 """Steps in a row of an optimizer that is no part of the loop, after which another loop has begun."""
+LOOKING = 0.002
+"""Of the time, what looking at the loops of the script may take while nothing is tried."""
 LOOKED = 32
 """Steps during which waits for the device are looked for, once the plan is settled."""
 
@@ -89,6 +91,7 @@ class Session:
         self._attending = Attending()
         self._waits: Waits | None = None
         self._looked, self._looked_from = 0, 0.0
+        self._looks_from = 0.0
         self._advice: list[str] = []
         self._strange = 0
         self._calls: dict[int, Call] = {}
@@ -204,6 +207,8 @@ class Session:
 
     def _begun(self, serving: Serving) -> None:
         if self._rest is not None:
+            with self._safely():
+                self._note_epoch(self._rest, serving)
             return
         with self._safely():
             if self._steering is None or serving in self._steering.training.servings:
@@ -215,7 +220,22 @@ class Session:
                 finally:
                     self._inside = False
 
+    def _note_epoch(self, rest: Rest, serving: Serving) -> None:
+        """A loader begins an epoch while nothing is done: look at its loops, unless that was done shortly before."""
+        steering, began = self._steering, time.perf_counter()
+        if steering is None or serving not in steering.training.servings:
+            return
+        self._horizon.stepped(steering.training.steps + rest.steps)
+        if began < self._looks_from:
+            self._horizon.went_on()
+            return
+        self._horizon.began_epoch(serving.length, sys._getframe(2))
+        ended = time.perf_counter()
+        self._looks_from = ended + (ended - began) / LOOKING
+
     def _ended(self, serving: Serving) -> None:
+        if self._rest is not None:
+            return
         with self._safely():
             if self._steering is not None:
                 self._steering.ended(serving)
@@ -286,13 +306,15 @@ class Session:
             if loop is not None:
                 self._take_up(loop)
             return
-        steering = self._steering
+        steering, rest = self._steering, self._rest
         if steering is None or optimizer not in steering.training.optimizers:
             self._strange += 1
             if self._strange >= STRANGE:
                 self._turn_to(optimizer)
             return
-        self._strange = 0
+        self._strange, self._rest = 0, None
+        if rest is not None:
+            steering.slept(rest.steps, rest.last)
         if optimizer is steering.training.optimizer:
             served = steering.training.servings[0].served if steering.training.servings else None
             self._horizon.stepped(steering.training.steps + 1, served)
@@ -307,6 +329,10 @@ class Session:
         self._look_for_waits(steering)
         if steering.has_nothing_to_do and not self._looks_for_waits(steering):
             self._begin_rest(steering)
+            return
+        if steering.idle_updates > 1 and not self._looks_for_waits(steering):
+            self._leave_torch(steering.training.calls)
+            self._rest = Rest(steering.training.optimizers, most=steering.idle_updates)
             return
         if steering.looks_at_calls:
             self._watch_calls()
@@ -372,6 +398,8 @@ class Session:
         try:
             self._leave_torch()
             if steering is not None:
+                if rest is not None:
+                    steering.slept(rest.steps, rest.last)
                 steering.close()
         finally:
             if rest is not None and rest.trained is not None:
@@ -385,9 +413,12 @@ class Session:
         self._earlier.update(dict.fromkeys(optimizers[:1], earlier))
         self._teller.trained(trained, self._advice)
 
-    def _leave_torch(self) -> None:
-        """Take out all that stands in for something of torch's, but for loaders and what hears of steps."""
-        self._calls = {}
+    def _leave_torch(self, calls: Sequence[Call] = ()) -> None:
+        """Take out all that stands in for something of torch's, but for loaders and what hears of steps.
+
+        `calls` are still known, for later.
+        """
+        self._calls = {id(call.module): call for call in calls}
         self._patches.take_out(CALLS)
         self._take_out_shortcuts()
         if self._waits is not None:

@@ -79,6 +79,12 @@ class Steering:
         return is_over and self.plan == self.training.plan == self.training.own
 
     @property
+    def idle_updates(self) -> int:
+        """Updates after which there is something to do, where the script's own plan is in force until then; else 0."""
+        idle = self._tuner.idle_updates if isinstance(self._tuner, Tuner) else 0
+        return idle if idle and self.plan == self.training.plan == self.training.own else 0
+
+    @property
     def changes_calls(self) -> bool:
         """Whether modules compute otherwise than the script has them, now or after this trial."""
         return any(self.training.changes_calls(plan) for plan in (self.plan, self.training.plan))
@@ -136,6 +142,13 @@ class Steering:
         self.training.stepped()
         self._last = time.perf_counter()
         return True
+
+    def slept(self, updates: int, last: float) -> None:
+        """Told of updates at once, less than `idle_updates`, and when the last of them was made."""
+        self._paused_from, self._last = None, last
+        self.training.steps += updates
+        if updates and isinstance(self._tuner, Tuner):
+            self._tuner.stepped(updates)
 
     def close(self) -> None:
         """The training is over: leave everything as the script made it."""

@@ -90,6 +90,11 @@ class Tuner:
         return not self.done and not (self._search.is_waiting and self._rest is not None)
 
     @property
+    def idle_updates(self) -> int:
+        """Updates after which it has something to do, while it waits for a run that seems short; else none."""
+        return 0 if self.done or self.is_trying or self._rest is None else self._rest.updates - self._rested
+
+    @property
     def looks_soon(self) -> bool:
         """Whether a gate may be asked after one of the next steps."""
         return self.is_trying or (self._canary is not None and self._canary.looks_soon)
