@@ -270,12 +270,12 @@ def test_compare_runs_it_both_ways_with_one_seed_and_tells_them_apart(home, ligh
     assert seeded == "torch is seeded with 0"
     assert second[:2] == [seeded, chance]
     first, heading, acc, _, opened, again, closed, *table = done.stderr.splitlines()
-    assert first.startswith("hotlap: the script runs twice here, first without hotlap")
-    assert heading == "hotlap: --- without hotlap"
+    assert first.startswith("hotlap: the script runs 4 times here, first without hotlap")
+    assert heading == "hotlap: --- without hotlap, run 1 of 2"
     assert (acc, again, closed) == ("acc: 0.9 ['--json', 'x']", acc, "closed")
     assert "tune_s=5.0" in opened
     assert table[1].startswith("wall ")
-    assert table[2].split() == ["exit", "code", "0", "4", "DIFFERENT"]
+    assert table[6].split() == ["exit", "code", "0", "4", "DIFFERENT"]
     told = [line.split(maxsplit=3) for line in table]
     assert ["loss", "0.5", "0.51", "+0.01 (+2.00%)"] in told
     assert ["acc", "0.9", "0.9", "same"] in told

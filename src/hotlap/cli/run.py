@@ -33,7 +33,8 @@ def run(
     ),
     module: bool = typer.Option(False, "-m", help="SCRIPT is the name of a module, as after `python -m`."),
     off: bool = typer.Option(False, "--off", help="Run it with nothing around it."),
-    compare: bool = typer.Option(False, "--compare", help="Run it twice, without hotlap and with it, side by side."),
+    compare: bool = typer.Option(False, "--compare", help="Run it without hotlap and with it, in turns, side by side."),
+    rounds: int = typer.Option(2, min=1, max=100, help="With --compare: how often each way. 1 shows no spread."),
     plan: str | None = typer.Option(
         None, help="auto, which is the rule; max: all that this machine can do; a plan file; a run to replay; off."
     ),
@@ -76,9 +77,9 @@ def run(
     if compare:
         from hotlap.script.comparing import compare as run_both
 
-        options = {"--plan": plan, "--out": out, "--tune-seconds": tune_seconds}
+        options = {"--plan": plan, "--tune-seconds": tune_seconds}
         words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
-        _end(run_both(target, words, seed=seed or 0))
+        _end(run_both(target, words, seed=seed or 0, out=out, rounds=rounds))
     # The script may change the working directory before the folder is made.
     out = out.absolute() if out else None
     plan = wanted if wanted != "auto" else None

@@ -1,26 +1,34 @@
-"""The same script without hotlap and with it, one after the other, and what both came to side by side."""
+"""The same script without hotlap and with it, in turns, and what both came to side by side."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import resource
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final, Self
 
-from hotlap.core.errors import shown
+from hotlap.core.errors import HotlapError, shown
+from hotlap.core.ledger import Ledger
+from hotlap.core.table import as_json
 from hotlap.core.terminal import say
 from hotlap.core.units import show_seconds
-from hotlap.script.running import Target
+from hotlap.script.running import BEGAN, Target
 
+LEDGER: Final = "ledger.jsonl"
+"""As a run folder names it, whose own module imports torch."""
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LAST_WORDS_S: Final = 5.0
 """How long output is waited for after a run has ended: a process that it left behind may hold the pipe for ever."""
@@ -49,6 +57,19 @@ class Outcome:
     """As a shell sees it: 128 and the number where a signal ended it."""
     out: str
     err: str
+    cpu_s: float = 0.0
+    """Of all its processes, in the user's and the system's mode."""
+    startup_s: float = 0.0
+    """Until the script itself began."""
+    tuning_s: float = 0.0
+    """What hotlap says that tuning has cost."""
+    is_changed: bool = False
+    """Whether it trained by another plan than its own in the end."""
+
+    @property
+    def rest_s(self) -> float:
+        """Wall time of the script itself, without tuning."""
+        return self.wall_s - self.startup_s - self.tuning_s
 
 
 @dataclass(frozen=True)
@@ -69,39 +90,105 @@ class Figure:
         return f"{b - a:+.3g}" + (f" ({(b - a) / abs(a):+.2%})" if a else "")
 
 
-def compare(target: Target, options: Sequence[str], *, seed: int) -> int:
-    """Run it both ways, show what they print as it comes, and tell on stderr how they differ.
+def compare(target: Target, options: Sequence[str], *, seed: int, out: Path | None = None, rounds: int = 2) -> int:
+    """Run it both ways in turns, show what they print as it comes, and tell on stderr how they differ.
 
-    `options` are those of `hotlap run`, for the second run. Returns 0 if both ended so, else the first code that is
-    another; minus the number of a signal by which the user ended it. Neither run can read the terminal.
+    `options` are those of `hotlap run`, for the runs with hotlap, whose first leaves its run folder at `out`. Returns 0
+    if all ended so, else the first code that is another; minus the number of a signal by which the user ended it. No
+    run can read the terminal. Where one of the first round fails, there is no second.
     """
-    _say("the script runs twice here, first without hotlap; the second run finds the first's files and overwrites them")
+    ways = ("without hotlap", "with hotlap")
+    _say(f"the script runs {2 * rounds} times here, first without hotlap; each finds the files of those before")
+    outcomes: dict[str, list[Outcome]] = {way: [] for way in ways}
     variables = {"HOTLAP_SEED": str(seed), "PYTHONHASHSEED": str(seed), "PYTHONUNBUFFERED": "1"}
-    outcomes = []
-    with _Child() as child:
-        for title, how in (("without hotlap", ["--off"]), ("with hotlap", options)):
-            _say(f"--- {title}")
-            command = [sys.executable, "-m", "hotlap", "run", *how, *target.words]
-            outcomes.append(child.run(command, {**os.environ, **variables}))
-            if child.asked_to_end is not None:
-                return -child.asked_to_end
-    without, under = outcomes
+    with _Child() as child, tempfile.TemporaryDirectory(prefix="hotlap-compare-") as notes:
+        for number in range(rounds):
+            if any(outcome.code for done in outcomes.values() for outcome in done):
+                break
+            # A B B A: what drifts meanwhile hits both alike.
+            for way in ways if number % 2 == 0 else reversed(ways):
+                _say(f"--- {way}" + (f", run {number + 1} of {rounds}" if rounds > 1 else ""))
+                began, before = Path(notes) / f"{way}-{number}", _ledgers(out)
+                later = out.with_name(f"{out.name}-{number + 1}") if out is not None and number else out
+                how = [*options, *(["--out", str(later)] if later is not None else [])] if way == ways[1] else ["--off"]
+                command = [sys.executable, "-m", "hotlap", "run", *how, *target.words]
+                done = child.run(command, {**os.environ, **variables, BEGAN: str(began)}, began=began)
+                outcomes[way].append(_with_tuning(done, _ledgers(out) - before))
+                if child.asked_to_end is not None:
+                    return -child.asked_to_end
+    without, under = (outcomes[way] for way in ways)
     say(*told(without, under))
-    return without.code or under.code
+    return next((outcome.code for outcome in (*without, *under) if outcome.code), 0)
 
 
-def told(without: Outcome, under: Outcome) -> list[str]:
-    """Times, exit codes and last figures of both in columns, and whether they printed the same lines."""
-    ratio = f"{without.wall_s / under.wall_s:.3g}x as fast" if under.wall_s else ""
-    rows = [
-        ("", "without hotlap", "with hotlap", ""),
-        ("wall", show_seconds(without.wall_s), show_seconds(under.wall_s), ratio),
-        ("exit code", str(without.code), str(under.code), "same" if without.code == under.code else "DIFFERENT"),
-    ]
-    rows += [(figure.name, figure.without, figure.under, figure.difference) for figure in figures(without, under)]
+def _ledgers(out: Path | None) -> set[Path]:
+    """Those in all run folders where runs leave theirs: under `runs`, or at `out` and beside it."""
+    folders = Path("runs").glob("*") if out is None else out.parent.glob(f"{out.name}*")
+    return {file for folder in folders for file in folder.glob(f"**/{LEDGER}")}
+
+
+def _with_tuning(outcome: Outcome, ledgers: Iterable[Path]) -> Outcome:
+    """A run with what the ledgers that it has left say of tuning."""
+    for file in ledgers:
+        try:
+            entries = list(ledger := Ledger.from_lines(file.read_text()))
+        except (OSError, ValueError, HotlapError):  # it was killed while it wrote
+            continue
+        total = as_json(ledger)["total"]
+        outcome = replace(
+            outcome,
+            tuning_s=outcome.tuning_s + (total["cost_s"] if total else 0.0),
+            is_changed=outcome.is_changed or (bool(entries) and entries[-1].plan != entries[0].plan),
+        )
+    return outcome
+
+
+def told(without: Sequence[Outcome], under: Sequence[Outcome]) -> list[str]:
+    """Times with their spread, exit codes and last figures of both in columns, and whether they printed the same."""
+    rows = [("", "without hotlap", "with hotlap", "")]
+    for name, times in (
+        ("wall", [[run.wall_s for run in runs] for runs in (without, under)]),
+        ("CPU time", [[run.cpu_s for run in runs] for runs in (without, under)]),
+        ("start-up", [[run.startup_s for run in runs] for runs in (without, under)]),
+        ("tuning", [[0.0], [run.tuning_s for run in under]]),
+        ("the rest", [[run.rest_s for run in runs] for runs in (without, under)]),
+    ):
+        is_speed = name in ("wall", "the rest") and min(times[1]) > 0
+        rows.append((name, _spread(times[0]), _spread(times[1]), _ratio(*times) if is_speed else ""))
+    codes = [", ".join(str(code) for code in sorted({run.code for run in runs})) for runs in (without, under)]
+    rows.append(("exit code", codes[0], codes[1], "same" if codes[0] == codes[1] else "DIFFERENT"))
+    first, other = without[0], under[0]
+    rows += [(figure.name, figure.without, figure.under, figure.difference) for figure in figures(first, other)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, f"printed: {_structure(without.out, under.out)}"]
+    return [*lines, _verdict(without, under), f"printed: {_structure(first.out, other.out)}"]
+
+
+def _spread(times: Sequence[float]) -> str:
+    """The mean, and between which it lies where there are several."""
+    mean = show_seconds(statistics.fmean(times))
+    return f"{mean} [{show_seconds(min(times))}, {show_seconds(max(times))}]" if len(times) > 1 else mean
+
+
+def _ratio(without: Sequence[float], under: Sequence[float]) -> str:
+    """How many times as fast, with what it is between the runs that lie furthest apart."""
+    ratio = f"{statistics.fmean(without) / statistics.fmean(under):.3g}x as fast"
+    if len(without) < 2 or len(under) < 2:
+        return ratio
+    return f"{ratio} [{min(without) / max(under):.3g}, {max(without) / min(under):.3g}]"
+
+
+def _verdict(without: Sequence[Outcome], under: Sequence[Outcome]) -> str:
+    """What the difference in time is worth."""
+    if not any(run.is_changed for run in under):
+        return "hotlap changed nothing in the end: a difference in time is noise, and what watching and trials took"
+    if len(without) < 2 or len(under) < 2:
+        return "one run each has no spread: whether the difference is noise cannot be seen"
+    ours, theirs = ([run.wall_s for run in runs] for runs in (without, under))
+    if min(ours) <= max(theirs) and min(theirs) <= max(ours):
+        return "runs of one kind differ by as much as the two kinds do: the difference in time may be noise"
+    faster = "faster" if max(theirs) < min(ours) else "SLOWER"
+    return f"all {len(under)} runs with hotlap were {faster} than all runs without"
 
 
 def figures(without: Outcome, under: Outcome) -> list[Figure]:
@@ -136,9 +223,9 @@ class _Child:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def run(self, command: Sequence[str], environ: dict[str, str]) -> Outcome:
-        """Run it to its end, and pass on what it prints."""
-        begun = time.perf_counter()
+    def run(self, command: Sequence[str], environ: dict[str, str], *, began: Path) -> Outcome:
+        """Run it to its end, and pass on what it prints; `began` is the file that it notes its start in."""
+        cpu_s, begun = _cpu_s(), time.perf_counter()
         # In a group of its own: a terminal would interrupt both at once, and the forwarded signal come second.
         self._process = process = subprocess.Popen(
             command,
@@ -154,14 +241,31 @@ class _Child:
         code = process.wait()
         wall_s = time.perf_counter() - begun
         self._process = None
+        cpu_s = _cpu_s() - cpu_s
         out, err = (pipe.text() for pipe in pipes)
-        return Outcome(wall_s=wall_s, code=code if code >= 0 else 128 - code, out=out, err=err)
+        startup_s = 0.0
+        with contextlib.suppress(OSError, ValueError):
+            startup_s = max(0.0, float(began.read_text()) - begun)
+        return Outcome(
+            wall_s=wall_s,
+            code=code if code >= 0 else 128 - code,
+            out=out,
+            err=err,
+            cpu_s=cpu_s,
+            startup_s=startup_s,
+        )
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.asked_to_end = number
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
+
+
+def _cpu_s() -> float:
+    """What all processes that were waited for have taken so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 class _Pipe:
