@@ -1,11 +1,12 @@
 """Whether bf16 is let through for networks that train well in it, early enough to pay, and whether scores stay.
 
-    python -m benchmarks.precision [--seconds 25] [--only NAME …] [--seeds N] [--device cuda|cpu] [--json FILE]
+    python -m benchmarks.precision [--seconds 25] [--only NAME …] [--gate | --seeds N] [--device cuda|cpu] [--json FILE]
 
 Each network trains for as many steps as take `--seconds` as the user brings it (a DataLoader without workers, fp32,
-plain AdamW), once by `hotlap.fit(job, plan="auto")` from an empty cache. Told is what came of bf16, after which step,
-and what the whole call took. With `--seeds` the chosen networks are trained from so many first weights, as they are
-and tuned; their losses and accuracies on samples that were held out are compared.
+plain AdamW), once by `hotlap.fit(job, plan="auto")` from an empty cache. The line gives what came of bf16, after which
+step, and what the whole call took. With `--gate` only the gate judges bf16, after 3 and after 20 updates. With
+`--seeds` the chosen networks are trained from so many first weights, as they are and tuned; their losses and accuracies on
+samples that were held out are compared.
 
 Exit code 1 where bf16 was not kept, or where tuned scores are outside the band of the others.
 """
@@ -35,7 +36,12 @@ from benchmarks.whole_run import FEW_STEPS
 from benchmarks.work import Normalise, Work, called
 from hotlap.core.table import rows, table
 from hotlap.core.units import show_seconds
+from hotlap.moves import precision
+from hotlap.tuner.gates import Gate
 from hotlap.tuner.stats import student_t
+
+GATED_AFTER = (3, 20)
+"""Updates after which the gate is asked: gradients are at their worst at first weights."""
 
 
 @contextmanager
@@ -73,7 +79,7 @@ def fitted(work: Work, device: torch.device, *, steps: int, plan: str, seed: int
     found = {"plan": plan, "seed": seed, "seconds": took, "steps": run.steps, "in_force": str(run.plan)}
     # The plan at every step is in the ledger: the first entry that settles on bf16 is when it paid from.
     since = [e.step for e in run.ledger if e.outcome in ("chosen", "kept") and e.plan.numerics.precision == "bf16"]
-    bf16 = next((row for row in rows(run.ledger) if "bf16" in row.what), None)
+    bf16 = next((row for row in rows(run.ledger) if precision.MOVE.name in row.what), None)
     found |= {"bf16": run.plan.numerics.precision == "bf16", "since": min(since, default=None)}
     found |= {"why": f"{bf16.outcome}: {bf16.why}" if bf16 is not None else "", "table": table(run.ledger, 116)}
     return {**found, **scores(work, run.model, device)}
@@ -98,6 +104,27 @@ def steps_in(work: Work, device: torch.device, seconds: float) -> int:
     fitted(work, device, steps=3, plan="off")  # kernels are loaded
     taken = [fitted(work, device, steps=steps, plan="off")["seconds"] for steps in (FEW_STEPS, 3 * FEW_STEPS)]
     return round(seconds / ((taken[1] - taken[0]) / (2 * FEW_STEPS)))
+
+
+def gated(work: Work, device: torch.device) -> dict[str, Any]:
+    """What the gate says of bf16 after some updates, and how long it takes to say so."""
+    torch.manual_seed(0)
+    prepare = Normalise(device) if work.images else None
+    model = work.model()
+    rig = hotlap.Rig(model, work.optimizer(model), work.loss, device=str(device), prepare=prepare)
+    windows = rig.feed(work.brought(drop_last=False)["data"], epochs=100)
+    found: dict[str, Any] = {"ok": True, "said": {}}
+    for updates in GATED_AFTER:
+        while rig.steps < updates:
+            rig.advance(next(windows))
+        rig.wait()
+        began = time.perf_counter()
+        judged = Gate(rig, rig.plan).check(rig.plan.but(precision="bf16", layout=work.layout))
+        took_s = time.perf_counter() - began
+        found["said"][updates] = {"ok": judged.ok, "why": judged.why, "seconds": took_s, **judged.figures}
+        found["ok"] &= judged.ok
+    rig.close()
+    return found
 
 
 def let_through(work: Work, device: torch.device, seconds: float) -> dict[str, Any]:
@@ -127,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=25.0, help="that a run takes as the user brings it")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="words in networks' names")
+    parser.add_argument("--gate", action="store_true", help="only ask the gate")
     parser.add_argument("--seeds", type=int, default=0, help="first weights of which scores are compared; at least 2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--json", type=Path)
@@ -140,7 +168,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {}
     failed = False
     for work in wanted:
-        if options.seeds:
+        if options.gate:
+            found = gated(work, device)
+            for updates, said in found["said"].items():
+                took = show_seconds(said["seconds"])
+                outcome = "let through" if said["ok"] else "refused"
+                print(f"{work.name}: {outcome} after {updates} updates: {said['why']} ({took})", flush=True)
+            failed |= not found["ok"]
+        elif options.seeds:
             found = band(work, device, options.seconds, options.seeds)
             for score in ("loss", "accuracy"):
                 own, tuned = (" ".join(f"{one:.4f}" for one in found[score][side]) for side in ("own", "tuned"))

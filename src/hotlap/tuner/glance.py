@@ -18,7 +18,7 @@ from hotlap.tuner.allowance import allowed
 from hotlap.tuner.probe import HOPE, Probe
 from hotlap.tuner.stand import Stand
 
-UPDATES = 12
+UPDATES = 8
 """What a glance takes, in updates of the user's own, about."""
 
 

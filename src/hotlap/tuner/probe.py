@@ -42,6 +42,8 @@ BOUND_TO_PAY = 0.05
 """Of the user's own step, what another precision has to spare in arithmetic alone to be taken for a gain."""
 GLANCES, GLANCED, MOST_WARM = 3, 4, 12
 """How often so many updates are timed at a glance, of which the fastest count, and windows made before at most."""
+GLANCED_S = 0.02
+"""Or as many as take so long, where that is fewer."""
 GLANCED_AT = ("cuda",)
 """Kinds of device on which trials are so dear that a glance comes before them."""
 WAITS = 0.1
@@ -231,7 +233,7 @@ def _roughly(rig: Rig) -> float:
     for _ in range(GLANCES):
         rig.wait()
         began, made = time.perf_counter(), 0
-        while made < GLANCED:
+        while not made or (made < GLANCED and made * fastest < GLANCED_S):
             check_allowed()
             window = next(windows)
             rig.advance(window)
