@@ -5,8 +5,8 @@
 Each network trains for as many steps as take `--seconds` as the user brings it (a DataLoader without workers, fp32,
 plain AdamW), once by `hotlap.fit(job, plan="auto")` from an empty cache. The line gives what came of bf16, after which
 step, and what the whole call took. With `--gate` only the gate judges bf16, after 3 and after 20 updates. With
-`--seeds` the chosen networks are trained from so many first weights, as they are and tuned; their losses and accuracies on
-samples that were held out are compared.
+`--seeds` the chosen networks are trained from so many first weights, as they are and tuned; their losses and
+accuracies on samples that were held out are compared.
 
 Exit code 1 where bf16 was not kept, or where tuned scores are outside the band of the others.
 """
