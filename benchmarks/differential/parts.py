@@ -896,4 +896,33 @@ HABITS: dict[str, dict[str, str]] = {
     "grad_disabled_outside": {"epoch_start": "torch.set_grad_enabled(True)"},
     "state_edited": {"epoch_start": "if epoch == 2:\n    for one in OPTIMIZERS:\n        for kept in one.state.values():\n            for key, value in kept.items():\n                if torch.is_tensor(value) and value.ndim:\n                    value.mul_(0.5)"},
     "default_dtype_kept": {"end": "print(torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads())"},
+    "input_gradient": {
+        "batch": "x = x.clone().requires_grad_() if x.is_floating_point() else x",
+        "loss": "if x.requires_grad:\n    loss = loss + 0.01 * torch.autograd.grad(loss, x, create_graph=True)[0].pow(2).sum()",
+    },
+    "second_loader": {
+        "before": "others = DataLoader(TensorDataset(X[:20].clone()), batch_size=4, shuffle=True)",
+        "epoch_start": "stream = itertools.cycle(others)",
+        "loss": "loss = loss + 0.01 * pick(net(next(stream)[0].to(device))).pow(2).mean()",
+    },
+    "averaged_model": {
+        "before": "swa = torch.optim.swa_utils.AveragedModel(MODULES[0])",
+        "epoch_end": "swa.update_parameters(MODULES[0])",
+        "end": "PROBES['swa'] = lambda: swa.state_dict()",
+    },
+    "functional_call": {"loss": "if isinstance(net, nn.Module):\n    weights = {name: p * 1.01 for name, p in net.named_parameters()}\n    loss = loss + 0.1 * criterion(pick(torch.func.functional_call(net, weights, (x,))), y)"},
+    "checkpoints_forward": {"loss": "loss = loss + 0.1 * criterion(pick(torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)), y)"},
+    "reads_attributes": {"epoch_end": "print([sorted(vars(one)) for one in MODULES], [sorted(vars(one)) for one in OPTIMIZERS], sorted(vars(loader)))"},
+    "reads_batch": {"batch": "print(type(batch).__name__, type(x).__name__, x.dtype, x.stride(), x.storage_offset(), x.is_leaf, x._version, x.untyped_storage().nbytes(), y.dtype, y.stride())"},
+    "pickles_model": {"epoch_end": "if type(net) is nn.Sequential and not net._forward_hooks:\n    twin = pickle.loads(pickle.dumps(net))\n    print('pickled', sorted(twin.state_dict()), repr(next(twin.parameters()).sum().item()))"},
+    "hook_removed": {
+        "before": "handle = MODULES[-1].register_forward_hook(lambda module, args, output: None)",
+        "epoch_start": "if epoch == 2:\n    handle.remove()",
+    },
+    "inference_inside": {"batch": "with torch.inference_mode():\n    teacher = pick(net(x))", "loss": "loss = loss + 0.01 * (output - teacher.clone()).pow(2).mean()"},
+    "detached_target": {"loss": "loss = loss + 0.01 * (output - output.detach().roll(1, 0)).pow(2).mean()"},
+    "per_sample": {"after_backward": "if updates == 8:\n    for p in PARAMETERS:\n        if p.grad is not None and not p.grad.is_sparse:\n            p.grad = p.grad.clone() * 0.5"},
+    "optimizer_twice": {"epoch_start": "if epoch == 3 and len(OPTIMIZERS) == 1 and type(optimizer) is torch.optim.Adam:\n    optimizer = torch.optim.SGD(PARAMETERS, lr=0.01)\n    OPTIMIZERS = [optimizer]"},
+    "iterates_twice": {"after": "if epoch == 1 and number == 1:\n    print('two', sum(len(y) for _, y in [unpack(one) for one in itertools.islice(loader, 2)]))"},
+    "closure_lr": {"epoch_start": "if optimizer is not None and epoch == 1:\n    for group in optimizer.param_groups:\n        group['lr'] = float(group['lr']) * 0.5"},
 }  # fmt: skip

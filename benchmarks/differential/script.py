@@ -163,6 +163,16 @@ def sensible(one: Sketch) -> Sketch:
             one = dataclasses.replace(one, model="mlp")
     if one.model == "two_modules":
         without("hooks_forward", "layer_replaced", "compiles")
+    if one.model == "sparse" or "retain_graph" in habits:
+        without("functional_call", "input_gradient")
+    if choices["inputs"] == "sequences" or choices["amp"] == "scaler":
+        without("input_gradient")
+    if choices["schedule"] != "none" or choices["checkpoint"] != "none" or "state_edited" in habits:
+        without("optimizer_twice")
+    if one.model == "dict_output" or "compiles" in habits:
+        without("averaged_model", "functional_call")
+    if choices["dataset"] == "requires_grad":
+        without("reads_batch")
     if "grad_by_autograd" in habits:
         without("retain_graph", "backward_inputs", "hooks_accumulated")
     if "retain_graph" in habits:
@@ -185,11 +195,12 @@ def sensible(one: Sketch) -> Sketch:
 # --- the text --------------------------------------------------------------------------------------------
 
 HEAD = """
-import contextlib, copy, gc, itertools, os, random, sys, warnings
+import contextlib, copy, gc, itertools, os, pickle, random, sys, warnings
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+import torch.utils.checkpoint
 from torch.utils.data import (
     ConcatDataset, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset, TensorDataset,
     WeightedRandomSampler, default_collate)
