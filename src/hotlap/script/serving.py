@@ -134,6 +134,8 @@ class Serving:
         self.feed = self.wanted  # of an epoch before nothing is under way
         try:
             self._look_again(loader)
+            if self.own in self._loaders and not loader.persistent_workers:
+                self._loaders.pop(self.own).close()  # as torch's, each epoch's workers see what was written before it
             if self._goes_without_workers(loader):
                 return self._begun_without_workers(loader)
         except Exception as error:

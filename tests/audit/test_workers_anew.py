@@ -1,0 +1,22 @@
+"""Workers of a script's own feed, after another feed was tried, see what the script has written to its data since."""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from hotlap.core.plan import Feed
+from hotlap.script.serving import Serving
+
+
+def test_workers_of_the_own_feed_are_started_anew_in_each_epoch():
+    data = TensorDataset(torch.zeros(12))
+    loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1)
+    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    seen = []
+    for epoch in range(2):
+        data.tensors[0].fill_(epoch)
+        batches = serving.iterate()
+        for number, (x,) in enumerate(batches):
+            seen.append((epoch, x.unique().tolist()))
+            serving.use(Feed(kind="gather") if number == 0 else serving.own)
+    serving.close()
+    assert seen == [(0, [0.0])] * 6 + [(1, [1.0])] * 6
