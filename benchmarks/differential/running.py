@@ -25,6 +25,8 @@ MODULES = (
 TIMEOUT_S = 90.0
 HOTLAPS = re.compile(r"hotlap|[A-Z]\d{4} \d\d:|Traceback|During handling of|The above exception|\s")
 """How lines on stderr begin that differ from run to run, or say who called whom."""
+PLACE = re.compile(r"^\S+:\d+: ")
+"""Where a warning comes from; through hotlap it may come from another line, and so once more."""
 OWN = ("as the data is given", "the user's own")
 """Why a ledger notes a plan that is the training's own."""
 
@@ -131,12 +133,9 @@ class Runner:
 
 
 def own_words(lines: list[str]) -> list[str]:
-    """What a script says on stderr: without hotlap's lines, torch's log, and all of a traceback but its last line."""
-    kept: list[str] = []
-    for line in lines:
-        if line and not HOTLAPS.match(line) and line not in kept[-1:]:
-            kept.append(line)
-    return kept
+    """What a script says on stderr, each thing once: no lines of hotlap, no log of torch, no frames, no places."""
+    words = (PLACE.sub("", line) for line in lines if line and not HOTLAPS.match(line))
+    return list(dict.fromkeys(words))
 
 
 def plans_of(ledger: Path) -> list[dict[str, Any]]:
