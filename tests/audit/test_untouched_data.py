@@ -187,6 +187,25 @@ def test_random_samples_may_be_fetched_by_workers_of_a_rig_since_they_are_seeded
     assert "draws from" in rig.supports(Plan(feed=Feed(kind="resident")))
 
 
+@pytest.mark.parametrize("data", [Noisy, Counting, Rows, Cached])
+def test_a_gate_of_a_rig_fetches_no_sample_of_such_data(data):
+    from hotlap.tuner.gates import Gate
+
+    fetched.clear()
+    given = data()
+    rig = Rig(nn.Linear(5, 2), lambda p: torch.optim.SGD(p, lr=0.1), nn.CrossEntropyLoss())
+    windows = rig.feed(given, batch_size=SIZE, epochs=2)
+    for _ in range(4):
+        rig.step(next(windows))
+
+    def traces():
+        return len(fetched), chance.bit_generator.state["state"], str(vars(given))
+
+    before = traces()
+    assert Gate(rig, rig.plan).check(rig.plan.but(optimizer="fused")).ok
+    assert traces() == before
+
+
 # --- data that requires gradients ----------------------------------------------------------------------
 
 

@@ -246,6 +246,9 @@ PURE = {
     "several": lambda: ConcatDataset([ConcatDataset([Points(), Points()]), Points()]),
     "stacked": lambda: StackDataset(Points(), Points()),
     "split": lambda: random_split(Points(), [10, 10])[0],
+    "its class": lambda: Of(
+        lambda d, i: nn.functional.relu(X[i], False) if type(d) is d.__class__ else random.random()
+    ),
     "tensors": lambda: TensorDataset(X),
     "list": lambda: [(X[i], i) for i in range(5)],
     "array": lambda: np.zeros((3, 2)),
@@ -300,6 +303,7 @@ IMPURE = {
     "a view": (lambda: Of(halving, rows=np.ones((20, 2))), "writes to row"),
     "one memory": (lambda: Of(lambda d, i: d.memory.fill_(i), memory=torch.zeros(2)), "writes to its data"),
     "in place": (lambda: Of(lambda d, i: d.n(X[i]), n=Normalize(0, 1, inplace=True)), "writes to its data"),
+    "in place as asked": (lambda: Of(lambda d, i: nn.functional.relu(X[i], True)), "writes to its data"),
     "an iterator": (lambda: Of(lambda d, i: next(d.rows), rows=iter(range(9))), "takes from an iterator"),
     "the clock": (lambda: Of(lambda d, i: time.time()), r"calls time\.time"),
     "printed": (lambda: Of(lambda d, i: print(i) or i), r"calls builtins\.print"),

@@ -57,6 +57,7 @@ from hotlap.data.pure_calls import (
     OWN_GENERATOR,
     Known,
     drawn_from,
+    is_deterministic,
     is_drawn,
     known_call,
 )
@@ -113,7 +114,7 @@ class Calls(Objects):
             return special[1](self, given)
         known = known_call(function)
         if known is not None:
-            return self._computed(known, given)
+            return self._computed(function, known, given)
         generator = drawn_from(function)
         if generator is not None:
             if not self._may_draw or generator == OWN_GENERATOR:
@@ -134,6 +135,8 @@ class Calls(Objects):
                 return self._call(Thing(function.func), more)
             case type():
                 return self._made(function, given)
+            case _ if is_deterministic(function):
+                return self._transformed(atom, given)
             case nn.Module():
                 return self._forward(atom, given)
         owner = getattr(function, "__self__", None)
@@ -147,9 +150,11 @@ class Calls(Objects):
             return self.call(self.attribute(frozenset({atom}), "__call__"), given)
         raise RefusedError(f"calls {_called_name(function)}, which is not known to compute and do nothing else")
 
-    def _computed(self, known: Known, given: Given) -> Value:
+    def _computed(self, function: Any, known: Known, given: Given) -> Value:
         if "out" in given.names:
             self.written_to(given.names["out"], f"writes with {known.name}")
+        if _is_in_place(function, given):
+            self.written_to(given.all, f"writes to its data with {known.name}")
         is_fresh = self.plain(given.all, f"hands {known.name}")
         if known.reads_files:
             self.reads_files = True
@@ -210,18 +215,29 @@ class Calls(Objects):
             return frozenset({Box(box.kind, box.parts)})
         return None
 
+    def _transformed(self, atom: Thing, given: Given) -> Value:
+        """What a transform gives that hangs on its settings alone."""
+        if isinstance(atom.value, nn.Module):
+            self._refuse_hooks(atom.value)
+        for name in vars(atom.value):
+            self.attribute(frozenset({atom}), name)
+        return frozenset({Data(self.plain(given.all, f"hands {type(atom.value).__name__}"))})
+
     def _forward(self, atom: Thing, given: Given) -> Value:
         module = atom.value
         own = self.of_class(module, "__call__")
         if own is not vars(nn.Module)["__call__"] or isinstance(module, torch.jit.ScriptModule):
             raise RefusedError(f"calls {type(module).__name__}, which is called in a way of its own")
+        self._refuse_hooks(module)
+        return self.call(self.attribute(frozenset({atom}), "forward"), given)
+
+    def _refuse_hooks(self, module: nn.Module) -> None:
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             held = vars(module).get(hooks)
             if held:
                 raise RefusedError(f"calls {type(module).__name__}, which has hooks")
             if held is not None:
                 self.state.content(held)
-        return self.call(self.attribute(frozenset({atom}), "forward"), given)
 
     def _made(self, kind: type, given: Given) -> Value:
         """A new object of a class."""
@@ -283,6 +299,12 @@ def _call_isinstance(follows: Calls, given: Given) -> Value:
         kind = kind_of(atom)
         found.add(None if kind is None else issubclass(kind, wanted))
     return thing(found.pop()) if len(found) == 1 and None not in found else NEW
+
+
+def _call_type(follows: Calls, given: Given) -> Value:
+    kinds = {kind_of(atom) for atom in given.all}
+    kind = kinds.pop() if len(kinds) == 1 and len(given.places) == 1 else None
+    return NEW if kind is None else thing(kind)
 
 
 def _call_is_tensor(follows: Calls, given: Given) -> Value:
@@ -411,6 +433,7 @@ def _special() -> dict[Any, Callable[[Calls, Given], Value]]:
     return {
         len: _call_len,
         isinstance: _call_isinstance,
+        type: _call_type,
         torch.is_tensor: _call_is_tensor,
         callable: _call_callable,
         getattr: _call_getattr,
@@ -455,6 +478,21 @@ def _called_name(function: Any) -> str:
     name = getattr(function, "__qualname__", None) or type(function).__name__
     home = getattr(function, "__module__", None)
     return f"{home}.{name}" if home and home != "__main__" else str(name)
+
+
+def _is_in_place(function: Any, given: Given) -> bool:
+    """Whether a function may write to what it is given, since it is asked to."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    if "inplace" in given.names:
+        value = given.names["inplace"]
+    elif "inplace" in names and names.index("inplace") < len(given.places):
+        value = given.places[names.index("inplace")]
+    else:
+        return "inplace" in names and bool(given.rest or given.more)
+    return only(value) is not False
 
 
 def _reads_only(given: Given) -> bool:

@@ -43,6 +43,8 @@ from hotlap.data.read_state import MISSING, ReadState, is_content, is_fixed
 
 _PLAIN_LOOKUPS = (object.__getattribute__, types.FunctionType.__getattribute__, types.SimpleNamespace.__getattribute__)
 
+_SIMPLE = frozenset({int, float, bool, str, bytes, type(None), Tensor, np.ndarray})
+
 
 class Objects(ABC):
     """Reads values and notes what it reads."""
@@ -153,6 +155,9 @@ class Objects(ABC):
     def elements_of(self, container: Any) -> Value:
         """What is in a container that is there."""
         if id(container) not in self._elements:
+            simple = _simple(container)
+            if simple is not None:
+                return simple
             rows = [part for row in container.items() for part in row] if hasattr(container, "items") else container
             known: dict[Any, None] = {}
             for one in rows:
@@ -163,6 +168,10 @@ class Objects(ABC):
         return self._elements[id(container)][1]
 
     def _element(self, value: Any) -> Atom:
+        if type(value) is tuple:
+            simple = _simple(value)
+            if simple is not None:
+                return Box(tuple, simple)
         if is_plain_tensor(value) or isinstance(value, np.ndarray):
             return Data(False)
         if is_content(value):
@@ -248,6 +257,8 @@ class Objects(ABC):
                     if name in vars(kind):
                         return self._bound(atom.owner, vars(kind)[name], name)
                 return NOTHING
+            case Thing() if name == "__class__":
+                return thing(type(atom.value))
             case Thing() if atom.value is None and not hasattr(None, name):
                 return NOTHING  # which raises
             case Thing() if is_content(atom.value):
@@ -264,6 +275,8 @@ class Objects(ABC):
                 if not is_library(atom.value.__name__):
                     self.state.name(vars(atom.value), name, found)
                 return NOTHING if found is MISSING else self.read(found)
+            case Thing() if isinstance(atom.value, type) and name in ("__name__", "__qualname__"):
+                return NEW
             case Thing() if isinstance(atom.value, type):
                 return self._of_type(atom.value, name)
             case Thing():
@@ -344,6 +357,16 @@ class Objects(ABC):
                 raise RefusedError(f"calls {name} of {type(owner.value).__name__}, which is not known")
             raise RefusedError(f"reads {name} of {type(owner.value).__name__}, which is computed")
         return self.read(found)
+
+
+def _simple(container: Any) -> Value | None:
+    """What is in a list or tuple of numbers, texts, tensors and arrays alone; None for others. Data may be many."""
+    if type(container) not in (list, tuple):
+        return None
+    kinds = set(map(type, container))
+    if not _SIMPLE.issuperset(kinds):
+        return None
+    return frozenset(Data(kind not in (Tensor, np.ndarray)) for kind in kinds)
 
 
 @functools.cache

@@ -144,6 +144,22 @@ def known_call(function: Any) -> Known | None:
     return _table(loaded).get(id(function))
 
 
+_DETERMINISTIC = _words("""
+    ToTensor ToImage ToPILImage ToPureTensor PILToTensor ToDtype ConvertImageDtype Normalize Resize CenterCrop Pad
+    Grayscale RGB Identity
+""")
+
+
+def is_deterministic(transform: Any) -> bool:
+    """Whether an object is a transform of torchvision's that computes a picture out of a picture and its settings."""
+    kind = type(transform)
+    return (
+        kind.__module__.startswith("torchvision.transforms.")
+        and kind.__name__ in _DETERMINISTIC
+        and not getattr(transform, "inplace", False)
+    )
+
+
 # --- methods -----------------------------------------------------------------------------------------
 
 METHODS_NEW = _words("""

@@ -34,6 +34,7 @@ HASHERS = 8
 MOST_ENTRIES = 5_000_000
 """Entries of lists and dicts beyond which nothing is proven: to look at them again would take too long."""
 
+_SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
 _LISTS = (list, tuple, set, frozenset, deque)
 _DICTS = (dict, OrderedDict, defaultdict, types.MappingProxyType)
 _FIXED = (*LEAVES, enum.Enum, re.Pattern, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
@@ -105,10 +106,10 @@ class ReadState:
             if id(one) in self._seen or not is_content(one):
                 continue
             self._seen[id(one)] = one
-            if isinstance(one, Tensor):
-                self._add_tensor(one)
-            elif isinstance(one, np.ndarray):
+            if type(one) in (np.ndarray, np.memmap):
                 self._add_array(one)
+            elif isinstance(one, Tensor):
+                self._add_tensor(one)
             else:
                 entries = _entries(one)
                 self._entries += len(entries)
@@ -117,7 +118,7 @@ class ReadState:
                 if type(one) not in (tuple, frozenset):  # of which only what is in them can change
                     self._lists.append((one, entries))
                     self._bytes += ENTRY_BYTES * len(entries)
-                waiting += [entry for entry in entries if not is_fixed(entry)]
+                waiting += [entry for entry in entries if type(entry) not in _SCALARS]
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -214,7 +215,9 @@ def _contents(cell: types.CellType) -> Any:
 
 def _digest(array: Any) -> Any:
     """What tells the content of an array from other contents: a checksum of every byte, in their order."""
-    kind = (tuple(array.shape), str(array.dtype))
+    kind = (array.shape, array.dtype)
+    if type(array) is np.ndarray and array.nbytes <= PIECE and array.flags.c_contiguous and array.dtype.kind in "biufc":
+        return kind, zlib.crc32(array.data)
     pieces = list(_pieces(array))
     if len(pieces) < 4:
         return kind, [zlib.crc32(piece) for piece in pieces]

@@ -17,11 +17,14 @@ from hotlap.data.course import Course
 from hotlap.data.feeds import Feeding, open_feed, within_cores
 from hotlap.data.holding import held, time_to_hold, why_not_held
 from hotlap.data.order import Epoch
-from hotlap.data.purity import is_live, state_of
+from hotlap.data.purity import is_live, proof_of, state_of
 from hotlap.data.read_state import ReadState
 from hotlap.data.resident import ResidentFeeding, packed
 from hotlap.engine.step import Window
 from hotlap.machine.cuda import free_for_torch
+
+SEEN = 2
+"""Windows that are remembered of data that may not be asked for again."""
 
 
 class Place(NamedTuple):
@@ -55,6 +58,7 @@ class Route:
         self.on_change: Callable[[str], None] | None = None
         """Told why data that was brought for other windows is not what it was."""
         self._state: ReadState | None = None
+        self._seen: deque[Window] = deque(maxlen=SEEN)
         self._all_count = ignored is not None and course.source.never_holds(ignored)
         self._feeding: Feeding | None = None
         self._version = 0
@@ -159,6 +163,8 @@ class Route:
                         stream, version = self._stream(epoch, number, steps, room), self._version
                     window = next(stream)
                     made = window.updates
+                    if not self._may_look:
+                        self._seen.append(window)
                     # The place moves before the step, so that between two steps it names the window to come.
                     expected = self.place = Place(number, place.window + made, place.served + made)
                     yield window
@@ -174,6 +180,12 @@ class Route:
                 self.reopen()
 
     # --- data that changes -----------------------------------------------------------------------
+
+    @property
+    def _may_look(self) -> bool:
+        """Whether samples may be fetched that the training has not asked for."""
+        source = self.course.source
+        return not source.computes or proof_of(source, may_draw=True).why_traces is None
 
     def _is_stale(self, is_new: bool, place: Place) -> bool:
         """Whether the data is no longer what feeds were opened with; then it is brought anew."""
@@ -308,8 +320,14 @@ class Route:
     def look(self, plan: Plan, windows: Iterable[int]) -> Iterator[Window]:
         """Some windows of the epoch that the place is in, one update each, as `plan` would bring them.
 
-        By a feed of their own: neither the place nor the stream of the training moves.
+        By a feed of their own: neither the place nor the stream of the training moves. Where fetching a sample may
+        leave a trace, the last windows of the training stand for others. Raises TrainingError where there was none.
         """
+        if not self._may_look:
+            if not self._seen:
+                raise TrainingError("samples of this data cannot be looked at, and the training has had none yet")
+            yield from (self._seen[window % len(self._seen)] for window in windows)
+            return
         number, micro = self.place.epoch, plan.memory.micro_batch
         epoch = self.course.order.epoch(number)
         if plan.feed.kind == "resident":
