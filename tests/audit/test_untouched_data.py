@@ -187,6 +187,20 @@ def test_random_samples_may_be_fetched_by_workers_of_a_rig_since_they_are_seeded
     assert "draws from" in rig.supports(Plan(feed=Feed(kind="resident")))
 
 
+class CountingAndDrawing(Of):
+    def __getitem__(self, index):
+        fetched.append(index)
+        return X[index] + random.random(), Y[index]
+
+
+def test_a_rig_fetches_each_sample_once_though_samples_draw():
+    fetched.clear()
+    rig = Rig(nn.Linear(5, 2), lambda p: torch.optim.SGD(p, lr=0.1), nn.CrossEntropyLoss())
+    for window in rig.feed(CountingAndDrawing(), batch_size=SIZE, epochs=2):
+        rig.step(window)
+    assert sorted(fetched) == sorted([*range(COUNT)] * 2)
+
+
 @pytest.mark.parametrize("data", [Noisy, Counting, Rows, Cached])
 def test_a_gate_of_a_rig_fetches_no_sample_of_such_data(data):
     from hotlap.tuner.gates import Gate

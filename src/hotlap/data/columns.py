@@ -153,11 +153,6 @@ class Selection(Source):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def drawn(self) -> tuple[str, ...]:
-        """What the source beneath says."""
-        return self.inner.drawn
-
     def why_not_gather(self) -> str | None:
         """What the source beneath says."""
         return self.inner.why_not_gather()

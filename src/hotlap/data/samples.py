@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class Source:
         self.probed: dict[str, Any] = {}
         """What was found out of the samples, kept so that it is found out once."""
         self._collate = collate or default_collate
-        self._drawn: list[Generator] = []
+        self._drawn: list[Generator] | None = None
+        """The generators that samples were seen to draw from; None before the first batch."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For other processes, without what was found out in this one."""
@@ -48,11 +50,6 @@ class Source:
 
     def __len__(self) -> int:
         return len(self.samples)
-
-    @property
-    def drawn(self) -> tuple[str, ...]:
-        """The generators that samples were seen to draw from."""
-        return tuple(generator.name for generator in self._drawn)
 
     def why_not_gather(self) -> str | None:
         """Why whole batches cannot be indexed out of this source, or None where they can."""
@@ -71,12 +68,17 @@ class Source:
 
         Randomness inside the dataset is seeded by ticket and epoch, so that it is the same in any process
         and any batch, and leaves the training's untouched. Seeding costs microseconds a sample, and most
-        datasets draw nothing: the generators are looked at before and after, and only where one has moved
-        is the batch fetched again, with that one seeded from there on.
+        datasets draw nothing: in the first batch all generators are seeded, and looked at behind every sample;
+        after it only those that had moved. Where another one moves later, that batch is fetched again.
         """
         before = [generator.state() for generator in HOST]
+        seeded: Sequence[Generator] = HOST
         try:
+            if self._drawn is None:
+                self._drawn = []
+                return self._first(tickets, seed, epoch)
             while True:
+                seeded = self._drawn
                 batch = self._attempt(tickets, seed, epoch)
                 moved = [g for g, was in zip(HOST, before, strict=True) if g.moved(was, g.state())]
                 surprises = [generator for generator in moved if generator not in self._drawn]
@@ -85,8 +87,29 @@ class Source:
                 self._drawn += surprises
         finally:
             for generator, was in zip(HOST, before, strict=True):
-                if generator in self._drawn:
+                if generator in seeded or generator in (self._drawn or ()):
                     generator.restore(was)
+
+    def _first(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
+        """The first batch: what its samples draw from is found out."""
+        samples: list[Any] = []
+        for ticket in tickets:
+            with self._noting(mix(seed, epoch, ticket)):
+                samples += self.read([ticket % len(self)])
+        with self._noting(mix(seed, epoch, *tickets)):
+            return self._collate(samples)
+
+    @contextmanager
+    def _noting(self, number: int) -> Iterator[None]:
+        """Inside, all generators are seeded by a number; those that move are noted."""
+        for generator in HOST:
+            generator.seed(number)
+        before = [generator.state() for generator in HOST]
+        yield
+        assert self._drawn is not None
+        for generator, was in zip(HOST, before, strict=True):
+            if generator not in self._drawn and generator.moved(was, generator.state()):
+                self._drawn.append(generator)
 
     def _attempt(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         length = len(self)
@@ -100,7 +123,7 @@ class Source:
         return self._collate(samples)
 
     def _seed(self, number: int) -> None:
-        for generator in self._drawn:
+        for generator in self._drawn or ():
             generator.seed(number)
 
     def read(self, indices: Sequence[int]) -> list[Any]:
