@@ -10,6 +10,7 @@ import operator
 import os
 import random
 import sys
+import time
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ def _table(loaded: frozenset[str]) -> dict[int, Known]:
     put(operator, ("index", "add", "sub", "mul", "truediv", "neg"), "operator.", makes_new=True)
     put(os.path, _PATHS, "os.path.", makes_new=True)
     put(os.path, _PATHS_READ, "os.path.", makes_new=True, reads_files=True)
+    put(time, ("sleep",), "time.", makes_new=True)  # which takes time, and does nothing
     put(np, ("load", "loadtxt", "genfromtxt"), "numpy.", makes_new=True, reads_files=True)
     put(builtins, ("open",), "", makes_new=True, reads_files=True)
     if "PIL.Image" in loaded:
