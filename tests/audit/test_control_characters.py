@@ -215,7 +215,7 @@ FILES = [
 ]
 
 
-@settings(max_examples=80, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(st.data())
 def test_no_string_of_any_file_reaches_the_terminal(world, data):
     name, words = data.draw(st.sampled_from(FILES))
