@@ -8,12 +8,17 @@ import torch
 from clocked import HELD_S, OWN_S, Clocked
 from plain import Computed, small_mlp
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap import Rig
 from hotlap.core.table import rows
 from hotlap.moves import fused, resident
+from hotlap.script.judging import ScriptGate
+from hotlap.script.session import Session, Settings
 from hotlap.tuner.allowance import SpentError, allowed, check_allowed
 from hotlap.tuner.gates import Gate, Judgement
+from hotlap.tuner.moment import Windows
+from hotlap.tuner.probe import CountingProbe
 
 
 def spent_s(training):
@@ -145,3 +150,52 @@ def test_time_that_may_be_spent_is_over_inside_only():
     check_allowed()
     with allowed(1000.0):
         check_allowed()
+
+
+def test_bringing_windows_to_be_compared_stops_where_all_is_spent():
+    rig = rig_for()
+    brought = []
+
+    class Slow(Computed):
+        def __getitem__(self, index):
+            brought.append(index)
+            return super().__getitem__(index)
+
+    rig.feed(Slow(), batch_size=8, epochs=1000)
+    with pytest.raises(SpentError), allowed(-1.0):
+        Windows(rig, rig.plan).bring(range(20))
+    assert len(brought) <= 16
+    check_allowed()
+    Windows(rig, rig.plan).bring(range(2))
+
+
+def test_a_glance_stops_where_all_is_spent_and_tells_nothing(monkeypatch):
+    monkeypatch.setattr("hotlap.tuner.probe.GLANCED_AT", ("cpu",))
+    rig = rig_for()
+    rig.keep_plans()
+    plan, steps = rig.plan, rig.steps
+    with allowed(-1.0):
+        assert CountingProbe(rig).glance(plan.but(optimizer="fused")) is None
+    assert (rig.plan, rig.steps) == (plan, steps)
+    assert CountingProbe(rig).glance(plan.but(optimizer="fused")) is not None
+
+
+def test_the_gate_of_a_script_stops_where_all_is_spent_and_leaves_no_trace(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)
+    session = Session(Settings(name="test", out=tmp_path / "run"))
+    with session:
+        for _ in range(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+        training = session._steering.training
+        weights = [p.detach().clone() for p in model.parameters()]
+        for changes in ({"precision": "bf16"}, {"kind": "gather"}):
+            with pytest.raises(SpentError), allowed(-1.0):
+                ScriptGate(training).check(training.plan.but(**changes))
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+        assert ScriptGate(training).check(training.plan.but(kind="gather")).ok
+    assert "fault" not in {entry.outcome for entry in training.ledger}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -453,7 +453,7 @@ class Rig:
         assert self._route is not None, "attach data first"
         return self._route.windows(epochs=epochs, steps=steps, epoch_ended=self._epoch_ended, room=room)
 
-    def look(self, plan: Plan, windows: Iterable[int]) -> Iterator[Window]:
+    def look(self, plan: Plan, windows: Iterable[int]) -> Generator[Window, None, None]:
         """Some windows of the current epoch, by their numbers, as `plan` would bring them; the training stays."""
         assert self._route is not None, "attach data first"
         return self._route.look(plan, windows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -317,7 +317,7 @@ class Route:
         """Windows in the epoch that the place is in, whether it has begun or not."""
         return len(self.course.order.epoch(self.place.epoch))
 
-    def look(self, plan: Plan, windows: Iterable[int]) -> Iterator[Window]:
+    def look(self, plan: Plan, windows: Iterable[int]) -> Generator[Window, None, None]:
         """Some windows of the epoch that the place is in, one update each, as `plan` would bring them.
 
         By a feed of their own: neither the place nor the stream of the training moves. Where fetching a sample may

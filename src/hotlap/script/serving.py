@@ -34,6 +34,7 @@ from hotlap.script.serving_feeds import Gathered, Iterate, LikeLoader, Resident,
 from hotlap.script.serving_holding import Holding
 from hotlap.script.serving_indices import Indices, generator_of, why_not_early
 from hotlap.script.serving_orders import order_of
+from hotlap.tuner.allowance import check_allowed
 
 CHANGED = "the data changed during the run"
 
@@ -401,6 +402,7 @@ class Serving:
         seen = mine.batches(iter(chosen)) if mine is not None else self.fed(feed, iter(chosen), copies)
         try:
             for index in chosen:
+                check_allowed()
                 truth = true_batch(source, self._like, index, pinned=self.own.pinned)
                 reason = why_other_batch(truth, next(seen))
                 if reason is not None:

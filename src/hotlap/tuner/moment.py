@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from functools import cached_property
 from typing import Any
 
@@ -42,8 +43,12 @@ class Windows:
     def bring(self, numbers: Iterable[int]) -> None:
         """Have these at hand; in one go, since workers may have to start for it."""
         missing = sorted(set(numbers) - self._brought.keys())
-        if missing:
-            self._brought.update(zip(missing, self._rig.look(self._plan, missing), strict=False))
+        if not missing:
+            return
+        with closing(self._rig.look(self._plan, missing)) as windows:
+            for number, window in zip(missing, windows, strict=False):
+                check_allowed()
+                self._brought[number] = window
 
     def __contains__(self, number: int) -> bool:
         return number in self._brought
