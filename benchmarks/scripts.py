@@ -2,6 +2,7 @@
 
     python -m benchmarks.scripts [--seconds 60] [--only NAME …] [--runs 1] [--once] [--json FILE]
     python -m benchmarks.scripts --seeds 3 --epochs 35 [--only NAME …]
+    python -m benchmarks.scripts --idle [--runs 5] [--epochs 400]
 
 Each script in `benchmarks/user_scripts` is run for as many epochs as take it `--seconds` by itself, then under hotlap
 with an empty cache, then by itself again, so that drift of the machine shows (`--once`: not again). The seconds are
@@ -11,6 +12,11 @@ Exit code 1 where one failed.
 
 With `--seeds` it is looked at what 16-bit precision does to their figures: each is trained so often under one captured
 plan in fp32 and under the same in bf16, with the same seeds.
+
+With `--idle` it is looked at what hotlap costs where there is nothing to gain: `benchmarks/idle_script.py`, tiny steps
+on the CPU, by itself and under hotlap in pairs, in turns. Told are CPU and wall seconds of a step in the first half of
+a run, in which hotlap decides, and in the second: the median epoch of each run, and over all pairs the median of the
+differences with their spread. On a machine that is busy otherwise, CPU seconds say more than wall seconds.
 """
 
 from __future__ import annotations
@@ -144,6 +150,36 @@ def precisions(options: argparse.Namespace, bytecode: Path) -> int:
     return int(failed)
 
 
+def idle(options: argparse.Namespace, bytecode: Path) -> int:
+    """What a step of tiny steps takes by itself and under hotlap, pair by pair."""
+    found: dict[str, list[dict[str, list[float]]]] = {"alone": [], "hotlap": []}
+    for number in range(options.runs):
+        for kind in list(found)[:: 1 if number % 2 else -1]:
+            one = ran("../idle_script", options.epochs, kind, bytecode)
+            if one.code:
+                return 1
+            found[kind].append(json.loads(one.lines[-1]))
+    pairs = list(zip(found["alone"], found["hotlap"], strict=True))
+    for half in ("first", "second"):
+        for clock in ("cpu_s", "wall_s"):
+            both = [[half_of(run[clock], half) for run in pair] for pair in pairs]
+            more = sorted(1e6 * (hotlap - alone) for alone, hotlap in both)
+            share = statistics.median(hotlap / alone - 1 for alone, hotlap in both)
+            alone_us = 1e6 * statistics.median(alone for alone, _ in both)
+            print(
+                f"{half:>6} half, {clock.removesuffix('_s'):>4}: {alone_us:7.1f} µs a step by itself, under hotlap "
+                f"{statistics.median(more):+6.1f} µs [{more[0]:+.1f}, {more[-1]:+.1f}], {100 * share:+.1f} %"
+            )
+    print("asked for in the second half: at most 0.5 % or 20 µs")
+    return 0
+
+
+def half_of(epochs: list[float], half: str) -> float:
+    """The median epoch of one half of a run."""
+    middle = len(epochs) // 2
+    return statistics.median(epochs[:middle] if half == "first" else epochs[middle:])
+
+
 def main() -> int:
     """Run all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,12 +189,15 @@ def main() -> int:
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int)
-    parser.add_argument("--epochs", type=int, default=35, help="with --seeds")
+    parser.add_argument("--epochs", type=int, default=35, help="with --seeds and --idle")
+    parser.add_argument("--idle", action="store_true")
     options = parser.parse_args()
     facts: dict[str, object] = {"versions": versions(), "seconds": options.seconds, "scripts": {}}
     failed = False
     with tempfile.TemporaryDirectory(prefix="hotlap-bytecode-") as bytecode:
         compile_hotlap(Path(bytecode))
+        if options.idle:
+            return idle(options, Path(bytecode))
         if options.seeds:
             return precisions(options, Path(bytecode))
         for name in options.only:
