@@ -63,8 +63,8 @@ def test_patches_come_off_exactly():
         pass
 
     patches = Patches()
-    patches.put(Child, "said", lambda self: "ours")
-    patches.put(Base, "said", lambda self: "ours too")
+    patches.put(Child, "said", lambda own: lambda self: "ours")
+    patches.put(Base, "said", lambda own: lambda self: "ours too")
     assert (Child().said(), Base().said()) == ("ours", "ours too")
     patches.take_out_all()
     assert (Child().said(), Base().said()) == ("base", "base")
@@ -77,7 +77,7 @@ def test_a_patch_that_somebody_else_has_covered_stays_theirs():
             return "base"
 
     patches = Patches()
-    patches.put(Base, "said", lambda self: "ours")
+    patches.put(Base, "said", lambda own: lambda self: "ours")
     Base.said = lambda self: "theirs"
     patches.take_out_all()
     assert Base().said() == "theirs"

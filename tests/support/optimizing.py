@@ -15,8 +15,8 @@ def at_work(updates):
     patches = Patches()
     patches.hooked("before", register_optimizer_step_pre_hook(updates.before_step))
     patches.hooked("after", register_optimizer_step_post_hook(lambda one, *_: updates.after_step(one)))
-    for name, part in stand_ins(lambda: updates.clipping):
-        patches.put(clip_grad, name, part)
+    for name, make in stand_ins(lambda: updates.clipping):
+        patches.put(clip_grad, name, make)
     try:
         yield
     finally:

@@ -115,16 +115,16 @@ class Visitor:
         put = self._patches.put
         for owner, name in SAVES:
             if hasattr(owner, name):  # TorchScript may be turned off
-                put(owner, name, self.files.before(getattr(owner, name)))
-        put(DataLoader, "__init__", self._made(DataLoader.__init__))
-        put(DataLoader, "_get_iterator", self._iterated(DataLoader._get_iterator))
-        put(_BaseDataLoaderIter, "__next__", self._given(_BaseDataLoaderIter.__next__))
+                put(owner, name, self.files.before)
+        put(DataLoader, "__init__", self._made)
+        put(DataLoader, "_get_iterator", self._iterated)
+        put(_BaseDataLoaderIter, "__next__", self._given)
         if self._obeying is not None:
             self._obeying.start()
-            put(Served, "__next__", self._given(Served.__next__))
+            put(Served, "__next__", self._given)
         if self._wish.keeps_gradients:
             for kind in (Optimizer, nn.Module):
-                put(kind, "zero_grad", _in_place(kind.zero_grad))
+                put(kind, "zero_grad", _in_place)
         if self._wish.watches or self._wish.checkpoint:
             self._patches.hooked("model", register_module_forward_pre_hook(self._called))
         self._patches.hooked("steps", register_optimizer_step_pre_hook(self._steps))

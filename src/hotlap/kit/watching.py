@@ -53,7 +53,7 @@ class Watch:
         if self._sees_updates:
             hooked("update begins", register_optimizer_step_pre_hook(self.update_begins))
             hooked("update ends", register_optimizer_step_post_hook(self.update_ends))
-        self._patches.put(torch.autograd, "backward", self._backward(torch.autograd.backward))
+        self._patches.put(torch.autograd, "backward", self._backward)
         for number, parameter in enumerate(self._parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
             hooked(f"gradient {number}", handle)

@@ -91,8 +91,8 @@ class Endings:
             return
         self._is_in = True
         for name in LOSSES:
-            self._patches.put(F, name, self._loss(name, losses.standing_in(getattr(F, name))))
-        self._patches.put(Tensor, "backward", self._backward(Tensor.backward))
+            self._patches.put(F, name, functools.partial(self._loss, name))
+        self._patches.put(Tensor, "backward", self._backward)
 
     def take_out(self) -> None:
         """Leave torch as it was."""
@@ -108,7 +108,9 @@ class Endings:
             if type(output) is Tensor:
                 self._given = _Given(weakref.ref(output), output._version, _stream_of(output), weakref.ref(turn))
 
-    def _loss(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _loss(self, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
+        own = losses.standing_in(found)
+
         @functools.wraps(own)
         def loss(*args: Any, **kwargs: Any) -> Any:
             made = own(*args, **kwargs)

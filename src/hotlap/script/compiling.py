@@ -54,11 +54,12 @@ class Compiling:
         self._on_compile()
 
     def _before(self, owner: Any, name: str, tell: Callable[[], object]) -> None:
-        own = getattr(owner, name)
+        def make(own: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(own)
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                tell()
+                return own(*args, **kwargs)
 
-        @functools.wraps(own)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            tell()
-            return own(*args, **kwargs)
+            return watched
 
-        self._patches.put(owner, name, watched)
+        self._patches.put(owner, name, make)

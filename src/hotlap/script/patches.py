@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -9,6 +10,60 @@ from typing import Any, cast
 import torch
 
 _NOTHING = object()
+Make = Callable[[Any], Any]
+"""Given what is found at an attribute, makes what stands in for it."""
+
+
+class _Patch:
+    """What stands in for one attribute of a class or module."""
+
+    def __init__(self, owner: Any, name: str, make: Make) -> None:
+        self.owner, self.name, self.make = owner, name, make
+        self.beneath, self.own = vars(owner).get(name, _NOTHING), getattr(owner, name)
+        """What was there before, and as it is called: it may belong to a class beneath."""
+        self.value = make(self.own)
+        setattr(owner, name, self.value)
+
+    @property
+    def is_on_top(self) -> bool:
+        """Whether it is what is found there, so that nobody else has put something over it."""
+        return vars(self.owner).get(self.name, _NOTHING) is self.value
+
+
+class _Stacks:
+    """All patches of this process, by attribute, in the order in which they were put: they come out in any order."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[tuple[int, str], list[_Patch]] = {}
+
+    def put(self, owner: Any, name: str, make: Make) -> _Patch:
+        """One more on top of what is there."""
+        patch = _Patch(owner, name, make)
+        self._stacks.setdefault((id(owner), name), []).append(patch)
+        return patch
+
+    def take_out(self, patch: _Patch) -> None:
+        """Remove one; those above it are made anew, on what is beneath it."""
+        stack = self._stacks[id(patch.owner), patch.name]
+        above = stack[stack.index(patch) + 1 :]
+        is_on_top = stack[-1].is_on_top
+        stack.remove(patch)
+        if not stack:
+            del self._stacks[id(patch.owner), patch.name]
+        gone, beneath, own = patch.value, patch.beneath, patch.own
+        for one in above:
+            if one.beneath is not gone:
+                return  # somebody else has put something between: what that calls passes on
+            gone, one.beneath, one.own = one.value, beneath, own
+            beneath = own = one.value = one.make(own)
+        # If somebody has put something on top since, it stays, and what it calls passes on.
+        if is_on_top and beneath is _NOTHING:
+            delattr(patch.owner, patch.name)
+        elif is_on_top:
+            setattr(patch.owner, patch.name, beneath)
+
+
+_stacks = _Stacks()
 
 
 class Patches:
@@ -17,23 +72,14 @@ class Patches:
     def __init__(self) -> None:
         self._undo: dict[str, Callable[[], Any]] = {}
 
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        """Let `value` stand in for an attribute of a class or module."""
+    def put(self, owner: Any, name: str, make: Make) -> None:
+        """Let what `make` gives stand in for an attribute of a class or module, which `make` is given.
+
+        It is made anew when something beneath is taken out, and may still be called after it was taken out itself.
+        """
         key = f"{owner.__name__}.{name}"
-        if key in self._undo:
-            return
-        before = vars(owner).get(name, _NOTHING)
-        setattr(owner, name, value)
-
-        def undo() -> None:
-            # Whoever has put something else there since is in charge of it.
-            if vars(owner).get(name) is value:
-                if before is _NOTHING:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
-
-        self._undo[key] = undo
+        if key not in self._undo:
+            self._undo[key] = functools.partial(_stacks.take_out, _stacks.put(owner, name, make))
 
     def has(self, key: str) -> bool:
         """Whether one of them is in place, by the name of its attribute or its key."""

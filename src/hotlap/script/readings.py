@@ -103,10 +103,10 @@ class Readings:
         self._is_on = early
         if early and not self._patches.has("Tensor.item"):
             for name in READS:
-                self._patches.put(Tensor, name, untraced(self._read(getattr(Tensor, name))))
-            self._patches.put(Tensor, "to", untraced(self._sends(Tensor.to)))
-            self._patches.put(Tensor, "copy_", untraced(self._fills(Tensor.copy_)))
-            self._patches.put(torch.cuda.Event, "elapsed_time", _waiting(torch.cuda.Event.elapsed_time))
+                self._patches.put(Tensor, name, self._read)
+            self._patches.put(Tensor, "to", self._sends)
+            self._patches.put(Tensor, "copy_", self._fills)
+            self._patches.put(torch.cuda.Event, "elapsed_time", _waiting)
 
     def close(self) -> None:
         """Leave torch as it was. (Where others have patched on top, what lies beneath only passes on.)"""
@@ -166,7 +166,7 @@ class Readings:
             self.answered += 1
             return kept.place.value()
 
-        return read
+        return untraced(read)
 
     def _sends(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """What is sent to the host without waiting is there once torch has read a loss, and not before."""
@@ -179,7 +179,7 @@ class Readings:
                 self._note_sent(tensor, made)
             return made
 
-        return to
+        return untraced(to)
 
     def _fills(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """So is what memory of the host is filled with."""
@@ -191,7 +191,7 @@ class Readings:
                 self._note_sent(src, made)
             return made
 
-        return copy_
+        return untraced(copy_)
 
     def _note_sent(self, source: Any, made: Tensor) -> None:
         if made.device.type == "cpu" and isinstance(source, Tensor) and source.device == self._device:

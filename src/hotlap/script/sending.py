@@ -71,26 +71,21 @@ class Sending:
         """Answer from here on."""
         if not self.installed:
             self.installed = True
-            own_to, own_cuda, served = torch.Tensor.to, torch.Tensor.cuda, self._served
+            self._patches.put(torch.Tensor, "to", functools.partial(self._answering, _asked_by_to))
+            self._patches.put(torch.Tensor, "cuda", functools.partial(self._answering, _asked_by_cuda))
 
-            @functools.wraps(own_to)
-            def to(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-                if id(tensor) in served:
-                    copy = self._answer(tensor, _asked_by_to, args, kwargs)
-                    if copy is not None:
-                        return copy
-                return own_to(tensor, *args, **kwargs)
+    def _answering(self, parse: Callable[..., Any], own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        served = self._served
 
-            @functools.wraps(own_cuda)
-            def cuda(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
-                if id(tensor) in served:
-                    copy = self._answer(tensor, _asked_by_cuda, args, kwargs)
-                    if copy is not None:
-                        return copy
-                return own_cuda(tensor, *args, **kwargs)
+        @functools.wraps(own)
+        def sent(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+            if id(tensor) in served:
+                copy = self._answer(tensor, parse, args, kwargs)
+                if copy is not None:
+                    return copy
+            return own(tensor, *args, **kwargs)
 
-            self._patches.put(torch.Tensor, "to", untraced(to))
-            self._patches.put(torch.Tensor, "cuda", untraced(cuda))
+        return untraced(sent)
 
     def remove(self) -> None:
         """Leave torch as it was, and let go of all copies."""

@@ -111,15 +111,15 @@ class Session:
     def start(self) -> None:
         """Watch from here on."""
         self._home = (os.getpid(), threading.get_ident())
-        self._original_call, self._original_iter = nn.Module.__call__, DataLoader.__iter__
+        self._original_iter = DataLoader.__iter__
         self._open = True
-        # Functions, so that classes bind them.
-        self._patches.put(DataLoader, "__iter__", lambda loader: self._iterated(loader))
+        # A function, so that the class binds it.
+        self._patches.put(DataLoader, "__iter__", lambda own: lambda loader: self._iterated(loader))
         if self._compiling.can_be_watched():
             self._compiling.watch()
         else:
             for name in MAKING:
-                self._patches.put(Optimizer, name, self._making(getattr(Optimizer, name)))
+                self._patches.put(Optimizer, name, self._making)
         for hook in (Session._before_step, Session._after_step):
             untraced(hook)
         self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
@@ -340,8 +340,8 @@ class Session:
             self._patches.take_out(CALLS)
         if steering.training.updates.clipping is not None:
             self._shortcuts.put(steering.training.optimizers)
-            for name, part in stand_ins(self._clipping):
-                self._patches.put(clip_grad, name, part)
+            for name, make in stand_ins(self._clipping):
+                self._patches.put(clip_grad, name, make)
         else:
             self._take_out_shortcuts()
 
@@ -486,7 +486,10 @@ class Session:
     def _watch_calls(self) -> None:
         if self._patches.has(CALLS) or self._compiling.has_begun:
             return
-        original, depth = self._original_call, [0]
+        self._patches.put(nn.Module, "__call__", self._calling)
+
+    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        depth = [0]
         # None but inside of compiled functions.
         compiled_by = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
@@ -512,7 +515,7 @@ class Session:
             return original(module, *args, **kwargs)
 
         # `torch.compile(module)` keeps what it finds here, and compiles what that calls.
-        self._patches.put(nn.Module, "__call__", untraced(called, beneath=False))
+        return untraced(called, beneath=False)
 
     # --- what goes wrong -------------------------------------------------------------------------
 

@@ -33,26 +33,32 @@ NORM, SCALE = "_get_total_norm", "_clip_grads_with_norm_"
 
 
 def stand_ins(clipping: Callable[[], Clipping | None]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What is to be put in the place of torch's parts, by their names; nothing where torch has no such parts.
+    """What makes stand-ins for torch's parts, by their names; nothing where torch has no such parts.
 
     Others that use these parts may do anything between them: they get torch's own.
     """
     clip = getattr(clip_grad.clip_grad_norm_, "__wrapped__", None)
-    norm, scale = getattr(clip_grad, NORM, None), getattr(clip_grad, SCALE, None)
-    if clip is None or norm is None or scale is None or not {NORM, SCALE} <= set(clip.__code__.co_names):
+    has_parts = hasattr(clip_grad, NORM) and hasattr(clip_grad, SCALE)
+    if clip is None or not has_parts or not {NORM, SCALE} <= set(clip.__code__.co_names):
         return
     code = clip.__code__
 
-    def norm_of(*args: Any, **kwargs: Any) -> Any:
-        found = clipping() if sys._getframe(1).f_code is code else None
-        return norm(*args, **kwargs) if found is None else found.norm(norm, *args, **kwargs)
+    def norms(norm: Callable[..., Any]) -> Callable[..., Any]:
+        def norm_of(*args: Any, **kwargs: Any) -> Any:
+            found = clipping() if sys._getframe(1).f_code is code else None
+            return norm(*args, **kwargs) if found is None else found.norm(norm, *args, **kwargs)
 
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        found = clipping() if sys._getframe(1).f_code is code else None
-        return scale(*args, **kwargs) if found is None else found.scale(scale, *args, **kwargs)
+        return norm_of
 
-    yield NORM, norm_of
-    yield SCALE, scaled
+    def scales(scale: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            found = clipping() if sys._getframe(1).f_code is code else None
+            return scale(*args, **kwargs) if found is None else found.scale(scale, *args, **kwargs)
+
+        return scaled
+
+    yield NORM, norms
+    yield SCALE, scales
 
 
 @dataclass(frozen=True)

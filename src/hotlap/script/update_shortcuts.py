@@ -30,9 +30,9 @@ class Shortcuts:
             return
         self._ours = {id(one): one for one in optimizers if why_strange(one) is None}
         if self._ours:
-            self._patches.put(Optimizer, "zero_grad", self._zero_grad(Optimizer.zero_grad))
+            self._patches.put(Optimizer, "zero_grad", self._zero_grad)
         for kind in {type(one) for one in self._ours.values()}:
-            self._patches.put(kind, "step", self._step(kind.step))
+            self._patches.put(kind, "step", self._step)
 
     def take_out(self) -> None:
         """Leave torch as it was."""

@@ -129,7 +129,7 @@ class Waits:
         self._thread = threading.get_ident()
         for call in (*_OF_TENSORS, *_OF_DEVICES):
             watch = self._of_tensor if call in _OF_TENSORS else self._of_device
-            self._patches.put(call.owner, call.name, untraced(watch(call, getattr(call.owner, call.name))))
+            self._patches.put(call.owner, call.name, partial(watch, call))
 
     def remove(self) -> None:
         """Leave everything as it was before `install`; what was noted stays."""
@@ -189,14 +189,14 @@ class Waits:
                 waits = on_gpu(tensor)
             return self._timed(call, partial(run, tensor), args, kwargs) if waits else run(tensor, *args, **kwargs)
 
-        return watched
+        return untraced(watched)
 
     def _of_device(self, call: _Call, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             return self._timed(call, original, args, kwargs)
 
-        return watched
+        return untraced(watched)
 
     def _is_on_gpu(self, tensor: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
