@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral
@@ -22,6 +23,9 @@ METRICS = {"accuracy": "higher", "macro_f1": "higher", "mae": "lower", "rmse": "
 """Metrics known by name, and which direction is better."""
 
 ORDERS = ("shuffled", "as given")
+
+MOST = 2**31 - 1
+"""Of samples, updates, epochs: what no training comes to."""
 
 RECORDED = ("loss", "step", "epoch", "samples", "train_loss", "valid_loss", "lr", "elapsed_s")
 """What a run records beside the metrics, which therefore need other names."""
@@ -62,6 +66,8 @@ class Problems:
                 continue
             if not is_whole(value) or value < 1:
                 self._add(f"{name}={shown(value)} must be a whole number of at least 1")
+            elif value > MOST:
+                self._add(f"{name}={shown(value)} is too large; the most is {MOST:,}")
         if not is_whole(job.seed) or not 0 <= job.seed < 2**63:
             self._add(f"seed={shown(job.seed)} must be a whole number from 0 to 2**63 - 1")
         clip = job.clip
@@ -281,7 +287,7 @@ def is_whole(value: object) -> bool:
 def _is_device(value: object) -> bool:
     if not isinstance(value, str):
         return False
-    return value in ("auto", "cpu", "cuda") or (value.startswith("cuda:") and value[5:].isdecimal())
+    return value in ("auto", "cpu", "cuda") or (re.fullmatch(r"cuda:[0-9]{1,3}", value) is not None)
 
 
 def _unwrapped(function: Any) -> Any:

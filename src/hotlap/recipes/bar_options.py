@@ -10,6 +10,8 @@ from hotlap.recipes.options import MOST, Options, option, outside
 
 MODELS = ("lstm", "transformer", "mlp")
 UNITS = {"m": 60, "h": 3600, "d": 86400}
+LONGEST_S = 400 * 86400
+"""A frame of more seconds is none: that is longer than a year."""
 AUTO = "auto"
 """In place of frames."""
 JUDGED_BARS = 2**17
@@ -26,7 +28,7 @@ class TemporalOptions(Options):
         (AUTO,),
         "longer bars that are made of the file's own and joined to them; auto: h1 and h4 where longer",
     )
-    length: int = option(20, "bars in a window")
+    length: int = option(20, "bars in a window", most=10_000)
     ahead: int = option(4, "bars to look ahead")
     threshold: float = option(1.0, "how far is up or down: a multiple of the volatility, or a share of the price")
     volatility: int = option(96, "bars over which the volatility is taken; 0: the threshold is a share of the price")
@@ -38,7 +40,7 @@ class TemporalOptions(Options):
     clip: float = option(0.5, "the largest norm of all gradients together")
     weight_decay: float = option(0.01, "of AdamW")
     balance: bool = option(True, "weigh classes by how rare they are")
-    folds: int = option(0, "walk forward: as many times train on what came before, judge on what comes next")
+    folds: int = option(0, "walk forward: as many times train on what came before, judge on what comes next", most=1000)
     onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
@@ -83,4 +85,5 @@ def seconds_of(frame: str) -> int | None:
     if not found:
         return None
     unit, number = found[1] or found[4], int(found[2] or found[3])
-    return number * UNITS[unit] or None
+    seconds = number * UNITS[unit]
+    return seconds if 0 < seconds <= LONGEST_S else None

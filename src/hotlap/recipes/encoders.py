@@ -51,7 +51,7 @@ class EncoderOptions(Options):
 
     weights: str = option("", "minilm, scratch, or a folder with an encoder; minilm where it is installed")
     config: str = option("", "the config.json of an encoder to train from scratch")
-    most: int = option(192, "tokens of a text at most")
+    most: int = option(192, "tokens of a text at most", most=65_536)
     vocabulary: int = option(8000, "words and pieces of the tokenizer that is made from the texts, from scratch")
 
     def __post_init__(self) -> None:

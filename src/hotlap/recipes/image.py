@@ -54,8 +54,10 @@ class ImageOptions(Options):
     size: int = option(224, "pixels along a side")
     fit: str = option("stretch", "how a picture becomes a square: stretch all of it, or crop its middle")
     models: tuple[str, ...] = option(("resnet",), "resnet, vit, timm:NAME or transformers:TYPE; the best is kept")
-    width: int = option(64, "channels of the resnet's first stage; the vit is three times as wide")
-    depth: int = option(2, "blocks of each of the resnet's four stages; the vit has three times as many layers")
+    width: int = option(64, "channels of the resnet's first stage; the vit is three times as wide", most=4096)
+    depth: int = option(
+        2, "blocks of each of the resnet's four stages; the vit has three times as many layers", most=256
+    )
     weights: str = option("", "a .safetensors file of the model, or a folder with one of transformers, to begin with")
     patience: int = option(5, "evaluations without improvement before it stops")
     flip: bool = option(True, "mirror pictures at random; not for letters and digits")

@@ -20,6 +20,10 @@ from hotlap.store.loading import load_weights
 CONFIG = "config.json"
 LONGEST = 200
 """Characters of a library's error that a line shows."""
+MOST_LAYERS, MOST_NUMBER, MOST_LISTED = 1024, 10_000_000, 100_000
+"""Of a config: layers, any other whole number (a vocabulary may have a million words), and entries of a list."""
+LAYERS = ("layers", "n_layer", "depth", "depths", "num_blocks", "num_stages")
+"""How keys end that say how many layers there are."""
 LEADS_ELSEWHERE = ("auto_map", "attn_implementation", "_attn_implementation", "experts_implementation", "kernel_config")
 """Keys that make the library load code; names of other models and folders (`…name_or_path`) are refused beside them."""
 OTHER_LIBRARIES = ("timm_wrapper", "timm_backbone")
@@ -74,12 +78,18 @@ def read_config(path: Path, *, is_installed: bool = False) -> dict[str, Any]:
 def checked(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A model's settings without those of no effect; StoreError where some are unknown, or name code to load."""
     auto = library("transformers", "this model", "hotlap[text]")
-    wrong = dict.fromkeys(_leading_elsewhere(config))
+    try:
+        wrong = dict.fromkeys(_leading_elsewhere(config))
+        absurd = next(_absurd(config), None)
+    except RecursionError:
+        raise StoreError(f"{source} is nested too deeply; give the {CONFIG} of a model of transformers") from None
     if wrong:
         raise StoreError(
             f"{source} has {_listed(wrong)}, which can make the library load a stranger's code or files; "
             "remove it from the file if the model works without it"
         )
+    if absurd is not None:
+        raise StoreError(f"{source} has {absurd}; correct it")
     found = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
     with _library_errors(source), _quietly():
         example = auto.AutoConfig.for_model(config["model_type"])
@@ -181,6 +191,21 @@ def _leading_elsewhere(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _leading_elsewhere(inner)
+
+
+def _absurd(value: Any, key: str = "") -> Iterator[str]:
+    """Numbers and lists of a config, and of all inside of it, that no model has: they would fill the memory."""
+    most = MOST_LAYERS if key.endswith(LAYERS) else MOST_NUMBER
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _absurd(inner, str(name))
+    elif isinstance(value, (list, tuple)):
+        if len(value) > MOST_LISTED:
+            yield f"{shown(key)} of {len(value):,} entries, at most {MOST_LISTED:,} are taken"
+        for inner in value:
+            yield from _absurd(inner, key)
+    elif isinstance(value, int) and abs(value) > most:
+        yield f"{shown(key)} of {shown(value)}, at most {most:,} is taken"
 
 
 def _unknown(config: Mapping[str, Any], example: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,21 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from hotlap.core.errors import JobError, StoreError, did_you_mean, shown
+from hotlap.core.units import MIB
+from hotlap.store.files import read_text
 
-MOST = 1e30
-"""Any number that is one."""
+MOST, MOST_WHOLE = 1e30, 1_000_000
+"""What a number, and a whole number, may be at most, where an option says nothing else."""
+MOST_FILE_BYTES = MIB
+"""Of an options file; a run's has some hundred."""
+LONGEST_WORD, MOST_WORDS = 4096, 100
+"""Characters of a word, as a path may have them, and words in a list."""
 
 
-def option(default: Any, told: str) -> Any:
-    """A field of options with what `hotlap recipes` says of it."""
-    return field(default=default, metadata={"told": told})
+def option(default: Any, told: str, *, most: float | None = None) -> Any:
+    """A field of options with what `hotlap recipes` says of it; a number is at most `most`."""
+    usual = MOST_WHOLE if isinstance(default, int) else MOST
+    return field(default=default, metadata={"told": told, "most": usual if most is None else most})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +44,7 @@ class Options:
     batch_size: int = option(64, "samples an update")
     lr: float = option(0.0, "the highest learning rate; 0 leaves it to the recipe")
     patience: int = option(3, "evaluations without improvement before it stops")
-    seed: int = option(0, "decides first weights, order and what is held out")
+    seed: int = option(0, "decides first weights, order and what is held out", most=2**63 - 1)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     plan: str = option("auto", "as for fit: auto, off, max, a plan file, or a run to replay")
 
@@ -49,7 +57,8 @@ class Options:
         if self.epochs < 0:
             wrong.append(f"epochs={self.epochs} is below 0")
         wrong += outside(self, seed=(0, 2**63 - 1), lr=(0, MOST))
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        wrong += _too_much(self)
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             wrong.append(f"device={shown(self.device)} is none of auto, cpu, cuda, cuda:N")
         if not 0 < self.valid_share < 1:
             wrong.append(f"valid_share={self.valid_share} must be between 0 and 1")
@@ -71,6 +80,22 @@ class Options:
         An odd number may take long: 19,200 windows by 6,553 took the LSTM in 16 bits on an H200 8 times as by 4,096.
         """
         return max(4 * self.batch_size, 1 << max(0, (most // one).bit_length() - 1))
+
+
+def _too_much(options: Options) -> list[str]:
+    """A line for each whole number, word and list that is larger than any that makes sense."""
+    found = []
+    for one in fields(options):
+        value, most = getattr(options, one.name), one.metadata["most"]
+        if isinstance(value, int) and value > most:  # of those with a point, each recipe says the range
+            found.append(f"{one.name}={shown(value)} is too large; the most is {most:,}")
+        elif isinstance(value, tuple) and len(value) > MOST_WORDS:
+            found.append(f"{one.name} has {len(value):,} words; the most is {MOST_WORDS}")
+        words = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()
+        longest = max(map(len, words), default=0)
+        if longest > LONGEST_WORD:
+            found.append(f"{one.name} has a word of {longest:,} characters; the most is {LONGEST_WORD:,}")
+    return found
 
 
 def outside(options: Options, **ranges: tuple[float, float]) -> list[str]:
@@ -204,9 +229,9 @@ def from_words(words: Sequence[str]) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        said = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StoreError(f"cannot read {file}: {error.strerror or error}") from None
+        said = tomllib.loads(read_text(file, MOST_FILE_BYTES))
+    except RecursionError:
+        raise StoreError(f"{file} is no options file: it is nested too deeply") from None
     except ValueError as error:
         raise StoreError(f"{file} is no options file: {error}") from None
     said.pop("recipe", None)
@@ -216,8 +241,8 @@ def _read(file: Path) -> dict[str, Any]:
 def recipe_in(file: Path) -> str | None:
     """The recipe that an options file belongs to, where it says so."""
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8")).get("recipe")
-    except (OSError, ValueError):
+        found = tomllib.loads(read_text(file, MOST_FILE_BYTES)).get("recipe")
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, str) else None
 
@@ -229,10 +254,13 @@ def _as(kind: Any, value: Any) -> Any:
         if isinstance(value, bool):
             return value
         return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[_text(value)]
-    if kind is int and not isinstance(value, (bool, float)):
+    if kind is int and isinstance(value, (int, str)) and not isinstance(value, bool):
         return int(value)
-    if kind is float and not isinstance(value, bool):
-        return float(value)
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
     if kind == tuple[str, ...]:
         listed = value.split(",") if isinstance(value, str) else value
         if isinstance(listed, (list, tuple)) and all(isinstance(one, str) for one in listed):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hotlap.core.errors import DataError, HotlapError, PlanError, StoreError, TrainingError, UsageError, shown
 from hotlap.core.job import Job
 from hotlap.core.table import table as tuning_table
-from hotlap.core.units import show_seconds
+from hotlap.core.units import MIB, show_seconds
 from hotlap.fitting.beginning import AnotherTrainingError
 from hotlap.fitting.loop import fit
 from hotlap.fitting.run import Run
@@ -40,6 +40,7 @@ from hotlap.recipes.existing import exists, is_file
 from hotlap.recipes.judging import Report, answers_of, judge_of
 from hotlap.recipes.options import Options, as_file, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
+from hotlap.recipes.state_checks import state_problem
 from hotlap.store.files import read_text, write_text
 from hotlap.store.loading import made_with
 from hotlap.store.run_folder import RunFolder, finite
@@ -49,6 +50,7 @@ STATE, OPTIONS, REPORT, MODEL = "recipe.json", "options.toml", "report.json", "m
 CURVES, CONFUSION = "curves.svg", "confusion.svg"
 PLAN = "plan.toml"
 """In the folder of a training that was begun."""
+MOST_STATE_BYTES = 64 * MIB
 FORMAT = 1
 """Of the state file; one of a newer hotlap is refused."""
 
@@ -263,21 +265,30 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
     if not path.is_file():
         raise StoreError(f"{folder} is no run of a recipe: there is no {STATE} in it")
     try:
-        state = json.loads(read_text(path))
+        state = json.loads(read_text(path, MOST_STATE_BYTES))
         version = state["format"]
-    except (ValueError, KeyError, TypeError):
+    except StoreError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise StoreError(f"{path} is damaged; train again") from None
     if version != FORMAT:
-        raise StoreError(f"{path} has format {version}, and this hotlap reads {FORMAT}; update hotlap or train again")
+        told = shown(version)
+        raise StoreError(f"{path} has format {told}, and this hotlap reads {FORMAT}; update hotlap or train again")
     try:
+        problem = state_problem(state)
+        if problem is not None:
+            raise StoreError(f"{path} is damaged: {problem}; train again")
         reader = recipe_named(state["recipe"]).revive(state["reader"], folder)
         model = made_with(partial(reader.model, state["model"]), folder / MODEL)
         if not isinstance(state["target"], str):
             raise TypeError(f"target={shown(state['target'])}")
-        if type(state["batch_size"]) is not int or state["batch_size"] < 1:
-            raise ValueError(f"batch_size={shown(state['batch_size'])}")
-        _threshold_in(state)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        state["batch_size"]  # is needed later
+        threshold = _threshold_in(state)
+        if threshold is not None and not 0 <= threshold.rare < len(reader.classes):
+            raise ValueError(f"threshold={shown(state['threshold'])}")
+    except MemoryError:
+        raise StoreError(f"{path} asks for a model that needs more memory than there is; train again") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         if isinstance(error, HotlapError):
             raise
         raise StoreError(f"{path} is damaged: {shown(error)}; train again") from None

@@ -9,17 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hotlap.core.errors import StoreError, shown
-from hotlap.core.units import show_bytes
+from hotlap.core.errors import HotlapError, StoreError, shown
+from hotlap.core.units import MIB, show_bytes
 from hotlap.store.files import read_text
 from hotlap.store.tensors import tensors_from
 from hotlap.store.weights import load_weights_into, unwrapped
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
+MOST_BEYOND = 4
+"""How many times larger a model may be than the weights that it is to have; tied ones are in it several times."""
 MOST_HEADER_BYTES = 100_000_000
 """As the format itself has it; a header says names and shapes only."""
 
@@ -98,11 +101,30 @@ def load_into(model: nn.Module, path: str | Path) -> None:
 
 
 def made_with(make: Callable[[], nn.Module], path: str | Path) -> nn.Module:
-    """A model that `make` makes, with the weights of a file; no first weights are drawn, which takes seconds."""
+    """A model that `make` makes, with the weights of a file; no first weights are drawn, which takes seconds.
+
+    Raises StoreError, before memory is taken, for a model that is many times larger than its weights.
+    """
+    weights = load_weights(path)
+    size, held = bytes_of(make), sum(one.numel() * one.element_size() for one in weights.values())
+    if size > MOST_BEYOND * held + MIB:
+        raise StoreError(f"{path} has {show_bytes(held)} of weights, and its model would have {show_bytes(size)}")
     with _Undrawn():
         model = make()
-    load_into(model, path)
+    load_weights_into(unwrapped(model), weights)
     return model
+
+
+def bytes_of(make: Callable[[], nn.Module]) -> int:
+    """How many bytes a model has that `make` makes: found without making its tensors; 0 where that cannot be."""
+    try:
+        with torch.device("meta"):
+            model = make()
+    except HotlapError:
+        raise
+    except Exception:  # a model whose making looks at values: only making it will tell
+        return 0
+    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
 
 
 class _Undrawn(TorchFunctionMode):
