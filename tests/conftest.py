@@ -38,7 +38,7 @@ LONGEST = (
     "benchmarks/test_text_rivals.py", "benchmarks/test_recipes.py", "script/test_calls.py", "engine/test_encoders.py",
     "recipes/test_temporal.py", "test_public_face.py", "guard/test_identity_held.py", "script/test_notebook.py",
     "recipes/test_newcomer.py", "data/test_tokenising.py",
-    "script/test_session.py", "store/test_checkpoints.py",
+    "script/test_session.py", "store/test_checkpoints.py", "audit/test_differential.py",
 )  # fmt: skip
 """Those that take ten seconds or more of a core, the longest first."""
 
