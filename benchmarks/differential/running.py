@@ -120,7 +120,8 @@ class Runner:
         except (TimeoutError, subprocess.TimeoutExpired):
             return Outcome(-9, [], [], f"no end after {TIMEOUT_S} s", work)
         theirs = own_words(done.stderr.splitlines())
-        plans = [plan for run in sorted(folder.glob("run*")) for plan in plans_of(run / "ledger.jsonl")]
+        ledgers = sorted(folder.glob("run*/**/ledger.jsonl"))
+        plans = [plan for ledger in ledgers for plan in plans_of(ledger)]
         return Outcome(done.returncode, done.stdout.splitlines(), theirs, done.stderr, work, plans)
 
     def _done(self, words: list[str], work: Path, own: dict[str, str]) -> subprocess.CompletedProcess[str]:
