@@ -126,6 +126,8 @@ def sensible(one: Sketch) -> Sketch:
         choices["collate"] = "default"
     if choices["dataset"] == "requires_grad" and choices["workers"] != "0":
         choices["workers"] = "0"  # torch refuses to send such tensors between processes
+    if choices["change"] == "in_mid_epoch" and choices["workers"] != "0":
+        choices["change"] = "none"  # docs/limits.md: gathered batches show it at once, workers in the next epoch
     if choices["sampler"] in ("own_batches", "fixed_batches"):
         choices["last"] = "kept"
     if one.model == "sparse":

@@ -1,4 +1,4 @@
-"""Workers of a script's own feed, after another feed was tried, see what the script has written to its data since."""
+"""What workers of a script's own see of data that the script writes to, they see under hotlap too."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,3 +20,17 @@ def test_workers_of_the_own_feed_are_started_anew_in_each_epoch():
             serving.use(Feed(kind="gather") if number == 0 else serving.own)
     serving.close()
     assert seen == [(0, [0.0])] * 6 + [(1, [1.0])] * 6
+
+
+def test_data_is_not_gathered_on_where_workers_that_stay_would_not_see_what_was_written():
+    data = TensorDataset(torch.zeros(12))
+    loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1, persistent_workers=True)
+    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    list(serving.iterate())
+    serving.use(Feed(kind="gather"))
+    list(serving.iterate())
+    data.tensors[0].fill_(1)
+    seen = [x.unique().tolist() for (x,) in serving.iterate()]
+    serving.close()
+    assert seen == [[0.0]] * 6
+    assert "written to" in serving.supports(Feed(kind="gather"))

@@ -417,8 +417,11 @@ class Serving:
         """What has changed in the data since another feed than the own was prepared; None where nothing is seen."""
         if self._state is None or self.source is None:
             return None
-        live = is_live(self.source) and all(
-            feed.kind == "gather" or feed == self.own for feed in (self.feed, self.wanted)
+        # Workers that stay never see what is written after they were started.
+        live = (
+            is_live(self.source)
+            and not self.own.persistent
+            and all(feed.kind == "gather" or feed == self.own for feed in (self.feed, self.wanted))
         )
         try:
             return self._state.why_changed(thorough=thorough, live=live)
