@@ -163,8 +163,9 @@ class Case:
             if wrong and not self.repeats:
                 return "unrepeatable", [], found
             return "exact", wrong, found
-        epsilon = max(EPSILONS[str(changed.get("numerics.precision", "fp32"))], EPSILONS["fp32"])
-        moves = changed.get("execution.mode") == "captured" and self.sketch.draws
+        precisions = {str(plan.get("numerics.precision", "fp32")) for plan in found.plans}
+        epsilon = max(EPSILONS[precision] for precision in precisions)
+        moves = one.draws and any(plan.get("execution.mode") == "captured" for plan in found.plans)
         drifted = self._drifted(epsilon, moves=moves)
         if moves:  # the GPU's generator goes on elsewhere, and other masks lead far away
             mine, theirs, *drifted = (_without(".cuda", facts) for facts in (mine, theirs, *drifted))

@@ -143,7 +143,8 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        return one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()
+        a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+        return torch.equal(a, b)
     if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
         return math.isnan(other)
     return type(one) is type(other) and bool(one == other)

@@ -359,7 +359,7 @@ def common(one: JobSketch, device: str) -> str:
             f"# {one}\n{head}",
             parts.INPUTS[one["inputs"]],
             parts.MODELS[one["inputs"]][one.model],
-            "MODULES = [net]\nnet = net.to(device)",
+            "MODULES = [net]\nnet = net.to(device).train()",
             targets[kind],
             "VX, VY = X[:30].clone(), Y[:30].clone()",
             loss,
