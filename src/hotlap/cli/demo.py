@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    epochs: int = typer.Option(200, min=1, help="Epochs to train."),
+    epochs: int = typer.Option(200, min=1, max=100_000, help="Epochs to train."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
     plan: str | None = typer.Option(
         None, help="A plan file, or a run to replay; max: all that this machine can do; off: as it is."

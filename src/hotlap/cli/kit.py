@@ -73,7 +73,7 @@ def _print(found: Any, as_json: bool) -> None:
 def batch(
     training: list[str] = NAME,
     module: bool = MODULE,
-    most: int | None = typer.Option(None, min=1, help="Try none that is larger."),
+    most: int | None = typer.Option(None, min=1, max=2**31 - 1, help="Try none that is larger."),
     seconds: float = typer.Option(120.0, min=1.0, help="Try no other after so many seconds."),
     as_json: bool = JSON,
     quiet: bool = QUIET,

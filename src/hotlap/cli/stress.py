@@ -19,11 +19,13 @@ def register(app: typer.Typer) -> None:
 
 
 def stress(
-    kills: int = typer.Option(50, min=1, help="Trainings to kill at random moments, in and between saves."),
+    kills: int = typer.Option(
+        50, min=1, max=100_000, help="Trainings to kill at random moments, in and between saves."
+    ),
     every_call: bool = typer.Option(False, "--every-call", help="Also kill around every system call of a save."),
-    workers: int = typer.Option(1, min=0, help="Loader workers in every third training; 0 for none."),
+    workers: int = typer.Option(1, min=0, max=64, help="Loader workers in every third training; 0 for none."),
     seconds: float = typer.Option(600.0, min=1, help="Stop after so many seconds."),
-    seed: int = typer.Option(0, min=0, help="Decides where the kills fall."),
+    seed: int = typer.Option(0, min=0, max=2**63 - 1, help="Decides where the kills fall."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:
     """Kill trainings, harm their files, resume them, and compare each with the undisturbed one, bit by bit."""

@@ -74,6 +74,11 @@ def as_encoder(tokenizer: Any, most: int | None) -> Encoder | None:
     return FunctionEncoder(tokenizer, most) if callable(tokenizer) and not isinstance(tokenizer, type) else None
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust gave up: Python does not count that among the errors of programs."""
+    return type(error).__name__ == "PanicException"
+
+
 def encode_chunk(encoder: Encoder, chunk: tuple[int, list[str], list[str] | None]) -> Rows:
     """The rows of some texts, of which the first is text number so-and-so; DataError names the one that failed."""
     start, texts, pairs = chunk
@@ -81,11 +86,15 @@ def encode_chunk(encoder: Encoder, chunk: tuple[int, list[str], list[str] | None
         return encoder(texts, pairs)
     except HotlapError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         for at, text in enumerate(texts):
             try:
                 encoder([text], pairs and [pairs[at]])
-            except Exception as alone:
+            except BaseException as alone:
+                if not isinstance(alone, Exception) and not is_panic(alone):
+                    raise
                 told = f"texts[{start + at}] = {shown(text)} cannot be tokenised: {first_line(alone)}"
                 raise DataError(told) from alone
         rows = f"texts[{start}] to texts[{start + len(texts) - 1}]"

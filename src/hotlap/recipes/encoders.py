@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +19,7 @@ from torch import nn
 from hotlap.core.errors import DataError, JobError, MachineError, StoreError, shown
 from hotlap.core.terminal import logger
 from hotlap.data.sequences import MULTIPLE, rounded
+from hotlap.data.texts import is_panic
 from hotlap.recipes import library_models
 from hotlap.recipes.library_models import CONFIG, first_words, library, read_config
 from hotlap.recipes.options import MOST, Options, option, outside
@@ -42,6 +45,8 @@ SCRATCH = {
 }
 """What is trained from scratch where nothing else is said: small enough for some thousand texts."""
 NEEDED_BY, PACKAGE = "the recipe text", "hotlap[text]"
+MOST_GROWTH, MOST_STEPS, MOST_ADDED = 64, 32, 64
+"""Of a tokenizer: how many times longer it may make a text, in so many steps, and tokens that it adds to each."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -81,6 +86,12 @@ class Encoder:
     def width(self) -> int:
         """Numbers for each token."""
         return int(self._plan.config.hidden_size)
+
+    @property
+    def words(self) -> int | None:
+        """Different tokens that it knows; None where its config does not say."""
+        found = getattr(self._plan.config, "vocab_size", None)
+        return found if isinstance(found, int) else None
 
     @property
     def pad(self) -> int:
@@ -186,12 +197,40 @@ def encoder_in(folder: Path, config: dict[str, Any], *, weights: bool = False) -
         raise StoreError(f"{folder} has no .safetensors file; save the encoder with save_pretrained there")
     library = _tokenizers()
     try:
-        tokenizer = library.Tokenizer.from_str(read_text(path))
-    except Exception as error:  # the library raises no other
+        text = read_text(path)
+        growth = _growth(json.loads(text))
+        if growth > MOST_GROWTH:
+            raise StoreError(f"{path} makes texts {growth:,.0f} times as long; at most {MOST_GROWTH} times is taken")
+        tokenizer = library.Tokenizer.from_str(text)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode("a b")
+        added = max(tokenizer.num_special_tokens_to_add(pair) for pair in (False, True))
+    except StoreError:
+        raise
+    except BaseException as error:  # the library raises no other than Exception, but for what Rust gives up at
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise StoreError(f"{path} is no tokenizer: {first_words(error)}; save it again") from None
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    if added > MOST_ADDED:
+        raise StoreError(f"{path} adds {added:,} tokens to every text; at most {MOST_ADDED} are taken")
     return Encoder(config=config, tokenizer=tokenizer, folder=folder if weights else None)
+
+
+def _growth(part: Any) -> float:
+    """How many times longer a tokenizer, or a step of it, may make a text; a list is of steps behind each other."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part)) if len(part) <= MOST_STEPS else math.inf
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") == "Replace":
+        pattern = part.get("pattern")
+        replaced = pattern.get("String") if isinstance(pattern, dict) else None
+        return max(1.0, len(str(part.get("content"))) / (len(str(replaced)) if replaced else 1))
+    if part.get("type") == "Prepend":
+        return max(1.0, float(len(str(part.get("prepend")))))
+    steps = ("normalizer", "pre_tokenizer", "normalizers", "pretokenizers")
+    return math.prod(_growth(part.get(name)) for name in steps)
 
 
 def _refuse_unfit(encoder: Encoder, source: str) -> None:

@@ -51,7 +51,7 @@ def library(name: str, what: str, package: str) -> Any:
         raise MachineError(f"{what} needs {name}: pip install {package}") from None
 
 
-def first_words(error: Exception) -> str:
+def first_words(error: BaseException) -> str:
     """What a library says, in a line that can be read."""
     words = " ".join(str(error).split())
     return words if len(words) <= LONGEST else f"{words[: LONGEST - 2]} …"

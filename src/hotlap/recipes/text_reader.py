@@ -99,6 +99,12 @@ class TextReader:
         say(f"tokens    {tokens.line}")
         fields = {name: field for name, field in tokens.fields.items() if name in self.encoder.fields}
         made = Sequences(fields, offsets=tokens.offsets, columns=columns, pad=self._pads(fields))
+        ids, known = fields["input_ids"], self.encoder.words
+        if known is not None and len(ids) and int(ids.max()) >= known:
+            raise DataError(
+                f"the tokenizer gives the token {int(ids.max()):,}, and this encoder has {known:,} of them; "
+                f"its {TOKENIZER} is another's"
+            )
         longest = self.encoder.longest
         if longest is not None and made.longest > longest:
             raise DataError(
