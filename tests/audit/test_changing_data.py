@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from hotlap import Plan, Rig
 from hotlap.core.plan import Feed
@@ -272,9 +272,31 @@ def test_a_rig_whose_data_changes_trains_as_by_its_own_feed(name, loaded, kind):
     assert bool(told) == (kind == "resident")
 
 
-def test_the_own_feed_of_a_rig_sees_other_tensors_at_once():
-    seen, _ = rigged("other tensors within an epoch", None, loaded=True)
-    assert torch.isin(seen[16][0], X / 2).all()
+@pytest.mark.parametrize("kind", [None, "resident", "gather"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_batch_of_a_rig_is_what_the_dataset_gives_by_then(name, kind):
+    make, change, when = CHANGES[name]
+    if name == "a dataset that counts its fetches":
+        return  # to ask it is to change it
+    data, seen = make(), []
+
+    def loss(model, batch):
+        # What comes next changes behind the step, so this is the data that the batch was made of.
+        start = len(seen) % (len(data) // SIZE) * SIZE
+        x, y = default_collate([data[index] for index in range(start, start + SIZE)])
+        seen.append(torch.equal(batch[0], x) and torch.equal(batch[1], y))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    rig = Rig(nn.Linear(5, 2), lambda p: torch.optim.SGD(p, lr=0.1), loss)
+    windows = rig.feed(data, epochs=EPOCHS, batch_size=SIZE, order="as given")
+    for number, window in enumerate(windows, 1):
+        rig.step(window)
+        plan = Plan(feed=Feed(kind=kind or "loader"))
+        if number == 3 and kind is not None and rig.supports(plan) is None:
+            rig.use(plan)
+        if number in when:
+            change(data)
+    assert all(seen), seen.index(False)
 
 
 def test_data_that_keeps_changing_is_left_to_the_jobs_own_feed():

@@ -95,6 +95,17 @@ def counting_collate(samples):
     return x * (1 + len(fetched) / 100), y
 
 
+class Measured(Of):
+    """Counts how often it is asked for its length beyond what torch asks."""
+
+    def __len__(self):
+        fetched.append("length")
+        return COUNT
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+
 TRACES = {
     "a generator of the module": lambda: {"dataset": Noisy()},
     "a list of the module": lambda: {"dataset": Counting()},
@@ -167,6 +178,17 @@ def test_under_max_no_data_that_keeps_traces_is_fetched_for_a_look_or_by_workers
         losses, seen = train(name)
     assert seen == wanted[1]
     np.testing.assert_allclose(losses, wanted[0], rtol=1e-4)  # by a fused optimizer
+
+
+def test_a_look_at_a_loader_does_not_ask_for_a_length_that_leaves_traces():
+    from hotlap.script.serving import Serving
+
+    loader = DataLoader(Measured(), batch_size=SIZE)
+    fetched.clear()
+    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    assert "writes to a list" in serving.supports(Feed(kind="gather"))
+    assert serving.holding_s() == 0.0
+    assert not fetched
 
 
 @pytest.mark.parametrize("data", [Noisy, Counting, Late, Rows, Cached, Keeping])

@@ -347,7 +347,7 @@ IN_BLOCKS = {
     },
     "with replacement": with_replacement,
 }
-KNOWN_ORDERS = ("as given", "shuffled", "by a generator", "with replacement")
+KNOWN_ORDERS = ("as given", "shuffled", "by a generator", "with replacement", "with replacement by itself")
 
 
 @pytest.fixture
@@ -1305,6 +1305,27 @@ def test_data_that_is_written_to_within_an_epoch_is_not_sent_as_it_was(pretended
         if number == 4:
             data.tensors[0].mul_(2)
     assert sending.answered == 2 * 5
+    serving.close()
+
+
+@pytest.mark.parametrize("kind", ["resident", "stream", "gather"])
+def test_an_attribute_that_flips_within_an_epoch_is_seen_in_the_next_batch(pretended_gpu, kind):
+    _, sending = pretended_gpu
+    loader = DataLoader(Growing(), batch_size=2)
+    serving = Serving(loader, device=CPU, original_iter=ORIGINAL, sending=sending)
+    serving.on_fault = pytest.fail
+    told = []
+    serving.on_change = lambda feed, why: told.append((feed.kind, why))
+    serving.use(Feed(kind=kind))
+    for number, (x, y) in enumerate(serving.iterate()):
+        assert torch.equal(x, X[2 * number : 2 * number + 2] + loader.dataset.epoch)
+        assert torch.equal(x.to("cpu"), x)
+        assert torch.equal(y, Y[2 * number : 2 * number + 2])
+        if number == 4:
+            loader.dataset.epoch = 1
+    assert number == 11
+    assert told == [(kind, "'epoch' is another one by now")]
+    assert serving.feed == serving.own
     serving.close()
 
 

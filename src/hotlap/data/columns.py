@@ -146,7 +146,9 @@ class Selection(Source):
         self.inner = inner
         # By numpy, in this thread: to wake others for it takes longer.
         chosen = torch.as_tensor(rows, dtype=torch.int64, device="cpu").numpy().copy()
-        chosen[chosen < 0] += len(inner)
+        below = chosen < 0
+        if below.any():
+            chosen[below] += len(inner)
         self.rows = torch.from_numpy(chosen)
         """The chosen rows, counted from the start; on the host."""
 

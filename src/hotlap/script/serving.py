@@ -26,6 +26,7 @@ from hotlap.script.serving_checks import (
     Compared,
     compared_indices,
     true_batch,
+    why_no_samples,
     why_other_batch,
     why_own_only,
 )
@@ -359,6 +360,9 @@ class Serving:
     def _why_not(self, feed: Feed) -> str | None:
         source = self.source
         assert source is not None  # or only the own feed would do
+        reason = why_not_pure(source) or why_no_samples(self._like.dataset)
+        if reason is not None:
+            return reason
         if torch.get_default_device().type != "cpu":
             return f"torch's default device is {torch.get_default_device()}, and batches are made there"
         if feed.kind in ("resident", "stream"):
@@ -373,8 +377,7 @@ class Serving:
             if reason is not None:
                 return reason
         if feed.kind == "loader":
-            reason = why_not_pure(source)
-            return GRADIENTS if reason is None and proof_of(source).state.needs_gradients else reason
+            return GRADIENTS if proof_of(source).state.needs_gradients else None
         if source.own_collate is not None:
             return "the loader has a collate function of its own"
         return self._holding.why_not(feed)

@@ -32,10 +32,15 @@ def why_own_only(loader: DataLoader[Any]) -> str | None:
         return "the loader gives batches in the order in which they come (in_order=False)"
     if type(loader)._get_iterator is not DataLoader._get_iterator:
         return f"{type(loader).__name__} iterates in a way of its own"
+    return None
+
+
+def why_no_samples(dataset: Any) -> str | None:
+    """Why a dataset has no samples by number, or none at all; None where it has. It is asked for its length."""
     try:
-        return None if len(loader.dataset) else "the dataset is empty"  # type: ignore[arg-type]
+        return None if len(dataset) else "the dataset is empty"
     except Exception:  # of a user's class, or for want of it
-        return f"{type(loader.dataset).__name__} has no length"
+        return f"{type(dataset).__name__} has no length"
 
 
 # --- the gate --------------------------------------------------------------------------------------

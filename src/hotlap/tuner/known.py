@@ -92,8 +92,9 @@ def _facts(rig: Driven, batch_size: int) -> dict[str, Any]:
     """All that may make another plan the best one."""
     source = rig.source
     on_gpu = rig.device.type == "cuda"
-    # A sample is only looked at where that leaves no trace.
-    sample = outline(source.aside().read([0])[0]) if why_not_pure(source) is None else ()
+    # It is only asked where that leaves no trace.
+    is_pure = why_not_pure(source) is None
+    sample = outline(source.aside().read([0])[0]) if is_pure else ()
     return {
         "format": FORMAT,
         "hotlap": __version__,
@@ -106,7 +107,7 @@ def _facts(rig: Driven, batch_size: int) -> dict[str, Any]:
         "weights": [f"{name} {tuple(p.shape)} {p.dtype}" for m in rig.modules for name, p in m.named_parameters()],
         "optimizer": type(rig.optimizer).__qualname__,
         "sample": list(sample),
-        "samples": len(source),
+        "samples": len(source) if is_pure else None,
         "batch": batch_size,
         "plan": rig.plan.to_dict(),
     }
