@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from made_up_time import make_up_time
 from plain import Computed, parameters_of, small_mlp
 from torch import nn
 from typer.testing import CliRunner
@@ -26,7 +27,7 @@ def job_for(steps=600, **settings):
     model = small_mlp()
     given = {
         "model": model,
-        "data": Computed(effort=40),
+        "data": Computed(),
         "loss": nn.CrossEntropyLoss(),
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
         "batch_size": 16,
@@ -38,7 +39,8 @@ def job_for(steps=600, **settings):
 
 @pytest.fixture
 def at_leisure(monkeypatch, tmp_path):
-    """Tuning may cost whatever it likes, and finds nothing that was known before."""
+    """Tuning may cost whatever it likes, and finds nothing that was known before. Loaders take most of the time."""
+    make_up_time(monkeypatch)
     monkeypatch.setattr(budget, "SHARE", 100.0)
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("hotlap.tuner.laps.LAP_S", 0.005)
