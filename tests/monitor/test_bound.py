@@ -1,16 +1,14 @@
 """The verdict on what bounds a run: from figures given, and from little trainings."""
 
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from hotlap import Rig
 from hotlap.monitor.bound import BOUNDS, diagnose, least_traffic
-from hotlap.monitor.calibration import Calibration, measure
+from hotlap.monitor.calibration import Calibration
 from hotlap.monitor.census import Census, census
 
 MS = 1e-3
@@ -151,56 +149,43 @@ def test_the_least_traffic_is_that_of_weights_gradients_state_and_batch():
 # --- little trainings --------------------------------------------------------------------------------
 
 
-class Slow(Dataset):
-    """Far slower to read than anything else here is to compute, also on a machine that is busy."""
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        time.sleep(0.02)
-        return torch.randn(4), index % 2
-
-
-@pytest.fixture(scope="module")
-def rates():
-    return measure(torch.device("cpu"))
-
-
-def diagnosed(model, data, rates, *, batch):
-    """A training of a few steps, timed and counted as a tuner would."""
+def diagnosed(model, data, *, batch, takes_s, feed_s=0.0):
+    """A training of which an update is counted, and takes as long as `takes_s` says of what was counted."""
     rig = Rig(model, lambda p: torch.optim.SGD(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu")
     windows = rig.feed(data, batch_size=batch, epochs=1)
     rig.step(next(windows))
-    counted = census(lambda: rig.step(next(windows)))
-    feeds, steps = [], []
-    for _ in range(2):
-        started = time.perf_counter()
-        window = next(windows)
-        fed = time.perf_counter()
-        rig.step(window)
-        feeds.append(fed - started)
-        steps.append(time.perf_counter() - started)
-    return diagnose(
-        step_s=sum(steps) / 2, feed_s=sum(feeds) / 2, issue_s=sum(steps) / 2, census=counted, calibration=rates,
+    window = next(windows)
+    counted = census(lambda: rig.step(window))
+    step_s = feed_s + takes_s(counted)
+    return on_cpu(
+        step_s=step_s, feed_s=feed_s, issue_s=step_s, census=counted,
         least_bytes=least_traffic(rig.optimizer, window.pieces[0]),
     )  # fmt: skip
 
 
-def test_a_slow_dataset_is_bound_by_feeding(rates):
-    assert diagnosed(nn.Linear(4, 2), Slow(), rates, batch=8).bound == "feeding"
+def launching_s(counted):
+    return 1.2 * counted.operations * CPU.launch_s
 
 
-def test_many_tiny_layers_are_bound_by_launching(rates):
+def test_a_slow_dataset_is_bound_by_feeding():
+    data = torch.randn(16, 4), torch.zeros(16, dtype=torch.int64)
+    found = diagnosed(nn.Linear(4, 2), data, batch=8, takes_s=launching_s, feed_s=0.16)
+    assert found.bound == "feeding"
+
+
+def test_many_tiny_layers_are_bound_by_launching():
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(60)])
     data = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
-    found = diagnosed(model, data, rates, batch=2)
+    found = diagnosed(model, data, batch=2, takes_s=launching_s)
     assert found.bound == "launching"
     assert found.operations > 300
 
 
-def test_large_products_are_bound_by_arithmetic(rates):
+def test_large_products_are_bound_by_arithmetic():
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     data = torch.randn(4096, 1024), torch.zeros(4096, dtype=torch.int64)
-    found = diagnosed(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)), data, rates, batch=1024)
+    # Four products of those matrices forward and backward, and one between them, at the known rate.
+    products_s = 5 * 2 * 1024**3 / CPU.matmul_flops["fp32"]
+    found = diagnosed(model, data, batch=1024, takes_s=lambda counted: 1.5 * products_s)
     assert found.bound == "arithmetic"
     assert found.shares["arithmetic"] > 0.5

@@ -625,5 +625,6 @@ def test_a_stored_model_that_is_damaged_says_why_and_counts_as_none(cache, caplo
 
 
 def test_time_is_told_in_seconds_since_1970(cache):
+    before = time.time()
     cache.put("features", A, values=1, facts={})
-    assert abs(cache.list()[0].used_s - time.time()) < 60
+    assert before - 2 <= cache.list()[0].used_s <= time.time() + 2  # as coarse as a file system may be
