@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from made_up_time import make_up_time
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -68,7 +69,9 @@ def torch_as_it_is():
 
 @pytest.fixture
 def session(tmp_path, monkeypatch, torch_as_it_is):
+    """Opens one, in which time passes by samples and steps: a tuner does the same on every machine."""
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    make_up_time(monkeypatch)
 
     def opened(**settings):
         return Session(Settings(name="test", out=tmp_path / "run", **settings))
