@@ -526,6 +526,14 @@ def test_the_gate_leaves_no_trace():
     assert scripted.updates.uncaptured is None
 
 
+def test_the_gate_replays_with_the_gradients_of_the_step_before():
+    """Which torch's loop over all tensors at once changes in place, for Nesterov's momentum."""
+    _, _, scripted = trained(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, foreach=True))
+    assert scripted.updates.why_other("plain", captured=True) is None
+    scripted.updates.use("plain", captured=True)
+    assert scripted.updates.uncaptured is None
+
+
 def test_replays_that_do_something_else_are_not_made(monkeypatch):
     _, _, scripted = trained()
     replay = FakeGraph.replay

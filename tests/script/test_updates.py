@@ -63,6 +63,16 @@ def test_the_gate_leaves_no_trace():
     assert all(torch.equal(one, other) for one, other in zip(before[2], after[2], strict=True))
 
 
+def test_a_trial_before_the_first_step_leaves_no_state():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.randn(16, 4)).square().mean().backward()
+    before = copy.deepcopy(model.state_dict())
+    assert Updates([optimizer]).why_other("fused") is None
+    assert not optimizer.state
+    torch.testing.assert_close(before, model.state_dict(), rtol=0, atol=0)
+
+
 def test_a_trial_leaves_gradients_as_they_were_where_steps_change_them():
     """As torch's loop over all tensors at once does, for Nesterov's momentum."""
     _, optimizer, updates = trained(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, foreach=True))
