@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from hotlap.script.update_trials import why_fused_differs
 from hotlap.script.updates import Updates
 
 
@@ -61,6 +62,15 @@ def test_the_gate_leaves_no_trace():
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert before[1]["param_groups"] == after[1]["param_groups"]
     assert all(torch.equal(one, other) for one, other in zip(before[2], after[2], strict=True))
+
+
+def test_a_trial_leaves_what_a_fused_optimizer_tells_gradscaler():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    model(torch.randn(16, 4)).square().mean().backward()
+    assert why_fused_differs(optimizer) is None
+    assert vars(optimizer)["_step_supports_amp_scaling"] is True
+    assert optimizer.param_groups[0]["fused"] is True
 
 
 def test_a_trial_before_the_first_step_leaves_no_state():

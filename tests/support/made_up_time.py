@@ -10,6 +10,8 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hotlap.tuner.laps import LapClock
 
+TIMED = ("hotlap.tuner.", "hotlap.fitting.", "hotlap.script.")
+"""Modules that time trainings, by how their names begin."""
 SAMPLE_S = 5e-5
 """What a loader takes for a sample, in the process that trains; out of memory it takes nothing."""
 STEP_S = 2e-4
@@ -45,7 +47,7 @@ def make_up_time(monkeypatch):
 
     clock = SimpleNamespace(**{**vars(time), "perf_counter": made})
     for name, module in sys.modules.items():
-        if name.startswith(("hotlap.tuner.", "hotlap.fitting.")) and getattr(module, "time", None) is time:
+        if name.startswith(TIMED) and getattr(module, "time", None) is time:
             monkeypatch.setattr(module, "time", clock)
     monkeypatch.setitem(LapClock.__init__.__kwdefaults__, "clock", made)
     monkeypatch.setattr(_MapDatasetFetcher, "fetch", fetched)
