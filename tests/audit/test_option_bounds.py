@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.core.errors import HotlapError, JobError, StoreError
+from hotlap.core.errors import HotlapError, JobError, StoreError, did_you_mean
 from hotlap.core.job import Job
 from hotlap.recipes import library_models
 from hotlap.recipes.bar_options import TemporalOptions, seconds_of
 from hotlap.recipes.image import ImageOptions
 from hotlap.recipes.options import options_of, recipe_in
-from hotlap.recipes.picture_networks import NetworkPlan, made
+from hotlap.recipes.picture_networks import NetworkPlan, _normalising_in, made
 from hotlap.recipes.state_checks import state_problem
 from hotlap.recipes.text import TextOptions
 from hotlap.recipes.training import revived
@@ -197,3 +197,20 @@ def test_a_config_that_is_nested_beyond_reason_is_refused():
         nested = {"a": nested}
     with pytest.raises(StoreError, match="nested too deeply"):
         library_models.checked({"model_type": "bert", "a": nested}, "config.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"image_mean": 5}', '{"image_mean": [[1], 2, 3]}', f'{{"image_std": [1, 2, 1{"0" * 400}]}}'],
+)
+def test_a_preprocessor_config_that_is_none_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(StoreError, match="has no mean and spread of three colours"):
+        _normalising_in(tmp_path)
+
+
+def test_a_name_is_compared_with_few_others_and_few_are_listed():
+    many = [f"{number:06}" for number in range(20_000)]
+    assert did_you_mean("nothing like it", many).endswith("000099 and 19,900 more")
+    assert len(did_you_mean("x" * 10**6, ["y" * 10**6, "z"])) < 200
+    assert did_you_mean("trget", ["target", "other"]) == "; did you mean 'target'?"

@@ -95,12 +95,20 @@ def kind_of(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {shown(value, 40)}"
 
 
+MOST_COMPARED, MOST_LISTED, LONGEST_COMPARED = 1000, 100, 100
+"""Names that a wrong one is compared with, names that are listed, and characters of one at most."""
+
+
 def did_you_mean(seen: object, known: Iterable[str]) -> str:
     """The words `; did you mean 'x'?` where `seen` is close to a known name, else the known names."""
     names = sorted(known)
-    word = seen.lower() if isinstance(seen, str) else ""
-    close = difflib.get_close_matches(word, [n.lower() for n in names], n=1)
+    # A file may have thousands of columns, with names of any length: comparing them all would take minutes.
+    word = seen.lower() if isinstance(seen, str) and len(seen) <= LONGEST_COMPARED else ""
+    compared = [n.lower() for n in names[:MOST_COMPARED] if len(n) <= LONGEST_COMPARED]
+    close = difflib.get_close_matches(word, compared, n=1)
     if close:
         match = next(n for n in names if n.lower() == close[0])
         return f"; did you mean {match!r}?"
-    return f"; known: {', '.join(names)}"
+    listed_names = [n if len(n) <= LONGEST_COMPARED else f"{n[: LONGEST_COMPARED - 2]} …" for n in names[:MOST_LISTED]]
+    more = f" and {len(names) - MOST_LISTED:,} more" if len(names) > MOST_LISTED else ""
+    return f"; known: {', '.join(listed_names)}{more}"

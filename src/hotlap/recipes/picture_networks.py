@@ -128,7 +128,7 @@ def _normalising_in(folder: Path) -> dict[str, Any]:
         said: Mapping[str, Any] = json.loads(read_text(path))
         found = {"mean": said.get("image_mean"), "spread": said.get("image_std")}
         given = {name: [float(one) for one in value] for name, value in found.items() if value}
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         raise StoreError(f"{path} has no mean and spread of three colours; save it again, or take it away") from None
     return {name: value for name, value in given.items() if len(value) == 3}
 
