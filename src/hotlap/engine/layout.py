@@ -15,8 +15,10 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def why_not_channels_last(modules: Sequence[nn.Module]) -> str | None:
-    """Why there is nothing to lay out that way, or None where there is."""
+def why_not_channels_last(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> str | None:
+    """Why nothing can be laid out that way, or None where something can."""
+    if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
+        return "LBFGS reads gradients as they lie in memory"
     if any(isinstance(layer, _CONVOLUTIONS) for module in modules for layer in module.modules()):
         return None
     return "channels_last is for convolutions over images or volumes, and the model has none"

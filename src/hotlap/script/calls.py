@@ -103,7 +103,7 @@ class Call:
         if numerics.precision != "fp32":
             yield why_not_in_precision(module, numerics.precision, device, autocasts=self._autocasts)
         if numerics.layout == "channels_last":
-            yield why_not_channels_last([module]) or why_not_laid_out(module)
+            yield why_not_channels_last([module], self._optimizers) or why_not_laid_out(module)
             yield None if self._optimizers else "nobody knows which optimizer's state lies as the weights do"
         if execution.mode == "captured":
             yield "the script makes its steps one by one" if execution.replay_steps > 1 else None
