@@ -260,14 +260,14 @@ class Rig:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, plans and steps leave no trace: afterwards all is as it was before, ledger, running loss and what
-        modules count in plain attributes too.
+        modules, the optimizer and the user's functions remember too. See `why_no_trial`.
 
         What is noted in the ledger meanwhile can be read there until then.
         """
         kept = self._rooms.keeps
         self.keep_plans()
         plan, settled, ledger, snapshot = self.plan, self.settled, self.ledger, self.snapshot()
-        remembered = Remembered(self.modules)
+        remembered = self.remembered()
         self.ledger = Ledger()
         try:
             yield
@@ -281,6 +281,14 @@ class Rig:
                 self.write_down(entry.what, entry.outcome, entry.why, figures=entry.figures, cost_s=entry.cost_s)
             if not kept:
                 self.tidy()
+
+    def remembered(self) -> Remembered:
+        """What modules, the optimizer and the user's functions remember now, beside what a snapshot holds."""
+        return Remembered(self.modules, self.optimizer, self.objective.functions)
+
+    def why_no_trial(self) -> str | None:
+        """Why steps cannot be made aside without a trace: something would move that cannot be put back."""
+        return next(iter(self.remembered().unknown), None)
 
     def attention(self, plan: Plan) -> AbstractContextManager[None]:
         """Inside, attention is made by the kernels that the plan's steps are recorded with, where it records."""

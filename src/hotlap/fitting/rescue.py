@@ -21,7 +21,6 @@ from hotlap.data.columns import tensors_in
 from hotlap.data.resident import Rows
 from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.capture import CapturedStep
-from hotlap.engine.remembered import Remembered
 from hotlap.engine.rig import Place, Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window
@@ -156,7 +155,7 @@ class _Before:
     def __init__(self, rig: Rig) -> None:
         layers = [layer for module in rig.modules for layer in module.modules()]
         self._buffers = [(layer, _copied(layer._buffers)) for layer in layers if layer._buffers]
-        self._remembered = Remembered(rig.modules)
+        self._remembered = rig.remembered()
         self._randomness = Randomness(rig.device, host_only=rig.draws_on)
         self._marks = _marks(rig.optimizer)
 

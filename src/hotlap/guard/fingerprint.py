@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import os
 import sys
-import sysconfig
 import types
 import warnings
 from collections import deque
@@ -29,7 +28,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from hotlap.guard.code_reads import reads_of, variables_read
+from hotlap.core.code_reads import file_of as file_of
+from hotlap.core.code_reads import is_library as is_library
+from hotlap.core.code_reads import is_users, is_users_function, reads_of, variables_read
 from hotlap.machine.limits import read_cpu
 from hotlap.store.keys import bytecode, key_of
 
@@ -317,40 +318,6 @@ class Holdings:
         return self._parts(function, top=top) if callable(function) else {}
 
 
-@functools.cache
-def is_library(file: Path) -> bool:
-    """Whether a file is Python's, PyTorch's, an installed package's or hotlap's own."""
-    return any(file.resolve().is_relative_to(home) for home in _library_homes())
-
-
-@functools.cache
-def _library_homes() -> tuple[Path, ...]:
-    homes = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    homes += [Path(torch.__file__).parents[1], Path(__file__).parents[1]]
-    return tuple(home.resolve() for home in homes)
-
-
-def file_of(module: str | None) -> Path | None:
-    """The file a module was read from, if there is one; from standard input Python says `<stdin>`."""
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return Path(file) if isinstance(file, str) and _exists(file) else None
-
-
-@functools.cache
-def _exists(file: str) -> bool:
-    return Path(file).is_file()
-
-
-def is_users(module: str | None) -> bool:
-    """Whether a module is of the user's own: in no library, or in no file at all, as in a notebook."""
-    file = file_of(module)
-    if file is not None:
-        return not is_library(file)
-    return module == "__main__" or (
-        module not in sys.modules and (module or "").partition(".")[0] not in sys.stdlib_module_names
-    )
-
-
 def name_of(part: Any) -> str:
     module = getattr(part, "__module__", None)
     return f"{module}.{getattr(part, '__qualname__', type(part).__qualname__)}"
@@ -458,18 +425,6 @@ def _function_parts(function: types.FunctionType) -> dict[str, Any]:
         found[f"{CODE}{function.__qualname__}"] = _Digest(_code_of(code))
         found |= _read(code, function.__globals__, cells)
     return found
-
-
-def is_users_function(function: types.FunctionType) -> bool:
-    """Whether a function is of the user's own, also where it wraps one of a library and took over its names."""
-    is_own = _is_users_file(function.__code__.co_filename)
-    return is_users(function.__module__) if is_own is None else is_own
-
-
-@functools.cache
-def _is_users_file(file: str) -> bool | None:
-    """Whether a file of code is in no library; None where there is no such file."""
-    return not is_library(Path(file)) if _exists(file) else None
 
 
 def _class_parts(part: type) -> dict[str, Any]:

@@ -30,25 +30,25 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hotlap import __version__
-from hotlap.core.job import Job
-from hotlap.guard.code_reads import (
+from hotlap.core.code_reads import (
     RUNS_TEXT,
     builtins_read,
+    file_of,
     imports_in,
+    is_library,
+    is_users,
+    is_users_function,
     names_in,
     origin_of,
     reads_of,
     variables_read,
     words_in,
 )
+from hotlap.core.job import Job
 from hotlap.guard.fingerprint import (
     HOOKS,
     STEP_HOOKS,
     attributes_of,
-    file_of,
-    is_library,
-    is_users,
-    is_users_function,
     name_of,
     optimizer_inside,
     sha256_of,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from hotlap.core.object_memory import Memory, tensors_of
 from hotlap.data.randomness import HostRandomness
-from hotlap.engine.fingerprint import INSIDE
-from hotlap.engine.remembered import Remembered
 
-LARGEST = 64 * 2**20
-"""Bytes of a tensor among a layer's attributes up to which its content is put back; a larger one is data."""
 _dropping: WeakSet[Any] = WeakSet()
 """What was recorded of recurrent layers that drop out, as long as it is there."""
 
@@ -92,14 +88,16 @@ class Untouched:
         self._buffers = [
             {name: (buffer, _copied(buffer)) for name, buffer in layer._buffers.items()} for layer in self._layers
         ]
-        self._attributes = [
-            {name: (value, _content(value)) for name, value in _own_attributes(layer).items()} for layer in self._layers
-        ]
         self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-        self._remembered = Remembered([module])
+        self._memory = Memory({"module": module}, tensors_of([module]))
         self._host = HostRandomness()
         self._device = device
         self._drawn = Drawn(generator_of(device)) if device.type == "cuda" else None
+
+    @property
+    def unknown(self) -> list[str]:
+        """What calls may move and nothing can put back, a line each."""
+        return self._memory.unknown
 
     def __enter__(self) -> None: ...
 
@@ -108,15 +106,12 @@ class Untouched:
 
     def restore(self) -> None:
         """Put everything back, each tensor into its own memory."""
-        for layer, buffers, attributes in zip(self._layers, self._buffers, self._attributes, strict=True):
+        for layer, buffers in zip(self._layers, self._buffers, strict=True):
             layer._buffers.clear()
             layer._buffers.update({name: _put_back(*held) for name, held in buffers.items()})
-            for name in [name for name in _own_attributes(layer) if name not in attributes]:
-                del layer.__dict__[name]
-            layer.__dict__.update({name: _put_back(*held) for name, held in attributes.items()})
         for parameter, grad in self._grads:
             parameter.grad = grad
-        self._remembered.restore()
+        self._memory.restore()
         self._host.restore()
         if self._drawn is not None and not draws_on(self._device):
             self._drawn.put_back()
@@ -126,26 +121,8 @@ def _copied(buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None else buffer.detach().clone()
 
 
-def _own_attributes(layer: nn.Module) -> dict[str, Any]:
-    """What the layer's author keeps in it, and its mode."""
-    return {name: value for name, value in layer.__dict__.items() if name not in INSIDE or name == "training"}
-
-
-def _content(value: Any) -> Any:
-    """A copy of what is inside of something that can be changed in place; None for all else."""
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.nbytes <= LARGEST else None
-    return value.copy() if isinstance(value, (list, dict, set, deque)) else None
-
-
-def _put_back(value: Any, content: Any) -> Any:
-    if isinstance(value, Tensor) and content is not None:
+def _put_back(buffer: Tensor | None, content: Tensor | None) -> Tensor | None:
+    if buffer is not None and content is not None:
         # Not seen by autograd: what was computed from it before may still be differentiated.
-        value.data.copy_(content)
-    elif isinstance(value, (list, deque)):
-        value.clear()
-        value.extend(content)
-    elif isinstance(value, (dict, set)):
-        value.clear()
-        value.update(content)
-    return value
+        buffer.data.copy_(content)
+    return buffer

@@ -18,8 +18,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hotlap.core.plan import Plan
 from hotlap.machine.kernels import first_line
+from hotlap.script.call_traces import Untouched
 from hotlap.script.calls import Call
 from hotlap.script.training import ScriptTraining
+from hotlap.script.update_trials import memory_of
 from hotlap.tuner.allowance import check_allowed
 from hotlap.tuner.gates import NUDGES, Judgement
 from hotlap.tuner.gradients import Agreement, Outcome, brought_near, gaps_between, shown_cosine
@@ -41,12 +43,21 @@ class ScriptGate:
             t for one in training.optimizers for group in one.param_groups for t in group["params"]
         ]
         touched += [t for call in training.calls for t in (*call.module.parameters(), *call.module.buffers())]
+        if (reason := self._why_no_trial()) is not None:
+            return Judgement(ok=False, why=reason)
         try:
             # The script may yet go backward through what it computed before its step.
             with _unsafe_preserve_version_counter(tuple({id(t): t for t in touched}.values())):
                 return self._judged(plan)
         except Exception as error:  # whatever a plan, or what the user's code makes of it, may do
             return Judgement(ok=False, why=first_line(error))
+
+    def _why_no_trial(self) -> str | None:
+        """Why steps and calls cannot be made again without a trace."""
+        training = self._training
+        found = [line for one in training.optimizers for line in memory_of(one).unknown]
+        found += [line for call in training.calls for line in Untouched(call.module, call.device).unknown]
+        return next(iter(found), None)
 
     def _judged(self, plan: Plan) -> Judgement:
         training = self._training

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hotlap.core.object_memory import Memory
 from hotlap.engine.optimizers import Fusion, is_fused
 from hotlap.machine.kernels import first_line
 from hotlap.script.call_graphs import Recording
@@ -126,26 +127,24 @@ class _Aside:
 @contextmanager
 def _set_aside(optimizer: Optimizer) -> Iterator[_Aside]:
     """Inside, steps may be made; afterwards weights, state and settings are what they were, at the same addresses."""
-    look, aside = Look(optimizer), _Aside(optimizer)
-    state = {
-        parameter: {key: (value, value.clone() if isinstance(value, Tensor) else value) for key, value in kept.items()}
-        for parameter, kept in optimizer.state.items()
-    }
+    look, aside, states, memory = Look(optimizer), _Aside(optimizer), dict(optimizer.state), memory_of(optimizer)
     try:
         yield aside
     finally:
         look.restore()
-        for parameter in set(optimizer.state) - set(state):
+        for parameter in set(optimizer.state) - set(states):
             del optimizer.state[parameter]
+        memory.restore()
         aside.renew_gradients()
         with torch.no_grad():
             for name, tensor in _named(optimizer):
                 tensor.copy_(aside.weights[name])
-            for parameter, kept in state.items():
-                for key, (value, was) in kept.items():
-                    optimizer.state[parameter][key] = value
-                    if isinstance(value, Tensor):
-                        value.copy_(was)
+
+
+def memory_of(optimizer: Optimizer) -> Memory:
+    """All that an optimizer remembers beside its parameters: state, settings of its groups, attributes."""
+    roots = {"optimizer": optimizer, "groups": optimizer.param_groups, "state": list(optimizer.state.values())}
+    return Memory(roots, [parameter for _, parameter in _named(optimizer)])
 
 
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -92,6 +92,7 @@ class Gate:
             return Judgement(ok=True, why="the user's own plan")
         known = rig.cautions(self._baseline)
         reason = rig.supports(plan) or next((line for line in rig.cautions(plan) if line not in known), None)
+        reason = reason or rig.why_no_trial()
         if reason is not None:
             return Judgement(ok=False, why=reason)
         with rig.aside():

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hotlap.core.plan import Plan
 from hotlap.data.batches import map_tensors
 from hotlap.data.resident import Rows
-from hotlap.engine.remembered import Remembered
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import Window
@@ -89,7 +88,7 @@ class Moment:
             rig.use(self.stepped(baseline))
             for number in range(self.first, min(self.first + FIRST_UPDATES, self.length)):
                 rig.advance(self.windows.fresh(number))
-        self._start, self._remembered = rig.snapshot(), Remembered(rig.modules)
+        self._start, self._remembered = rig.snapshot(), rig.remembered()
         self._weights = {name: tensor.detach().clone() for name, tensor in _named(rig)}
 
     def updates_of(self, plan: Plan) -> int:

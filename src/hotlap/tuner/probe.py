@@ -146,7 +146,7 @@ class CountingProbe(Probe):
         if busy_s is not None and lap.step_s >= HOPE * busy_s:
             self.hope = lap.step_s / busy_s
         rates = calibration(rig.device, known_only=may_s < 2 * CALIBRATION_S)
-        if rates is None:
+        if rates is None or rig.why_no_trial() is not None:
             return
         with rig.aside():
             window = next(rig.windows(room=lambda: 1))
@@ -194,7 +194,7 @@ class CountingProbe(Probe):
         if rig.windows_here < _needed(plan):
             plan = plan.but(replay_steps=1)  # of a short epoch one update at a time has to do
         place, needed = rig.place, _needed(plan)
-        if rig.device.type not in GLANCED_AT or rig.windows_here < needed:
+        if rig.device.type not in GLANCED_AT or rig.windows_here < needed or rig.why_no_trial() is not None:
             return None
         feed = plan.feed
         if feed == rig.plan.feed and feed.workers and (self._feeding or 0.0) > WAITS:

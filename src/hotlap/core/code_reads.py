@@ -1,17 +1,22 @@
-"""What a piece of code reads from outside: globals with the attributes taken from them, imports, the environment."""
+"""Whose code it is, and what it reads from outside: globals, attributes taken from them, imports, the environment."""
 
 from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import importlib.util
 import os
 import re
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 _BETWEEN = ("PUSH_NULL", "PRECALL", "NOP", "CACHE", "KW_NAMES", "EXTENDED_ARG")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
@@ -45,6 +50,12 @@ def reads_of(code: types.CodeType) -> Iterator[Read]:
             yield Read(step.argval, tuple(attributes), step.opname in _CELL)
     for inner in _inner(code):
         yield from reads_of(inner)
+
+
+def writes_of(code: types.CodeType) -> set[str]:
+    """Every global that the code, or code inside of it, gives a value."""
+    found = {str(step.argval) for step in _steps(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    return {*found, *(name for inner in _inner(code) for name in writes_of(inner))}
 
 
 def names_in(code: types.CodeType) -> set[str]:
@@ -139,3 +150,52 @@ def _flat(constants: Any) -> Iterator[Any]:
             yield from _flat(part)
         else:
             yield part
+
+
+# --- whose code it is -----------------------------------------------------------------------------
+
+
+@functools.cache
+def is_library(file: Path) -> bool:
+    """Whether a file is Python's, PyTorch's, an installed package's or hotlap's own."""
+    return any(file.resolve().is_relative_to(home) for home in _library_homes())
+
+
+@functools.cache
+def _library_homes() -> tuple[Path, ...]:
+    homes = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    homes += [Path(torch.__file__).parents[1], Path(__file__).parents[1]]
+    return tuple(home.resolve() for home in homes)
+
+
+def file_of(module: str | None) -> Path | None:
+    """The file a module was read from, if there is one; from standard input Python says `<stdin>`."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return Path(file) if isinstance(file, str) and _exists(file) else None
+
+
+@functools.cache
+def _exists(file: str) -> bool:
+    return Path(file).is_file()
+
+
+def is_users(module: str | None) -> bool:
+    """Whether a module is of the user's own: in no library, or in no file at all, as in a notebook."""
+    file = file_of(module)
+    if file is not None:
+        return not is_library(file)
+    return module == "__main__" or (
+        module not in sys.modules and (module or "").partition(".")[0] not in sys.stdlib_module_names
+    )
+
+
+def is_users_function(function: types.FunctionType) -> bool:
+    """Whether a function is of the user's own, also where it wraps one of a library and took over its names."""
+    is_own = _is_users_file(function.__code__.co_filename)
+    return is_users(function.__module__) if is_own is None else is_own
+
+
+@functools.cache
+def _is_users_file(file: str) -> bool | None:
+    """Whether a file of code is in no library; None where there is no such file."""
+    return not is_library(Path(file)) if _exists(file) else None
