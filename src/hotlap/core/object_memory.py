@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import random
 import types
 import zlib
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotlap.core.code_reads import is_users, is_users_function, reads_of, writes_of
 
@@ -40,7 +42,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OPTIMIZER = ("state", "param_groups", "defaults")
 _PLAIN = (int, float, bool, str, bytes, complex, type(None))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_LEFT_ALONE = (types.ModuleType, DataLoader, Dataset, LRScheduler, torch.device, torch.dtype, np.dtype, BaseException)
+_DATA = (DataLoader, _BaseDataLoaderIter, Dataset)
+_LEFT_ALONE = (types.ModuleType, *_DATA, LRScheduler, torch.device, torch.dtype, np.dtype, BaseException)
 _HARMLESS = ("_thread", "threading", "logging", "weakref", "_weakref", "typing", "abc", "pathlib", "enum", "datetime")
 
 
@@ -92,8 +95,10 @@ class Walk:
             return
         if isinstance(value, _LEFT_ALONE) or (isinstance(value, type) and not is_users(value.__module__)):
             return
-        if len(path) > MOST_DEPTH or len(self.slots) > MOST_PARTS:
-            self.unknown.append(f"{path[0]} holds more than hotlap can put back")
+        if len(path) > MOST_DEPTH or kind.__module__.startswith("hotlap."):
+            return
+        if len(self.slots) > MOST_PARTS:
+            self._refuse(path, "is one of more things than hotlap can put back")
             return
         self._seen[id(value)] = value
         if isinstance(value, (Tensor, np.ndarray, *_GENERATORS)):
@@ -119,9 +124,14 @@ class Walk:
             if bound is not None:
                 self._value((*path, "self"), bound)
         elif hasattr(kind, "__next__"):
-            self.unknown.append(f"{'.'.join(path)} is a {kind.__name__}, whose place cannot be put back")
+            self._refuse(path, f"is a {kind.__name__}, whose place cannot be put back")
         elif kind.__module__.partition(".")[0] not in _HARMLESS:
             self._object(path, value)
+
+    def _refuse(self, path: Path, why: str) -> None:
+        # What a global holds in turn may be the whole program: a step that draws from there does it by name.
+        if path[0] != "global" or len(path) == 2:
+            self.unknown.append(f"{'.'.join(path)} {why}")
 
     def _module(self, path: Path, module: nn.Module) -> None:
         for name, layer in module.named_modules():
@@ -197,15 +207,19 @@ class Walk:
                     self._slot((*path, name), base, name, part)
 
 
+def generators_in(name: str, owner: Any) -> list[str]:
+    """The places of all generators of random numbers that an object keeps."""
+    walk = Walk({name: dict(getattr(owner, "__dict__", {}))})
+    return [slot.name for slot in walk.slots if isinstance(slot.value, _GENERATORS)]
+
+
 # --- in memory ------------------------------------------------------------------------------------
 
 
 class Memory:
     """What everything that can be reached from `roots` remembers now; `restore` puts it back without a trace."""
 
-    def __init__(
-        self, roots: Mapping[str, Any], own: Iterable[Any] = (), left: Left = lambda holder, key: False
-    ) -> None:
+    def __init__(self, roots: Mapping[str, Any], own: Iterable[Any] = (), left: Left | None = None) -> None:
         """Places that are `left` are put back by others."""
         walk = Walk(roots, own)
         self.unknown = walk.unknown
@@ -376,7 +390,8 @@ def _mark(value: Any, depth: int = 0) -> Any:
         data = np.ascontiguousarray(value) if value.nbytes <= LARGEST and not value.dtype.hasobject else None
         return "array", value.shape, _Kept(value) if data is None else zlib.crc32(data.reshape(-1).view(np.uint8).data)
     if isinstance(value, _GENERATORS):
-        return "generator", repr(generator_state(value))
+        # Whole: how a long tensor is shown leaves out its middle.
+        return "generator", pickle.dumps(generator_state(value))
     if isinstance(value, (list, tuple, deque)) and depth < 4:
         return type(value), [_mark(part, depth + 1) for part in value]
     if isinstance(value, (set, frozenset)):

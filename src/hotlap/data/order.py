@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence, Sized
 from concurrent.futures import Future
 from functools import cached_property
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hotlap.core.errors import DataError
+from hotlap.core.object_memory import Changes, Memory
 from hotlap.data.randomness import HostRandomness as HostRandomness
 from hotlap.data.randomness import host_seeded as host_seeded
 from hotlap.data.randomness import mix as mix
@@ -134,6 +136,13 @@ class Order:
             Thread(target=draw, name="hotlap-order", daemon=True).start()
             self._coming = (epoch, future)
 
+    def saved(self) -> Any:
+        """What a sampler of the user's remembered before it drew the epoch in hand, in a form that a file can hold."""
+        return None
+
+    def go_back(self, saved: Any) -> None:
+        """Have the sampler draw from what `saved` gave; None, from an earlier hotlap, leaves it as it is."""
+
     def _made(self, epoch: int) -> Epoch:
         indices = self._indices(epoch)
         length = len(indices)
@@ -154,30 +163,50 @@ class Order:
         return torch.randperm(self._length, generator=generator, device="cpu")
 
 
-class SampledOrder(Order):
-    """The order that the user's own sampler gives, seeded anew for every epoch."""
+class _AskedOrder(Order):
+    """An order for which a sampler of the user's is asked, seeded anew for every epoch."""
 
     asks_nobody = False
 
-    def __init__(self, sampler: Iterable[int], length: int, **settings: Any) -> None:
+    def __init__(self, sampler: Iterable[Any], length: int, **settings: Any) -> None:
         super().__init__(length, shuffled=False, **settings)
         self._sampler = sampler
+        # Counts and generators that it keeps move with every epoch, and have to be there again after a resume.
+        self._first, self._changes = Memory({"sampler": sampler}), Changes({"sampler": sampler})
+        self._saved: list[Any] = []
+
+    def saved(self) -> Any:
+        """What the sampler remembered before it drew the epoch in hand."""
+        return self._saved
+
+    def go_back(self, saved: Any) -> None:
+        """Have the sampler draw from what `saved` gave. Raises KeyError or ValueError where that does not fit."""
+        if saved is not None:
+            self._first.restore()
+            self._changes.put_back(saved)
+            self._last = None
+
+    def _asked(self, epoch: int) -> list[Any]:
+        # Copied: the sampler goes on with what it holds.
+        self._saved = copy.deepcopy([[list(path), form] for path, form in self._changes.found()[0]])
+        return _drawn(self._sampler, self._seed, epoch)
+
+
+class SampledOrder(_AskedOrder):
+    """The order that the user's own sampler gives."""
 
     def _indices(self, epoch: int) -> Tensor:
-        return _as_indices(_drawn(self._sampler, self._seed, epoch), self._length)
+        return _as_indices(self._asked(epoch), self._length)
 
 
-class BatchedOrder(Order):
-    """The batches that the user's own batch sampler gives, seeded anew for every epoch."""
-
-    asks_nobody = False
+class BatchedOrder(_AskedOrder):
+    """The batches that the user's own batch sampler gives."""
 
     def __init__(self, batch_sampler: Iterable[Sequence[int]], length: int, *, seed: int, accumulate: int) -> None:
-        super().__init__(length, batch_size=1, shuffled=False, seed=seed, accumulate=accumulate)
-        self._batch_sampler = batch_sampler
+        super().__init__(batch_sampler, length, batch_size=1, seed=seed, accumulate=accumulate)
 
     def _made(self, epoch: int) -> Epoch:
-        batches = [list(batch) for batch in _drawn(self._batch_sampler, self._seed, epoch)]
+        batches = [list(batch) for batch in self._asked(epoch)]
         ends = np.cumsum([len(batch) for batch in batches if batch]).tolist()
         if not ends:
             raise DataError("the batch sampler gave no batch")

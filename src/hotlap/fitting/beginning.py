@@ -116,7 +116,8 @@ def _go_on_from_checkpoint(
             rig.use(Plan.from_dict(checkpoint.facts["plan"]))
     trail = Trail(task, first=None if record is None else record.first, from_checkpoint=name)
     with unfit_checkpoint(name):
-        loop = import_state(rig, checkpoint.files)
+        loop = import_state(rig, checkpoint.files, task.memory.changes)
+        task.course.order.go_back(loop.get("order"))
         counts(*rig.place, rig.steps, rig.updates, rig.samples)
         rig.totals.mean()
         rig.ledger = trail.put_back(loop)

@@ -32,4 +32,8 @@ class HeldFolder:
     def save(self, trail: Trail, *, wait: bool = False) -> None:
         """Make a checkpoint of where the rig stands; it is written beside the training unless that is to `wait`."""
         rig, loop = self._task.rig, trail.export(self._task.rig.ledger)
-        self.saver.save(rig.steps, lambda: export_state(rig, loop), self._task.facts(), wait=wait)
+        loop["order"] = self._task.course.order.saved()
+        remembered, note = self._task.memory.found()
+        if note is not None:
+            self._task.voice.say(f"note   {note}")
+        self.saver.save(rig.steps, lambda: export_state(rig, loop, remembered), self._task.facts(), wait=wait)

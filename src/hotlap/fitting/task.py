@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from hotlap import machine
 from hotlap.core.errors import JobError
 from hotlap.core.job import Job
 from hotlap.core.job_checks import plateau_problems
 from hotlap.core.ledger import Entry, Ledger
+from hotlap.core.object_memory import Path, generators_in
 from hotlap.core.plan import Plan
 from hotlap.data.course import Course
 from hotlap.data.source import Columns, Selection, Source
 from hotlap.engine.augment import Augment, check_classes
+from hotlap.engine.remembered import changes_of
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes
 from hotlap.fitting.best import trained_tensors
@@ -27,6 +30,31 @@ from hotlap.fitting.words import Voice
 from hotlap.guard.identity import identity
 from hotlap.moves.every import everything
 from hotlap.tuner.replay import plan_changes
+
+
+class TaskMemory:
+    """What model, loss, optimizer, functions and sampler come to remember while they train, for checkpoints."""
+
+    def __init__(self, rig: Rig, job: Job) -> None:
+        self.changes = changes_of(rig.modules, rig.optimizer, rig.objective.functions)
+        self._dataset = job.data.dataset if isinstance(job.data, DataLoader) else job.data
+        self._first, self._drawn_from = self._plain(), generators_in("data", self._dataset)
+        self._told: set[str] = set()
+
+    def found(self) -> tuple[list[tuple[Path, Any]], str | None]:
+        """What has changed, and one line on what of it no checkpoint holds and was not told before."""
+        found, unsaved = self.changes.found()
+        now = self._plain()
+        changed = [name for name, value in now.items() if self._first.get(name, value) != value]
+        unsaved += [f"data.{name}, which the dataset changes" for name in changed]
+        unsaved += [f"{name}, which the dataset draws from" for name in self._drawn_from]
+        new = [line for line in unsaved if line not in self._told]
+        self._told.update(new)
+        return found, f"a resumed run begins anew with what no checkpoint holds: {'; '.join(new)}" if new else None
+
+    def _plain(self) -> dict[str, Any]:
+        held = getattr(self._dataset, "__dict__", {})
+        return {name: value for name, value in held.items() if isinstance(value, (int, float, str, type(None)))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +77,8 @@ class Task:
     start_s: float
     """When it was set up, by the clock of this process."""
 
+    memory: TaskMemory
+    """What the training comes to remember beside weights and state."""
     tune_s: float | None = None
     """Seconds that tuning may cost at most."""
     own_plan: Plan
@@ -153,6 +183,7 @@ def set_up(
         versions=machine.environment()["versions"],
         modes=modes,
         start_s=start_s,
+        memory=TaskMemory(rig, job),
         tune_s=tune_s,
         own_plan=own_plan,
         tuned=plan == TUNED,

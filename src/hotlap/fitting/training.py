@@ -223,7 +223,9 @@ class _Loop:
         why = "the tuned plan no longer trains as the user's own does"
         try:
             checkpoint, _ = held.checkpoints.newest_good(until=good)
-            trail.put_back(import_state(rig, checkpoint.files))
+            loop = import_state(rig, checkpoint.files, self._task.memory.changes)
+            self._task.course.order.go_back(loop.get("order"))
+            trail.put_back(loop)
         except StoreError as error:
             self._voice.warn(f"{why}; another one is used from step {rig.steps:,} on ({error})")
             return

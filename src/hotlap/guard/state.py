@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotlap.core.errors import StoreError
+from hotlap.core.object_memory import Changes, Path
 from hotlap.data.order import HostRandomness
 from hotlap.engine.rig import Place, Rig
 from hotlap.store.disk import Piece
@@ -23,11 +24,13 @@ _BY_PLAN = ("fused", "foreach", "capturable")
 """Settings of an optimizer that the plan in force decides, which may be another one than the checkpoint's."""
 
 
-def export_state(rig: Rig, loop: dict[str, Any]) -> dict[str, Iterable[Piece]]:
+def export_state(
+    rig: Rig, loop: dict[str, Any], remembered: Sequence[tuple[Path, Any]] = ()
+) -> dict[str, Iterable[Piece]]:
     """Files that hold the training: copied to host memory now, turned into bytes when they are written.
 
-    `loop` is what the loop around the rig needs to go on. Raises StoreError for state that is neither
-    numbers nor tensors.
+    `loop` is what the loop around the rig needs to go on; `remembered` is what `Changes` has found. Raises StoreError
+    for state that is neither numbers nor tensors.
     """
     tensors: dict[str, Tensor] = {}
     rig.settle()
@@ -43,6 +46,7 @@ def export_state(rig: Rig, loop: dict[str, Any]) -> dict[str, Iterable[Piece]]:
         "guards": rig.guards.saved(),
         "place": tuple(rig.place),
         "counters": (rig.steps, rig.updates, rig.samples),
+        "remembered": [[list(path), form] for path, form in remembered],
         "loop": loop,
     }
     values = to_json(encode(state, tensors, "training"))
@@ -53,8 +57,11 @@ def export_state(rig: Rig, loop: dict[str, Any]) -> dict[str, Iterable[Piece]]:
     }
 
 
-def import_state(rig: Rig, files: dict[str, bytes]) -> dict[str, Any]:
-    """Put a stored training into the rig; what the loop had stored. Raises StoreError where they do not fit."""
+def import_state(rig: Rig, files: dict[str, bytes], memory: Changes | None = None) -> dict[str, Any]:
+    """Put a stored training into the rig; what the loop had stored. Raises StoreError where they do not fit.
+
+    `memory` takes what modules, the optimizer and the user's functions remembered; an earlier hotlap stored none.
+    """
     missing = [name for name in (MODEL, TENSORS, VALUES) if name not in files]
     if missing:
         raise StoreError(f"the checkpoint has no {missing[0]}")
@@ -77,6 +84,8 @@ def import_state(rig: Rig, files: dict[str, bytes]) -> dict[str, Any]:
         rig.steps, rig.updates, rig.samples = state["counters"]
         rig.guards.put_back(state["guards"])
         rig.conform()
+        if memory is not None:
+            memory.put_back(state.get("remembered", ()))
         _import_randomness(state["randomness"], rig.device)
         loop: dict[str, Any] = state["loop"]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
