@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from killed import code_of, ended, flip, forked, hotlap_command, in_a_child, kill_me, outcome, started
+from killed import before_forward, code_of, ended, flip, forked, hotlap_command, in_a_child, kill_me, outcome, started
 from plain import class_data, parameters_of, small_mlp
 from torch import nn
 
@@ -79,17 +79,18 @@ WAYS = {
 
 def train(run, make, *, kill_at=None, resume=False, save_every=3, **settings):
     """Train, and be killed inside the so manieth training forward pass."""
-    made = make()
-    forward, passes = made.model.forward, []
+    made, passes = make(), []
 
-    def counted(x):
+    def counted():
         passes.append(made.model.training)
         if passes[-1] and sum(passes) == kill_at:
             kill_me()
-        return forward(x)
 
-    made.model.forward = counted
-    return fit(made, **{"resume" if resume else "out": run}, save_every=save_every, progress=False, **settings)
+    hook = before_forward(made.model, counted)
+    try:
+        return fit(made, **{"resume" if resume else "out": run}, save_every=save_every, progress=False, **settings)
+    finally:
+        hook.remove()
 
 
 def killed(run, make, at, **settings):
@@ -348,7 +349,7 @@ def test_killed_while_the_folder_is_set_up_it_is_started_anew_there(tmp_path, un
 
 def untouchable(made):
     """A job that fails the test when it is trained or evaluated."""
-    made.model.register_forward_hook(lambda *_: pytest.fail("it was trained again"))
+    before_forward(made.model, lambda: pytest.fail("it was trained again"))
     return made
 
 
@@ -535,13 +536,13 @@ def make():
 KILL = """
 import os, signal, sys
 def die_at(model, at):
-    forward, passes = model.forward, []
-    def counted(x):
-        passes.append(1)
+    passes = []
+    def counted(module, given):
+        if module is model:
+            passes.append(1)
         if len(passes) == at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return forward(x)
-    model.forward = counted
+    torch.nn.modules.module.register_module_forward_pre_hook(counted)
 """
 SCRIPT = (
     MODULE.format(factor=1)
@@ -594,17 +595,15 @@ def test_a_run_in_use_is_refused_until_its_process_dies(tmp_path):
     run, gate = tmp_path / "run", os.pipe()
 
     def hold():
-        made = job()
-        forward, passes = made.model.forward, []
+        made, passes = job(), []
 
-        def waiting(x):
+        def waiting():
             passes.append(1)
             if len(passes) == 9:
                 os.write(gate[1], b"x")
                 os.read(os.pipe()[0], 1)  # for ever
-            return forward(x)
 
-        made.model.forward = waiting
+        before_forward(made.model, waiting)
         fit(made, out=run, save_every=3, progress=False)
 
     pid = forked(hold)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from killed import ended, in_a_child, outcome, started
+from killed import before_forward, ended, in_a_child, outcome, started
 from plain import class_data, parameters_of, small_mlp
 from torch import nn
 
@@ -29,13 +29,12 @@ def signalled(run, at=-1, first=signal.SIGTERM, more=(), workers=0, resume=False
     """
     os.environ["HOTLAP_PROGRESS"] = "lines"
     job = victim_job(workers)
-    forward, calls, left = job.model.forward, [], list(more)
+    calls, left = [], list(more)
 
-    def counted(x):
+    def counted():
         calls.append(job.model.training)
         if sum(calls) == at and calls[-1]:
             os.kill(os.getpid(), first)
-        return forward(x)
 
     def watch(moment):
         # Between the calls of the save that the first signal asked for.
@@ -43,9 +42,12 @@ def signalled(run, at=-1, first=signal.SIGTERM, more=(), workers=0, resume=False
             os.kill(os.getpid(), left.pop(0))
             time.sleep(0.005)
 
-    job.model.forward = counted
-    with disk.watched(watch):
-        fit(job, **{"resume" if resume else "out": run}, save_every=save_every)
+    hook = before_forward(job.model, counted)
+    try:
+        with disk.watched(watch):
+            fit(job, **{"resume" if resume else "out": run}, save_every=save_every)
+    finally:
+        hook.remove()
     assert not left, "the later signals were never sent"
 
 

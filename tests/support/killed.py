@@ -20,6 +20,16 @@ import torch
 import hotlap
 from hotlap.stress.victim import _timeless, fate_of, victim_job
 
+
+def before_forward(model, look):
+    """Have `look` called before each forward pass of a model.
+
+    By a hook on all modules: one on this module, or another forward, would make another training of it.
+    """
+    hook = torch.nn.modules.module.register_module_forward_pre_hook
+    return hook(lambda module, given: look() if module is model else None)
+
+
 SOURCE = Path(hotlap.__file__).parents[1]
 
 

@@ -163,7 +163,8 @@ def _brought_along(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _checked(ended: Ended) -> Ended:
-    counts(ended.asked, ended.steps, ended.updates, ended.samples, ended.best_step, ended.patience or 0)
+    counts(ended.asked, ended.steps, ended.updates, ended.samples, ended.best_step)
+    counts(0 if ended.patience is None else ended.patience)
     for seconds in (ended.train_s, ended.total_s):
         if not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e12:
             raise ValueError(f"{seconds!r:.40} is no time")

@@ -389,11 +389,13 @@ def _late_hooks(parameter: Tensor) -> Any:
 
 @functools.cache
 def optimizer_inside() -> frozenset[str]:
-    """The attributes that every optimizer has."""
+    """The attributes that every optimizer has, or that schedules and the plan in force write."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = torch.optim.Adam([torch.zeros(1)])
-    return frozenset((*vars(plain), "_opt_called", "_warned_capturable_if_run_uncaptured", "_step_count", "step"))
+    of_schedules = ("_opt_called", "_step_count", "step", "_warned_capturable_if_run_uncaptured")
+    of_plans = ("_step_supports_amp_scaling", "found_inf", "grad_scale")
+    return frozenset((*vars(plain), *of_schedules, *of_plans))
 
 
 def _is_value(part: Any, depth: int = 0) -> bool:
