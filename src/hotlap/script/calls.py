@@ -39,6 +39,7 @@ from hotlap.script.call_switches import leave_broken_passes
 from hotlap.script.call_traces import Untouched
 from hotlap.script.call_trees import leaves, looked_at, marks
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # older torch has none
 NOTED = 8
 """Calls under the script's own plan of which it is noted in which form they give back."""
 
@@ -179,7 +180,7 @@ class Call:
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of the script's; `original` makes its own."""
-        if self._inside or self._is_transformed():
+        if self._inside or self._is_transformed() or _is_checkpointed():
             return original(*args, **kwargs)
         if torch.is_autocast_enabled(self._kind):
             self._autocasts = True
@@ -391,3 +392,8 @@ class _Together:
     @property
     def state(self) -> dict[Any, Any]:
         return {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
+
+
+def _is_checkpointed() -> bool:
+    """Whether what the call saves is kept by hooks, as checkpointing does: it is made again and has to be the same."""
+    return _top_hooks is not None and _top_hooks(True) is not None
