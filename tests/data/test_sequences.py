@@ -159,6 +159,23 @@ def test_all_feeds_bring_the_same_batches(reorder, workers):
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def test_samples_are_counted_from_the_end_as_in_a_list():
+    data = labelled(5)
+    for place in range(1, 6):
+        for name, part in data[5 - place].items():
+            assert torch.equal(data[-place][name], part)
+    for outside in (5, -6):
+        with pytest.raises(IndexError):
+            data[outside]
+
+
+def test_some_of_them_are_as_many_and_as_long_as_those_rows():
+    data, rows = labelled(5), torch.tensor([3, 1])
+    some = data.placed(lambda tensor, rows: tensor if rows is None else tensor[rows], rows)
+    assert len(some) == 2
+    assert all(torch.equal(some[at]["input_ids"], data[row]["input_ids"]) for at, row in enumerate(rows.tolist()))
+
+
 def test_batches_of_similar_length_are_padded_little_and_told():
     data = labelled(2000, longest=200)
     apart, together = (training_course(job(data, reorder=reorder)).padding for reorder in (False, True))

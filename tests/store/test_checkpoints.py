@@ -72,6 +72,19 @@ def test_one_that_is_trusted_is_kept_beside_them_until_a_newer_one_is(store):
     assert names(store) == ["step-000000070", "step-000000080"]
 
 
+def test_the_newest_up_to_a_step_may_be_of_that_step(store):
+    write(store, 10, 20)
+    assert store.newest_good(until=20)[0].step == 20
+    assert store.newest_good(until=19)[0].step == 10
+
+
+def test_after_going_back_nothing_beyond_is_kept_though_it_was_trusted(store):
+    write(store, 10, 20)
+    store.trusted = 20
+    write(store, 15)
+    assert store.newest_good()[0].step == 15
+
+
 def test_steps_are_compared_as_numbers_beyond_nine_digits(store):
     write(store, 999_999_999, 1_000_000_000, 1_000_000_001)
     assert names(store) == ["step-1000000000", "step-1000000001"]
