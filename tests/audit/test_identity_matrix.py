@@ -13,8 +13,10 @@ import pytest
 import torch
 from plain import class_data, small_mlp
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from hotlap import Job, Rig, fit
+from hotlap.data.course import evaluation_course, training_course
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,3 +81,19 @@ def test_a_model_of_single_precision_trains_where_the_default_is_double():
         Rig(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_the_sampler_within_a_batch_sampler_gives_the_order():
+    class Backwards:
+        def __iter__(self):
+            return iter(range(49, -1, -1))
+
+        def __len__(self):
+            return 50
+
+    loader = DataLoader(TensorDataset(*class_data()), batch_sampler=BatchSampler(Backwards(), 10, drop_last=False))
+    model = small_mlp()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    course = training_course(Job(model=model, data=loader, loss=nn.CrossEntropyLoss(), optimizer=made, epochs=1))
+    assert course.order.epoch(0).indices.tolist() == list(range(49, -1, -1))
+    assert evaluation_course(loader, batch_size=10).order.epoch(0).indices.tolist() == list(range(49, -1, -1))

@@ -122,10 +122,10 @@ def _evaluation_order(loader: DataLoader[Any], length: int, batch_size: int) -> 
     if type(batches) is not BatchSampler:
         assert batches is not None  # the job has checked it
         return BatchedOrder(batches, length, seed=0, accumulate=1)
-    if not batches.drop_last and _takes_all(loader.sampler, length):
+    if not batches.drop_last and _takes_all(batches.sampler, length):
         return Order(length, batch_size=batch_size, shuffled=False)
     # What the loader leaves out of its own batches stays out of larger ones.
-    own = SampledOrder(loader.sampler, length, batch_size=batches.batch_size, drop_last=batches.drop_last).epoch(0)
+    own = SampledOrder(batches.sampler, length, batch_size=batches.batch_size, drop_last=batches.drop_last).epoch(0)
     chosen = [int(index) for window in range(len(own)) for index in own.pieces(window, None)[0]]
     return SampledOrder(chosen, length, batch_size=batch_size)
 
@@ -146,14 +146,15 @@ def _plainest(source: Source, workers: int | None) -> Feed:
 def _loader_course(loader: DataLoader[Any], job: Job, *, on_gpu: bool) -> Course:
     seed, accumulate = job.seed, job.accumulate
     source = as_source(loader.dataset, own_collate(loader), loaded=True)
-    sampler, batches = loader.sampler, loader.batch_sampler
+    batches = loader.batch_sampler
     order: Order
     if type(batches) is not BatchSampler:
         assert batches is not None  # the job has checked it
         order = BatchedOrder(batches, len(source), seed=seed, accumulate=accumulate)
         batch_size = max(len(piece) for piece in order.epoch(0).pieces(0, None))
     else:
-        batch_size = batches.batch_size
+        # Not the loader's own: that of a batch sampler which the user gave is another.
+        sampler, batch_size = batches.sampler, batches.batch_size
         settings: dict[str, Any] = {
             "batch_size": batch_size,
             "drop_last": batches.drop_last,

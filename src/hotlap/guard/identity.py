@@ -109,7 +109,7 @@ def settings_of(job: Job, optimizer: Optimizer | None = None) -> dict[str, Any]:
     if isinstance(job.data, DataLoader):
         batches = job.data.batch_sampler
         settings["batch_size"], settings["drop_last"] = job.data.batch_size, job.data.drop_last
-        settings["order"] = _named(job.data.sampler if type(batches) is BatchSampler else batches)
+        settings["order"] = _named(batches.sampler if type(batches) is BatchSampler else batches)
         settings["collate"] = _named(job.data.collate_fn)
     return settings
 
@@ -187,7 +187,7 @@ def functions_of(job: Job) -> dict[str, Any]:
     if isinstance(job.data, DataLoader):
         batches = job.data.batch_sampler
         parts["collate"] = job.data.collate_fn
-        parts["order"] = job.data.sampler if type(batches) is BatchSampler else batches
+        parts["order"] = batches.sampler if type(batches) is BatchSampler else batches
         parts["worker_init_fn"] = job.data.worker_init_fn
     if isinstance(job.valid, DataLoader):
         parts["collate of the validation data"] = job.valid.collate_fn
