@@ -12,7 +12,7 @@ from hotlap.script.calls import Call
 @pytest.mark.parametrize("numerics", [Numerics(layout="channels_last"), Numerics(precision="bf16")])
 def test_a_call_that_is_made_again_for_a_backward_pass_ends_as_torch_ends_it(numerics):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
-    call = Call(model, device=torch.device("cpu"), optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    call = Call(model, device=torch.device("cpu"))
     call.use(numerics, Execution())
     x = torch.randn(2, 3, 8, 8)
     for _ in range(2):

@@ -83,14 +83,13 @@ def train(model, module, data, *, set_to_none=True, accumulate=1, between=None):
     return torch.stack(losses).cpu()
 
 
-def both(kind, mine_plan, theirs_plan=OWN, *, seed=3, data=None, dropout=0.0, optimizers=False, **how):
+def both(kind, mine_plan, theirs_plan=OWN, *, seed=3, data=None, dropout=0.0, **how):
     """Losses and modules of one loop under two plans, and the first one's model."""
     data = data or data_of(kind)
     found = []
     for plan in (mine_plan, theirs_plan):
         module = kind(dropout).to(DEVICE)
-        settings = {"optimizers": [torch.optim.SGD(module.parameters(), lr=0.1)]} if optimizers else {}
-        model = Scripted(module, plan, **settings)
+        model = Scripted(module, plan)
         torch.manual_seed(seed)
         found.append((train(model, module, data, **how), module, model))
     return *found, found[0][2]
@@ -588,7 +587,7 @@ def test_tf32_holds_in_backward_and_nowhere_else(mode):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_channels_last_has_the_losses_of_the_other_layout(mode, precision):
     plan = plan_of(precision, mode, layout="channels_last")
-    mine, theirs, model = both(Cnn, plan, plan_of(precision, "eager"), optimizers=True)
+    mine, theirs, model = both(Cnn, plan, plan_of(precision, "eager"))
     assert model.call.given_up is None
     assert_like(mine, theirs, rtol=2e-2 if precision == "bf16" else 3e-3, atol=2e-3)
     before = {name: tensor.clone() for name, tensor in mine[1].state_dict().items()}
@@ -601,7 +600,7 @@ def test_plans_take_turns_and_keep_what_they_recorded():
     plans = [CAPTURED, plan_of(layout="channels_last"), OWN, plan_of("bf16")]
     modules = [Cnn().to(DEVICE), Cnn().to(DEVICE)]
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.02) for module in modules]
-    model = Scripted(modules[0], optimizers=optimizers[:1])
+    model = Scripted(modules[0])
     losses, firsts = [[], []], {}
     for number, (x, y) in enumerate(data_of(Cnn, 48)):
         plan = plans[number // 6 % 4]
@@ -674,7 +673,7 @@ def test_a_capture_in_the_scripts_own_autocast_with_its_scaler():
 def test_a_trial_of_a_capture_agrees_with_one_of_the_own_plan_and_leaves_no_trace(kind):
     module = kind(0.0 if kind is Lstm else 0.3).to(DEVICE)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    model = Scripted(module, optimizers=[optimizer])
+    model = Scripted(module)
     for x, y in data_of(kind, 3):
         model.call.remember_next()
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from hotlap.store.run_folder import RunFolder
 
 DEVICE = torch.device("cuda")
 EPOCHS = 8
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:`torch.jit.script_method` is deprecated")
 
 
 class Net(nn.Module):

@@ -42,7 +42,7 @@ def trained(make, criterion, *, precision="fp32", ends=True, classes=True):
     module = make().to(DEVICE)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
     endings = Endings()
-    call = Call(module, device=DEVICE, optimizers=[optimizer], endings=endings)
+    call = Call(module, device=DEVICE, endings=endings)
     call.use(Numerics(precision=precision), Execution(mode="captured"))
     own = functools.partial(nn.Module.__call__, module)
     losses = []

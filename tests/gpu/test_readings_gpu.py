@@ -147,7 +147,7 @@ def test_a_training_reads_the_losses_of_a_plain_one(is_captured, readings):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5)).to(DEVICE)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        call = Call(module, device=DEVICE, optimizers=[optimizer])
+        call = Call(module, device=DEVICE)
         if is_captured:
             call.use(Numerics(), Execution(mode="captured"))
         own, draw, seen = functools.partial(nn.Module.__call__, module), torch.Generator().manual_seed(1), []

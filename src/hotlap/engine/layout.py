@@ -15,10 +15,8 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def why_not_channels_last(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> str | None:
+def why_not_channels_last(modules: Sequence[nn.Module]) -> str | None:
     """Why nothing can be laid out that way, or None where something can."""
-    if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
-        return "LBFGS reads gradients as they lie in memory"
     if any(isinstance(layer, _CONVOLUTIONS) for module in modules for layer in module.modules()):
         return None
     return "channels_last is for convolutions over images or volumes, and the model has none"
@@ -62,8 +60,8 @@ class Layout:
                     state[name] = self._rooms.moved((id(parameter), name), value, _room_as(parameter, value))
 
     def batch(self, batch: Batch) -> Batch:
-        """The batch with its images that way round; no copy of those that are already."""
-        return map_tensors(batch, _channels_last)
+        """The batch with its images that way round."""
+        return images_last(batch)
 
     def _restride(self, tensor: Tensor, strides: tuple[int, ...]) -> None:
         if tensor.stride() != strides:
@@ -75,6 +73,11 @@ class Layout:
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.ndim in _LAST and tensor.layout is torch.strided and not _is_expanded(tensor):
                     yield tensor
+
+
+def images_last(batch: Batch) -> Batch:
+    """The batch with its images channels last; no copy of those that are already."""
+    return map_tensors(batch, _channels_last)
 
 
 def laid_out_as(owner: Tensor, tensor: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch import nn
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.fingerprint import memory, what_changed
 from hotlap.engine.graph import Unfit, shape_of
-from hotlap.engine.layout import Layout
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.scaling import LossScale
 from hotlap.script.call_passage import ScaledTurn, passed
@@ -53,7 +52,7 @@ class EagerCall:
         device: torch.device,
         *,
         forms: Forms,
-        layout: Layout | None,
+        layout: Callable[[Any], Any] | None,
         scale: LossScale | None,
     ) -> None:
         self._module, self._device, self._forms = module, device, forms
@@ -96,7 +95,7 @@ class EagerCall:
             return self.plainly(original, args, kwargs)
         form = self._forms.of(args, kwargs)
         if self._layout is not None:
-            args, kwargs = self._layout.batch((args, kwargs))
+            args, kwargs = self._layout((args, kwargs))
         with self._context():
             outputs = original(*args, **kwargs)
         return outputs if form is None else in_form(outputs, form)
@@ -105,7 +104,7 @@ class EagerCall:
         """Outputs in the script's own precision and form."""
         if self._layout is None:
             return original(*args, **kwargs)
-        inner_args, inner_kwargs = self._layout.batch((args, kwargs))
+        inner_args, inner_kwargs = self._layout((args, kwargs))
         outputs = original(*inner_args, **inner_kwargs)
         form = self._forms.of(args, kwargs) or self._forms.note(args, kwargs, outputs, laid_out=True)
         return in_form(outputs, form)

@@ -45,11 +45,6 @@ def why_not_in_precision(module: nn.Module, precision: str, device: torch.device
     return why_not_precision(precision, device)
 
 
-def why_not_laid_out(module: nn.Module) -> str | None:
-    """Why its weights have to lie as they do."""
-    return next((f"{name} holds the weights by their place" for name in _spread_by(module)), None)
-
-
 def why_not_captured(module: nn.Module, device: torch.device) -> str | None:
     """Why its calls cannot be recorded, as far as the module itself tells."""
     for name in _spread_by(module):

@@ -10,19 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim import Optimizer
 
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Execution, Numerics
 from hotlap.data.batches import map_tensors
-from hotlap.engine.layout import Layout, why_not_channels_last
+from hotlap.engine.layout import images_last, why_not_channels_last
 from hotlap.engine.recording import Recorder
-from hotlap.engine.rooms import Rooms
 from hotlap.engine.scaling import LossScale
 from hotlap.machine.kernels import first_line
 from hotlap.script.call_capture import CapturedCall, Lanes
@@ -33,7 +31,6 @@ from hotlap.script.call_refusals import (
     why_not_captured,
     why_not_changed,
     why_not_in_precision,
-    why_not_laid_out,
 )
 from hotlap.script.call_switches import leave_broken_passes
 from hotlap.script.call_traces import Untouched
@@ -55,31 +52,24 @@ class Call:
         module: nn.Module,
         *,
         device: torch.device,
-        optimizers: Sequence[Optimizer] = (),
         make_recorder: Callable[[torch.device], Recording] | None = None,
         endings: Endings | None = None,
     ) -> None:
-        """`optimizers` are those that update the module: their state has to lie as its weights do.
-
-        `endings` is told of what replays give to the script.
-        """
+        """`endings` is told of what replays give to the script."""
         if device == torch.device("cuda"):  # some one of them
             device = torch.device("cuda", torch.cuda.current_device())
-        self.module, self.device, self._optimizers = module, device, list(optimizers)
+        self.module, self.device = module, device
         self._kind = device.type
         self._records = make_recorder is not None or device.type == "cuda"
         self._endings = endings
         self._lanes = Lanes(functools.partial(make_recorder or Recorder, device))
         self._forms, self._unnoted = Forms(), NOTED
-        self._rooms = Rooms()
-        self._layout = Layout([module], cast(Optimizer, _Together(self._optimizers)), self._rooms)
         self._scale: LossScale | None = None
         self._ways: dict[Hashable, EagerCall | CapturedCall] = {}
         self._tried: set[Hashable] = set()
         self._failed: dict[Hashable, str] = {}
         self._plan = _key(Numerics(), Execution())
         self._way: EagerCall | CapturedCall | None = None
-        self._laid_out = "as given"
         self._inside = False
         self._autocasts = self._writes = False
         self._remembers = False
@@ -104,8 +94,7 @@ class Call:
         if numerics.precision != "fp32":
             yield why_not_in_precision(module, numerics.precision, device, autocasts=self._autocasts)
         if numerics.layout == "channels_last":
-            yield why_not_channels_last([module], self._optimizers) or why_not_laid_out(module)
-            yield None if self._optimizers else "nobody knows which optimizer's state lies as the weights do"
+            yield why_not_channels_last([module])
         if execution.mode == "captured":
             yield "the script makes its steps one by one" if execution.replay_steps > 1 else None
             yield None if self._records else f"execution.mode='captured' needs a GPU, not a {device.type}"
@@ -118,7 +107,6 @@ class Call:
             raise PlanError(reason)
         leave_broken_passes()
         self._plan = _key(numerics, execution)
-        self._lay_out(numerics.layout)
         self._way = self._way_of(numerics, execution)
 
     @property
@@ -131,15 +119,9 @@ class Call:
         """Why the plan in force is not obeyed as it stands; None where it is."""
         return self._failed.get(self._plan) or (self._way.given_up if self._way is not None else None)
 
-    def conform(self) -> None:
-        """Lay out anew what somebody has put in: the state of an optimizer that was loaded, for one."""
-        if self._laid_out != "as given":
-            self._layout.set(self._laid_out)
-
     def tidy(self) -> None:
         """Let go of all that belongs to other plans than the one in force."""
         self._ways = {key: way for key, way in self._ways.items() if way is self._way}
-        self._rooms.forget()
 
     def forget(self) -> None:
         """Let go of all that was recorded or kept; it comes back when it is needed."""
@@ -161,7 +143,8 @@ class Call:
             scale = None
             if numerics.precision == "fp16":
                 scale = self._scale = self._scale or LossScale(self.device)
-            layout = self._layout if numerics.layout != "as given" else None
+            # Images alone are turned: weights and gradients stay as the script has them, which may view them flat.
+            layout = images_last if numerics.layout == "channels_last" else None
             eager = EagerCall(
                 self.module, numerics, execution, self.device, forms=self._forms, layout=layout, scale=scale
             )
@@ -169,12 +152,6 @@ class Call:
             way = CapturedCall(eager, self.module, self.device, self._lanes, self._endings) if captured else eager
             self._ways[key] = way
         return self._ways[key]
-
-    def _lay_out(self, layout: str) -> None:
-        if layout != self._laid_out:
-            self._rooms.keeps = True  # what was recorded before reads weights where they were
-            self._layout.set(layout)
-            self._laid_out = layout
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -225,13 +202,7 @@ class Call:
 
     def _fallen_back(self, error: Exception, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the script's own call, which fails again where it is the script that is wrong."""
-        layout = self._laid_out
-        self._lay_out("as given")
-        try:
-            outputs = original(*args, **kwargs)
-        except Exception:
-            self._lay_out(layout)
-            raise
+        outputs = original(*args, **kwargs)
         self._failed[self._plan] = first_line(error)
         self._way = None
         self._ways.pop(self._plan, None)
@@ -292,8 +263,7 @@ class Call:
             way = self._way_of(numerics, execution)
             if way is not None:
                 with Untouched(self.module, self.device):
-                    self._prepare(way, args, kwargs, grad_outputs, numerics.layout)
-            self._lay_out(numerics.layout)
+                    self._prepare(way, args, kwargs, grad_outputs)
             args, kwargs = map_tensors((args, kwargs), _copied)
             made = self._directly(*args, **kwargs) if way is None else way(self._directly, args, kwargs)
             wanting = _wanting(made)
@@ -315,16 +285,13 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         grad_outputs: Sequence[Tensor | None],
-        layout: str,
     ) -> None:
         """Have the way ready for such a call at its own pace."""
-        self._lay_out("as given")
         given = map_tensors((args, kwargs), _copied)
         outputs = leaves(self._directly(*given[0], **given[1]))
         self._forms.note(args, kwargs, outputs)
         numbers = [number for number, output in enumerate(outputs) if output.requires_grad]
         used = [number for number, grad in zip(numbers, grad_outputs, strict=True) if grad is not None]
-        self._lay_out(layout)
         args, kwargs = map_tensors((args, kwargs), _copied)
         way.prepare(self._directly, args, kwargs, used)
 
@@ -339,13 +306,12 @@ class Call:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Inside, calls are as the one that was remembered, and leave no trace."""
-        layout, (enabled, dtype) = self._laid_out, self._last_autocast
+        enabled, dtype = self._last_autocast
         untouched = Untouched(self.module, self.device)
         try:
             with torch.enable_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
                 yield
         finally:
-            self._lay_out(layout)
             untouched.restore()
 
     def _is_transformed(self) -> bool:
@@ -377,21 +343,6 @@ def _wanting(outputs: Any) -> list[Tensor]:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-class _Together:
-    """Several optimizers as the one that `Layout` knows."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    @property
-    def state(self) -> dict[Any, Any]:
-        return {parameter: state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
 
 
 def _is_checkpointed() -> bool:

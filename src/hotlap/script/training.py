@@ -39,9 +39,7 @@ class ScriptTraining:
         self.updates, self._backwards = Updates(loop.optimizers), Backwards()
         self.readings = Readings(self.device)
         self.endings = Endings(self.readings)
-        self.calls = [
-            Call(one, device=self.device, optimizers=loop.optimizers, endings=self.endings) for one in loop.modules
-        ]
+        self.calls = [Call(one, device=self.device, endings=self.endings) for one in loop.modules]
         own = servings[0].own if servings else Feed(kind="loader")
         self.own = self._plan = Plan(
             feed=own,
