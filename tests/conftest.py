@@ -74,3 +74,11 @@ def _onednn_stays_on():
     if torch is not None and not torch._C._get_mkldnn_enabled():
         torch._C._set_mkldnn_enabled(True)
         pytest.fail("oneDNN was turned off, and not on again")
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_left():
+    """Hooks on all modules that a test leaves behind would change the tests after it."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.nn.modules.module._global_forward_pre_hooks.clear()

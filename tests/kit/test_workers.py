@@ -191,7 +191,7 @@ def test_a_scripts_loader_is_tried_with_other_workers(tmp_path, monkeypatch):
     refused = {one["feed"]["kind"]: one["why_not"] for one in others if one["why_not"]}
     assert set(refused) == {"gather", "stream", "resident"}
     assert refused["gather"].startswith("Slow draws from torch's generator")
-    assert refused["resident"] == "the script trains on the CPU"
+    assert "draws from torch's generator" in refused["resident"]
     assert (own["is_own"], own["feed"]["workers"], two["feed"]["workers"]) == (True, 0, 2)
     assert min(own["step_s"], own["start_s"]) > 4 * 0.001  # samples of a batch are waited for one by one
     assert min(two["step_s"], two["start_s"]) > 0

@@ -102,9 +102,9 @@ def test_a_picture_is_readable_in_light_and_dark_and_needs_nothing_else(tmp_path
 def test_names_may_hold_anything(tmp_path):
     name = "a <b> & \"c\" 'd' \x07 \n Ω"
     curves({name: history(), "other": history()}, tmp_path / "curves.svg")
-    assert "a <b> & \"c\" 'd' ? ? Ω" in drawn(tmp_path / "curves.svg")[1]
+    assert "a <b> & \"c\" 'd' \\x07 \\n Ω" in drawn(tmp_path / "curves.svg")[1]
     confusion_picture([[1, 0], [0, 1]], [name, "other"], tmp_path / "confusion.svg")
-    assert "a <b> & \"c\" 'd' ? ? Ω" in drawn(tmp_path / "confusion.svg")[1]
+    assert "a <b> & \"c\" 'd' \\x07 \\n Ω" in drawn(tmp_path / "confusion.svg")[1]
 
 
 def test_confusion_shows_counts_and_shares_of_the_true_class(tmp_path):
