@@ -217,7 +217,6 @@ def test_the_rivals_texts_are_tokenised_one_by_one_and_padded_to_the_width(tmp_p
 
 
 @pytest.mark.usefixtures("_here")
-@pytest.mark.xfail(reason="recipes find no model that was trained before")
 def test_both_recipes_are_reported_to_people_and_to_a_file(tmp_path, capsys):
     pytest.importorskip("transformers")
     file, config = tmp_path / "found.json", tiny_config(tmp_path / "tiny.json")

@@ -45,7 +45,6 @@ def report_of(folder):
     return json.loads((folder / "report.json").read_text())
 
 
-@pytest.mark.xfail(reason="recipes find no model that was trained before")
 def test_from_a_file_to_predictions_and_again_from_the_cache(tmp_path):
     data, test, lines = texts_file(tmp_path / "train.csv"), texts_file(tmp_path / "test.csv", rows=60, seed=5), []
     folder = trained(tmp_path, data, "run", lines, test=str(test))

@@ -225,6 +225,8 @@ class Whole:
         self.unknown[f"{self._part}: {why}"] = None
 
     def _opened(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_meta:  # which holds no numbers
+            return type_name(value), str(value.dtype), tuple(value.shape), value.requires_grad
         match value:
             case Tensor():
                 more = {name: self._form(part) for name, part in vars(value).items()}
