@@ -140,6 +140,35 @@ def test_bf16_stays_near_fp32_and_gives_fp32_back(kind):
     assert not torch.equal(made, truth)
 
 
+class Stateful(nn.Module):
+    """An LSTM that goes on with the state of the last call where it has as many rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head, self.state = nn.LSTM(5, 8, batch_first=True), nn.Linear(8, 4), None
+
+    def forward(self, x):
+        state = self.state if self.state is not None and self.state[0].shape[1] == len(x) else None
+        out, new = self.rnn(x, state)
+        self.state = tuple(one.detach() for one in new) if self.training else self.state
+        return self.head(out[:, -1])
+
+
+@pytest.mark.parametrize("mode", ["eager", "captured"])
+def test_a_state_kept_from_calls_in_bf16_is_taken_by_an_evaluation_in_fp32(mode):
+    module = Stateful().to(DEVICE)
+    model = Scripted(module, plan_of("bf16", mode))
+    for number in range(STEPS):
+        model(torch.randn(4, 6, 5, device=DEVICE)).square().mean().backward()
+        assert [one.dtype for one in module.state] == [torch.float32] * 2
+        if number % 3 == 0:
+            module.eval()
+            with torch.no_grad():
+                assert model(torch.randn(4, 6, 5, device=DEVICE)).dtype == torch.float32
+            module.train()
+
+
 @pytest.mark.parametrize(("set_to_none", "accumulate"), [(True, 3), (False, 1), (False, 2)])
 def test_gradients_add_up_as_they_do_eagerly(set_to_none, accumulate):
     mine, theirs, model = both(Mlp, CAPTURED, set_to_none=set_to_none, accumulate=accumulate)

@@ -68,7 +68,7 @@ class Evaluator:
         self, work: Callable[[Course, Feeding], Any], data: Any, batch_size: int, collate: Any, plan: Plan
     ) -> Any:
         objective, device = self._objective, self._device
-        modules = [m for m in (objective.model, objective.loss) if isinstance(m, torch.nn.Module)]
+        modules = objective.modules
         modes, randomness = Modes(modules), Randomness(device, host_only=self._draws_on())
         for module in modules:
             module.eval()
@@ -125,7 +125,7 @@ class Evaluator:
         self, course: Course, feeding: Feeding, metrics: Sequence[str] | Mapping[str, Any], plan: Plan
     ) -> dict[str, float]:
         objective, device = self._objective, self._device
-        context = precision_context(plan.numerics.precision, device)
+        context = precision_context(plan.numerics.precision, device, objective.modules)
         totals, gathered = Totals(device), make_metrics(metrics, objective.loss)
         if "loss" in gathered:
             raise HotlapError("a metric called 'loss' hides the loss; give it another name")
@@ -168,7 +168,7 @@ class Evaluator:
 
     def _outputs(self, plan: Plan, *, predicting: bool = False) -> Callable[[Any], tuple[Any, Any]]:
         """Outputs and targets of a batch, computed as the plan says; `predicting`, also of one without targets."""
-        context = precision_context(plan.numerics.precision, self._device)
+        context = precision_context(plan.numerics.precision, self._device, self._objective.modules)
 
         def eager(batch: Any) -> tuple[Any, Any]:
             ready = self._ready(batch, plan)
@@ -181,7 +181,7 @@ class Evaluator:
             return eager
         kept = self._captured.get(predicting)
         if kept is None or kept[0] != plan:
-            modules = [m for m in (self._objective.model, self._objective.loss) if isinstance(m, torch.nn.Module)]
+            modules = self._objective.modules
             adapted = adapt(*modules)
             recordable = eager if adapted is None else adapted.during(eager)
             made = CapturedOutputs(recordable, modules, self._objective.functions, self._device)

@@ -56,6 +56,11 @@ class Objective:
         self._wants_tensor = type(loss).__module__.startswith("torch.nn")
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """The model, and the loss where it is a module."""
+        return [module for module in (self.model, self.loss) if isinstance(module, nn.Module)]
+
+    @property
     def functions(self) -> tuple[Callable[..., Any] | None, ...]:
         """The user's own functions beside the modules."""
         loss = None if self._criterion else self.loss

@@ -3,28 +3,121 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.attention import GoodMasks, WithoutPoorMasks
+from hotlap.engine.fingerprint import INSIDE
 from hotlap.machine.tf32 import Tf32
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What forward passes are cast to, by precision."""
 
 
-def precision_context(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What forward passes run inside, made anew for each."""
+_NARROW = frozenset(AUTOCAST.values())
+_CONTAINERS = frozenset((list, dict, OrderedDict, deque))
+_LOOKED_AT = 64
+"""Entries of a container that are looked at, the last ones: earlier ones were when they came."""
+_DEPTH = 3
+"""Containers inside of containers that are looked into."""
+
+
+def precision_context(
+    precision: str, device: torch.device, modules: Sequence[nn.Module]
+) -> Callable[[], AbstractContextManager[Any]]:
+    """What forward passes of these modules run inside, made anew for each.
+
+    Tensors that a module keeps from call to call, the state of an LSTM for example, get their own dtype back at the
+    end: the next call may be one in another precision, which would raise.
+    """
     dtype = AUTOCAST.get(precision)
     if dtype is None:  # TF32 is a switch of the process, set around the whole step
         return nullcontext
-    return lambda: torch.autocast(device.type, dtype=dtype)
+    kept = _Kept(modules)
+
+    @contextmanager
+    def cast() -> Iterator[None]:
+        kept.look()
+        try:
+            with torch.autocast(device.type, dtype=dtype):
+                yield
+        finally:
+            kept.widen()
+
+    return cast
+
+
+class _Kept:
+    """The tensors that modules keep in their attributes and buffers."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        # Weights of 16 bits give states of 16 bits by themselves.
+        narrow = any(parameter.dtype in _NARROW for module in modules for parameter in module.parameters())
+        self._modules = [] if narrow else modules
+        self._narrow: set[tuple[nn.Module, str]] | None = None
+
+    def look(self) -> None:
+        """See, before the first call, what modules keep in 16 bits themselves: that stays as it is."""
+        if self._narrow is None:
+            self._narrow = {(layer, name) for layer, _, name, value in self._places() if _is_narrow(value)}
+
+    def widen(self) -> None:
+        """Give all else that is in 16 bits the dtype that it has without autocast."""
+        for layer, holder, name, value in self._places():
+            if _is_narrow(value) and (layer, name) not in (self._narrow or ()):
+                holder[name] = _widened(value)
+
+    def _places(self) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
+        """What may hold tensors: the layer, the dict in which it stands, the name there, and the value.
+
+        Asked for in every call, so it leaves torch's own layers out, which keep nothing.
+        """
+        found, ahead = [], list(self._modules)
+        while ahead:
+            layer = ahead.pop()
+            inside = layer.__dict__
+            ahead += [child for child in inside["_modules"].values() if child is not None]
+            if type(layer).__module__.startswith("torch.") and not inside["_forward_hooks"] and "forward" not in inside:
+                continue
+            for name, value in inside.items():
+                if name not in INSIDE and (isinstance(value, (Tensor, tuple)) or type(value) in _CONTAINERS):
+                    found.append((layer, inside, name, value))
+            held = inside["_buffers"]
+            found += [(layer, held, name, buffer) for name, buffer in held.items() if buffer is not None]
+        return found
+
+
+def _is_narrow(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype in _NARROW
+    if depth == _DEPTH or not (isinstance(value, tuple) or type(value) in _CONTAINERS):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return any(_is_narrow(part, depth + 1) for part in islice(reversed(parts), _LOOKED_AT))
+
+
+def _widened(value: Any, depth: int = 0) -> Any:
+    """The value with its tensors in 32 bits. Containers stay what they are, since the user may hold them too."""
+    if not _is_narrow(value, depth):
+        return value
+    if isinstance(value, Tensor):
+        return value.float()
+    if isinstance(value, tuple):
+        parts = [_widened(part, depth + 1) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for place, part in list(entries)[-_LOOKED_AT:]:
+        value[place] = _widened(part, depth + 1)
+    return value
 
 
 class Switches:

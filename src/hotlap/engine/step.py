@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -88,6 +88,7 @@ class EagerStep:
         rates: Rates | None = None,
     ) -> None:
         self._objective = objective
+        self.modules = objective.modules
         self.functions = objective.functions
         self.optimizer = optimizer
         self.schedule = schedule
@@ -95,7 +96,7 @@ class EagerStep:
         self.rates = rates
         self._device = device
         self._moves = device.type != "cpu"
-        self._context = precision_context(numerics.precision, device)
+        self._context = precision_context(numerics.precision, device, self.modules)
         self._casts = numerics.precision in ("bf16", "fp16")
         self._changes_batches = objective.changes_batches
         self.switches = Switches(numerics, execution, device)
@@ -105,7 +106,6 @@ class EagerStep:
         self._clip = clip
         self._scale, self._skips_on_device = scale, skips_on_device
         self._scaled = scale is not None and numerics.precision == "fp16"
-        self.modules = [m for m in (objective.model, objective.loss) if isinstance(m, nn.Module)]
         self.look: Callable[[Tensor], None] | None = None
         """Shown every loss before it is differentiated."""
         self.overlap: Overlap | None = None

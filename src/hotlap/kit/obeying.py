@@ -97,7 +97,7 @@ class Obeying:
         precision, training = self._wish.precision, self._training
         if precision is not None and training is not None:
             for module in training.modules:
-                vars(module)["forward"] = _cast(module.forward, precision_context(precision, training.device))
+                vars(module)["forward"] = _cast(module.forward, precision_context(precision, training.device, [module]))
 
     def why_given_up(self) -> str | None:
         """Why the script does not obey, as far as that shows at once; None where it does, or may yet."""

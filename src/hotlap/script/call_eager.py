@@ -57,7 +57,7 @@ class EagerCall:
     ) -> None:
         self._module, self._device, self._forms = module, device, forms
         self._casts = numerics.precision in ("bf16", "fp16")
-        self._context = precision_context(numerics.precision, device)
+        self._context = precision_context(numerics.precision, device, [module])
         self.switches = Switches(numerics, execution, device)
         self._layout = layout
         self.scale = scale
