@@ -1,5 +1,7 @@
 """What is known of a training before anything is tried."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
 from hotlap.monitor.bound import BOUNDS, Diagnosis
+from hotlap.tuner.allowance import allowed
 from hotlap.tuner.budget import HOPEFUL_SHARE, SHARE, Budget, Length
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.probe import BOUND_TO_PAY, COMPILED, REPLAY_S, CountingProbe, Probe
@@ -115,9 +118,9 @@ def glances_here(monkeypatch):
     monkeypatch.setattr("hotlap.tuner.probe.GLANCED_AT", ("cpu",))
 
 
-def rig_for(**loading):
+def rig_for(model=None, **loading):
     torch.manual_seed(0)
-    rig = Rig(Counting(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu")
+    rig = Rig(model or Counting(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu")
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(160, 4, generator=draw), torch.randint(3, (160,), generator=draw))
     data = DataLoader(data, batch_size=4, shuffle=True, **loading)
@@ -161,6 +164,41 @@ def test_of_an_epoch_too_short_for_many_updates_a_replay_one_by_one_are_seen(gla
     CountingProbe(rig).glance(plan)
     assert 1 in asked
     assert 8 not in asked
+
+
+class Slow(nn.Module):
+    """Takes as long as its clock is moved on."""
+
+    def __init__(self, clock, takes_s):
+        super().__init__()
+        self._clock, self._takes_s = clock, takes_s
+
+    def forward(self, x):
+        self._clock[0] += self._takes_s.pop(0) if self._takes_s else 0.0
+        return x
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "is_seen"),
+    [
+        ([0.0], True),
+        ([5.0], False),
+        ([0.0, 5.0], True),  # by then the kernels are there, and a few updates more show what they give
+        ([0.0] + [5.0] * 20, False),  # every update takes that long
+    ],
+)
+def test_a_glance_is_stopped_inside_of_its_first_update_and_gone_on_with_after_it(
+    takes_s, is_seen, glances_here, monkeypatch
+):
+    clock, last = [100.0], Counting()
+    monkeypatch.setattr("hotlap.tuner.allowance.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    rig, _ = rig_for(model=nn.Sequential(Slow(clock, takes_s), Slow(clock, []), last))
+    probe = CountingProbe(rig)
+    Probe.look(probe, Lap(step_s=1.0, updates=5, wall_s=5.0), may_s=0.0)
+    with allowed(1.0):
+        assert (probe.glance(rig.plan.but(optimizer="fused")) is not None) == is_seen
+    assert last.calls == 0, "what was made aside leaves no trace"
+    assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_a_plan_that_breaks_is_none_and_lets_go_of_what_was_made_for_it(glances_here, monkeypatch):

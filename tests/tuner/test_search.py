@@ -138,6 +138,7 @@ def no_calibration(monkeypatch):
     """The machine's own rates have no say here."""
     monkeypatch.setattr("hotlap.tuner.probe.calibration", lambda device, known_only: None)
     monkeypatch.setattr("hotlap.tuner.trials.Random", lambda: random.Random(0))
+    monkeypatch.setattr(Rig, "holding_s", lambda self: 0.01)
 
 
 @pytest.fixture
@@ -726,6 +727,21 @@ def test_a_glance_is_paid_for(dear_moves, clock):
     search = searching(rig, 20_000, gate=gate, probe=Glancing(rig, narrower(1.0), passes))
     drive(search, narrower(1.0))
     assert spent[1] - spent[0] == pytest.approx(0.2), "nothing else was timed between the glance and the first gate"
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_fp32_on_a_device_that_has_16_bits_is_hope_enough_for_a_glance_and_for_no_more(
+    is_wide, dear_moves, monkeypatch
+):
+    monkeypatch.setattr(Search, "_is_wide_arithmetic", lambda self: is_wide)
+    rig, gate, hoped = rig_for(), Gatekeeper(), []
+    probe = Glancing(rig, narrower(1.1), lambda: hoped.append(search.budget.hoped_s))
+    search = searching(rig, 3_000, gate=gate, probe=probe)
+    drive(search, lambda plan: (hoped.append(search.budget and search.budget.hoped_s), narrower(1.1)(plan))[1])
+    assert len(probe.glanced) == is_wide
+    assert any(hoped) == is_wide
+    assert not hoped[-1]
+    assert not any(in_16_bits(plan) for plan in gate.asked)
 
 
 def test_a_run_that_cannot_pay_for_a_glance_has_none(dear_moves):

@@ -15,11 +15,8 @@ from hotlap.moves import capture, precision, resident
 from hotlap.moves.every import Everything, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.allowance import allowed
-from hotlap.tuner.probe import HOPE, Probe
+from hotlap.tuner.probe import HOPE, UPDATES, Probe
 from hotlap.tuner.stand import Stand
-
-UPDATES = 8
-"""What a glance takes, in updates of the user's own, about."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,10 @@ def _soon_made(rig: Driven, stand: Stand, moves: Sequence[Move]) -> Everything |
         most_s = max(setups_s[move] for move in made.made if move is not resident.MOVE)
         if UPDATES * stand.budget.base_s + held_s + most_s <= stand.budget.left_s:
             return made
-        dearest = max(made.made, key=lambda move: setups_s[move])
+        spare = [move for move in made.made if move not in needed]
+        if not spare:
+            return None
+        dearest = max(spare, key=lambda move: setups_s[move])
         moves = [move for move in moves if move is not dearest]
         made = everything(rig, stand.plan, moves)  # another may take its place
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -18,7 +19,7 @@ from hotlap.machine.kernels import first_line
 from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
 from hotlap.monitor.calibration import calibration
 from hotlap.monitor.census import census
-from hotlap.tuner.allowance import SpentError, check_allowed
+from hotlap.tuner.allowance import SpentError, allowed, check_allowed, checked_between_modules
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.stats import LEAST_GAIN
 
@@ -42,6 +43,8 @@ BOUND_TO_PAY = 0.05
 """Of the user's own step, what another precision has to spare in arithmetic alone to be taken for a gain."""
 GLANCES, GLANCED, MOST_WARM = 3, 4, 12
 """How often so many updates are timed at a glance, of which the fastest count, and windows made before at most."""
+UPDATES = 8
+"""What a glance takes, in updates of the user's own, about."""
 GLANCED_S = 0.02
 """Or as many as take so long, where that is fewer."""
 GLANCED_AT = ("cuda",)
@@ -59,12 +62,13 @@ class Probe:
         self._diagnosis: Diagnosis | None = None
         self._feeding: float | None = None
         self._behind = 1.0
+        self._step_s = 0.0
         self.hope = 1.0
         """How many times as fast a step would be if the device never waited for its host; 1 where that is unknown."""
 
     def look(self, lap: Lap, *, may_s: float) -> None:
         """Find out what bounds it, within about so many seconds."""
-        self._feeding = _share(lap)
+        self._feeding, self._step_s = _share(lap), lap.step_s
         if self._device.type == "cuda" and lap.behind_s is not None:
             self._behind = lap.behind_s / lap.step_s
 
@@ -205,7 +209,7 @@ class CountingProbe(Probe):
                 # Any place of the epoch is as good as this.
                 rig.place = place._replace(window=min(place.window, rig.windows_here - needed))
                 rig.use(plan)
-                step_s = _roughly(rig)
+                step_s = _roughly(rig, self._step_s)
             except SpentError:
                 log.info("nothing was seen at a glance: it took too long")
             except Exception as error:  # whatever a plan may do; whether it can be obeyed is for the gates to say
@@ -222,9 +226,20 @@ def _needed(plan: Plan) -> int:
     return (MOST_WARM + GLANCES * math.ceil(GLANCED / together)) * together
 
 
-def _roughly(rig: Rig) -> float:
-    """Seconds an update takes at its fastest, once what is recorded is."""
-    windows, firsts, warm = rig.windows(room=lambda: MOST_REPLAY_STEPS), -1, 0
+def _roughly(rig: Rig, own_s: float) -> float:
+    """Seconds an update takes at its fastest, once what is recorded is; `own_s` is what the user's own takes."""
+    windows = rig.windows(room=lambda: MOST_REPLAY_STEPS)
+    with checked_between_modules():
+        rig.advance(next(windows))
+        rig.wait()
+    # Its kernels are loaded, which is what takes long. All of that would be lost for some updates more.
+    with allowed(UPDATES * own_s, at_least=True):
+        return _fastest(rig, windows)
+
+
+def _fastest(rig: Rig, windows: Iterator[Window]) -> float:
+    """Seconds an update takes at its fastest."""
+    firsts, warm = -1, 1
     while rig.firsts != firsts and warm < MOST_WARM:
         firsts, warm = rig.firsts, warm + 1
         check_allowed()
