@@ -93,6 +93,7 @@ def test_batches_and_what_the_script_sends_of_them_are_the_loaders_own(data, fee
         assert why_other_batch(truth, batch) is None
         for tensor in tensors_in(batch):
             there = tensor.to(device, non_blocking=True)
+            assert tensor._version == there._version == 0
             assert there.device == device
             assert there.stride() == tensor.stride()
             assert torch.equal(there.cpu(), tensor)

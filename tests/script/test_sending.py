@@ -39,6 +39,11 @@ def sending(request):
     assert "cuda" not in vars(torch.Tensor)
 
 
+def is_of(tensor, copy):
+    """Whether a tensor is what somebody was given of a copy: it has the copy's memory."""
+    return tensor.untyped_storage()._cdata == copy.tensor.untyped_storage()._cdata
+
+
 def given(sending, tensor=None):
     """A tensor as the script gets it, and its copy."""
     tensor = torch.arange(6.0).reshape(2, 3) if tensor is None else tensor
@@ -64,7 +69,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_what_asks_for_the_device_alone_is_answered_with_the_copy(sending, call):
     tensor, copy = given(sending)
-    assert CALLS[call](tensor, sending.device) is copy.tensor
+    assert is_of(CALLS[call](tensor, sending.device), copy)
     assert sending.answered == 1
 
 
@@ -85,11 +90,11 @@ def test_what_asks_for_anything_else_is_torchs_to_answer(sending, call):
     tensor, copy = given(sending)
     wanted = OTHERS[call](tensor.clone(), sending.device)
     made = OTHERS[call](tensor, sending.device)
-    assert made is not copy.tensor
+    assert not is_of(made, copy)
     assert (made.dtype, made.device, made.stride()) == (wanted.dtype, wanted.device, wanted.stride())
     assert sending.answered == 0
     assert copy.asked == 0
-    assert tensor.to(sending.device) is copy.tensor, "it is still there"
+    assert is_of(tensor.to(sending.device), copy), "it is still there"
 
 
 def test_another_device_is_torchs_to_reach():
@@ -102,16 +107,28 @@ def test_another_device_is_torchs_to_reach():
             tensor.to("nowhere")
         with pytest.raises(TypeError):
             tensor.to(META, nothing=1)
-        assert tensor.to(META) is copy.tensor
+        assert is_of(tensor.to(META), copy)
     finally:
         sending.remove()
+
+
+def test_a_copy_counts_no_writes_though_it_was_written_once(sending):
+    tensor, copy = given(sending)
+    copy.tensor.copy_(tensor)
+    assert copy.tensor._version == 1
+    made = tensor.to(sending.device)
+    assert made._version == 0
+    assert made.is_leaf
+    assert made._base is None
+    made.add_(1)
+    assert made._version == 1
 
 
 def test_a_copy_is_given_out_once(sending):
     tensor, copy = given(sending)
     first = tensor.to(sending.device)
     second = tensor.to(sending.device)
-    assert first is copy.tensor
+    assert is_of(first, copy)
     assert second is not first
     assert copy.asked == 1
 
@@ -132,7 +149,7 @@ def test_a_tensor_that_was_written_to_is_sent_as_it_is(sending, write):
     tensor, copy = given(sending)
     write(tensor)
     made = tensor.to(sending.device)
-    assert made is not copy.tensor
+    assert not is_of(made, copy)
     assert made.shape == tensor.shape
     assert made.requires_grad == tensor.requires_grad
     assert (copy.asked, copy.given_up) == (0, 1)
@@ -141,7 +158,7 @@ def test_a_tensor_that_was_written_to_is_sent_as_it_is(sending, write):
 def test_data_that_is_put_in_its_place_is_seen(sending):
     tensor, copy = given(sending)
     tensor.data = torch.ones(2, 3)
-    assert tensor.to(sending.device) is not copy.tensor
+    assert not is_of(tensor.to(sending.device), copy)
 
 
 def test_a_copy_goes_with_its_tensor(sending):
@@ -165,14 +182,14 @@ def test_a_copy_that_was_given_out_is_the_scripts_alone(sending):
 def test_of_tensors_that_the_script_keeps_only_the_last_copies_are_kept(sending):
     kept = [given(sending) for _ in range(KEPT + 3)]
     assert [copy.given_up for _, copy in kept] == [1] * 3 + [0] * KEPT
-    assert kept[0][0].to(sending.device) is not kept[0][1].tensor
-    assert kept[-1][0].to(sending.device) is kept[-1][1].tensor
+    assert not is_of(kept[0][0].to(sending.device), kept[0][1])
+    assert is_of(kept[-1][0].to(sending.device), kept[-1][1])
 
 
 def test_tensors_that_come_and_go_in_the_same_place_are_told_apart(sending):
     for _ in range(5 * KEPT):
         tensor, copy = given(sending)
-        assert tensor.to(sending.device) is copy.tensor
+        assert is_of(tensor.to(sending.device), copy)
         del tensor
     gc.collect()
     assert not sending._served
@@ -182,7 +199,7 @@ def test_inference_tensors_are_never_answered_for(sending):
     with torch.inference_mode():
         tensor, copy = given(sending)
         made = tensor.to(sending.device)
-    assert made is not copy.tensor
+    assert not is_of(made, copy)
     assert copy.given_up == 1
     outside = torch.arange(3.0)
     with torch.inference_mode():
@@ -226,13 +243,13 @@ def test_cuda_is_answered_on_its_device_alone(monkeypatch):
             tensor = torch.ones(3)
             copy = Copied(torch.zeros(3))
             sending.serve([(tensor, copy)])
-            assert call(tensor) is copy.tensor
+            assert is_of(call(tensor), copy)
         tensor, copy = torch.ones(3), Copied(torch.zeros(3))
         sending.serve([(tensor, copy)])
         for call in (lambda t: t.cuda(0), lambda t: t.to("cuda:0")):
             with pytest.raises((AssertionError, RuntimeError)):  # torch's own, without a GPU
                 call(tensor)
-        assert tensor.cuda() is copy.tensor
+        assert is_of(tensor.cuda(), copy)
     finally:
         sending.remove()
 

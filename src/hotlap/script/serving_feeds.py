@@ -118,6 +118,8 @@ class Columned:
         positions = places.host if self._rows is None else places.through(self._rows)
         found = self._source.gather(positions, self._room)
         tensors: tuple[Tensor, ...] = found if type(found) is tuple else (found,)
+        if self._room is not None:
+            tensors = tuple(tensor.data for tensor in tensors)  # which count no writes so far, as the loader's do
         if self._is_list:
             return list(tensors), tensors
         parts = iter(tensors)
