@@ -51,7 +51,7 @@ def test_a_worker_freezes_what_it_inherits_and_then_does_what_the_user_wants():
     assert (frozen > 1000).all()
     assert (at_start > 1000).all()
     assert collects.all()
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before  # of what was frozen before, some may have gone
     assert Telling.started_with is None
 
 
@@ -124,7 +124,6 @@ class Quiet(Together):
 
 
 @pytest.mark.parametrize("plan", [Feed(kind="loader"), *WORKERS], ids=str)
-@pytest.mark.xfail(reason="the first batch of a job is fetched sample by sample")
 def test_a_dataset_that_answers_many_indices_is_asked_for_a_whole_batch_in_any_process(plan):
     for data in (Quiet(), Subset(Quiet(), range(20))):
         batches = fed(data, plan)
@@ -142,7 +141,6 @@ def test_what_such_a_dataset_draws_is_seeded_by_sample(plan):
     assert len(by_sample(plan).unique()) == 20
 
 
-@pytest.mark.xfail(reason="the first batch of a job is fetched sample by sample")
 def test_a_dataset_that_gives_fewer_samples_than_it_was_asked_for_is_an_error():
     class Short(Quiet):
         def __getitems__(self, indices):

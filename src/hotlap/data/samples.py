@@ -64,12 +64,14 @@ class Source:
         raise DataError(str(self.why_not_gather()))
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
-        """The samples of these tickets (see Epoch) as a batch, fetched one by one.
+        """The samples of these tickets (see Epoch) as a batch.
 
         Randomness inside the dataset is seeded by ticket and epoch, so that it is the same in any process
         and any batch, and leaves the training's untouched. Seeding costs microseconds a sample, and most
         datasets draw nothing: in the first batch all generators are seeded, and looked at behind every sample;
         after it only those that had moved. Where another one moves later, that batch is fetched again.
+        A dataset that answers many indices at once is asked for whole batches as long as it draws nothing, from the
+        first on; the batch in which it first draws is fetched again, sample by sample.
         """
         before = [generator.state() for generator in HOST]
         seeded: Sequence[Generator] = HOST
@@ -92,12 +94,21 @@ class Source:
 
     def _first(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         """The first batch: what its samples draw from is found out."""
-        samples: list[Any] = []
-        for ticket in tickets:
-            with self._noting(mix(seed, epoch, ticket)):
-                samples += self.read([ticket % len(self)])
+        length, samples = len(self), None
+        if self._answers_many:
+            with self._noting(mix(seed, epoch, *tickets)):
+                samples = self.read([ticket % length for ticket in tickets])
+        if samples is None or self._drawn:
+            samples = []
+            for ticket in tickets:
+                with self._noting(mix(seed, epoch, ticket)):
+                    samples += self.read([ticket % length])
         with self._noting(mix(seed, epoch, *tickets)):
             return self._collate(samples)
+
+    @property
+    def _answers_many(self) -> bool:
+        return hasattr(self.samples, "__getitems__")
 
     @contextmanager
     def _noting(self, number: int) -> Iterator[None]:
@@ -128,7 +139,7 @@ class Source:
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         """The samples at these indices as they are, asked for together where the dataset answers that."""
-        if not hasattr(self.samples, "__getitems__"):
+        if not self._answers_many:
             return [self.samples[index] for index in indices]
         found = list(self.samples.__getitems__(list(indices)))
         if len(found) != len(indices):

@@ -103,6 +103,7 @@ class Rescue:
         for parameter in _parameters(rig):
             parameter.grad = None
         self._put_back(before, window, made)
+        del before  # which holds copies of what was on the device
         gc.collect()
         _empty_cache(rig.device)
         return rig.place
