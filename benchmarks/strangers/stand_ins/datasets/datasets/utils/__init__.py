@@ -1,0 +1,3 @@
+"""Parts that scripts reach for."""
+
+from datasets.utils import logging as logging

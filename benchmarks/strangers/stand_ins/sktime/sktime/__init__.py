@@ -1,0 +1,1 @@
+"""A stand-in for `sktime`, for scripts that import it and do not call it."""
