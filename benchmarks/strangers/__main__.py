@@ -41,7 +41,7 @@ from benchmarks.strangers.running import ALONE, Ran, run_once, warm_up
 from benchmarks.strangers.scripts import DESCRIPTION, FolderError, Stranger, lay_out, read_folder
 from benchmarks.versions import versions
 
-WIDTHS = (18, 9, 9, 21)
+WIDTHS = (22, 8, 8, 19)
 SHOWN = 200
 """Characters of hotlap's line in the table."""
 
@@ -51,10 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     try:
         if options.fetch_from is not None:
-            missing = lay_out(options.fetch_from, options.folder, options.only)
-            report(
-                *missing, f"laid out in {options.folder}: {', '.join(one.name for one in read_folder(options.folder))}"
-            )
+            laid, missing = lay_out(options.fetch_from, options.folder, options.only)
+            report(*missing, f"laid out in {options.folder}: {', '.join(laid) or 'nothing'}")
             return int(bool(missing))
         strangers = chosen(read_folder(options.folder), options.only)
     except FolderError as error:
@@ -195,10 +193,14 @@ def made_data(one: Stranger, tiny: bool, scratch: Path) -> Path | None:
 def compare_codes(alone: list[Ran], hotlap: list[Ran]) -> Verdict:
     """Compare exit codes."""
     by_itself, under = ({ran.code for ran in part} for part in (alone, hotlap))
-    words = " ".join(str(code) for code in sorted(by_itself | under, key=str))
-    return Verdict(
-        by_itself == under == {0}, words if by_itself == under else f"{by_itself} alone, {under} under hotlap"
-    )
+    if by_itself != under:
+        return Verdict(False, f"EXIT {shown(by_itself)} by itself, {shown(under)} under hotlap")
+    return Verdict(by_itself == {0}, f"exit {shown(under)}")
+
+
+def shown(codes: set[int | str]) -> str:
+    """Exit codes for people."""
+    return " or ".join(sorted(str(code) for code in codes))
 
 
 def said(ran: Ran) -> str:

@@ -101,9 +101,13 @@ def read_description(file: Path, folder: Path) -> list[Stranger]:
     return found
 
 
-def lay_out(mirrors: Path, folder: Path, only: list[str]) -> list[str]:
-    """Put the scripts of `strangers.toml` into a folder, from git directories under `mirrors`; tell what is missing."""
-    missing = []
+def lay_out(mirrors: Path, folder: Path, only: list[str]) -> tuple[list[str], list[str]]:
+    """Put the scripts of `strangers.toml` into a folder, from git directories under `mirrors`.
+
+    Returns the names laid out, and a line for each that could not be.
+    """
+    laid: list[str] = []
+    missing: list[str] = []
     for one in read_description(OURS, folder):
         if only and one.name not in only:
             continue
@@ -120,9 +124,10 @@ def lay_out(mirrors: Path, folder: Path, only: list[str]) -> list[str]:
         one.home.mkdir(parents=True)
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
             archive.extractall(one.home, filter="data")
+        laid.append(one.name)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(OURS, folder / DESCRIPTION)
-    return missing
+    return laid, missing
 
 
 def git_directory(mirrors: Path, repository: str) -> Path | None:
