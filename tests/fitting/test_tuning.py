@@ -60,13 +60,13 @@ def test_a_run_too_short_to_tune_is_the_users_own_to_the_last_bit(tmp_path):
 
 
 def test_a_tuned_run_finds_what_pays_and_trains_the_same(tmp_path, at_leisure):
-    mine = fit(job_for(3000), plan="auto", out=tmp_path / "auto", progress=False)
-    theirs = fit(job_for(3000, data=Computed()), plan="off", out=tmp_path / "off", progress=False)
+    mine = fit(job_for(800), plan="auto", out=tmp_path / "auto", progress=False)
+    theirs = fit(job_for(800, data=Computed()), plan="off", out=tmp_path / "off", progress=False)
     found = outcomes(mine)
     assert mine.plan.feed.kind == "resident", mine.summary()
     assert found["data held on the device"].outcome == "kept"
     assert found["baseline"].step_s > 0
-    assert mine.steps == theirs.steps == 3000
+    assert mine.steps == theirs.steps == 800
     assert mine.samples == theirs.samples
     for name in ("train_loss",):
         assert mine.history[-1][name] == pytest.approx(theirs.history[-1][name], rel=0.2, abs=0.02)
@@ -77,17 +77,17 @@ def test_a_tuned_run_finds_what_pays_and_trains_the_same(tmp_path, at_leisure):
 
 
 def test_a_tuned_run_is_replayed_to_the_last_bit(tmp_path, at_leisure):
-    tuned = fit(job_for(1500), plan="auto", out=tmp_path / "auto", progress=False)
+    tuned = fit(job_for(600), plan="auto", out=tmp_path / "auto", progress=False)
     assert len({entry.plan for entry in tuned.ledger}) > 1
-    again = fit(job_for(1500), plan=tuned.path, out=tmp_path / "again", progress=False)
+    again = fit(job_for(600), plan=tuned.path, out=tmp_path / "again", progress=False)
     assert torch.equal(parameters_of(tuned.model), parameters_of(again.model))
     assert [entry.plan for entry in again.ledger][-1] == tuned.plan
 
 
 def test_what_was_found_is_used_at_once_the_next_time(tmp_path, at_leisure):
-    first = fit(job_for(3000), plan="auto", out=tmp_path / "one", progress=False)
+    first = fit(job_for(800), plan="auto", out=tmp_path / "one", progress=False)
     assert any(entry.what == "tuned" for entry in first.ledger), first.summary()
-    second = fit(job_for(3000), plan="auto", out=tmp_path / "two", progress=False)
+    second = fit(job_for(800), plan="auto", out=tmp_path / "two", progress=False)
     known = [entry for entry in second.ledger if entry.figures.get("known")]
     assert known
     assert {entry.outcome for entry in known} == {"kept"}
@@ -127,30 +127,29 @@ def test_an_error_of_the_users_own_is_still_an_error(tmp_path, at_leisure):
 
 
 def test_a_resumed_run_does_not_search_again(tmp_path, at_leisure):
-    first = fit(job_for(3000), plan="auto", out=tmp_path / "run", save_every=1500, progress=False)
+    first = fit(job_for(800), plan="auto", out=tmp_path / "run", save_every=400, progress=False)
     assert any(entry.what == "tuned" for entry in first.ledger)
-    more = fit(job_for(3500), plan="auto", resume=tmp_path / "run", progress=False, allow_changes=True)
-    assert more.steps == 3500
+    more = fit(job_for(1000), plan="auto", resume=tmp_path / "run", progress=False, allow_changes=True)
+    assert more.steps == 1000
     assert more.plan == first.plan
-    assert not [entry for entry in more.ledger if entry.outcome == "measured" and entry.step > 3000]
+    assert not [entry for entry in more.ledger if entry.outcome == "measured" and entry.step > 800]
 
 
 def test_a_plan_that_drifts_away_is_left_and_the_run_goes_back_to_a_checkpoint(tmp_path, at_leisure, monkeypatch):
     monkeypatch.setattr(canary, "FIRST_S", 0.0)
     monkeypatch.setattr(canary, "SHARE", 1.0)
-    real, after, data = Gate.check, [], Computed(effort=40)
+    real, after = Gate.check, []
 
     def check(self, plan):
         if any(entry.what == "tuned" for entry in self._rig.ledger):
             after.append(self._rig.steps)
             if len(after) > 3:
-                data.effort = 0  # the rest of the run is long
                 return Judgement(ok=False, why="gradients differ")
         return real(self, plan)
 
     monkeypatch.setattr(Gate, "check", check)
-    run = fit(job_for(4000, data=data), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
-    assert run.steps == 4000
+    run = fit(job_for(1000), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
+    assert run.steps == 1000
     assert run.plan == fit(job_for(1), plan="off", out=tmp_path / "off", progress=False).plan
     assert any("gone back to the checkpoint" in problem for problem in run.problems), (after, run.summary())
     steps = [record["step"] for record in run.history]
@@ -161,13 +160,12 @@ def test_a_plan_that_drifts_away_is_left_and_the_run_goes_back_to_a_checkpoint(t
 def test_it_goes_back_to_a_time_that_was_good_however_long_ago(tmp_path, at_leisure, monkeypatch):
     monkeypatch.setattr(canary, "FIRST_S", 0.0)
     monkeypatch.setattr(canary, "SHARE", 1e9)
-    real, tuned, good, data = Gate.check, [], [], Computed(effort=40)
+    real, tuned, good = Gate.check, [], []
 
     def check(self, plan):
         if any(entry.what == "tuned" for entry in self._rig.ledger):
             tuned.append(self._rig.steps)
             if len(tuned) > 2:
-                data.effort = 0  # the rest of the run is long
                 return Judgement(ok=False, why="gradients differ")
             good.append(self._rig.steps)
         return real(self, plan)
@@ -179,8 +177,8 @@ def test_it_goes_back_to_a_time_that_was_good_however_long_ago(tmp_path, at_leis
     looks = canary.Canary.stepped
     monkeypatch.setattr(Gate, "check", check)
     monkeypatch.setattr(canary.Canary, "stepped", stepped)
-    run = fit(job_for(2500, data=data), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
-    assert run.steps == 2500
+    run = fit(job_for(1200), plan="auto", out=tmp_path / "run", save_every=100, progress=False)
+    assert run.steps == 1200
     step = good[-1] // 100 * 100
     told = f"gone back to the checkpoint of step {step:,}"
     assert any(told in problem for problem in run.problems), (good, run.problems)
