@@ -18,7 +18,7 @@ from hotlap.core.plan import Plan
 from hotlap.data.feeds import LoaderFeeding
 from hotlap.data.order import HostRandomness
 from hotlap.tuner.feed_gate import chosen_windows
-from hotlap.tuner.gates import Gate
+from hotlap.tuner.gates import AMPLIFIED_UPDATES, UPDATES, Gate
 from hotlap.tuner.gradients import Gap, Outcome
 from hotlap.tuner.rounding import SAME, noise_of, same_maths
 
@@ -913,3 +913,9 @@ def test_honest_kernels_of_another_layout_pass_at_many_moments():
         rig = training("cnn", steps=seed % 5, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
         words[judged(rig, layout="channels_last", **FUSED).ok] += 1
     assert words == {True: 12}
+
+
+@pytest.mark.parametrize(("layer", "is_dear"), [(nn.BatchNorm1d(4), True), (nn.LayerNorm(4), False)])
+def test_a_gate_is_expected_to_take_longer_where_the_network_amplifies_rounding(layer, is_dear):
+    rig = Rig(nn.Sequential(nn.Linear(4, 4), layer), lambda p: torch.optim.SGD(p, lr=0.1), nn.MSELoss(), device="cpu")
+    assert Gate(rig, rig.plan).updates == (AMPLIFIED_UPDATES if is_dear else UPDATES)

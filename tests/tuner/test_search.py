@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -47,6 +48,8 @@ class Outcome:
 
 class Gatekeeper:
     """Lets everything through but what the test names, and remembers what it was asked."""
+
+    updates = 16
 
     def __init__(self, refuses=lambda plan: False):
         self.refuses, self.asked = refuses, []
@@ -768,6 +771,18 @@ def test_where_a_plan_was_found_before_there_is_nothing_to_glance_at(dear_moves)
     probe = Glancing(rig, pays)
     drive(searching(rig, 20_000, gate=Gatekeeper(), probe=probe, known=Memory(found_by(rig))), pays)
     assert probe.glanced == []
+
+
+@pytest.mark.parametrize(("gain", "goes_on"), [(4.0, True), (1.2, False)])
+def test_a_gate_of_what_was_seen_at_a_glance_may_take_longer_than_was_thought(gain, goes_on, dear_moves, monkeypatch):
+    rig, gate, may = rig_for(), Gatekeeper(), []
+    monkeypatch.setattr("hotlap.tuner.trials.allowed", lambda seconds: (may.append(seconds), nullcontext())[1])
+    check = gate.check
+    gate.check = lambda plan: (may.append(search.budget.left_s), check(plan))[1]
+    search = searching(rig, 20_000, gate=gate, probe=Glancing(rig, narrower(gain)))
+    drive(search, narrower(gain))
+    assert (may[0] > may[1]) == goes_on
+    assert all(allowed == pytest.approx(left) for allowed, left in zip(may[2::2], may[3::2], strict=True))
 
 
 def test_hope_is_for_one_trial_and_told_where_it_came_to_nothing(dear_moves):

@@ -33,6 +33,9 @@ from hotlap.tuner.stepping import roundoff, without_dropout
 class ScriptGate:
     """Judges plans against the script's own, from where its last step has left it."""
 
+    updates = 8
+    """About how many updates a check takes: one call forward and backward for each question."""
+
     def __init__(self, training: ScriptTraining) -> None:
         self._training = training
 

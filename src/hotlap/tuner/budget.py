@@ -47,6 +47,8 @@ class Budget:
         """What the rest of the run will take less than under the user's own plan, at the least."""
         self.hoped_s = 0.0
         """What all moves together would save in the rest of the run, where a glance at them has shown much."""
+        self.is_seen = False
+        """Whether that was seen at a glance, and not only hoped for."""
         self.wall_s, self.updates = 0.0, 0
         """Of all laps, so far."""
 
@@ -69,6 +71,11 @@ class Budget:
     def left_s(self) -> float:
         """What may still be spent."""
         return self.all_s - self.spent_s
+
+    @property
+    def overdraft_s(self) -> float:
+        """How much longer than thought a gate may take before all of it is lost: what was seen would pay for it."""
+        return OF_HOPED * self.hoped_s if self.is_seen and self._most_s is None else 0.0
 
     @property
     def net_s(self) -> float:

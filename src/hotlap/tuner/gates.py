@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from hotlap.core.plan import Execution, Plan
 from hotlap.engine.rig import Place, Rig
 from hotlap.machine.kernels import first_line
@@ -30,6 +32,10 @@ from hotlap.tuner.moment import LEAST_UPDATES, MOST_UPDATES, Moment, Windows
 from hotlap.tuner.rounding import same_maths
 from hotlap.tuner.stepping import Reference, Stepping, without_dropout
 
+UPDATES = 16
+"""What a check takes, in updates of the user's own, about."""
+AMPLIFIED_UPDATES = 48
+"""The same in networks with batch norms. These amplify rounding, and it is measured by how much: 26 to 57 were seen."""
 SAME_MATHS = "same maths"
 """In words, what differs by rounding alone."""
 DRAWS = 3
@@ -64,6 +70,9 @@ class Judgement:
 class Judge(Protocol):
     """Whoever lets plans through."""
 
+    updates: int
+    """About how many updates of the user's own a check takes."""
+
     def check(self, plan: Plan) -> Judgement:
         """Whether training goes on under the plan as it would have; it leaves no trace in the training."""
 
@@ -76,6 +85,9 @@ class Gate:
 
     def __init__(self, rig: Rig, baseline: Plan) -> None:
         self._rig, self._baseline = rig, baseline
+        layers = (layer for module in rig.modules for layer in module.modules())
+        self.updates = AMPLIFIED_UPDATES if any(isinstance(layer, _BatchNorm) for layer in layers) else UPDATES
+        """About how many updates of the user's own a check takes."""
         self._moment: Moment | None = None
         self._when: tuple[int, Place] | None = None
         self._own: dict[bool, Reference] = {}

@@ -28,9 +28,11 @@ from hotlap.tuner.glance import Glance, at_a_glance
 from hotlap.tuner.known import Found, KnownPlans
 from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.probe import HOPE, Probe
-from hotlap.tuner.stand import GATE_UPDATES, Stand
+from hotlap.tuner.stand import Stand
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
+LOOK_UPDATES = 16
+"""Where less than so many updates of the user's own may be spent, nobody looks any closer."""
 ARITHMETIC = (precision.MOVE, layout.MOVE)
 """Moves that change how convolutions are computed: each alone may be slower, both together are not."""
 BOUND_BY_DEVICE = ("arithmetic", "memory traffic")
@@ -112,7 +114,7 @@ class Search:
         trials = self._trials = Trials(self._rig, self.gate, budget, self.baseline)
         self._now.begin(trials, lap)
         budget.is_hopeful = self._rig.device.type == "cuda"  # until it has been looked at
-        if not (yield from self._until_it_pays(GATE_UPDATES * lap.step_s)):
+        if not (yield from self._until_it_pays(LOOK_UPDATES * lap.step_s)):
             self._write_too_short(self._length().updates)
             return
         self._looked, lap = True, self._now.lap
@@ -128,7 +130,8 @@ class Search:
                 self._glance = at_a_glance(self._rig, self._now, self._probe, self._at_first())
                 if self._glance.was_taken:
                     seen = self._glance.gain
-                    budget.is_hopeful = self._probe.is_hopeful or bool(self._glance.moves)
+                    budget.is_seen = bool(self._glance.moves)
+                    budget.is_hopeful = self._probe.is_hopeful or budget.is_seen
                 budget.hoped_s = self._saved_s(seen)
             yield from self._for_the_device()
             yield from self._at_once()

@@ -16,8 +16,6 @@ from hotlap.tuner.probe import Probe
 from hotlap.tuner.stats import LEAST_GAIN
 from hotlap.tuner.trials import Trials
 
-GATE_UPDATES = 16
-"""What a gate takes, in updates of the user's own, about."""
 FIRST_GATE_S = 0.25
 """What the first one takes beside, on a GPU: kernels that nothing has used so far are loaded, 0.2 to 0.7 s of it."""
 RECORDING = 4
@@ -83,7 +81,7 @@ class Stand:
     def gate_s(self, moves: Sequence[Move]) -> float:
         """About what a gate takes that judges these moves: as the cheapest of its kind so far, at least."""
         is_first = self._rig.device.type == "cuda" and not self.trials.gate_s
-        guessed_s = GATE_UPDATES * self.budget.base_s + (FIRST_GATE_S if is_first else 0.0)
+        guessed_s = self.trials.gate_updates * self.budget.base_s + (FIRST_GATE_S if is_first else 0.0)
         return max(guessed_s, self.trials.cheapest_gate_s(moves))
 
     # --- time ------------------------------------------------------------------------------------

@@ -102,6 +102,8 @@ class Trials:
 
     def __init__(self, rig: Driven, gate: Judge, budget: Budget, baseline: Plan) -> None:
         self._rig, self._gate, self.budget, self._baseline = rig, gate, budget, baseline
+        self.gate_updates = gate.updates
+        """About how many updates of the user's own a gate takes."""
         self._memory = MemoryWatch(rig.device)
         self._coin = Random()  # seeded by the system: the generators of the user's are left alone
         self._laps: dict[Plan, list[Lap]] = {}
@@ -133,7 +135,7 @@ class Trials:
         """
         began, kind = time.perf_counter(), _keeps_precision(moves)
         try:
-            with allowed(self.budget.left_s if may_s is None else may_s):
+            with allowed(self.budget.left_s + self.budget.overdraft_s if may_s is None else may_s):
                 passed = self._gate.check(plan)
         except SpentError:
             # How much more it would have taken is not known; it is not begun again for as little.
