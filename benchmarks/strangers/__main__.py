@@ -17,7 +17,8 @@ the highest. Exit codes, names and hashes of written files, and printed figures 
 compared: exactly, or with what two runs by themselves differ by. With `--other-seed`, where figures lie further apart,
 the script runs once more by itself with another seed.
 
-Exit code: 1 where exit codes, files or figures differ by more than that, 2 for a folder that cannot be used.
+Exit code: 1 where a script fails by itself, or exit codes, files or figures differ by more than that;
+2 for a folder that cannot be used.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.json is not None:
                 options.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False))
     for plan in options.plan:
-        ratios = {name: found["plans"][plan]["ratio"] for name, found in facts["scripts"].items()}
+        ratios = {name: found["plans"][plan]["ratio"] for name, found in facts["scripts"].items() if found["plans"]}
+        if not ratios:
+            continue
         whole = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios.values()))
         lowest = min(ratios, key=lambda name: ratios[name])
         print(
@@ -140,6 +143,8 @@ def compare(one: Stranger, options: argparse.Namespace, scratch: Path) -> dict[s
     for turn in range(options.pairs):
         for kind in kinds if turn % 2 == 0 else reversed(kinds):
             runs[kind].append(run(kind))
+            if turn == 0 and kind == ALONE and runs[ALONE][0].code != 0:
+                return fails_by_itself(one, runs[ALONE][0])
     alone = runs[ALONE]
     plans: dict[str, Any] = {}
     seeded: str | None = None
@@ -174,6 +179,13 @@ def compare(one: Stranger, options: argparse.Namespace, scratch: Path) -> dict[s
         "plans": plans,
         "runs": [told(ran) for kind in kinds for ran in runs[kind]],
     }
+
+
+def fails_by_itself(one: Stranger, ran: Ran) -> dict[str, Any]:
+    """Tell that there is nothing to compare."""
+    last = next((line for line in reversed(ran.err.splitlines()) if line.strip()), "")
+    print(f"{one.name:<{WIDTHS[0]}} fails by itself, exit code {ran.code}: {last[:SHOWN]}", flush=True)
+    return {"repository": one.repository, "commit": one.commit, "same": False, "plans": {}, "runs": [told(ran)]}
 
 
 def made_data(one: Stranger, tiny: bool, scratch: Path) -> Path | None:

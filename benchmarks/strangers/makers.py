@@ -222,8 +222,10 @@ def language_model(to: Path, kind: str, name: str, vocab: int, tokens: int, **si
     """A folder NAME with a new model of `transformers` (`bert` or `roberta`, of base size) and its tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     marks = {
         "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
         "roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
@@ -255,7 +257,7 @@ def language_model(to: Path, kind: str, name: str, vocab: int, tokens: int, **si
         type_vocab_size=1 if kind == "roberta" else 2,
         **sizes,
     )
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(to / name)
+    AutoModel.from_config(config).save_pretrained(to / name)  # without a head: the script's own is made anew
 
 
 def roberta_texts(to: Path, train: int, test: int, vocab: int, tokens: int, longest: int, **sizes: int) -> None:

@@ -78,6 +78,13 @@ def test_a_folder_without_a_description_runs_each_of_its_scripts(tmp_path):
     assert [one.name for one in scripts.read_folder(tmp_path)] == ["one", "two"]
 
 
+def test_a_script_that_fails_by_itself_is_not_compared(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(strangers_main, "warm_up", lambda *_: None)
+    (tmp_path / "one.py").write_text("raise SystemExit('no data here')")
+    assert strangers_main.main(["--folder", str(tmp_path)]) == 1
+    assert "fails by itself, exit code 1: no data here" in capsys.readouterr().out
+
+
 def test_an_unknown_field_and_an_unknown_name_are_refused_with_those_known(tmp_path, capsys):
     (tmp_path / "strangers.toml").write_text('[one]\ncommand = "one.py"\nfolders = "x"\n')
     assert strangers_main.main(["--folder", str(tmp_path)]) == 2
