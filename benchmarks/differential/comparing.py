@@ -38,13 +38,13 @@ def facts_of(outcome: Outcome) -> Facts:
 
 
 def _placeless(line: str) -> str:
-    """A line without folders, which differ from run to run."""
-    return re.sub(r"/\S*/", "", line)
+    """A line without folders and addresses, which differ from run to run."""
+    return re.sub(r"\b0x[0-9a-f]+", "0x", re.sub(r"/\S*/", "", line))
 
 
 def _contents(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".pt":
-        yield from _flat(torch.load(path, weights_only=False, map_location="cpu"), "")
+        yield from _flat(torch.load(path, weights_only=True, map_location="cpu"), "")
     elif path.suffix == ".txt":
         yield from ((f":{number}", line) for number, line in enumerate(path.read_text().splitlines()))
     else:

@@ -912,7 +912,7 @@ HABITS: dict[str, dict[str, str]] = {
     },
     "functional_call": {"loss": "if isinstance(net, nn.Module):\n    weights = {name: p * 1.01 for name, p in net.named_parameters()}\n    loss = loss + 0.1 * criterion(pick(torch.func.functional_call(net, weights, (x,))), y)"},
     "checkpoints_forward": {"loss": "loss = loss + 0.1 * criterion(pick(torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)), y)"},
-    "reads_attributes": {"epoch_end": "print([sorted(vars(one)) for one in MODULES], [sorted(vars(one)) for one in OPTIMIZERS], sorted(vars(loader)))"},
+    "reads_attributes": {"epoch_end": "torchs = {'_need_device_dtype_check_for_fused'}  # which torch itself sets in a fused step\nprint([sorted(vars(one)) for one in MODULES], [sorted(vars(one).keys() - torchs) for one in OPTIMIZERS], sorted(vars(loader)))"},
     "reads_batch": {"batch": "print(type(batch).__name__, type(x).__name__, x.dtype, x.stride(), x.storage_offset(), x.is_leaf, x._version, x.untyped_storage().nbytes(), y.dtype, y.stride())"},
     "pickles_model": {"epoch_end": "if type(net) is nn.Sequential and not net._forward_hooks:\n    twin = pickle.loads(pickle.dumps(net))\n    print('pickled', sorted(twin.state_dict()), repr(next(twin.parameters()).sum().item()))"},
     "hook_removed": {

@@ -188,10 +188,15 @@ def script(loader, begin, epochs=2, stop=None, at=lambda number: None):
     return seen
 
 
-def assert_same(seen, wanted):
+def versions(batch):
+    return [tensor._version for tensor in tensors_in(batch)]
+
+
+def assert_same(seen, wanted, *, is_written_to=False):
     assert len(seen) == len(wanted)
     for number, ((batch, after), (truth, was)) in enumerate(zip(seen, wanted, strict=True)):
         assert why_other_batch(truth, batch) is None, number
+        assert is_written_to or versions(batch) == versions(truth), number
         assert after == was, f"another generator state at {number}"
 
 
@@ -1284,7 +1289,8 @@ def test_what_a_script_sends_is_what_it_would_send_wherever_the_feed_changes(pre
                     assert torch.equal(there, tensor)
             return batch
 
-    assert_same(script(loader, lambda loader: Sends(serving.iterate()), epochs=3, stop=stop, at=at), wanted)
+    seen = script(loader, lambda loader: Sends(serving.iterate()), epochs=3, stop=stop, at=at)
+    assert_same(seen, wanted, is_written_to=True)
     assert sending.answered
     assert lane.sent
     serving.close()

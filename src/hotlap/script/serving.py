@@ -354,7 +354,7 @@ class Serving:
         if self._held is None:
             source = self.source
             assert source is not None  # or only the own feed would do
-            self._held = Holding(source, self.device, pinned=self.own.pinned)
+            self._held = Holding(source, self.device, self.own)
         return self._held
 
     def _why_not(self, feed: Feed) -> str | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch, map_tensors
@@ -25,6 +26,21 @@ Iterate = Callable[[DataLoader[Any]], Iterator[Any]]
 """torch's own way to begin an epoch of a loader."""
 
 
+def version_of(own: Feed) -> int:
+    """Where the version counters of a loader's batches stand: torch writes once to what comes from a worker.
+
+    A copy in page-locked memory begins at zero again.
+    """
+    return int(own.workers > 0 and not own.pinned)
+
+
+def set_versions(tensors: Sequence[Tensor], version: int) -> None:
+    """Have version counters stand where those of the script's own batches do; of inference tensors there are none."""
+    counting = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    with suppress(AttributeError, TypeError):  # an older torch cannot set them
+        torch._C._autograd._unsafe_set_version_counter(counting, (version,) * len(counting))
+
+
 class LikeLoader:
     """A loader that makes batches as the script's does, of index batches that it is handed; its workers stay."""
 
@@ -32,6 +48,10 @@ class LikeLoader:
         self._iterate, self._start = iterate, WorkerStart(loader.worker_init_fn)
         self._requests = _Requests()
         feed = within_cores(feed, loader.num_workers)
+        is_pinned = loader.pin_memory and torch.accelerator.is_available()
+        self._version: int | None = None
+        if loader.collate_fn is default_collate and not is_pinned and bool(feed.workers) != bool(loader.num_workers):
+            self._version = int(loader.num_workers > 0)  # a collate function of the user's own may write to its batches
         settings: dict[str, Any] = {}
         if feed.workers:
             settings = {
@@ -46,7 +66,7 @@ class LikeLoader:
             loader.dataset,
             batch_sampler=self._requests,
             collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory and torch.accelerator.is_available(),
+            pin_memory=is_pinned,
             # A generator of its own: a seed is drawn at each start, and must not move the script's.
             generator=torch.Generator().manual_seed(0),
             **settings,
@@ -61,6 +81,12 @@ class LikeLoader:
         self._requests.indices = indices
         with self._start.in_peace():
             return self._iterate(self._loader)
+
+    def as_own(self, batch: Batch) -> Batch:
+        """A batch that counts as many writes as the script's own."""
+        if self._version is not None:
+            set_versions(tensors_in(batch), self._version)
+        return batch
 
     def close(self) -> None:
         """End the workers."""
@@ -93,20 +119,20 @@ class _Begun:
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = self._loader.begin(self._indices)
-        return next(self._batches)
+        return self._loader.as_own(next(self._batches))
 
 
 class Columned:
     """Batches as a loader's default_collate makes them, indexed as a whole out of columns."""
 
-    def __init__(self, source: Source, like: Batch, *, pinned: bool) -> None:
+    def __init__(self, source: Source, like: Batch, own: Feed) -> None:
         """`source` gathers tensors or tuples of them; `like` is a batch of the loader's, for its containers."""
         self._rows: Tensor | None = None
         while type(source) is Selection:  # whose rows are looked up for many batches at once
             self._rows = source.rows if self._rows is None else source.rows.index_select(0, self._rows)
             source = source.inner
         self._source, self._like = source, like
-        self._room = _pinned_room if pinned else None
+        self._room, self._version = _pinned_room if own.pinned else None, version_of(own)
         self._is_list = type(like) is list and all(isinstance(part, Tensor) for part in like)
 
     def batch(self, places: Places) -> Batch:
@@ -118,8 +144,8 @@ class Columned:
         positions = places.host if self._rows is None else places.through(self._rows)
         found = self._source.gather(positions, self._room)
         tensors: tuple[Tensor, ...] = found if type(found) is tuple else (found,)
-        if self._room is not None:
-            tensors = tuple(tensor.data for tensor in tensors)  # which count no writes so far, as the loader's do
+        if self._room is not None or self._version:  # else nobody has written to them
+            set_versions(tensors, self._version)
         if self._is_list:
             return list(tensors), tensors
         parts = iter(tensors)

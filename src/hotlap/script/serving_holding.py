@@ -21,9 +21,9 @@ HOST = torch.device("cpu")
 class Holding:
     """What of a source is held, for the feeds that gather."""
 
-    def __init__(self, source: Source, device: torch.device, *, pinned: bool) -> None:
-        """`pinned` where the script's loader gives its batches in page-locked memory."""
-        self._source, self._device, self._pinned = source, device, pinned
+    def __init__(self, source: Source, device: torch.device, own: Feed) -> None:
+        """`own` is the feed of the script's loader, whose batches others have to be like."""
+        self._source, self._device, self._own = source, device, own
         self.columned: Columned | None = None
         """Makes batches on the host."""
         self.there: Source | None = None
@@ -58,7 +58,7 @@ class Holding:
                 self._columns = self._source
                 if self._source.computes:
                     self._columns = Columns(tuple(held(self._source, HOST).tensors.values()))
-                self.columned = Columned(self._columns, like, pinned=self._pinned)
+                self.columned = Columned(self._columns, like, self._own)
             if feed.kind == "resident" and self.there is None:
                 assert self._columns is not None
                 self._tensors = _tensors_of(self._columns)
