@@ -217,12 +217,7 @@ def shown(codes: set[int | str]) -> str:
 
 def said(ran: Ran) -> str:
     """The line that sums up what hotlap did."""
-    lines = [line.removeprefix("hotlap").lstrip(": ").strip() for line in ran.lines]
-    first = [line.partition(": ")[2] for line in ran.lines if line.startswith("hotlap: ")]
-    sums = [
-        line for line in lines if line.startswith(("total", "no training", "hotlap had to stop", "the script runs"))
-    ]
-    return " ".join((first or sums or lines or ["nothing"])[0].split())
+    return next((line.partition(": ")[2] for line in ran.lines if line.startswith("hotlap: ")), "nothing")
 
 
 def told(ran: Ran) -> dict[str, Any]:

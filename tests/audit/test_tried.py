@@ -4,9 +4,10 @@ from clocked import OWN_S, Clocked
 
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
-from hotlap.core.table import table
+from hotlap.core.table import rows, table
 from hotlap.core.units import show_about
 from hotlap.moves import compiled, resident
+from hotlap.tuner.stand import Doubt, Stand
 
 
 def ledger_of(*entries):
@@ -43,3 +44,12 @@ def test_what_a_trial_would_take_is_told_as_an_estimate(monkeypatch):
     assert "not tried  estimated to take about 44 s to try, can save " in line
     assert show_about(52.13) == "about 52 s"
     assert show_about(112.0) == "about 1 min 50 s"
+
+
+def test_a_trial_that_may_not_be_paid_for_says_what_it_needs_and_one_that_cannot_help_does_not(monkeypatch):
+    doubts = {resident.MOVE: Doubt("too dear", 7.5), compiled.MOVE: Doubt("at most 1.01x")}
+    monkeypatch.setattr(Stand, "why_not_worth", lambda self, move, beside_s=0.0: doubts[move])
+    training = Clocked(monkeypatch, updates=3000, pace=lambda plan: OWN_S, moves=(*doubts,))
+    training.train(3000)
+    needs = {row.what: row.needs_s for row in rows(training.rig.ledger) if row.outcome == "not tried"}
+    assert needs == {resident.MOVE.name: 7.5, compiled.MOVE.name: None}

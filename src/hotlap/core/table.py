@@ -48,6 +48,8 @@ class Row:
     """Whether it was not tried since there is nothing that it could do here."""
     known: bool = False
     """Whether an earlier run says so."""
+    needs_s: float | None = None
+    """Seconds that trying it would have cost, where no more than that kept it from being tried."""
     cost_s: float = 0.0
     """Seconds spent on it beyond the training, over all entries of its name; of the total, on all the tuning."""
 
@@ -140,7 +142,7 @@ def _move(entry: Entry, earlier: Row | None) -> Row:
         row = replace(row, why="; ".join(filter(None, (row.why, alone))))
     if _number(entry, "known"):
         row = replace(row, known=True, why="; ".join(filter(None, (row.why, "known from an earlier run"))))
-    row = replace(row, unfit=bool(_number(entry, "unfit")))
+    row = replace(row, unfit=bool(_number(entry, "unfit")), needs_s=_amount(entry, "needs_s"))
     if earlier is None:
         return row
     # Whatever was spent on it is spent; and a kept move that is measured again is kept for the same reason.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 import traceback
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hotlap import machine
 from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger
-from hotlap.core.table import as_json, table
+from hotlap.core.table import Row, as_json, rows, table
 from hotlap.core.terminal import say
 from hotlap.core.units import show_seconds
 from hotlap.machine.kernels import first_line
@@ -19,6 +22,10 @@ from hotlap.store.run_folder import RunFolder
 
 MOST_TOLD = 3
 """Trainings of one script that are told of in full."""
+WORTH_TUNING_S = 20.0
+"""A script that takes less is not advised to spend seconds on tuning."""
+FASTER = 1.005
+"""A ratio that is shown as 1.01x or more."""
 
 
 class Teller:
@@ -32,6 +39,7 @@ class Teller:
         self._folders: dict[int, RunFolder] = {}
         self._faults: list[str] = []
         self._refusals: list[str] = []
+        self._began = time.perf_counter()
 
     def fault(self, error: Exception) -> None:
         """Something in hotlap went wrong."""
@@ -94,15 +102,100 @@ class Teller:
         found += [f"hotlap had to stop: {fault}; the script went on without it" for fault in self._faults]
         return found
 
+    def headline(self) -> str:
+        """What came of it, in one line."""
+        ledgers = [ledger for ledger, _ in self._trainings]
+        if not any(row.outcome == "kept" for ledger in ledgers for row in rows(ledger)):
+            if self._faults:
+                return f"left as it was, because hotlap failed: {self._faults[0]}"
+            if self._refusals:
+                return f"left as it was, because {self._refusals[0]}"
+        return headline(ledgers, time.perf_counter() - self._began)
+
     def tell(self, error: BaseException | None = None) -> None:
         """Say all of it."""
         if self._as_json:
             pairs = zip(self._trainings, self._figures, strict=True)
             trainings = [as_json(ledger) | figures for (ledger, _), figures in pairs]
-            told = {"trainings": trainings, "faults": self._faults, "refusals": self._refusals}
+            told = {
+                "headline": self.headline(),
+                "trainings": trainings,
+                "faults": self._faults,
+                "refusals": self._refusals,
+            }
             lines = [json.dumps(told)]
         else:
-            lines = [f"hotlap  {line}" if line else "" for line in self.lines()]
+            below = self.lines() if self._trainings or self._faults or self._refusals else []
+            lines = [f"hotlap: {self.headline()}", *(f"hotlap  {line}" if line else "" for line in below)]
         if error is not None and "CUDA error" in str(error):
             lines.append("hotlap  whether this comes without hotlap too: hotlap run --off …")
         say(*lines)
+
+
+def headline(ledgers: Sequence[Ledger], took_s: float) -> str:
+    """What came of the trainings of a script that took so long, in one line.
+
+    How long it would have taken follows from updates that were made: those at the pace of the script's own plan, where
+    that was measured.
+    """
+    if not ledgers:
+        return "left as it was: no training was seen, because no optimizer made a few steps"
+    totals = [as_json(ledger)["total"] for ledger in ledgers]
+    found = [row for ledger in ledgers for row in rows(ledger)]
+    if any(row.outcome == "kept" for row in found):
+        saved_s = [total["saved_s"] for total in totals if total is not None and total["saved_s"] is not None]
+        return _gain(took_s, math.fsum(saved_s), math.fsum(row.cost_s for row in found if row.what == "total"))
+    if any(one.plan != next(iter(ledger)).plan for ledger in ledgers for one in ledger) and not found:
+        return f"took {show_seconds(took_s)} under a plan that was not compared; `hotlap run --compare` compares it"
+    return f"left as it was: {_why_left(found)}{_hint(found, took_s)}"
+
+
+def _gain(took_s: float, saved_s: float, cost_s: float) -> str:
+    ratio = (took_s + saved_s) / took_s
+    seconds = f"{_whole(took_s)} instead of about {_whole(max(0.0, took_s + saved_s))}"
+    if ratio >= FASTER:
+        return f"{ratio:.2f}x as fast: {seconds}" if ratio < 1.995 else f"{ratio:.1f}x as fast: {seconds}"
+    return f"no faster: {seconds}, because the run ended before it had earned what tuning cost ({show_seconds(cost_s)})"
+
+
+def _whole(s: float) -> str:
+    """Seconds as people compare them: 61 s beside 158 s, not 1 min 1 s beside 2 min 38 s."""
+    return f"{s:.0f} s" if 10 <= s < 1000 else show_seconds(s)
+
+
+def _why_left(found: Sequence[Row]) -> str:
+    """What was done, and why nothing changed."""
+    judged = [row for row in found if row.outcome in ("rejected", "undecided")]
+    tried = {name for row in judged if not row.known for name in row.what.split(", ")}
+    unpaid = [row for row in found if row.outcome == "not tried" and row.needs_s is not None]
+    if tried:
+        return f"{len(tried)} move{'s' if len(tried) > 1 else ''} tried, because none of them was shown to help"
+    whole = next((row.why for row in found if row.what == "all moves"), None)
+    if whole is not None:
+        return f"nothing was tried, because {whole}"
+    if unpaid:
+        return f"nothing was tried, because trials would cost more than they may: {unpaid[0].what}, {unpaid[0].why}"
+    if judged:
+        return "nothing was tried, because an earlier run has shown that nothing helps"
+    if found:
+        return "nothing was tried, because nothing here can help; the table has the reasons"
+    return "nothing was tried, because the run ended before its pace was known"
+
+
+def _hint(found: Sequence[Row], took_s: float) -> str:
+    """The option that would have more tried, where that may pay."""
+    unpaid = {row.what: row.needs_s for row in found if row.outcome == "not tried" and row.needs_s is not None}
+    if took_s < WORTH_TUNING_S:
+        return ""
+    if unpaid:
+        names = [*unpaid]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        return f"; `--tune-seconds {_seconds_for(unpaid.values())}` would try {', '.join(names[:2])}{more}"
+    if any(row.what == "all moves" for row in found):
+        return f"; `--tune-seconds {round(WORTH_TUNING_S)}` would try all moves"
+    return ""
+
+
+def _seconds_for(costs: Iterable[float]) -> int:
+    """A round number of seconds that pays for all of these, with their laps."""
+    return max(5, 5 * math.ceil(1.5 * math.fsum(costs) / 5))

@@ -219,7 +219,7 @@ class Search:
         may_s = min(self._trials.budget.most_s, OF_KNOWN * self._now.left_s * (1 - 1 / max(1.0, found.gain)))
         if found.gate_s > may_s:
             why = f"trying takes {show_seconds(found.gate_s)}, and {show_seconds(may_s)} may be spent"
-            self._trials.write(FOUND_BEFORE, "not tried", why=why)
+            self._trials.write(FOUND_BEFORE, "not tried", why=why, figures={"needs_s": found.gate_s})
             self._is_known_open = True
             return
         try:
@@ -443,9 +443,10 @@ class Search:
             if doubt.cost_s is not None and not last and self._now.updates_until(doubt.cost_s) is not None:
                 self._postponed[move] = doubt.cost_s
             else:
-                self._trials.refuse(move, "not tried", doubt.why)
-                if doubt.cost_s is not None:
-                    self._unpaid[move.name] = doubt.cost_s
+                if doubt.cost_s is None:
+                    self._trials.refuse(move, "not tried", doubt.why)
+                else:
+                    self._leave_unpaid(move, doubt.why, doubt.cost_s)
         elif not self._let_through([move]):
             if move.kind == "B" and not last:
                 self._doubted.append(move)  # gradients are at their worst at first weights
@@ -510,10 +511,11 @@ class Search:
             raise SpentError(f"its gate is estimated to take {show_about(takes_s)}, and {may} may be spent")
         return self._trials.why_not(plan, moves)
 
-    def _leave_unpaid(self, move: Move, why: str) -> None:
-        """Leave a move whose gate could not be paid for, until the run turns out longer."""
-        cost_s = self._now.setup_s(move) + self._now.gate_s([move])
-        self._trials.refuse(move, "not tried", why)
+    def _leave_unpaid(self, move: Move, why: str, cost_s: float | None = None) -> None:
+        """Leave a move whose trial could not be paid for, until the run turns out longer."""
+        if cost_s is None:
+            cost_s = self._now.setup_s(move) + self._now.gate_s([move])
+        self._trials.refuse(move, "not tried", why, needs_s=cost_s)
         self._unpaid[move.name] = cost_s
 
     def _settle(self, plan: Plan, moves: Sequence[Move], tried: Tried, **more: float) -> None:

@@ -1,0 +1,97 @@
+"""The first line at the end of `hotlap run` says what came of it, in words and figures that anyone understands."""
+
+import json
+
+import pytest
+
+from hotlap.core.ledger import Entry, Ledger
+from hotlap.core.plan import Plan
+from hotlap.script import telling
+from hotlap.script.telling import Teller, headline
+
+OWN, FOUND = Plan(), Plan().but(optimizer="fused")
+BASELINE = ("baseline", "chosen", {"step_s": 0.01})
+
+
+def ledger_of(*entries, plan=OWN, why=""):
+    ledger = Ledger()
+    ledger.record(Entry(step=0, what="start", outcome="chosen", plan=OWN))
+    for what, outcome, figures in entries:
+        ledger.record(Entry(step=0, what=what, outcome=outcome, plan=plan, figures=figures, why=why))
+    return ledger
+
+
+def kept(saved_s, cost_s=2.0):
+    figures = {"cost_s": cost_s, "saved_s": saved_s}
+    return ledger_of(BASELINE, ("fused optimizer", "kept", {}), ("tuned", "chosen", figures), plan=FOUND)
+
+
+def test_a_gain_is_told_in_seconds_of_the_whole_script():
+    assert headline([kept(97.0)], 61.0) == "2.6x as fast: 61 s instead of about 158 s"
+    assert headline([kept(5.0)], 50.0) == "1.10x as fast: 50 s instead of about 55 s"
+
+
+def test_the_savings_of_all_trainings_count():
+    assert headline([kept(50.0), kept(50.0)], 100.0).startswith("2.0x as fast: 100 s instead of about 200 s")
+
+
+def test_a_loss_is_told_as_one_with_what_tuning_cost():
+    told = headline([kept(-1.0, cost_s=3.0)], 20.0)
+    assert told.startswith("no faster: 20 s instead of about 19 s")
+    assert "tuning cost (3 s)" in told
+
+
+def test_a_script_without_a_training_is_left_as_it_was():
+    assert headline([], 5.0) == "left as it was: no training was seen, because no optimizer made a few steps"
+
+
+def test_moves_that_did_not_help_are_counted():
+    ledger = ledger_of(
+        BASELINE, ("fused optimizer", "rejected", {}), ("bf16", "undecided", {}), ("tuned", "chosen", {})
+    )
+    assert headline([ledger], 60.0) == "left as it was: 2 moves tried, because none of them was shown to help"
+
+
+def test_trials_that_cost_too_much_are_named_with_the_option_that_pays_for_them():
+    unpaid = ledger_of(
+        ("data held on the device", "not tried", {"needs_s": 8.0}), why="estimated to take 8 s, and 1 s may be spent"
+    )
+    told = headline([unpaid], 60.0)
+    assert "because trials would cost more than they may: data held on the device, estimated to take 8 s" in told
+    assert told.endswith("; `--tune-seconds 15` would try data held on the device")
+
+
+def test_a_run_too_short_for_trials_says_so_and_gets_no_advice_to_tune_for_longer_than_it_takes():
+    short = ledger_of(BASELINE, ("all moves", "not tried", {}), why="the run's 36 updates take 13 s")
+    assert headline([short], 13.0) == "left as it was: nothing was tried, because the run's 36 updates take 13 s"
+    assert headline([short], 30.0).endswith("; `--tune-seconds 20` would try all moves")
+
+
+def test_what_cannot_help_needs_no_option():
+    unfit = ledger_of(BASELINE, ("fused optimizer", "not tried", {"unfit": 1.0}))
+    assert headline([unfit], 60.0).endswith("because nothing here can help; the table has the reasons")
+
+
+def test_a_plan_that_the_user_chose_is_not_called_faster():
+    chosen = ledger_of(("plan", "chosen", {}), plan=FOUND)
+    assert headline([chosen], 12.0) == (
+        "took 12 s under a plan that was not compared; `hotlap run --compare` compares it"
+    )
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_it_is_the_first_line_and_a_field_of_the_json(as_json, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(telling, "say", lambda *lines: print(*lines, sep="\n"))
+    Teller(name="train.py", out=tmp_path, as_json=as_json).tell()
+    out = capsys.readouterr().out
+    told = json.loads(out)["headline"] if as_json else out.removeprefix("hotlap: ").rstrip("\n")
+    assert told == "left as it was: no training was seen, because no optimizer made a few steps"
+
+
+def test_a_fault_of_hotlaps_comes_first_where_nothing_was_gained(capsys, tmp_path):
+    teller = Teller(name="train.py", out=tmp_path, as_json=False)
+    teller.fault(RuntimeError("it fell"))
+    teller.tell()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "hotlap: left as it was, because hotlap failed: RuntimeError: it fell"
+    assert any("had to stop: RuntimeError: it fell" in line for line in lines[1:])
