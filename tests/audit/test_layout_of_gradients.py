@@ -1,9 +1,9 @@
 """A script may view its gradients flat, as LBFGS does: under channels last only images are turned, not weights."""
 
-import subprocess
-import sys
+import os
 
 import pytest
+from preloaded import Preloaded
 
 SCRIPT = """
 import torch
@@ -28,13 +28,20 @@ OPTIMIZERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def python():
+    made = Preloaded("hotlap.cli", "hotlap.script.session", "torch._dynamo", environment=dict(os.environ))
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_of_a_script_can_be_viewed_flat_under_any_plan(name, tmp_path):
+def test_gradients_of_a_script_can_be_viewed_flat_under_any_plan(name, tmp_path, python):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(**OPTIMIZERS[name]))
-    command = [sys.executable, "-m", "hotlap", "run", "--out", str(tmp_path / "run"), "--plan", "max", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    options = ("--out", str(tmp_path / "run"), "--plan", "max")
+    done = python.run("-m", "hotlap", "run", *options, str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "channels_last" in (tmp_path / "run" / "ledger.jsonl").read_text()
-    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    alone = python.run(str(script), cwd=tmp_path)
     assert done.stdout.split()[1] == alone.stdout.split()[1]

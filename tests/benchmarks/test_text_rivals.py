@@ -271,9 +271,8 @@ def test_without_transformers_texts_are_left_out_with_a_line(monkeypatch, capsys
 SHORT = ["--device", "cpu", "--seconds", "0.05", "--warm-seconds", "0", "--laps", "1", "--pairs", "2"]
 
 
-@EITHER
-def test_the_report_of_texts_tells_padding_ratios_and_quality(work, capsys, tmp_path):
-    file = tmp_path / "found.json"
+def test_the_report_of_texts_tells_padding_ratios_and_quality(capsys, tmp_path):
+    work, file = bert_work(), tmp_path / "found.json"
     columns = "guide_before,dynamic,by_hand,hotlap,lightning,compiled,quality"
     options = [*SHORT, "--columns", columns, "--quality-steps", "25", "--json", str(file)]
     assert fast_path.main(options, [work]) == 0

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from apart import deadly, divided, nested, strict, unsendable, with_its_process
 
 from hotlap.core.errors import DataError, StoreError
 from hotlap.data import bar, parallel
@@ -24,34 +25,6 @@ from hotlap.data.kept_results import reached
 from hotlap.data.parallel import parallel_map, why_not_apart
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
-
-
-def with_its_process(number):
-    return number, os.getpid()
-
-
-def divided(by, number):
-    return by // number
-
-
-def strict(number):
-    if number == 7:
-        raise StoreError("row 7 of the table is missing")
-    return number
-
-
-def deadly(number):
-    if multiprocessing.current_process().daemon:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return number
-
-
-def unsendable(number):
-    return (lambda: number) if multiprocessing.current_process().daemon else number
-
-
-def nested(number):
-    return parallel_map(isqrt, [number, number**2], workers=2)
 
 
 def script(tmp_path, text, **settings):

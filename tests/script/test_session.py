@@ -17,6 +17,8 @@ from hotlap.store.plans import save_plan
 from hotlap.store.run_folder import RunFolder
 
 EPOCHS = 6
+LONG = 24
+"""Epochs in which tuning on made-up time comes to an end."""
 LEISURE_S = 600.0
 """What tuning may take here: on a busy machine a look alone takes seconds. Trainings end long before."""
 
@@ -149,7 +151,7 @@ BROKEN = [
 
 @pytest.fixture(scope="module")
 def long_alone():
-    return train(60)
+    return train(LONG)
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -160,7 +162,7 @@ def test_whatever_breaks_inside_hotlap_the_script_goes_on(session, monkeypatch, 
     with session(tune_s=LEISURE_S), monkeypatch.context() as patch:
         make_up_time(patch)  # what the tuner comes to depends on how long things take
         patch.setattr(broken, breaks)
-        trained = train(60)
+        trained = train(LONG)
     assert len(trained[0]) == len(long_alone[0])
     assert np.mean(trained[0][-16:]) == pytest.approx(np.mean(long_alone[0][-16:]), rel=0.2, abs=0.05)
     said = capsys.readouterr()
