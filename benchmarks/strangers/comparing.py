@@ -20,6 +20,8 @@ TIMES = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 SMALLEST = 1e-12
+ROOM = 1.5
+"""How much further than two runs by themselves others may lie apart: three of each show the spread only roughly."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def compare_figures(alone: Sequence[str], hotlap: Sequence[str], other_seed: str
     words = f"{100 * here:.2g} % apart"
     if here == 0.0:
         return Verdict(True, "same")
-    if between and here <= max(between):
+    if between and here <= ROOM * max(between):
         return Verdict(True, f"{words}; two runs by themselves {100 * max(between):.2g} %")
     if between:
         words += f"; two runs by themselves {100 * max(between):.2g} %"
