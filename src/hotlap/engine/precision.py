@@ -21,10 +21,10 @@ from hotlap.machine.tf32 import Tf32
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What forward passes are cast to, by precision."""
-
-
 _NARROW = frozenset(AUTOCAST.values())
 _CONTAINERS = frozenset((list, dict, OrderedDict, deque))
+_LAYERS_STAY = 64
+"""Calls after which modules are looked through for layers that are new."""
 _LOOKED_AT = 64
 """Entries of a container that are looked at, the last ones: earlier ones were when they came."""
 _DEPTH = 3
@@ -63,37 +63,42 @@ class _Kept:
         # Weights of 16 bits give states of 16 bits by themselves.
         narrow = any(parameter.dtype in _NARROW for module in modules for parameter in module.parameters())
         self._modules = [] if narrow else modules
-        self._narrow: set[tuple[nn.Module, str]] | None = None
+        self._layers: list[nn.Module] = []
+        self._calls = 0
+        self._narrow: set[tuple[nn.Module, str]] = set()
 
     def look(self) -> None:
-        """See, before the first call, what modules keep in 16 bits themselves: that stays as it is."""
-        if self._narrow is None:
+        """Before a call: see now and then which layers there are. What they keep in 16 bits at first stays as it is."""
+        if self._calls % _LAYERS_STAY == 0:
+            self._layers = [layer for module in self._modules for layer in module.modules() if _may_keep(layer)]
+        if not self._calls:
             self._narrow = {(layer, name) for layer, _, name, value in self._places() if _is_narrow(value)}
+        self._calls += 1
 
     def widen(self) -> None:
         """Give all else that is in 16 bits the dtype that it has without autocast."""
         for layer, holder, name, value in self._places():
-            if _is_narrow(value) and (layer, name) not in (self._narrow or ()):
+            if _is_narrow(value) and (layer, name) not in self._narrow:
                 holder[name] = _widened(value)
 
     def _places(self) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
-        """What may hold tensors: the layer, the dict in which it stands, the name there, and the value.
-
-        Asked for in every call, so it leaves torch's own layers out, which keep nothing.
-        """
-        found, ahead = [], list(self._modules)
-        while ahead:
-            layer = ahead.pop()
+        """What may hold tensors: the layer, the dict in which it stands, the name there, and the value."""
+        found = []
+        for layer in self._layers:
             inside = layer.__dict__
-            ahead += [child for child in inside["_modules"].values() if child is not None]
-            if type(layer).__module__.startswith("torch.") and not inside["_forward_hooks"] and "forward" not in inside:
-                continue
             for name, value in inside.items():
-                if name not in INSIDE and (isinstance(value, (Tensor, tuple)) or type(value) in _CONTAINERS):
+                if name not in INSIDE and (type(value) in _CONTAINERS or isinstance(value, (Tensor, tuple))):
                     found.append((layer, inside, name, value))
-            held = inside["_buffers"]
-            found += [(layer, held, name, buffer) for name, buffer in held.items() if buffer is not None]
+            if inside["_buffers"]:
+                held = inside["_buffers"]
+                found += [(layer, held, name, buffer) for name, buffer in held.items() if buffer is not None]
         return found
+
+
+def _may_keep(layer: nn.Module) -> bool:
+    """Whether code that is not torch's own runs in a layer, which may keep what it sees."""
+    inside = layer.__dict__
+    return not type(layer).__module__.startswith("torch.") or bool(inside["_forward_hooks"]) or "forward" in inside
 
 
 def _is_narrow(value: Any, depth: int = 0) -> bool:
