@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 CLASSES = 10
+AT_ONCE = 4_000_000
+"""Values that are made at once, so that large pictures need little memory."""
 
 
 def make(name: str, to: Path, arguments: dict[str, Any]) -> None:
@@ -30,15 +32,16 @@ def pictures(count: int, size: int, channels: int, seed: int, classes: int = CLA
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, count)
     found = np.empty((count, size, size, channels), np.uint8)
-    for begin in range(0, count, 2048):
-        part = large[labels[begin : begin + 2048]]
+    rows_at_once = max(1, AT_ONCE // (size * size * channels))
+    for begin in range(0, count, rows_at_once):
+        part = large[labels[begin : begin + rows_at_once]]
         moved = random.integers(-size // 8, size // 8 + 1, (len(part), 2))
         rows = (np.arange(size) + moved[:, :1]) % size
         columns = (np.arange(size) + moved[:, 1:]) % size
         part = part[np.arange(len(part))[:, None, None], rows[:, :, None], columns[:, None, :]]
         light = random.uniform(0.5, 1.0, (len(part), 1, 1, 1))
         noise = random.standard_normal(part.shape, dtype=np.float32) * 0.2
-        found[begin : begin + 2048] = ((part * light + noise).clip(0, 1) * 255).astype(np.uint8)
+        found[begin : begin + rows_at_once] = ((part * light + noise).clip(0, 1) * 255).astype(np.uint8)
     return found, labels
 
 

@@ -69,7 +69,7 @@ def test_a_run_too_short_for_trials_says_so_and_gets_no_advice_to_tune_for_longe
 
 def test_what_cannot_help_needs_no_option():
     unfit = ledger_of(BASELINE, ("fused optimizer", "not tried", {"unfit": 1.0}))
-    assert headline([unfit], 60.0).endswith("because nothing here can help; the table has the reasons")
+    assert headline([unfit], 60.0).endswith("because no trial would have paid; the table has the reasons")
 
 
 def test_a_plan_that_the_user_chose_is_not_called_faster():

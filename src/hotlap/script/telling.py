@@ -169,7 +169,9 @@ def _why_left(found: Sequence[Row]) -> str:
     tried = {name for row in judged if not row.known for name in row.what.split(", ")}
     unpaid = [row for row in found if row.outcome == "not tried" and row.needs_s is not None]
     if tried:
-        return f"{len(tried)} move{'s' if len(tried) > 1 else ''} tried, because none of them was shown to help"
+        is_cut = any(row.outcome == "undecided" for row in judged)
+        why = "the run ended before a gain was shown" if is_cut else "none of them helped"
+        return f"{len(tried)} move{'s' if len(tried) > 1 else ''} tried, because {why}"
     whole = next((row.why for row in found if row.what == "all moves"), None)
     if whole is not None:
         return f"nothing was tried, because {whole}"
@@ -178,7 +180,7 @@ def _why_left(found: Sequence[Row]) -> str:
     if judged:
         return "nothing was tried, because an earlier run has shown that nothing helps"
     if found:
-        return "nothing was tried, because nothing here can help; the table has the reasons"
+        return "nothing was tried, because no trial would have paid; the table has the reasons"
     return "nothing was tried, because the run ended before its pace was known"
 
 
