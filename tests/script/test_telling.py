@@ -41,6 +41,11 @@ def test_a_loss_is_told_as_one_with_what_tuning_cost():
     assert "tuning cost (3 s)" in told
 
 
+def test_a_gain_that_was_not_measured_is_not_claimed():
+    ledger = ledger_of(BASELINE, ("fused optimizer", "kept", {}), ("tuned", "chosen", {"cost_s": 1.0}), plan=FOUND)
+    assert headline([ledger], 40.0) == "took 40 s with fused optimizer; how much that saved was not measured"
+
+
 def test_a_script_without_a_training_is_left_as_it_was():
     assert headline([], 5.0) == "left as it was: no training was seen, because no optimizer made a few steps"
 
@@ -73,10 +78,10 @@ def test_what_cannot_help_needs_no_option():
 
 
 def test_a_plan_that_the_user_chose_is_not_called_faster():
-    chosen = ledger_of(("plan", "chosen", {}), plan=FOUND)
-    assert headline([chosen], 12.0) == (
-        "took 12 s under a plan that was not compared; `hotlap run --compare` compares it"
-    )
+    told = "took 12 s under a plan that was not compared; `hotlap run --compare` compares it"
+    assert headline([ledger_of(("plan", "chosen", {}), plan=FOUND)], 12.0) == told
+    partly = ledger_of(("plan", "chosen", {}), ("feed resident", "not tried", {}), plan=FOUND)
+    assert headline([partly], 12.0) == told
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -144,8 +144,12 @@ def headline(ledgers: Sequence[Ledger], took_s: float) -> str:
     found = [row for ledger in ledgers for row in rows(ledger)]
     if any(row.outcome == "kept" for row in found):
         saved_s = [total["saved_s"] for total in totals if total is not None and total["saved_s"] is not None]
+        if not saved_s:
+            names = ", ".join(row.what for row in found if row.outcome == "kept")
+            return f"took {_whole(took_s)} with {names}; how much that saved was not measured"
         return _gain(took_s, math.fsum(saved_s), math.fsum(row.cost_s for row in found if row.what == "total"))
-    if any(one.plan != next(iter(ledger)).plan for ledger in ledgers for one in ledger) and not found:
+    is_tuned = any(row.what == "baseline" for row in found)
+    if not is_tuned and any(one.plan != next(iter(ledger)).plan for ledger in ledgers for one in ledger):
         return f"took {show_seconds(took_s)} under a plan that was not compared; `hotlap run --compare` compares it"
     return f"left as it was: {_why_left(found)}{_hint(found, took_s)}"
 
