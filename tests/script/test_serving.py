@@ -369,8 +369,7 @@ def blocks(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("stop", [None, 4])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "stop"), [(0, None), (0, 4), (2, 4)])
 @pytest.mark.parametrize("order", IN_BLOCKS)
 def test_index_batches_that_are_read_together_leave_no_trace(blocks, order, workers, stop):
     def loader_in(order):
