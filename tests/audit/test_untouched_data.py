@@ -198,7 +198,7 @@ def test_a_rig_says_why_such_data_is_neither_held_nor_spread(data):
     rig.feed(data(), batch_size=SIZE, epochs=1)
     assert data.__name__ in rig.supports(Plan(feed=Feed(kind="resident")))
     assert data.__name__ in rig.why_not_spread()
-    assert rig.holding_s() == 0.0
+    assert rig.holding_s(Feed(kind="resident")) == 0.0
     assert not fetched
 
 

@@ -27,14 +27,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
 from hotlap.data.columns import tensors_in
+from hotlap.data.source import as_source
 from hotlap.data.stream import Stage
 from hotlap.script import serving as serving_module
-from hotlap.script import serving_feeds, serving_indices, serving_places
+from hotlap.script import serving_feeds, serving_indices, serving_learning, serving_places
 from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
 from hotlap.script.serving_checks import why_other_batch
 from hotlap.script.serving_indices import Indices
+from hotlap.script.serving_learning import Learned
 from hotlap.script.serving_orders import Order, order_of
+from hotlap.script.serving_places import Places
 
 CPU = torch.device("cpu")
 GATHER = Feed(kind="gather")
@@ -1369,3 +1372,152 @@ def test_training_is_equal_to_the_bit():
 
     for mine, theirs in zip(trained(Plainly), trained(Otherwise), strict=True):
         assert torch.equal(mine, theirs)
+
+
+# --- samples that are kept as they come by -----------------------------------------------------------
+
+
+@pytest.fixture
+def at_any_price(monkeypatch):
+    """Keeping a sample takes longer than making it, of samples as small as these."""
+    monkeypatch.setattr(serving_learning, "MOST_SHARE", float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("order", "since", "workers"),
+    [
+        ("as given", 0, 0),
+        ("shuffled", 3, 0),
+        ("by a generator", 8, 0),
+        ("weighted", 3, 0),
+        ("drawn as read", 8, 0),
+        ("own batches", 0, 0),
+        ("shuffled", 3, 2),
+        ("by a generator", 0, 2),
+        ("drawn as read", 8, 1),
+    ],
+)
+def test_samples_that_are_kept_as_they_come_by_make_the_loaders_own_batches(order, since, workers, at_any_price):
+    settings = {"num_workers": workers}
+    wanted = script(loader_of("dicts", order, **settings), ORIGINAL, epochs=4)
+    loader = loader_of("dicts", order, **settings)
+    serving, begun = served(loader), []
+
+    def begin(loader):
+        begun.append(None)
+        if len(begun) == 4:
+            serving.use(GATHER)
+        return serving.iterate()
+
+    def at(number):
+        if number == since:
+            assert serving.learn() > 0
+
+    assert_same(script(loader, begin, epochs=4, at=at), wanted)
+    assert serving.feed == GATHER
+    serving.close()
+
+
+def test_nothing_that_came_by_is_fetched_again(at_any_price, monkeypatch):
+    loader = loader_of("tuples")
+    serving = served(loader)
+    whole_s = serving.holding_s()
+    assert serving.learn() == len(loader)
+    for _ in serving.iterate():
+        pass
+    assert serving.learn() is None, "all of it is there"
+    assert serving.holding_s() == 0.0 < whole_s
+    fetched = []
+    monkeypatch.setattr(Learned, "_fetched", lambda self, some: fetched.append(some))
+    serving.use(GATHER)
+    assert fetched == []
+
+
+def test_holding_takes_the_less_the_more_has_come_by(at_any_price):
+    loader = loader_of("tuples", "as given", batch_size=4)
+    serving = served(loader)
+    iterator = serving.iterate()
+    next(iterator)
+    assert serving.learn() == len(loader) - 1
+    whole_s = serving.holding_s()
+    next(iterator)
+    next(iterator)
+    assert serving.holding_s() == pytest.approx(whole_s * (1 - 8 / COUNT))
+    serving.use(GATHER)
+    batches = list(iterator)
+    assert [batch[1].tolist() for batch in batches] == [
+        list(range(at, min(COUNT, at + 4))) for at in range(12, COUNT, 4)
+    ]
+    assert torch.equal(torch.cat([batch[0] for batch in batches]), X[12:])
+
+
+@pytest.mark.parametrize("data", ["tensors", "subset", "one tensor"])
+def test_there_is_nothing_to_learn_of_tensors_that_are_there(data):
+    assert served(loader_of(data)).learn() is None
+
+
+def test_nothing_is_kept_of_what_may_be_other_samples_next_time():
+    for data in (Of(random_sample), Stream()):
+        loader = DataLoader(data, 4)
+        serving = served(loader)
+        assert serving.learn() is None
+        assert serving.learned is None
+
+
+def test_what_has_come_by_is_let_go_of_when_the_data_changes(at_any_price):
+    class Scaled(Dataset):
+        factor = 1.0
+
+        def __len__(self):
+            return COUNT
+
+        def __getitem__(self, index):
+            return X[index] * self.factor
+
+    data = Scaled()
+    loader = DataLoader(data, 4)
+    serving = served(loader)
+    assert serving.learn()
+    for _ in serving.iterate():
+        pass
+    data.factor = 2.0
+    assert torch.equal(torch.cat(list(serving.iterate())), 2 * X)
+    assert "the data changed" in serving.supports(GATHER)
+    assert serving.learned is None
+
+
+@pytest.mark.parametrize(("takes_s", "is_kept"), [(0.001, True), (0.03, False)])
+def test_keeping_samples_that_takes_too_long_is_given_up(takes_s, is_kept):
+    """A batch comes every tenth of a second."""
+    now, worked = [0.0], [0.0]
+    source = as_source(DATA["tuples"](), loaded=True)
+
+    def work_clock():
+        worked[0] += takes_s / 2  # it is asked twice
+        return worked[0]
+
+    learned = Learned(source, clock=lambda: now[0], work_clock=work_clock)
+    for _ in range(20):
+        now[0] += 0.1
+        learned.note(Places([0, 1]), [X[:2], Y[:2]])
+    assert learned.is_over != is_kept
+    assert (learned.missing == 1.0) != is_kept
+
+
+def test_batches_of_another_shape_end_it(at_any_price):
+    source = as_source(DATA["tuples"](), loaded=True)
+    learned = Learned(source)
+    learned.note(Places([0, 1]), [X[:2], Y[:2]])
+    assert learned.missing == pytest.approx(1 - 2 / COUNT)
+    learned.note(None, [X[:2], Y[:2]])  # nobody knows which they are
+    learned.note(Places([2, 3]), [X[:2, :1], Y[:2]])
+    assert learned.is_over
+    assert learned.missing == 1.0
+
+
+def test_what_is_kept_is_gone_when_nothing_comes_of_it(at_any_price):
+    serving = served(loader := loader_of("tuples"))
+    assert serving.learn() == len(loader)
+    assert serving.learned is not None
+    serving.tidy()
+    assert serving.learned is None

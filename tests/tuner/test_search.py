@@ -141,7 +141,7 @@ def no_calibration(monkeypatch):
     """The machine's own rates have no say here."""
     monkeypatch.setattr("hotlap.tuner.probe.calibration", lambda device, known_only: None)
     monkeypatch.setattr("hotlap.tuner.trials.Random", lambda: random.Random(0))
-    monkeypatch.setattr(Rig, "holding_s", lambda self: 0.01)
+    monkeypatch.setattr(Rig, "holding_s", lambda self, feed: 0.01)
 
 
 @pytest.fixture
@@ -826,3 +826,59 @@ def test_where_a_gate_holds_back_what_a_glance_has_shown_the_others_are_still_tr
     drive(searching(rig, 20_000, gate=gate, probe=Glancing(rig, step)), step)
     assert rig.plan.numerics.optimizer == "fused"
     assert not in_16_bits(rig.plan)
+
+
+# --- data that is kept as it comes by ------------------------------------------------------------
+
+
+class Learning:
+    """Data that takes so long to hold, and nothing once the training has come so far."""
+
+    def __init__(self, monkeypatch, rig, *, whole_s, until):
+        self.rig, self.whole_s, self.until, self.asked = rig, whole_s, until, 0
+        monkeypatch.setattr(Rig, "holding_s", lambda rig, feed: 0.0 if rig.steps >= until else whole_s)
+        monkeypatch.setattr(Rig, "learn", self.learn)
+
+    def learn(self, rig=None):
+        self.asked += 1
+        return self.until - self.rig.steps if self.rig.steps < self.until else None
+
+
+def hidden(plan):
+    """A fused optimizer shows once the data is held."""
+    held = plan.feed.kind == "resident"
+    return (0.001, 0.005 if plan.numerics.optimizer == "fused" else 0.01) if held else (0.05, 0.01)
+
+
+def test_data_that_was_too_dear_to_hold_is_held_once_the_samples_have_come_by(monkeypatch):
+    rig, gate = rig_for(), Gatekeeper()
+    learning = Learning(monkeypatch, rig, whole_s=50.0, until=600)
+    monkeypatch.setattr(Rig, "epoch_windows", 600)
+    drive(searching(rig, 4_000, gate=gate), hidden)
+    assert learning.asked
+    assert rig.plan.feed.kind == "resident"
+    assert rig.plan.numerics.optimizer == "fused", "it is tried again, beside data that is held"
+    held = next(entry for entry in rig.ledger if entry.what == "data held on the device" and entry.outcome == "kept")
+    assert held.step >= 600
+    assert all(plan.feed.kind == "loader" for plan in gate.asked[:1])
+
+
+@pytest.mark.parametrize(("epoch", "is_asked"), [(1_000, True), (3_000, False)])
+def test_samples_are_kept_only_where_they_come_by_again(epoch, is_asked, monkeypatch):
+    rig = rig_for()
+    learning = Learning(monkeypatch, rig, whole_s=50.0, until=10**9)
+    learning.learn = lambda rig=None: setattr(learning, "asked", learning.asked + 1)
+    monkeypatch.setattr(Rig, "learn", learning.learn)
+    monkeypatch.setattr(Rig, "epoch_windows", epoch)
+    drive(searching(rig, 4_000, gate=Gatekeeper()), hidden)
+    assert bool(learning.asked) == is_asked
+    assert rig.plan.feed.kind == "loader"
+
+
+def test_nothing_is_kept_of_data_that_can_be_held_at_once(monkeypatch):
+    rig = rig_for()
+    learning = Learning(monkeypatch, rig, whole_s=0.01, until=600)
+    monkeypatch.setattr(Rig, "epoch_windows", 600)
+    drive(searching(rig, 4_000, gate=Gatekeeper()), hidden)
+    assert not learning.asked
+    assert rig.plan.feed.kind == "resident"

@@ -25,6 +25,7 @@ from hotlap.machine.limits import read_memory
 Progress = Callable[[int, int], None]
 """Told how many samples are there, of how many; for columns that were tensors already, once at the end."""
 
+HOST = torch.device("cpu")
 CHUNK_BYTES = 64 * MIB
 """What is brought at a time, so that the host needs no second copy of everything."""
 CHUNK_SAMPLES = 1024
@@ -41,7 +42,7 @@ def why_not_held(source: Source, device: torch.device, *, reserve_bytes: int) ->
     reason = _why_not_columns(source)
     if reason:
         return reason
-    needed, free = _bytes_needed(source, _numbered(device)), _free_bytes(_numbered(device))
+    needed, free = bytes_needed(source, _numbered(device)), _free_bytes(_numbered(device))
     if needed and needed + reserve_bytes > free:
         beside = f" beside {show_bytes(reserve_bytes)} for the training" if reserve_bytes else ""
         half = ", half of what is free" if device.type == "cpu" else " free"
@@ -60,7 +61,7 @@ def held(source: Source, device: torch.device, progress: Progress | None = None)
         raise DataError(reason)
     start, device = time.perf_counter(), _numbered(device)
     if source.computes:
-        columns, size = _fetched(source, device, progress), _bytes_needed(source, device)
+        columns, size = _fetched(source, device, progress), bytes_needed(source, device)
     else:
         columns, size = _sent(source, device)
         if progress is not None:
@@ -82,7 +83,7 @@ def time_to_hold(source: Source, device: torch.device) -> float:
     """
     if _why_not_columns(source) is not None:
         return 0.0
-    seconds = _bytes_needed(source, _numbered(device)) / SENT_A_SECOND
+    seconds = bytes_needed(source, _numbered(device)) / SENT_A_SECOND
     if source.computes:
         few = spread(len(source), TIMED)
         start = time.perf_counter()
@@ -199,7 +200,8 @@ def _why_not_columns(source: Source) -> str | None:
     return _measured(source).why_not if source.computes else None
 
 
-def _bytes_needed(source: Source, device: torch.device) -> int:
+def bytes_needed(source: Source, device: torch.device = HOST) -> int:
+    """Bytes that all samples take on a device beside what is there already."""
     return _measured(source).bytes * len(source) if source.computes else _sent(source, device, pretend=True)[1]
 
 

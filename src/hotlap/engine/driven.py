@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotlap.core.ledger import Ledger
-from hotlap.core.plan import Plan
+from hotlap.core.plan import Feed, Plan
 from hotlap.data.source import Source
 from hotlap.engine.route import Place
 
@@ -81,8 +81,14 @@ class Driven(Protocol):
     def tidy(self) -> None:
         """Let go of all that belongs to other plans than the one in force."""
 
-    def holding_s(self) -> float:
-        """About how many seconds it would take to hold all of the data on the device; 0 where it is there."""
+    def holding_s(self, feed: Feed) -> float:
+        """About how many seconds it would take to hold all of the data as a feed needs it; 0 where it is there."""
+
+    def learn(self) -> int | None:
+        """Keep samples as they come by, so that holding them takes less.
+
+        Gives the updates until more of them are there; None where nothing is spared.
+        """
 
     def wait(self) -> None:
         """Wait for the device."""

@@ -497,9 +497,13 @@ class Rig:
         """
         return proof_of(self.source, may_draw=True).why_traces
 
-    def holding_s(self) -> float:
+    def learn(self) -> int | None:
+        """None: samples are fetched when they are held."""
+        return None
+
+    def holding_s(self, feed: Feed) -> float:
         """About how many seconds it would take to hold all of the data on the device; 0 where it is there."""
-        return self._route.holding_s() if self._route is not None else 0.0
+        return self._route.holding_s() if feed.kind == "resident" and self._route is not None else 0.0
 
     def close(self) -> None:
         """End worker processes, and let go of data and captures on the device.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.engine.driven import Driven
-from hotlap.moves.move import Move
+from hotlap.moves.move import NOTHING_S, Move
 
 
 def _propose(plan: Plan, rig: Driven) -> Plan | str:
@@ -14,8 +14,9 @@ def _propose(plan: Plan, rig: Driven) -> Plan | str:
     return plan.with_feed(Feed(kind="resident"))
 
 
-def _setup_s(plan: Plan, rig: Driven) -> float:
-    return rig.holding_s()
+def holding_s(plan: Plan, rig: Driven) -> float:
+    """About how long it takes until all samples are where a plan's feed gathers them."""
+    return NOTHING_S + rig.holding_s(plan.feed)
 
 
-MOVE = Move(name="data held on the device", kind="A", propose=_propose, setup_s=_setup_s, helps=("feeding",))
+MOVE = Move(name="data held on the device", kind="A", propose=_propose, setup_s=holding_s, helps=("feeding",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hotlap.core.plan import Feed, Plan
 from hotlap.engine.driven import Driven
 from hotlap.moves.move import Move
+from hotlap.moves.resident import holding_s
 
 
 def _propose(plan: Plan, rig: Driven) -> Plan | str:
@@ -15,4 +16,4 @@ def _propose(plan: Plan, rig: Driven) -> Plan | str:
     return plan.with_feed(Feed(kind="stream"))
 
 
-MOVE = Move(name="batches copied ahead", kind="A", propose=_propose, helps=("feeding",))
+MOVE = Move(name="batches copied ahead", kind="A", propose=_propose, setup_s=holding_s, helps=("feeding",))

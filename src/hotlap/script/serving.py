@@ -34,6 +34,7 @@ from hotlap.script.serving_epoch import Served, batches_ahead
 from hotlap.script.serving_feeds import Gathered, Iterate, LikeLoader, Resident, Streamed
 from hotlap.script.serving_holding import Holding
 from hotlap.script.serving_indices import Indices, generator_of, why_not_early
+from hotlap.script.serving_learning import Learned
 from hotlap.script.serving_orders import order_of
 from hotlap.tuner.allowance import check_allowed
 
@@ -265,6 +266,30 @@ class Serving:
         except Exception:  # whatever the user's dataset makes of being looked at; it is not supported either
             return 0.0
 
+    @property
+    def learned(self) -> Learned | None:
+        """What keeps samples as they come by, where something does."""
+        return self._held.learned if self._held is not None else None
+
+    def learn(self) -> int | None:
+        """Keep samples as they come by in the script's own batches, so that holding them takes less.
+
+        Gives the batches until the end of the epoch, by which more of them are there; None where nothing is spared.
+        """
+        feed = Feed(kind="resident" if self.device.type == "cuda" else "gather")
+        if self.own.kind != "loader" or self.supports(feed) is not None:
+            return None
+        assert self.source is not None  # it is supported
+        if not self.source.computes or self._holding.columned is not None:
+            return None
+        self._remember_data()
+        if self._holding.learn().is_over:
+            return None
+        epoch = self._running()
+        if epoch is not None:
+            epoch.follow()
+        return None if self.length is None else max(1, self.length - self.served)
+
     def tidy(self) -> None:
         """Let go of all that belongs to other feeds than the one in force."""
         needed = (self.feed, self.wanted)
@@ -384,6 +409,11 @@ class Serving:
 
     def _prepare(self, feed: Feed) -> None:
         """Have ready what a feed needs, and remember what the data was like."""
+        self._remember_data()
+        if feed.kind != "loader":
+            self._holding.hold(feed)
+
+    def _remember_data(self) -> None:
         if self._state is None:
             # Since it was first looked at, the script may have given its dataset other tensors or rows.
             fresh = self._new_source()
@@ -391,8 +421,6 @@ class Serving:
             if reason is not None:
                 raise PlanError(reason)
             self._source, self._held, self._state = fresh, None, proof_of(fresh).state
-        if feed.kind != "loader":
-            self._holding.hold(feed)
 
     def _why_other(self, feed: Feed) -> str | None:
         self._prepare(feed)

@@ -15,6 +15,7 @@ from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
 from hotlap.script.serving_indices import Indices
+from hotlap.script.serving_learning import Learned
 from hotlap.script.serving_orders import order_of
 
 
@@ -24,6 +25,10 @@ class Serves(Protocol):
     own: Feed
     feed: Feed
     wanted: Feed
+
+    @property
+    def learned(self) -> Learned | None:
+        """What keeps samples as they come by, where something does."""
 
     def fed(self, feed: Feed, indices: Iterator[Any]) -> Iterator[Batch]:
         """The batches at these indices by a feed; nothing is read before the first is asked for."""
@@ -66,6 +71,8 @@ class Served(_BaseDataLoaderIter):
         """Whether it has given all of its batches."""
         if indices is not None or serving.wanted != serving.own:
             self._change(self._over_taken())
+        elif serving.learned is not None:
+            self._over_taken()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_made":  # not there yet
@@ -103,6 +110,10 @@ class Served(_BaseDataLoaderIter):
                 self._change(indices)
                 self._report(indices)
 
+    def follow(self) -> None:
+        """Know from now on which samples are in the batches of the script's own feed."""
+        self._over_taken()
+
     def release(self) -> None:
         """Go on with the script's own feed at once; what is under way by another one is asked for again."""
         if self._indices is not None and self._feeding is not self._made and not self.is_over:
@@ -125,6 +136,9 @@ class Served(_BaseDataLoaderIter):
         except Exception:
             indices.give()  # torch, too, goes on with the one after
             raise
+        learned = self._serving.learned
+        if learned is not None and self._feeding is self._made:
+            learned.note(indices.coming, batch)
         indices.give()
         if self._feeding is not self._made:
             self._made._num_yielded += 1

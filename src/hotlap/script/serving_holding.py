@@ -9,11 +9,12 @@ from torch.utils.data import default_collate
 from hotlap.core.plan import Feed
 from hotlap.core.units import MIB
 from hotlap.data.columns import Columns, Selection
-from hotlap.data.holding import held, time_to_hold, why_not_held
+from hotlap.data.holding import SENT_A_SECOND, bytes_needed, held, time_to_hold, why_not_held
 from hotlap.data.resident import packed
 from hotlap.data.samples import Source
 from hotlap.machine.cuda import usable_bytes
 from hotlap.script.serving_feeds import Columned
+from hotlap.script.serving_learning import Learned
 
 HOST = torch.device("cpu")
 
@@ -28,6 +29,8 @@ class Holding:
         """Makes batches on the host."""
         self.there: Source | None = None
         """Gathers the same samples on the device."""
+        self.learned: Learned | None = None
+        """Keeps samples as they come by, so that fewer have to be fetched."""
         self._columns: Source | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
@@ -45,9 +48,19 @@ class Holding:
     def seconds(self, kind: str) -> float:
         """About how long `hold` takes for a kind of feed."""
         source = self._columns or self._source
-        if kind == "resident":
-            return 0.0 if self.there is not None else self._time_to_hold(source, self._device)
-        return self._time_to_hold(source, HOST) if source.computes else 0.0
+        if kind == "resident" and self.there is not None:
+            return 0.0
+        device = self._device if kind == "resident" else HOST
+        if self.learned is not None and source.computes:
+            sent_s = bytes_needed(source) / SENT_A_SECOND if kind == "resident" else 0.0
+            return self.learned.missing * self._time_to_hold(source, HOST) + sent_s
+        return self._time_to_hold(source, device) if source.computes or kind == "resident" else 0.0
+
+    def learn(self) -> Learned:
+        """Keep samples as they come by, from now on or already."""
+        if self.learned is None:
+            self.learned = Learned(self._source)
+        return self.learned
 
     def hold(self, feed: Feed) -> None:
         """Hold the samples as a feed needs them. Raises DataError where they turn out to be no columns."""
@@ -57,13 +70,19 @@ class Holding:
                 like = default_collate(self._source.aside().read([0]))
                 self._columns = self._source
                 if self._source.computes:
-                    self._columns = Columns(tuple(held(self._source, HOST).tensors.values()))
+                    self._columns = self._as_columns()
                 self.columned = Columned(self._columns, like, self._own)
             if feed.kind == "resident" and self.there is None:
                 assert self._columns is not None
                 self._tensors = _tensors_of(self._columns)
                 self._versions = [tensor._version for tensor in self._tensors]
                 self.there = packed(held(self._columns, self._device), images_last=False)
+
+    def _as_columns(self) -> Columns:
+        if self.learned is not None and self.learned.missing < 1:
+            columns, self.learned = self.learned.columns(), None
+            return columns
+        return Columns(tuple(held(self._source, HOST).tensors.values()))
 
     def is_same(self) -> bool:
         """Whether what is held on the device is what the host has: a script may write to its own tensors."""
@@ -74,7 +93,7 @@ class Holding:
         if not any(feed.kind == "resident" for feed in feeds):
             self.there, self._tensors = None, []
         if all(feed.kind == "loader" for feed in feeds):
-            self._columns = self.columned = None
+            self._columns = self.columned = self.learned = None
 
     def _time_to_hold(self, source: Source, device: torch.device) -> float:
         name = f"time to hold on {device}"

@@ -98,6 +98,11 @@ class Indices:
         return len(self._taken)
 
     @property
+    def coming(self) -> Places | None:
+        """Where in the data the batch is that is given out next; None where it was read before, or by nobody yet."""
+        return self._taken[0] if self._taken else None
+
+    @property
     def are_over(self) -> bool:
         """Whether the epoch has no more."""
         return self._ended and not self._ready and not self._taken

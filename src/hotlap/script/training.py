@@ -224,9 +224,14 @@ class ScriptTraining:
             call.tidy()
         self.updates.tidy()
 
-    def holding_s(self) -> float:
-        """About how many seconds it would take to hold all of the data."""
-        return sum(serving.holding_s() for serving in self.servings)
+    def holding_s(self, feed: Feed) -> float:
+        """About how many seconds it would take to hold all of the data as a feed needs it."""
+        return sum(serving.holding_s(feed) for serving in self.servings)
+
+    def learn(self) -> int | None:
+        """Keep samples as they come by; updates until more of them are there, None where that spares nothing."""
+        found = [serving.learn() for serving in self.servings]
+        return max((batches for batches in found if batches is not None), default=None)
 
     def wait(self) -> None:
         """Wait for the device."""

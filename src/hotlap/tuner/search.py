@@ -18,7 +18,7 @@ import torch
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
 from hotlap.engine.driven import Driven
-from hotlap.moves import compiled, layout, precision
+from hotlap.moves import compiled, gather, layout, precision, resident, stream
 from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.allowance import SpentError
@@ -31,6 +31,10 @@ from hotlap.tuner.probe import HOPE, Probe
 from hotlap.tuner.stand import Stand
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
+HELD = (resident.MOVE, stream.MOVE, gather.MOVE)
+"""Moves for which all samples have to be at hand."""
+MORE_THAN = 2
+"""Epochs that have to be left for it to pay to keep samples as they come by."""
 LOOK_UPDATES = 16
 """Where less than so many updates of the user's own may be spent, nobody looks any closer."""
 ARITHMETIC = (precision.MOVE, layout.MOVE)
@@ -138,6 +142,7 @@ class Search:
             if self._glance.was_taken:
                 budget.hoped_s = 0.0  # hope is for one trial
             yield from self._one_after_the_other()
+            yield from self._once_learned()
             while self.plan == self.baseline and self._unpaid:
                 if not (yield from self._until_it_pays(min(self._unpaid.values()))):
                     break
@@ -162,7 +167,9 @@ class Search:
         budget, began = self._trials.budget, time.perf_counter()
         self._probe.look(lap, may_s=budget.left_s)
         budget.is_hopeful = self._probe.is_hopeful or self._probe.hope > 1 or self._is_wide_arithmetic()
-        everything(self._rig, self.plan, (*MOVES, *OTHERS))
+        possible = everything(self._rig, self.plan, (*MOVES, *OTHERS)).made
+        if any(self._now.setup_s(move) > budget.left_s for move in HELD if move in possible):
+            self._learns_until()
         budget.made(0, time.perf_counter() - began)
 
     def _is_wide_arithmetic(self) -> bool:
@@ -204,6 +211,23 @@ class Search:
         self._trials.budget.hoped_s = 0.0
         yield from self._together(ARITHMETIC)
         yield from self._one_by_one()
+
+    def _learns_until(self) -> int | None:
+        """Updates until more of the data has come by and was kept; None where that is of no use to the rest."""
+        windows = self._rig.epoch_windows
+        return self._rig.learn() if self._now.updates_left > MORE_THAN * windows else None
+
+    def _once_learned(self) -> Laps:
+        """Once more what holding the data was too dear for, when the script has brought the samples itself."""
+        while any(move.name in self._unpaid for move in HELD):
+            updates = self._learns_until()
+            if updates is None:
+                return
+            yield Rest(max(LEAST_REST, updates))
+            self._trials.reopen(self._unpaid)
+            self._trials.reopen_slow()  # what gave nothing beside a slow feed
+            self._unpaid.clear()
+            yield from self._one_after_the_other()
 
     def _as_found_before(self) -> Laps:
         """The plan that an earlier run of the same training found, after a quick look whether it still holds.
@@ -440,7 +464,9 @@ class Search:
             return
         doubt = self._now.why_not_worth(move)
         if doubt is not None:
-            if doubt.cost_s is not None and not last and self._now.updates_until(doubt.cost_s) is not None:
+            gets_cheaper = move in HELD and self._learns_until() is not None
+            may_wait = not last and not gets_cheaper
+            if may_wait and doubt.cost_s is not None and self._now.updates_until(doubt.cost_s) is not None:
                 self._postponed[move] = doubt.cost_s
             else:
                 if doubt.cost_s is None:
