@@ -63,9 +63,9 @@ class Learned:
     def columns(self) -> Columns:
         """All samples; those that did not come by are fetched. Raises DataError where they are unlike the others."""
         absent = (~self._is_known).nonzero().flatten()
-        for some in absent.split(CHUNK):
-            if len(some):
-                self._keep(some, self._fetched(some))
+        for start in range(0, len(absent), CHUNK):
+            some = absent[start : start + CHUNK]
+            self._keep(some, self._fetched(some))
         return Columns(tuple(self._rooms))
 
     def _fetched(self, places: Tensor) -> list[Tensor]:
