@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from made_up_time import make_up_time
 from plain import class_data, parameters_of, small_mlp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -30,12 +31,13 @@ def rig_for(data=None):
 
 
 def test_in_a_loop_of_ones_own_it_finds_a_plan_and_leaves_the_training_the_same(monkeypatch):
+    make_up_time(monkeypatch)
     monkeypatch.setattr(budgets, "SHARE", 100.0)
     monkeypatch.setattr("hotlap.tuner.laps.LAP_S", 0.005)
     monkeypatch.setattr("hotlap.tuner.trials.Comparison", functools.partial(Comparison, most_quads=4))
     rig, data = rig_for()
-    windows = rig.feed(data, steps=4000)
-    tuner = Tuner(rig, updates=4000)
+    windows = rig.feed(data, steps=800)
+    tuner = Tuner(rig, updates=800)
     for window in windows:
         rig.step(window)
         tuner.stepped(window.updates)
@@ -44,7 +46,7 @@ def test_in_a_loop_of_ones_own_it_finds_a_plan_and_leaves_the_training_the_same(
     assert rig.plan == tuner.plan
     assert any(entry.what == "tuned" for entry in rig.ledger)
     plain, same = rig_for()
-    for window in plain.feed(same, steps=4000):
+    for window in plain.feed(same, steps=800):
         plain.step(window)
     assert rig.steps == plain.steps
     assert rig.totals.mean() == pytest.approx(plain.totals.mean(), rel=0.1, abs=0.02)
