@@ -2,7 +2,7 @@
 
     python -m benchmarks.strangers --folder DIR --fetch-from MIRRORS [--only NAME …]   lay the scripts out, run nothing
     python -m benchmarks.strangers --folder DIR [--only NAME …] [--pairs 3] [--plan auto …] [--seconds 300] [--tiny]
-                                   [--other-seed] [--json FILE] [--logs DIR] [--options WORDS]
+                                   [--total S] [--other-seed] [--json FILE] [--logs DIR] [--options WORDS]
     python -m benchmarks.strangers --folder DIR --list
 
 `strangers.toml` describes the scripts: repository, commit, command, data. The scripts themselves are not part of this
@@ -68,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="strangers-data-", ignore_cleanup_errors=True) as scratch:
         print(header(), flush=True)
         for one in strangers:
+            if not options.tiny and time.monotonic() + (1 + len(options.plan)) * one.seconds > options.ends:
+                report(f"{one.name}: left out, since a round takes longer than what is left of --total")
+                continue
             found = compare(one, options, Path(scratch))
             facts["scripts"][one.name] = found
             failed |= not found["same"]
@@ -99,6 +102,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plan", nargs="+", default=["auto"], help="plans of hotlap (default: auto)")
     parser.add_argument("--options", type=shlex.split, default=[], help="more options of hotlap run, in one word")
     parser.add_argument("--seconds", type=float, default=300.0, help="limit of one process (default: 300)")
+    parser.add_argument(
+        "--total", type=float, default=math.inf, help="seconds in all: no round is begun that takes longer"
+    )
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
     parser.add_argument("--other-seed", action="store_true", help="where figures differ, compare with another seed")
     parser.add_argument("--json", type=Path, help="write everything here, after each script")
@@ -108,6 +114,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.pairs < 1:
         parser.error(f"--pairs {options.pairs}: at least 1 is needed")
     options.folder = options.folder.resolve()
+    options.ends = time.monotonic() + options.total
     return options
 
 
@@ -141,10 +148,13 @@ def compare(one: Stranger, options: argparse.Namespace, scratch: Path) -> dict[s
         return ran
 
     for turn in range(options.pairs):
+        begun = time.monotonic()
         for kind in kinds if turn % 2 == 0 else reversed(kinds):
             runs[kind].append(run(kind))
             if turn == 0 and kind == ALONE and runs[ALONE][0].code != 0:
                 return fails_by_itself(one, runs[ALONE][0])
+        if 2 * time.monotonic() - begun > options.ends:
+            break
     alone = runs[ALONE]
     plans: dict[str, Any] = {}
     seeded: str | None = None

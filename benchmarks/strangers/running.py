@@ -115,7 +115,7 @@ def environment(one: Stranger, home: Path, scratch: Path) -> dict[str, str]:
     absent = [name for name in one.fallbacks if importlib.util.find_spec(name) is None]
     replaced = [str(STAND_INS / name) for name in (*one.stand_ins, *absent)]
     own = [str(home / path) for path in one.python_path]
-    more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    more = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {
         **{key: value for key, value in os.environ.items() if key not in UNSET},
         "PYTHONPATH": os.pathsep.join([str(SOURCE), *replaced, *own, *more]),

@@ -85,6 +85,12 @@ def test_a_script_that_fails_by_itself_is_not_compared(tmp_path, capsys, monkeyp
     assert "fails by itself, exit code 1: no data here" in capsys.readouterr().out
 
 
+def test_no_script_is_begun_that_takes_longer_than_is_left(tmp_path, capsys):
+    (tmp_path / "one.py").write_text("")
+    assert strangers_main.main(["--folder", str(tmp_path), "--total", "100"]) == 0
+    assert "one: left out" in capsys.readouterr().err
+
+
 def test_an_unknown_field_and_an_unknown_name_are_refused_with_those_known(tmp_path, capsys):
     (tmp_path / "strangers.toml").write_text('[one]\ncommand = "one.py"\nfolders = "x"\n')
     assert strangers_main.main(["--folder", str(tmp_path)]) == 2
