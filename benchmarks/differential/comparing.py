@@ -60,6 +60,9 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield f"{path} length", len(value)
         for number, one in enumerate(value):
             yield from _flat(one, f"{path}.{number}")
+    elif isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        yield f"{path} layout", str(value.layout)
+        yield path, value.to_dense()  # a momentum of sparse gradients is sparse too
     else:
         yield path, value
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from benchmarks.differential.__main__ import sketch_of
 from benchmarks.differential.cases import Case, Finding, Way, examined, shrink
-from benchmarks.differential.comparing import beyond_rounding, differences
+from benchmarks.differential.comparing import beyond_rounding, differences, facts_of
 from benchmarks.differential.jobs import JobSketch
 from benchmarks.differential.running import Outcome, Runner
 from benchmarks.differential.script import compose, sketch
@@ -74,6 +74,17 @@ class Planted:
     def _ran(self, folder, lines):
         (folder / "work").mkdir(parents=True)
         return Outcome(0, lines, [], "", folder / "work")
+
+
+def test_sparse_tensors_in_files_and_addresses_in_errors_are_compared(tmp_path):
+    def facts(name, numbers, address):
+        (tmp_path / name).mkdir()
+        torch.save({"momentum": torch.tensor(numbers).to_sparse()}, tmp_path / name / "final.pt")
+        return facts_of(Outcome(0, [], [f"PicklingError: <function f at {address}>"], "", tmp_path / name))
+
+    truth = facts("alone", [1.0, 0.0], "0x7fee7efe7560")
+    assert differences(truth, facts("same", [1.0, 0.0], "0x7fee7eec8220")) == []
+    assert len(differences(truth, facts("other", [2.0, 0.0], "0x7fee7efe7560"))) == 1
 
 
 def test_a_difference_is_shrunk_to_the_part_that_makes_it(tmp_path):
