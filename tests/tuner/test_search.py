@@ -854,6 +854,7 @@ def test_data_that_was_too_dear_to_hold_is_held_once_the_samples_have_come_by(mo
     rig, gate = rig_for(), Gatekeeper()
     learning = Learning(monkeypatch, rig, whole_s=50.0, until=600)
     monkeypatch.setattr(Rig, "epoch_windows", 600)
+    monkeypatch.setattr(CountingProbe, "bound", "launching")
     drive(searching(rig, 4_000, gate=gate), hidden)
     assert learning.asked
     assert rig.plan.feed.kind == "resident"
@@ -861,6 +862,19 @@ def test_data_that_was_too_dear_to_hold_is_held_once_the_samples_have_come_by(mo
     held = next(entry for entry in rig.ledger if entry.what == "data held on the device" and entry.outcome == "kept")
     assert held.step >= 600
     assert all(plan.feed.kind == "loader" for plan in gate.asked[:1])
+
+
+def test_where_bringing_batches_bounds_a_training_nothing_is_spent_before_the_samples_have_come_by(monkeypatch):
+    rig, gate = rig_for(), Gatekeeper()
+    check = gate.check
+    asked_at = []
+    gate.check = lambda plan: (asked_at.append(rig.steps), check(plan))[1]
+    Learning(monkeypatch, rig, whole_s=50.0, until=600)
+    monkeypatch.setattr(Rig, "epoch_windows", 600)
+    monkeypatch.setattr(CountingProbe, "bound", "feeding")
+    drive(searching(rig, 4_000, gate=gate), hidden)
+    assert min(asked_at) >= 600
+    assert rig.plan.feed.kind == "resident"
 
 
 @pytest.mark.parametrize(("epoch", "is_asked"), [(1_000, True), (3_000, False)])

@@ -94,6 +94,8 @@ class Search:
         self.is_waiting = False
         """Whether nothing is tried so far since the run seems to be short: it may turn out longer."""
         self._glance = Glance()
+        self._possible: Sequence[Move] = ()
+        """Moves that the training can obey, as far as one look tells."""
         self._is_known_open = False
         """Whether a plan is known that this run was too short to look at."""
 
@@ -128,6 +130,7 @@ class Search:
         try:
             yield from self._as_found_before()
             before = self.plan
+            yield from self._until_learned()
             if self.plan == self.baseline and not self._is_known_open:
                 seen = self._probe.hope
                 budget.hoped_s = self._saved_s(max(seen, HOPE) if self._is_wide_arithmetic() else seen)
@@ -167,8 +170,8 @@ class Search:
         budget, began = self._trials.budget, time.perf_counter()
         self._probe.look(lap, may_s=budget.left_s)
         budget.is_hopeful = self._probe.is_hopeful or self._probe.hope > 1 or self._is_wide_arithmetic()
-        possible = everything(self._rig, self.plan, (*MOVES, *OTHERS)).made
-        if any(self._now.setup_s(move) > budget.left_s for move in HELD if move in possible):
+        self._possible = everything(self._rig, self.plan, (*MOVES, *OTHERS)).made
+        if self._is_holding_dear():
             self._learns_until()
         budget.made(0, time.perf_counter() - began)
 
@@ -216,6 +219,19 @@ class Search:
         """Updates until more of the data has come by and was kept; None where that is of no use to the rest."""
         windows = self._rig.epoch_windows
         return self._rig.learn() if self._now.updates_left > MORE_THAN * windows else None
+
+    def _is_holding_dear(self) -> bool:
+        """Whether having all samples at hand takes longer than may be spent."""
+        held = [move for move in self._possible if move in HELD]
+        return any(self._now.setup_s(move) > self._trials.budget.left_s for move in held)
+
+    def _until_learned(self) -> Laps:
+        """Where bringing batches bounds the training, nothing else is tried before the samples have come by."""
+        while self._probe.bound == "feeding" and self._is_holding_dear():
+            updates = self._learns_until()
+            if updates is None:
+                return
+            yield Rest(max(LEAST_REST, updates))
 
     def _once_learned(self) -> Laps:
         """Once more what holding the data was too dear for, when the script has brought the samples itself."""
