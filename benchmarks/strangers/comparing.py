@@ -13,7 +13,7 @@ UNIT = r"(?:ms|µs|us|s|secs?|seconds?|mins?|minutes?|hours?|it/s|s/it|imgs?/s|/
 TIMES = re.compile(
     rf"""
     \d[\d.,:]*\s*{UNIT}(?![\w])                                   # 12.3 ms, 1:02 s, 51.2 it/s
-    | \w*(?:time|took|elapsed|runtime|speed|per_second|ms/batch|eta|throughput)\w*['"]?[\s:=(]*\d[\d.,:]*
+    | \w*(?:time|took|elapsed|runtime|speed|per_second|ms/batch|eta|throughput)\w*['"]?[\s:=('"]*\d[\d.,:]*
     | \d\d:\d\d(?::\d\d)?(?:[.,]\d+)?                             # a clock
     | \d{{4}}-\d\d-\d\d | \d\d/\d\d/\d{{4}}                       # a day
     """,

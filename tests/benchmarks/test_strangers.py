@@ -122,6 +122,7 @@ def test_times_and_speeds_are_not_compared():
     assert one == other
     assert "2.5" in one
     assert without_times("  eval_steps_per_second   =     42.798") == without_times("  eval_steps_per_second   =  7.1")
+    assert without_times("{'train_runtime': '2.678'}") == without_times("{'train_runtime': '4.5'}")
 
 
 def test_figures_have_to_be_the_same_where_runs_by_themselves_are():

@@ -78,10 +78,15 @@ def test_what_cannot_help_needs_no_option():
 
 
 def test_a_plan_that_the_user_chose_is_not_called_faster():
-    told = "took 12 s under a plan that was not compared; `hotlap run --compare` compares it"
-    assert headline([ledger_of(("plan", "chosen", {}), plan=FOUND)], 12.0) == told
+    told = "took 12 s under the plan that you chose; `hotlap run --compare` shows what it saves"
+    assert headline([ledger_of(("plan", "chosen", {}), plan=FOUND)], 12.0, is_fixed=True) == told
     partly = ledger_of(("plan", "chosen", {}), ("feed resident", "not tried", {}), plan=FOUND)
-    assert headline([partly], 12.0) == told
+    assert headline([partly], 12.0, is_fixed=True) == told
+
+
+def test_a_chosen_plan_that_changes_nothing_leaves_the_script_as_it_was():
+    told = headline([ledger_of()], 12.0, is_fixed=True)
+    assert told == "left as it was, because the plan that you chose changes nothing here"
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -82,7 +82,8 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._patches = Patches()
-        self._teller = Teller(name=settings.name, out=settings.out, as_json=settings.as_json)
+        is_fixed = settings.plan not in (None, "auto")
+        self._teller = Teller(name=settings.name, out=settings.out, as_json=settings.as_json, is_fixed=is_fixed)
         self._servings: WeakKeyDictionary[DataLoader[Any], Serving] = WeakKeyDictionary()
         self._finder: Finder | None = Finder()
         self._horizon = Horizon()

@@ -31,8 +31,8 @@ FASTER = 1.005
 class Teller:
     """Collects what there is to tell of a script. All of it goes to stderr, at the end."""
 
-    def __init__(self, *, name: str, out: Path | None, as_json: bool) -> None:
-        self._name, self._out, self._as_json = name, out, as_json
+    def __init__(self, *, name: str, out: Path | None, as_json: bool, is_fixed: bool = False) -> None:
+        self._name, self._out, self._as_json, self._is_fixed = name, out, as_json, is_fixed
         self._home = Path().absolute()  # which the script may change
         self._trainings: list[tuple[Ledger, list[str]]] = []
         self._figures: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ class Teller:
                 return f"left as it was, because hotlap failed: {self._faults[0]}"
             if self._refusals:
                 return f"left as it was, because {self._refusals[0]}"
-        return headline(ledgers, time.perf_counter() - self._began)
+        return headline(ledgers, time.perf_counter() - self._began, is_fixed=self._is_fixed)
 
     def tell(self, error: BaseException | None = None) -> None:
         """Say all of it."""
@@ -132,14 +132,18 @@ class Teller:
         say(*lines)
 
 
-def headline(ledgers: Sequence[Ledger], took_s: float) -> str:
-    """What came of the trainings of a script that took so long, in one line.
+def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False) -> str:
+    """What came of the trainings of a script that took so long, in one line; `is_fixed`: under a plan that was chosen.
 
     How long it would have taken follows from updates that were made: those at the pace of the script's own plan, where
     that was measured.
     """
     if not ledgers:
         return "left as it was: no training was seen, because no optimizer made a few steps"
+    if is_fixed and all(one.plan == next(iter(ledger)).plan for ledger in ledgers for one in ledger):
+        return "left as it was, because the plan that you chose changes nothing here"
+    if is_fixed:
+        return f"took {_whole(took_s)} under the plan that you chose; `hotlap run --compare` shows what it saves"
     totals = [as_json(ledger)["total"] for ledger in ledgers]
     found = [row for ledger in ledgers for row in rows(ledger)]
     if any(row.outcome == "kept" for row in found):
@@ -148,9 +152,6 @@ def headline(ledgers: Sequence[Ledger], took_s: float) -> str:
             names = ", ".join(row.what for row in found if row.outcome == "kept")
             return f"took {_whole(took_s)} with {names}; how much that saved was not measured"
         return _gain(took_s, math.fsum(saved_s), math.fsum(row.cost_s for row in found if row.what == "total"))
-    is_tuned = any(row.what == "baseline" for row in found)
-    if not is_tuned and any(one.plan != next(iter(ledger)).plan for ledger in ledgers for one in ledger):
-        return f"took {show_seconds(took_s)} under a plan that was not compared; `hotlap run --compare` compares it"
     return f"left as it was: {_why_left(found)}{_hint(found, took_s)}"
 
 
