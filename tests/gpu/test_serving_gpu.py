@@ -12,7 +12,7 @@ from hotlap.core.plan import Feed
 from hotlap.data import stream
 from hotlap.data.columns import Columns, tensors_in
 from hotlap.data.stream import CudaLane, Stage
-from hotlap.script import serving_feeds
+from hotlap.script import serving_feeds, serving_learning
 from hotlap.script.sending import KEPT, Sending
 from hotlap.script.serving import Serving
 from hotlap.script.serving_checks import why_other_batch
@@ -99,6 +99,28 @@ def test_batches_and_what_the_script_sends_of_them_are_the_loaders_own(data, fee
             assert torch.equal(there.cpu(), tensor)
             sent += 1
     assert sending.answered == (0 if feed == GATHER else sent)
+    serving.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"pin_memory": True}, {"num_workers": 2, "pin_memory": True}], ids=str)
+def test_samples_that_came_by_are_held_on_the_gpu_as_the_loader_gives_them(settings, sending, device, monkeypatch):
+    monkeypatch.setattr(serving_learning, "MOST_SHARE", float("inf"))
+    loader = loader_of("nested", **settings)
+    serving = served(loader, sending)
+    assert serving.learn() == len(loader)
+    for _ in serving.iterate():
+        pass
+    assert serving.learn() is None
+    assert serving.why_other(RESIDENT) is None
+    torch.manual_seed(2)
+    wanted = list(ORIGINAL(loader))
+    torch.manual_seed(2)
+    serving.use(RESIDENT)
+    for batch, truth in zip(serving.iterate(), wanted, strict=True):
+        assert why_other_batch(truth, batch) is None
+        for tensor in tensors_in(batch):
+            assert torch.equal(tensor.to(device, non_blocking=True).cpu(), tensor)
+    assert sending.answered
     serving.close()
 
 

@@ -37,7 +37,7 @@ class Holding:
 
     def why_not(self, feed: Feed) -> str | None:
         """Why the samples cannot be held as a feed needs them, or None where they can."""
-        if self.columned is None:
+        if self.columned is None and (self.learned is None or self.learned.missing == 1):  # else it has its memory
             reason = why_not_held(self._source, HOST, reserve_bytes=0)
             if reason is not None:
                 return reason
