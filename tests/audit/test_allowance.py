@@ -91,8 +91,8 @@ def test_a_lap_is_stopped_once_all_that_may_be_spent_is(monkeypatch):
 
 
 def test_laps_of_what_is_already_faster_go_on(monkeypatch):
-    training = Clocked(monkeypatch, updates=1_200, moves=(resident.MOVE,), gate_s=0.5)  # 180 ms may be spent
-    training.train(1_200)
+    training = Clocked(monkeypatch, updates=1_400, moves=(resident.MOVE,), gate_s=0.5)  # 210 ms may be spent
+    training.train(1_400)
     assert training.tuner.done
     assert why(training)["data held on the device"][0] == "kept"
 

@@ -51,6 +51,7 @@ class Clocked:
         monkeypatch.setattr("hotlap.tuner.probe.calibration", lambda device, known_only: None)
         monkeypatch.setattr("hotlap.tuner.search.MOVES", settings.pop("moves", (fused.MOVE, resident.MOVE)))
         monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
+        monkeypatch.setattr(Rig, "holding_s", lambda rig, feed: 0.0)
         torch.manual_seed(0)
         self.rig = Rig(small_mlp(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu")
         next(self.rig.feed(Computed() if data is None else data, batch_size=8, epochs=100_000))

@@ -102,8 +102,6 @@ class Trials:
 
     def __init__(self, rig: Driven, gate: Judge, budget: Budget, baseline: Plan) -> None:
         self._rig, self._gate, self.budget, self._baseline = rig, gate, budget, baseline
-        self.gate_updates = gate.updates
-        """About how many updates of the user's own a gate takes."""
         self._memory = MemoryWatch(rig.device)
         self._coin = Random()  # seeded by the system: the generators of the user's are left alone
         self._laps: dict[Plan, list[Lap]] = {}
@@ -123,6 +121,11 @@ class Trials:
         """Those of them that were let through and gave nothing worth having."""
         self.rejected: dict[str, str] = {}
         """Those of them that are out whatever may be spent, with the reason."""
+
+    @property
+    def gate_updates(self) -> int:
+        """About how many updates of the user's own a gate takes."""
+        return self._gate.updates
 
     def cheapest_gate_s(self, moves: Sequence[Move]) -> float:
         """What the cheapest gate of the kind that these moves need took so far; 0 where there was none."""
