@@ -896,3 +896,43 @@ def test_nothing_is_kept_of_data_that_can_be_held_at_once(monkeypatch):
     drive(searching(rig, 4_000, gate=Gatekeeper()), hidden)
     assert not learning.asked
     assert rig.plan.feed.kind == "resident"
+
+
+# --- what watching a script takes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("watching_s", "is_kept"), [(0.0, True), (0.0003, True), (0.0012, False)])
+def test_a_plan_is_kept_only_where_it_is_faster_than_the_script_without_hotlap(watching_s, is_kept, monkeypatch):
+    """The fused optimizer spares 1 ms of 3; watching adds to each step, but while hotlap sleeps."""
+    monkeypatch.setattr(Rig, "is_watched", True)
+    rig, slept = rig_for(), []
+
+    def step(plan):
+        feed_s, rest_s = cost_of(
+            plan, feed={"loader": 0.001, "gather": 0.001, "resident": 0.001}, fused=0.5, base=0.002
+        )
+        slept.append(search.is_waiting)
+        return feed_s, rest_s + (0.0 if search.is_waiting else watching_s)
+
+    search = searching(rig, 20_000, gate=Gatekeeper())
+    drive(search, step)
+    assert (rig.plan.numerics.optimizer == "fused") == is_kept
+    assert any(slept)
+    found = outcomes(rig)["tuned"][2]
+    if is_kept:
+        assert found["own_s"] == pytest.approx(0.003, rel=0.02)
+        assert found["ratio"] == pytest.approx(0.003 / (0.002 + watching_s), rel=0.05)
+        assert found["net_s"] < 0.001 * rig.steps
+    else:
+        assert "ratio" not in found
+        assert "hotlap's own work takes what it gives" in outcomes(rig)["fused optimizer"][1]
+
+
+@pytest.mark.parametrize(("is_watched", "base"), [(False, 0.002), (True, 0.2)])
+def test_trainings_of_hotlaps_own_and_long_steps_are_not_slept_through(is_watched, base, monkeypatch):
+    monkeypatch.setattr(Rig, "is_watched", is_watched)
+    rig = rig_for()
+    asked = drive(search := searching(rig, 20_000, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.5, base=base))
+    assert rig.plan.numerics.optimizer == "fused"
+    assert not any(isinstance(one, Rest) for one in asked[-7:])
+    assert search.plan == rig.plan

@@ -497,6 +497,8 @@ class Rig:
         """
         return proof_of(self.source, may_draw=True).why_traces
 
+    is_watched = False
+
     def learn(self) -> int | None:
         """None: samples are fetched when they are held."""
         return None

@@ -228,6 +228,8 @@ class ScriptTraining:
         """About how many seconds it would take to hold all of the data as a feed needs it."""
         return sum(serving.holding_s(feed) for serving in self.servings)
 
+    is_watched = True
+
     def learn(self) -> int | None:
         """Keep samples as they come by; updates until more of them are there, None where that spares nothing."""
         found = [serving.learn() for serving in self.servings]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -80,6 +81,16 @@ class Tried:
             "noise": one.noise,
             "quads": one.quads,
         }
+
+    def slowed(self, factor: float) -> Tried:
+        """The same against an A that takes so much of the time it was seen to take."""
+        if self.a is None or self.estimate is None:
+            return self
+        one = self.estimate
+        estimate = dataclasses.replace(one, ratio=factor * one.ratio, low=factor * one.low, high=factor * one.high)
+        return dataclasses.replace(
+            self, a=dataclasses.replace(self.a, step_s=factor * self.a.step_s), estimate=estimate
+        )
 
 
 def middle(laps: Sequence[Lap]) -> Lap:
@@ -196,7 +207,7 @@ class Trials:
                     left_s = self.budget.left_s if may_lose_s is None else may_lose_s
                     self.lap_may_s = math.inf if is_free else max(LAP_S, left_s)  # one lap may tell that it is
                     lap = yield plan
-                    self._book(plan, lap)
+                    self.book(plan, lap)
                     quad[name].append(lap.step_s)
                     laps[plan].append(lap)
                     self._laps.setdefault(plan, []).append(lap)
@@ -233,7 +244,7 @@ class Trials:
         cut = len(laps) // ODD
         return mean_s(laps[cut : len(laps) - cut])
 
-    def _book(self, plan: Plan, lap: Lap) -> None:
+    def book(self, plan: Plan, lap: Lap) -> None:
         """What a lap cost. The user's own plan costs what it takes to come to it, whatever the pace of the machine."""
         pace_s = self.budget.base_s - lap.step_s if plan == self._baseline else 0.0
         self.budget.made(lap.updates, lap.wall_s + lap.updates * pace_s)
