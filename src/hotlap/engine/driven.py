@@ -23,8 +23,9 @@ class Driven(Protocol):
     place: Place
     """Where in the data it stands."""
 
-    is_watched: bool
-    """Whether it goes by itself, and hotlap's watching slows it: somebody's script."""
+    @property
+    def is_watched(self) -> bool:
+        """Whether it goes by itself, and hotlap's watching slows it: somebody's script."""
 
     @property
     def modules(self) -> list[nn.Module]:
