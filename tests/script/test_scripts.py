@@ -65,8 +65,9 @@ TUNED = (
     "from hotlap.cli import main; main()",
     *("run", "--tune-seconds", "5", "--out"),
 )
-"""Short laps for short scripts: in two seconds there is no room for many of the usual length. Tests of `Search` see to it
-that what is kept is faster than the script by itself; steps as small as these seldom are."""
+"""Short laps for short scripts: in two seconds there is no room for many of the usual length.
+
+Tests of `Search` see to it that what is kept is faster than the script by itself; such small steps seldom are."""
 
 
 @dataclass
