@@ -1515,6 +1515,13 @@ def test_batches_of_another_shape_end_it(at_any_price):
     assert learned.missing == 1.0
 
 
+@pytest.mark.parametrize("index", [["a", "b"], [[0, 1], [2]], [COUNT], [{"row": 0}]])
+def test_index_batches_that_are_no_places_end_it(index, at_any_price):
+    learned = Learned(as_source(DATA["tuples"](), loaded=True))
+    learned.note(Places(index), [X[:1], Y[:1]])
+    assert learned.is_over
+
+
 def test_what_is_kept_is_gone_when_nothing_comes_of_it(at_any_price):
     serving = served(loader := loader_of("tuples"))
     assert serving.learn() == len(loader)

@@ -928,6 +928,20 @@ def test_a_plan_is_kept_only_where_it_is_faster_than_the_script_without_hotlap(w
         assert "hotlap's own work takes what it gives" in outcomes(rig)["fused optimizer"][1]
 
 
+def test_a_plan_that_cannot_be_used_again_after_hotlap_slept_is_dropped(monkeypatch):
+    monkeypatch.setattr(Rig, "is_watched", True)
+    rig, slept = rig_for(), []
+
+    def step(plan):
+        slept.append(search.is_waiting)
+        return cost_of(plan, feed={"loader": 0.001, "gather": 0.001, "resident": 0.001}, fused=0.5, base=0.002)
+
+    search = searching(rig, 20_000, gate=Gatekeeper())
+    drive(search, step, fails=lambda plan: any(slept))
+    assert rig.plan == search.baseline
+    assert "could not be used again: out of memory" in outcomes(rig)["fused optimizer"][1]
+
+
 @pytest.mark.parametrize(("is_watched", "base"), [(False, 0.002), (True, 0.2)])
 def test_trainings_of_hotlaps_own_and_long_steps_are_not_slept_through(is_watched, base, monkeypatch):
     monkeypatch.setattr(Rig, "is_watched", is_watched)

@@ -144,7 +144,7 @@ class Columned:
         positions = places.host if self._rows is None else places.through(self._rows)
         found = self._source.gather(positions, self._room)
         tensors: tuple[Tensor, ...] = found if type(found) is tuple else (found,)
-        if self._room is not None or self._version:  # else nobody has written to them
+        if self._room is not None or self._version:  # else they are new, and were never written to
             set_versions(tensors, self._version)
         if self._is_list:
             return list(tensors), tensors

@@ -9,14 +9,12 @@ from torch.utils.data import default_collate
 from hotlap.core.plan import Feed
 from hotlap.core.units import MIB
 from hotlap.data.columns import Columns, Selection
-from hotlap.data.holding import SENT_A_SECOND, bytes_needed, held, time_to_hold, why_not_held
+from hotlap.data.holding import HOST, SENT_A_SECOND, bytes_needed, held, time_to_hold, why_not_held
 from hotlap.data.resident import packed
 from hotlap.data.samples import Source
 from hotlap.machine.cuda import usable_bytes
 from hotlap.script.serving_feeds import Columned
 from hotlap.script.serving_learning import Learned
-
-HOST = torch.device("cpu")
 
 
 class Holding:

@@ -99,7 +99,7 @@ class Indices:
 
     @property
     def coming(self) -> Places | None:
-        """Where in the data the batch is that is given out next; None where it was read before, or by nobody yet."""
+        """The places of the next batch in the data; None for a batch whose index batch torch read before."""
         return self._taken[0] if self._taken else None
 
     @property

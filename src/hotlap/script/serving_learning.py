@@ -53,7 +53,7 @@ class Learned:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._keep(places.host, tensors_in(batch))
-        except (DataError, RuntimeError, IndexError):  # a batch of another shape, or no memory
+        except Exception:  # a batch of another shape, an index batch of another kind, or no memory
             self._give_up()
             return
         self._spent_s += self._work_clock() - began

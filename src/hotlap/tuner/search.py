@@ -31,7 +31,7 @@ from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.probe import HOPE, Probe
 from hotlap.tuner.stand import Stand
 from hotlap.tuner.stats import LEAST_GAIN
-from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
+from hotlap.tuner.trials import Laps, Rest, TrialError, Trials, Tried, middle
 
 HELD = (resident.MOVE, stream.MOVE, gather.MOVE)
 """Moves for which all samples have to be at hand."""
@@ -42,7 +42,7 @@ WATCHED_BELOW_S = 0.01
 SLEEPS, SLEEP_S = 3, 0.1
 """How often, and how long each time, a script goes by itself to be compared."""
 LOOK_UPDATES = 16
-"""Where less than so many updates of the user's own may be spent, nobody looks any closer."""
+"""A run that may spend less time than so many of its own updates take is left alone."""
 ARITHMETIC = (precision.MOVE, layout.MOVE)
 """Moves that change how convolutions are computed: each alone may be slower, both together are not."""
 BOUND_BY_DEVICE = ("arithmetic", "memory traffic")
@@ -448,7 +448,11 @@ class Search:
             self.plan, self.is_waiting = self.baseline, True
             bare_s.append((yield Rest(updates)).step_s)
             self.plan, self.is_waiting = found, False
-            lap = yield found
+            try:
+                lap = yield found
+            except TrialError as error:
+                self._drop_all(f"it could not be used again: {error}", tried)
+                return Tried(verdict="nothing helped")
             self._trials.book(found, lap)
             found_s.append(lap.step_s)
         bare, watched, found_pace_s = statistics.median(bare_s), tried.a.step_s, statistics.median(found_s)
