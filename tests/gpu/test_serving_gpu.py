@@ -110,7 +110,8 @@ def test_samples_that_came_by_are_held_on_the_gpu_as_the_loader_gives_them(setti
     assert serving.learn() == len(loader)
     for _ in serving.iterate():
         pass
-    assert serving.learn() is None
+    # Workers are asked for the first batches as the epoch begins, before anyone can see for which.
+    assert serving.learned.missing < (0.2 if settings.get("num_workers") else 1e-9)
     assert serving.why_other(RESIDENT) is None
     torch.manual_seed(2)
     wanted = list(ORIGINAL(loader))
