@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hotlap.core.plan import Feed
 from hotlap.data import holding
 from hotlap.data.columns import Columns
 from hotlap.data.feeds import open_feed
-from hotlap.data.holding import held, why_not_held
+from hotlap.data.holding import bytes_needed, held, time_to_hold, why_not_held
 from hotlap.data.order import HostRandomness
 from hotlap.data.purity import state_of
 from hotlap.data.samples import Source
@@ -150,6 +151,23 @@ def test_every_sample_is_fetched_once_in_its_order_and_all_are_counted(data, ask
     assert told == [(20, 20)]
     assert columns.took.bytes == 20 * (3 * 2 + 8)
     assert columns.took.seconds > 0
+
+
+@pytest.mark.parametrize(("slow", "takes_s"), [((0,), 0.1), ((0, 1), 9.0), ((), 0.1)])
+def test_one_slow_sample_says_nothing_of_what_holding_takes(slow, takes_s, monkeypatch):
+    """Of 100 samples that take 1 ms each; a try in which something else runs takes 90 ms for each."""
+    now, tries = [0.0], iter(range(100))
+
+    def read(self, indices):
+        now[0] += len(indices) * (0.09 if next(tries) in slow else 0.001)
+        return [torch.zeros(1) for _ in indices]
+
+    source = as_source(Made(lambda i: torch.zeros(1), 100))
+    bytes_needed(source)
+    monkeypatch.setattr(holding, "TIMED_S", 1.0)
+    monkeypatch.setattr(Source, "read", read)
+    monkeypatch.setattr(holding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert time_to_hold(source, CPU) == pytest.approx(takes_s, rel=0.01)
 
 
 def test_holding_leaves_all_randomness_as_it_was():

@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script import evaluating
+from hotlap.script import evaluating, serving_learning
 from hotlap.script.evaluating import WHAT
 from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
+from hotlap.script.serving_learning import Learned
 from hotlap.script.session import Session, Settings
 from hotlap.script.steering import Steering
 from hotlap.store.plans import save_plan
@@ -178,6 +179,48 @@ def test_it_waits_until_the_loop_has_a_feed_that_is_kept(session, told, feeds, m
     assert_same(fed, alone)
     assert feeds()[1] == ["loader", "loader", *["gather"] * 4]
     assert len(told()) == 1
+
+
+@pytest.mark.usefixtures("held_for_nothing")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_an_evaluation_are_kept_while_those_of_the_loop_are(session, feeds, monkeypatch, workers):
+    monkeypatch.setattr(serving_learning, "MOST_SHARE", float("inf"))
+    is_settled, plan, missing = [False], Steering.plan, []
+    monkeypatch.setattr(
+        Steering, "plan", property(lambda self: plan.fget(self) if is_settled[0] else self.training.own)
+    )
+    columns = Learned.columns
+    monkeypatch.setattr(Learned, "columns", lambda self: (missing.append(self.missing), columns(self))[1])
+
+    def evaluate(model, loaders):
+        seen = validate(model, loaders)
+        is_settled[0] = True
+        return seen
+
+    alone = train([loader_of(num_workers=workers)])
+    with session():
+        fed = train([loader_of(num_workers=workers)], evaluate=evaluate)
+    assert_same(fed, alone)
+    assert feeds()[1] == ["loader", *["gather"] * (EPOCHS - 1)]
+    assert missing == [pytest.approx(2 * workers / 10)], "of an epoch, the batches that a worker begins with"
+
+
+@pytest.mark.usefixtures("held_for_nothing")
+def test_samples_of_an_evaluation_are_let_go_of_with_those_of_the_loop(session, monkeypatch):
+    found = []
+
+    def evaluate(model, loaders):
+        seen = validate(model, loaders)
+        serving = next(one for one in opened._servings.values() if one.batch_size == 8)
+        found.append(serving.learned is not None)
+        for one in opened._steering.training.servings:
+            monkeypatch.setattr(type(one), "keeps_samples", property(lambda self: self is serving))
+        return seen
+
+    monkeypatch.setattr(Steering, "plan", property(lambda self: self.training.own))
+    with session() as opened:
+        train([loader_of()], evaluate=evaluate)
+    assert found == [True, *[False] * (EPOCHS - 1)]
 
 
 def test_a_tuned_training_evaluates_on_the_same_batches(session, monkeypatch):

@@ -1486,9 +1486,12 @@ def test_what_has_come_by_is_let_go_of_when_the_data_changes(at_any_price):
     assert serving.learned is None
 
 
-@pytest.mark.parametrize(("takes_s", "is_kept"), [(0.001, True), (0.03, False)])
-def test_keeping_samples_that_takes_too_long_is_given_up(takes_s, is_kept):
-    """A batch comes every tenth of a second."""
+@pytest.mark.parametrize(
+    ("takes_s", "waited_s", "is_kept"),
+    [(0.001, 0.0, True), (0.004, 0.0, True), (0.03, 0.0, False), (0.03, 0.001, False), (0.03, 0.05, True)],
+)
+def test_keeping_samples_that_delays_the_script_too_long_is_given_up(takes_s, waited_s, is_kept):
+    """A batch comes every tenth of a second; work on it is no delay where the script then waits for its workers."""
     now, worked = [0.0], [0.0]
     source = as_source(DATA["tuples"](), loaded=True)
 
@@ -1499,7 +1502,7 @@ def test_keeping_samples_that_takes_too_long_is_given_up(takes_s, is_kept):
     learned = Learned(source, clock=lambda: now[0], work_clock=work_clock)
     for _ in range(20):
         now[0] += 0.1
-        learned.note(Places([0, 1]), [X[:2], Y[:2]])
+        learned.note(Places([0, 1]), [X[:2], Y[:2]], waited_s)
     assert learned.is_over != is_kept
     assert (learned.missing == 1.0) != is_kept
 
@@ -1515,11 +1518,42 @@ def test_batches_of_another_shape_end_it(at_any_price):
     assert learned.missing == 1.0
 
 
-@pytest.mark.parametrize("index", [["a", "b"], [[0, 1], [2]], [COUNT], [{"row": 0}]])
+@pytest.mark.parametrize("index", [["a", "b"], [[0, 1], [2]], [COUNT], [-1], [{"row": 0}]])
 def test_index_batches_that_are_no_places_end_it(index, at_any_price):
     learned = Learned(as_source(DATA["tuples"](), loaded=True))
     learned.note(Places(index), [X[:1], Y[:1]])
     assert learned.is_over
+
+
+def test_a_sample_that_comes_by_twice_is_kept_once(at_any_price):
+    learned = Learned(as_source(DATA["tuples"](), loaded=True))
+
+    def note(*places):
+        learned.note(Places(list(places)), [X[list(places)], Y[list(places)]])
+        return round(COUNT * (1 - learned.missing))
+
+    assert note(5, 3, 5, 5) == 2
+    assert note(3, 5) == 2
+    assert note(5, 4, 3, 0) == 4
+    assert note(*range(COUNT - 1), 2) == COUNT - 1
+    assert not learned.is_over
+    assert note(COUNT - 1, COUNT - 1) == COUNT
+    assert learned.is_over
+    x, y = learned.columns().gather(torch.arange(COUNT))
+    assert torch.equal(x, X)
+    assert torch.equal(y, Y)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_come_by_after_other_workers_were_tried(workers, at_any_price):
+    loader = loader_of("tuples", batch_size=2, num_workers=workers)
+    serving = served(loader)
+    assert serving.learn()
+    for number, _ in enumerate(serving.iterate()):
+        if number in (1, 4):
+            serving.use(TWO if number == 1 else serving.own)
+    assert serving.learned.missing <= 2 * workers * 2 / COUNT, "but for what was under way before"
+    serving.close()
 
 
 def test_what_is_kept_is_gone_when_nothing_comes_of_it(at_any_price):

@@ -65,7 +65,8 @@ class _Epochs:
 class Evaluating:
     """Told of the loaders of a script that are no part of its loop, gives them the feed that its loop has been given.
 
-    From the second epoch of a loader on, and only where the holding of its samples costs less than it saves.
+    From the second epoch of a loader on, and only where the holding of its samples costs less than it saves. While the
+    samples of the loop are kept as they come by, so are those of the evaluation.
     """
 
     def __init__(self, training: ScriptTraining, length: Callable[[], Length]) -> None:
@@ -91,6 +92,8 @@ class Evaluating:
         try:
             if epochs.batches and not epochs.is_left_alone:
                 self._settle(serving, epochs, feed)
+            if feed == self._training.own.feed and not epochs.is_left_alone:
+                self._follow(serving)
         except Exception as error:  # whatever the user's dataset makes of being held
             epochs.is_left_alone = True
             serving.close()
@@ -120,6 +123,19 @@ class Evaluating:
 
     # --- one loader ------------------------------------------------------------------------------
 
+    def _follow(self, serving: Serving) -> None:
+        """Keep the samples that come by as long as those of the loop are kept, which may be held before long."""
+        if any(one.keeps_samples for one in self._training.servings):
+            self._place(serving)
+            serving.learn()
+        elif serving.keeps_samples:
+            serving.tidy()
+
+    def _place(self, serving: Serving) -> None:
+        """Have its batches answered for where those of the loop are."""
+        first = self._training.servings[0]
+        serving.device, serving.sending = first.device, first.sending
+
     def _settle(self, serving: Serving, epochs: _Epochs, feed: Feed) -> None:
         if epochs.own_batch_s is None:
             if feed != self._training.own.feed:
@@ -136,8 +152,7 @@ class Evaluating:
         check_s = epochs.batch_s / (serving.batch_size or 1) * PROBED
         if epochs.waited_s < LEAST_S or saved_s <= check_s:
             return
-        first = self._training.servings[0]  # it has a feed, so there is one
-        serving.device, serving.sending = first.device, first.sending
+        self._place(serving)
         reasons, may_pay_later = [], False
         for feed in self._feeds(wanted):
             reason = serving.supports(feed)

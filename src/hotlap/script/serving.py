@@ -271,6 +271,11 @@ class Serving:
         """What keeps samples as they come by, where something does."""
         return self._held.learned if self._held is not None else None
 
+    @property
+    def keeps_samples(self) -> bool:
+        """Whether samples are kept, or were: other feeds have them at hand."""
+        return self._held is not None and (self._held.learned is not None or self._held.columned is not None)
+
     def learn(self) -> int | None:
         """Keep samples as they come by in the script's own batches, so that holding them takes less.
 

@@ -125,6 +125,7 @@ class Served(_BaseDataLoaderIter):
 
     def _produced(self, indices: Indices) -> Batch:
         indices.begin()
+        began = time.perf_counter()
         try:
             if self._is_pinned_outside and torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):
@@ -137,8 +138,9 @@ class Served(_BaseDataLoaderIter):
             indices.give()  # torch, too, goes on with the one after
             raise
         learned = self._serving.learned
-        if learned is not None and self._feeding is self._made:
-            learned.note(indices.coming, batch)
+        if learned is not None and self._opened.kind == "loader":
+            waited_s = time.perf_counter() - began if self._opened.workers else 0.0
+            learned.note(indices.coming, batch, waited_s)
         indices.give()
         if self._feeding is not self._made:
             self._made._num_yielded += 1

@@ -76,7 +76,7 @@ class Holding:
                 self._versions = [tensor._version for tensor in self._tensors]
                 self.there = packed(held(self._columns, self._device), images_last=False)
 
-    def _as_columns(self) -> Columns:
+    def _as_columns(self) -> Source:
         if self.learned is not None and self.learned.missing < 1:
             columns, self.learned = self.learned.columns(), None
             return columns

@@ -11,18 +11,25 @@ from torch.utils.data import default_collate
 
 from hotlap.core.errors import DataError
 from hotlap.data.batches import Batch
-from hotlap.data.columns import Columns, tensors_in
+from hotlap.data.columns import Columns, Selection, tensors_in
 from hotlap.data.samples import Source
 from hotlap.script.serving_places import Places
 
-MOST_SHARE, SLACK_S = 0.02, 0.05
-"""Of the time between batches, what keeping them may take, beside so many seconds."""
+MOST_SHARE, SLACK_S = 0.05, 0.05
+"""Share of the time by which keeping samples may delay the script, and seconds beside that.
+
+It lasts about one epoch out of three or more: a twentieth of that epoch is less than 2 % of the run.
+"""
 CHUNK = 1024
 """Samples that are fetched at a time, of those that did not come by."""
 
 
 class Learned:
-    """The columns of a dataset, filled in by batches in any order."""
+    """The samples of a dataset, one behind the other as they come by.
+
+    Memory that is written to for the first time costs more than the copy itself. In the order of the dataset, a few
+    shuffled batches would touch all of it at once.
+    """
 
     def __init__(
         self,
@@ -34,20 +41,29 @@ class Learned:
         """`source` gives each sample the same whenever it is asked, and its batches are plain stacks of samples."""
         self._source, self._clock, self._work_clock = source, clock, work_clock
         self._rooms: list[Tensor] = []
-        self._is_known = torch.zeros(len(source), dtype=torch.bool, device="cpu")
-        self._known = 0
-        self._began, self._spent_s = clock(), 0.0
+        self._rows = torch.full((len(source),), -1, dtype=torch.int64, device="cpu")
+        """Where each sample of the dataset lies; -1: it has not come by."""
+        self._kept = 0
+        self._began, self._delay_s, self._last_s = clock(), 0.0, 0.0
         self.is_over = False
         """Whether nothing more is kept: all is there, or keeping it is too dear or fails."""
 
     @property
     def missing(self) -> float:
         """Of all samples, the share that has not come by."""
-        return 1 - self._known / max(1, len(self._is_known))
+        return 1 - self._kept / max(1, len(self._rows))
 
-    def note(self, places: Places | None, batch: Batch) -> None:
-        """Keep the samples of a batch of the script's own loader; `places` is None where it is not known which."""
-        if self.is_over or places is None:
+    def note(self, places: Places | None, batch: Batch, waited_s: float = 0.0) -> None:
+        """Keep the samples of a batch of the script's own loader; `places` is None where it is not known which.
+
+        `waited_s` is how long the script waited for workers to bring the batch. Without the work on the batch before
+        it would have waited longer, so that work delayed it by less.
+        """
+        if self.is_over:
+            return
+        self._delay_s -= min(waited_s, self._last_s)
+        self._last_s = 0.0
+        if places is None:
             return
         began = self._work_clock()
         try:
@@ -56,36 +72,49 @@ class Learned:
         except Exception:  # a batch of another shape, an index batch of another kind, or no memory
             self._give_up()
             return
-        self._spent_s += self._work_clock() - began
-        if self._spent_s > SLACK_S + MOST_SHARE * (self._clock() - self._began):
+        self._last_s = self._work_clock() - began
+        self._delay_s += self._last_s
+        if self._delay_s > SLACK_S + MOST_SHARE * (self._clock() - self._began):
             self._give_up()
 
-    def columns(self) -> Columns:
+    def columns(self) -> Selection:
         """All samples; those that did not come by are fetched. Raises DataError where they are unlike the others."""
-        absent = (~self._is_known).nonzero().flatten()
+        absent = (self._rows < 0).nonzero().flatten()
         for start in range(0, len(absent), CHUNK):
             some = absent[start : start + CHUNK]
             self._keep(some, self._fetched(some))
-        return Columns(tuple(self._rooms))
+        return Selection(Columns(tuple(self._rooms)), self._rows)
 
     def _fetched(self, places: Tensor) -> list[Tensor]:
         return tensors_in(default_collate(self._source.aside().read(places.tolist())))
 
     def _keep(self, places: Tensor, tensors: list[Tensor]) -> None:
+        total, size = len(self._rows), len(places)
         if not self._rooms:
-            total = len(self._is_known)
             self._rooms = [torch.empty((total, *t.shape[1:]), dtype=t.dtype, device="cpu") for t in tensors]
         pairs = list(zip(self._rooms, tensors, strict=False))
-        alike = all(t.dtype == room.dtype and t.shape == (len(places), *room.shape[1:]) for room, t in pairs)
+        alike = all(t.dtype == room.dtype and t.shape == (size, *room.shape[1:]) for room, t in pairs)
         if not alike or len(tensors) != len(self._rooms):
             name = type(self._source.samples).__name__
             raise DataError(f"{name} cannot be held: its samples differ in shape or kind of number")
+        new = self._new(places)
+        end = self._kept + len(new)
         for room, tensor in pairs:
-            room.index_copy_(0, places, tensor.detach())
-        self._is_known[places] = True
-        self._known = int(self._is_known.sum())
-        self.is_over = self._known == len(self._is_known)
+            room[self._kept : end].copy_(tensor if len(new) == size else tensor.index_select(0, new))
+        self._kept, self.is_over = end, end == total
+
+    def _new(self, places: Tensor) -> Tensor:
+        """Which samples of a batch have not come by, each once; their rows are the next ones."""
+        new = (self._rows.index_select(0, places) < 0).nonzero().flatten()
+        for _ in range(2):
+            chosen, rows = places[new], torch.arange(self._kept, self._kept + len(new), device="cpu")
+            self._rows[chosen] = rows
+            is_last = self._rows[chosen] == rows
+            if is_last.all():
+                break
+            new = new[is_last]  # a sampler that draws with replacement may give one twice in a batch
+        return new
 
     def _give_up(self) -> None:
-        self._rooms, self._known, self.is_over = [], 0, True
-        self._is_known.zero_()
+        self._rooms, self._kept, self.is_over = [], 0, True
+        self._rows.fill_(-1)
