@@ -16,6 +16,7 @@ from hotlap.script.session import MOST_FAULTS, Session, Settings
 from hotlap.store.plans import save_plan
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.trials import Rest
+from hotlap.tuner.tuner import Tuner
 
 
 class Counting(torch.optim.Adam):
@@ -268,3 +269,34 @@ def test_a_script_can_let_go_of_a_model_that_is_left_alone(told):
         assert model() is None
 
     told(lets_go)
+
+
+def test_steps_of_a_lap_are_counted_and_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    own, told = nn.Module.__call__, []
+    monkeypatch.setattr(Tuner, "stepped", lambda self, updates=1, windows=1: told.append((updates, windows)))
+    with Session(Settings(name="test", out=tmp_path / "run")) as session:
+        training = Training().epochs(1)  # 4 of its 8 steps are before it is known
+        assert told == [(1, 1)] * 4
+        monkeypatch.setattr(Tuner, "quiet", 15)
+        training.epochs(1)
+        assert nn.Module.__call__ is own
+        calls = hotlap_calls(lambda: training.epochs(1))
+        assert len(calls) <= 8 * 40 + 200, calls[:100]
+        assert session._steering.training.steps == 20, "counted as they are made"
+        assert told[4:] == [(1, 1)], "and told of together"
+        training.epochs(1)
+        assert told[4:] == [(1, 1), (16, 16), (1, 1)], "after which a call is looked at"
+    assert "32 updates" in capsys.readouterr().err
+
+
+def test_an_epochs_end_inside_of_quiet_steps_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    pauses = []
+    monkeypatch.setattr(Tuner, "paused", lambda self, seconds: pauses.append(seconds))
+    with Session(Settings(name="test", out=tmp_path / "run")) as session:
+        training = Training().epochs(1)
+        session._steering._quiet = 1000
+        training.epochs(3)
+        assert len(pauses) == 3
+        assert session._horizon._steps == session._steering.training.steps - 8

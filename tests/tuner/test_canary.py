@@ -6,7 +6,7 @@ import pytest
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.tuner import canary
-from hotlap.tuner.canary import FIRST_S, SHARE, SOON_S, STORM_STEPS, Canary
+from hotlap.tuner.canary import FIRST_S, QUIET, SHARE, SOON_S, STORM_STEPS, Canary
 from hotlap.tuner.gates import Judgement
 
 OWN = Plan()
@@ -20,7 +20,7 @@ class Training:
     def __init__(self):
         self.now_s, self.steps, self.skipped, self.plan, self.told = 1000.0, 100, 0, TUNED, []
         self.is_good, self.asked, self.look_s, self.forgot = lambda plan: True, [], 0.0, 0
-        self.obeyed = lambda plan: plan
+        self.obeyed, self.is_ready = lambda plan: plan, True
 
     def perf_counter(self):
         return self.now_s
@@ -163,3 +163,18 @@ def test_a_feed_that_was_left_since_the_data_changed_is_not_looked_at(training):
     training.obeyed = lambda plan: plan.with_feed(OWN.feed)
     training.step(watcher, FIRST_S)
     assert [plan for _, plan in training.asked] == [TUNED]
+
+
+def test_a_look_waits_until_there_is_something_to_compare(training, watcher):
+    training.is_ready = False
+    training.step(watcher, FIRST_S)
+    training.step(watcher)
+    assert looks_of(training) == []
+    assert watcher.looks_soon
+    assert watcher.quiet == 0, "so that the next step is seen"
+    training.is_ready = True
+    training.step(watcher)
+    assert looks_of(training) == [103]
+    assert watcher.quiet == QUIET
+    training.now_s += FIRST_S - SOON_S / 2
+    assert watcher.quiet == 0

@@ -216,3 +216,65 @@ def test_a_record_that_is_written_after_the_next_step_does_not_make_laps_whole_e
     lap = next(lap for _ in range(50) if (lap := driver.step()) is not None)
     assert lap.step_s == pytest.approx(0.01)
     assert driver.place.window < 50
+
+
+class Dozing(Driver):
+    """A script: being watched slows its steps, and it tells of quiet ones all at once."""
+
+    watching_s = 0.0005
+
+    def __init__(self, **settings):
+        self.dozed = 0
+        super().__init__(**settings)
+
+    def step(self, feed_s=0.0, evaluation_s=None):
+        if self.place.window >= self.epoch_windows:
+            self.place = Place(self.place.epoch + 1, 0, self.place.served)
+        quiet = self.laps.quiet if not self.dozed else self.quiet
+        self.now += feed_s + self.step_s + (0.0 if quiet else self.watching_s)
+        self.steps += 1
+        self.place = Place(self.place.epoch, self.place.window + 1, self.place.served + 1)
+        lap = None
+        if quiet:
+            self.dozed, self.quiet = self.dozed + 1, quiet - 1
+        else:
+            self.laps.fed(feed_s)
+            lap = self.laps.stepped(self.dozed + 1, self.dozed + 1)
+            self.dozed = 0
+        if evaluation_s is not None and self.place.window >= self.epoch_windows:
+            self.now += evaluation_s
+            self.laps.paused(evaluation_s)
+        return lap
+
+
+@pytest.mark.parametrize("epoch", [1000, 130, 60])
+def test_laps_that_are_dozed_through_are_of_the_script_without_its_watcher(epoch):
+    driver = Dozing(step_s=0.001, epoch=epoch)
+    first = driver.lap(feed_s=0.0002, evaluation_s=7.0)
+    assert first.step_s == pytest.approx(0.0017), "which is watched, to know what the host does"
+    for _ in range(5):
+        lap = driver.lap(warm=0, feed_s=0.0002, evaluation_s=7.0)
+        assert lap.step_s == pytest.approx(0.0012, rel=0.02)
+        assert lap.step_s * lap.updates >= ENOUGH * LAP_S
+        assert lap.feed_s == pytest.approx(0.0002)
+
+
+def test_another_plan_is_dozed_through_as_soon_as_its_pace_is_known():
+    driver = Dozing(step_s=0.001)
+    driver.lap()
+    driver.plan = Plan().but(optimizer="fused")
+    lap = driver.lap(warm=2)
+    assert lap.step_s == pytest.approx(0.001, rel=0.08)
+    assert lap.feed_s == 0.0
+
+
+def test_nothing_is_quiet_before_a_lap_begins_nor_at_its_end():
+    driver = Dozing(step_s=0.001)
+    driver.lap()
+    driver.laps.ask(warm=3)
+    assert driver.laps.quiet == 0
+    for _ in range(3):
+        driver.step()
+    assert driver.laps.quiet == 33, "as many as a lap of watched steps has, but the last"
+    driver.laps.paused(1.0)
+    assert driver.laps.quiet == 0, "it begins anew"

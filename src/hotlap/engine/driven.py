@@ -24,10 +24,6 @@ class Driven(Protocol):
     """Where in the data it stands."""
 
     @property
-    def is_watched(self) -> bool:
-        """Whether it goes by itself, and hotlap's watching slows it: somebody's script."""
-
-    @property
     def modules(self) -> list[nn.Module]:
         """All that is trained."""
 

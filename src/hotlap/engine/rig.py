@@ -497,9 +497,6 @@ class Rig:
         """
         return proof_of(self.source, may_draw=True).why_traces
 
-    is_watched = False
-    """hotlap makes the steps itself: there is no pace without it."""
-
     def learn(self) -> int | None:
         """None: samples are fetched when they are held."""
         return None

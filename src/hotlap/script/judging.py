@@ -39,6 +39,11 @@ class ScriptGate:
     def __init__(self, training: ScriptTraining) -> None:
         self._training = training
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a call of each module to be made again."""
+        return all(call.last_inputs is not None for call in self._training.calls)
+
     def check(self, plan: Plan) -> Judgement:
         """Whether training goes on as it would have. It leaves no trace in the training."""
         training = self._training

@@ -198,7 +198,7 @@ class Session:
         return self._sending
 
     def _served(self, serving: Serving, seconds: float) -> None:
-        if self._rest is not None:
+        if self._rest is not None or (self._steering is not None and self._steering.hears_nothing_of(serving)):
             return
         with self._safely():
             if self._finder is not None:
@@ -213,6 +213,8 @@ class Session:
             return
         with self._safely():
             if self._steering is None or serving in self._steering.training.servings:
+                if self._steering is not None:
+                    self._horizon.stepped(self._steering.training.steps)  # which it may have dozed through
                 self._horizon.began_epoch(serving.length, sys._getframe(1))
             if self._steering is not None:
                 self._inside = True
@@ -308,6 +310,9 @@ class Session:
                 self._take_up(loop)
             return
         steering, rest = self._steering, self._rest
+        if steering is not None and rest is None and not self._compiling.has_begun and steering.dozes(optimizer):
+            self._strange = 0
+            return
         if steering is None or optimizer not in steering.training.optimizers:
             self._strange += 1
             if self._strange >= STRANGE:
@@ -440,6 +445,7 @@ class Session:
             self._waits.install()
             self._looked_from = time.perf_counter()
         self._looked += 1
+        steering.stay_awake()
         self._waits.stepped()
         if self._looked > LOOKED:
             self._waits.remove()

@@ -39,6 +39,8 @@ class Steering:
         self.evaluating = Evaluating(training, length)
         self.began = self._last = time.perf_counter()
         self._paused_from: float | None = None
+        self._quiet = self._dozed = 0
+        """Steps before the next that the tuner has to be told of, and those since the last."""
         self._tuner: Tuner | Replay | None = None
         training.write_down("start", "chosen", "the script's own plan")
         if plan in (None, "auto"):
@@ -69,7 +71,7 @@ class Steering:
     @property
     def looks_at_calls(self) -> bool:
         """Whether the calls of its modules have to be seen, to change them or to compare them."""
-        may = isinstance(self._tuner, Tuner) and self._tuner.looks_soon
+        may = isinstance(self._tuner, Tuner) and self._tuner.looks_soon and not self._quiet
         return may or self.training.computes_otherwise
 
     @property
@@ -93,6 +95,10 @@ class Steering:
     def is_searching(self) -> bool:
         """Whether plans are being tried."""
         return isinstance(self._tuner, Tuner) and self._tuner.is_trying
+
+    def hears_nothing_of(self, serving: Serving) -> bool:
+        """Whether a batch of this loader is that of a quiet step, after which nothing else has begun or ended."""
+        return self._quiet > 0 and self._paused_from is None and serving in self.training.servings
 
     def served(self, serving: Serving, seconds: float) -> None:
         """Told that a loader gave a batch, for which the script waited so long."""
@@ -124,16 +130,35 @@ class Steering:
         else:
             self.evaluating.changed(serving, why)
 
+    def dozes(self, optimizer: Optimizer) -> bool:
+        """Take note of a step that the tuner need not be told of; False where it is told, or knows no such loop."""
+        if not self._quiet or optimizer is not self.training.optimizer:
+            return bool(self._quiet) and optimizer in self.training.optimizers
+        self.counted(optimizer)
+        self._quiet, self._dozed = self._quiet - 1, self._dozed + 1
+        return True
+
+    def stay_awake(self) -> None:
+        """Let the next step be seen, whatever the tuner needs."""
+        self._quiet = 0
+
     def stepped(self, optimizer: Optimizer) -> None:
         """Told that an optimizer of the loop made a step."""
         if not self.counted(optimizer) or self._tuner is None:
             return
-        self._tuner.stepped()
-        training = self.training
-        if isinstance(self._tuner, Tuner) and self._tuner.looks_soon:
-            for call in training.calls:
-                if call.last_inputs is None or training.steps % REMEMBERED == 0:
+        if not isinstance(self._tuner, Tuner):
+            self._tuner.stepped()
+            return
+        made, self._dozed = self._dozed + 1, 0
+        self._tuner.stepped(made, made)
+        self._quiet = self._tuner.quiet
+        if self._tuner.looks_soon:
+            is_due = made > 1 or self.training.steps % REMEMBERED == 0
+            for call in self.training.calls:
+                if is_due or call.last_inputs is None:
                     call.remember_next()
+            if made > 1:
+                self._quiet = 0  # before the next is seen
 
     def counted(self, optimizer: Optimizer) -> bool:
         """Take note of a step; False where it is not of the optimizer whose steps are counted."""
@@ -146,6 +171,7 @@ class Steering:
     def slept(self, updates: int, last: float) -> None:
         """Told of updates at once, less than `idle_updates`, and when the last of them was made."""
         self._paused_from, self._last = None, last
+        self._quiet = self._dozed = 0
         self.training.steps += updates
         if updates and isinstance(self._tuner, Tuner):
             self._tuner.stepped(updates)
@@ -153,7 +179,7 @@ class Steering:
     def close(self) -> None:
         """The training is over: leave everything as the script made it."""
         if isinstance(self._tuner, Tuner):
-            self._tuner.ended()
+            self._tuner.ended(self._dozed)
         try:
             self.evaluating.close()
         finally:

@@ -228,11 +228,6 @@ class ScriptTraining:
         """About how many seconds it would take to hold all of the data as a feed needs it."""
         return sum(serving.holding_s(feed) for serving in self.servings)
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether watching slows it so that it counts; on a GPU, falling asleep in mid-search is not proven."""
-        return self.device.type == "cpu"
-
     def learn(self) -> int | None:
         """Keep samples as they come by; updates until more of them are there, None where that spares nothing."""
         found = [serving.learn() for serving in self.servings]

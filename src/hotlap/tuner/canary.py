@@ -13,8 +13,10 @@ SHARE = 0.005
 FIRST_S = 5.0
 """The least between the end of tuning and the first look, and between two."""
 
-SOON_S = 10.0
-"""What is near."""
+SOON_S = 1.0
+"""What is near: a script's calls are watched from then on."""
+QUIET = 32
+"""Updates after which it is asked again whether a look is near."""
 STORM_STEPS = 100
 """Steps in fp16 after each of which skipped updates are counted; where half of them were, a look is due."""
 
@@ -43,11 +45,19 @@ class Canary:
         """Whether a look is near."""
         return self.plan != self._baseline and time.perf_counter() > self._next_s - SOON_S
 
+    @property
+    def quiet(self) -> int:
+        """Updates before the next that it has to be told of."""
+        return 0 if self.looks_soon else QUIET
+
     def stepped(self) -> None:
         """Told that a step has ended."""
         if self.plan == self._baseline:
             return
         if time.perf_counter() < self._next_s and not self._is_in_a_storm():
+            return
+        if not self._gate.is_ready:
+            self._next_s = 0.0
             return
         began = time.perf_counter()
         self.plan = self._rig.obeyed(self.plan)

@@ -73,6 +73,10 @@ class Judge(Protocol):
     updates: int
     """About how many updates of the user's own a check takes."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has what it needs to compare plans with; a script has to bring that first."""
+
     def check(self, plan: Plan) -> Judgement:
         """Whether training goes on under the plan as it would have; it leaves no trace in the training."""
 
@@ -82,6 +86,9 @@ class Judge(Protocol):
 
 class Gate:
     """Judges plans against the user's own. What the user's own does is found out once for each step of the training."""
+
+    is_ready = True
+    """It makes steps by itself."""
 
     def __init__(self, rig: Rig, baseline: Plan) -> None:
         self._rig, self._baseline = rig, baseline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,10 +61,14 @@ class LapClock:
         """Plans under which a lap does not fit between two ends."""
         self._paces: dict[Plan, float] = {}
         """Seconds an update under each plan, as last seen."""
+        self._hosts: dict[Plan, tuple[float, float]] = {}
+        """Seconds an update that the host waited for its batch and then took to ask the device for it, by plan."""
+        self._laps = 0
         self._cut = 0
         self._timing = False
         self._asked = clock()
         self._feed_s = self._issue_s = 0.0
+        self._fed_updates = 0
         self._fed_at: float | None = None
         self._last_end = False
         self.ask(warm=1)
@@ -95,8 +100,23 @@ class LapClock:
         if self._timing and self._training.plan not in self._whole:
             self._void(0)
 
-    def stepped(self, updates: int) -> Lap | None:
-        """Told that a window was made; the lap, where it ends one."""
+    @property
+    def quiet(self) -> int:
+        """Windows of one update each, before the next that it has to be told of; they may be told of all at once.
+
+        The first lap of all is told of every window, to know what the host waits for.
+        """
+        plan = self._training.plan
+        if not self._timing or not self._laps or plan not in self._paces:
+            return 0
+        to_end = self._training.epoch_windows - self._training.place.window
+        if plan in self._whole:
+            return max(0, to_end - 1)
+        windows = max(LEAST_WINDOWS, math.ceil(LAP_S / max(self._paces[plan], 1e-9))) - self._windows
+        return max(0, min(windows, to_end) - 1)
+
+    def stepped(self, updates: int, windows: int = 1) -> Lap | None:
+        """Told that a window was made, or several quiet ones and the next; the lap, where it ends one."""
         self._made += updates
         end = self._last_end = self._is_end()
         if not self._timing:
@@ -107,9 +127,10 @@ class LapClock:
             return None
         now = self._clock()
         self._updates += updates
-        self._windows += 1
+        self._windows += windows
         if self._fed_at is not None:
             self._issue_s += now - self._fed_at
+            self._fed_updates, self._fed_at = self._fed_updates + updates // windows, None
         plan = self._training.plan
         if plan not in self._paces and self._windows == LEAST_WINDOWS:
             self._training.wait()
@@ -134,15 +155,23 @@ class LapClock:
         step_s = self._paces[plan] = self._timed(now) / self._updates
         if self._timed(now) < ENOUGH * least_s:
             return None  # the device is faster than when it was last looked at
-        self._timing = False
+        self._timing, self._laps = False, self._laps + 1
+        feed_s, issue_s = self._of_host()
         return Lap(
             step_s=step_s,
             updates=self._made,
             wall_s=now - self._asked - self._paused_s,
-            feed_s=self._feed_s / self._updates if self._fed_at is not None else None,
-            issue_s=self._issue_s / self._updates if self._fed_at is not None else None,
+            feed_s=feed_s,
+            issue_s=issue_s,
             behind_s=now - asked,
         )
+
+    def _of_host(self) -> tuple[float, float] | tuple[None, None]:
+        """What the host did in this lap, or in an earlier one where most of this was quiet."""
+        plan, told = self._training.plan, self._fed_updates
+        if told and (2 * told >= self._updates or plan not in self._hosts):
+            self._hosts[plan] = self._feed_s / told, self._issue_s / told
+        return self._hosts.get(plan, (None, None))
 
     def _timed(self, now: float) -> float:
         """Seconds since the lap began, without pauses."""
@@ -158,7 +187,7 @@ class LapClock:
     def _begin(self) -> None:
         self._training.wait()
         self._timing, self._updates, self._windows = True, 0, 0
-        self._feed_s = self._issue_s = 0.0
+        self._feed_s, self._issue_s, self._fed_updates, self._fed_at = 0.0, 0.0, 0, None
         self._paused_before = self._paused_s
         self._began = self._clock()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 
@@ -30,17 +29,12 @@ from hotlap.tuner.known import Found, KnownPlans
 from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.probe import HOPE, Probe
 from hotlap.tuner.stand import Stand
-from hotlap.tuner.stats import LEAST_GAIN
-from hotlap.tuner.trials import Laps, Rest, TrialError, Trials, Tried, middle
+from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
 HELD = (resident.MOVE, stream.MOVE, gather.MOVE)
 """Moves for which all samples have to be at hand."""
 MORE_THAN = 2
 """Epochs that have to be left for it to pay to keep samples as they come by."""
-WATCHED_BELOW_S = 0.01
-"""Where a step of a script takes less, hotlap's watching is a part of it that counts."""
-SLEEPS, SLEEP_S = 3, 0.1
-"""How often, and how long each time, a script goes by itself to be compared."""
 LOOK_UPDATES = 16
 """A run that may spend less time than so many of its own updates take is left alone."""
 ARITHMETIC = (precision.MOVE, layout.MOVE)
@@ -100,8 +94,6 @@ class Search:
         self.is_waiting = False
         """Whether nothing is tried so far since the run seems to be short: it may turn out longer."""
         self._glance = Glance()
-        self._watching_s = 0.0
-        """What hotlap's watching adds to a step of a script's own plan, where that was measured."""
         self._possible: Sequence[Move] = ()
         """Moves that the training can obey, as far as one look tells."""
         self._is_known_open = False
@@ -414,8 +406,6 @@ class Search:
                 tried = yield from trials.compare(self.baseline, self.plan, settled=self.plan, may_lose_s=may_s)
             if tried.estimate is not None and tried.estimate.high < 1:
                 self._drop_all("in the end slower than the user's own plan", tried)
-            elif tried.a is not None and self._rig.is_watched and tried.a.step_s < WATCHED_BELOW_S:
-                tried = yield from self._by_itself(tried)
         if self._known is not None:
             self._remember(self._known, tried)
         why = "" if self._now.kept else "nothing helped"
@@ -424,44 +414,14 @@ class Search:
         figures = {**tried.figures, "cost_s": budget.spent_s}
         if self._now.kept and tried.estimate is not None:
             # What the rest of the run saves is counted when it ends: see `savings`.
-            own_s, found_s = trials.pace_s(self.baseline) - self._watching_s, trials.pace_s(self.plan)
-            net_s = budget.net_s - self._watching_s * budget.updates
-            figures |= {"net_s": net_s, "own_s": own_s, "found_s": found_s}
+            own_s, found_s = trials.pace_s(self.baseline), trials.pace_s(self.plan)
+            figures |= {"net_s": budget.net_s, "own_s": own_s, "found_s": found_s}
         if tried.a is not None or self._glance.moves:
             why_slow = "; ".join(filter(None, (self._probe.line, self._glance.line)))
             step_s = tried.a.step_s if tried.a is not None else budget.base_s
             trials.write("baseline", "chosen", why=why_slow, figures={"step_s": step_s})
         trials.write("tuned", "chosen", why=why, figures=figures)
         self._told = True
-
-    def _by_itself(self, tried: Tried) -> Generator[Plan | Rest, Lap, Tried]:
-        """The plan that was found against the script without hotlap, which sleeps meanwhile: watching costs, too.
-
-        What comes of it; figures are those of the script by itself.
-        """
-        assert tried.a is not None
-        found, bare_s, found_s = self.plan, list[float](), list[float]()
-        updates = max(LEAST_REST, math.ceil(SLEEP_S / tried.a.step_s))
-        if SLEEPS * 2 * updates > self._now.updates_left:
-            return tried
-        for _ in range(SLEEPS):
-            self.plan, self.is_waiting = self.baseline, True
-            bare_s.append((yield Rest(updates)).step_s)
-            self.plan, self.is_waiting = found, False
-            try:
-                lap = yield found
-            except TrialError as error:
-                self._drop_all(f"it could not be used again: {error}", tried)
-                return Tried(verdict="nothing helped")
-            self._trials.book(found, lap)
-            found_s.append(lap.step_s)
-        bare, watched, found_pace_s = statistics.median(bare_s), tried.a.step_s, statistics.median(found_s)
-        if found_pace_s * LEAST_GAIN > bare:
-            less = f"{show_seconds(found_pace_s)} a step, and {show_seconds(bare)} by itself, without hotlap"
-            self._drop_all(f"hotlap's own work takes what it gives: {less}", tried)
-            return Tried(verdict="nothing helped")
-        self._watching_s = max(0.0, watched - bare)
-        return tried.slowed(min(1.0, bare / watched))
 
     def _drop_all(self, why: str, tried: Tried) -> None:
         """Go back to the user's own plan."""

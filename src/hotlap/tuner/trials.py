@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -81,16 +80,6 @@ class Tried:
             "noise": one.noise,
             "quads": one.quads,
         }
-
-    def slowed(self, factor: float) -> Tried:
-        """The same against an A that takes so much of the time it was seen to take."""
-        if self.a is None or self.estimate is None:
-            return self
-        one = self.estimate
-        estimate = dataclasses.replace(one, ratio=factor * one.ratio, low=factor * one.low, high=factor * one.high)
-        return dataclasses.replace(
-            self, a=dataclasses.replace(self.a, step_s=factor * self.a.step_s), estimate=estimate
-        )
 
 
 def middle(laps: Sequence[Lap]) -> Lap:

@@ -95,6 +95,13 @@ class Tuner:
         return 0 if self.done or self.is_trying or self._rest is None else self._rest.updates - self._rested
 
     @property
+    def quiet(self) -> int:
+        """Updates before the next that it has to be told of; it may be told of all of them at once."""
+        if self.done:
+            return self._canary.quiet if self._canary is not None else 0
+        return self._clock.quiet if self._rest is None else self._rest.updates - self._rested - 1
+
+    @property
     def looks_soon(self) -> bool:
         """Whether a gate may be asked after one of the next steps."""
         return self.is_trying or (self._canary is not None and self._canary.looks_soon)
@@ -124,8 +131,11 @@ class Tuner:
         self._clock.paused(seconds)
         self._rest_began += seconds
 
-    def stepped(self, updates: int = 1) -> None:
-        """Told that a step has ended, of so many updates; when it returns, the plan for the next is in force."""
+    def stepped(self, updates: int = 1, windows: int = 1) -> None:
+        """Told that a step has ended, of so many updates; when it returns, the plan for the next is in force.
+
+        Several `windows` where quiet ones came before it.
+        """
         if self.done:
             if self._canary is not None:
                 self._canary.stepped()
@@ -137,7 +147,7 @@ class Tuner:
                 return
             self._go_on(self._rested_lap())
             return
-        lap = self._clock.stepped(updates)
+        lap = self._clock.stepped(updates, windows)
         if lap is not None:
             self._go_on(lap)
         elif self._may_s < math.inf and self._spent_s() > self._may_s:
@@ -150,11 +160,12 @@ class Tuner:
         self._give_up(TrialError(first_line(error)), "a plan on trial broke a step", self._place)
         return True
 
-    def ended(self) -> None:
-        """Told that the training is over: what tuning has saved is counted now."""
+    def ended(self, updates: int = 0) -> None:
+        """Told that the training is over, so many quiet updates after it was last told of one: savings are counted."""
         if self.done:
             self._count_savings()
             return
+        self._rested += updates
         if self._rest is not None and self._rested:
             self._rested_lap()
         self._rig.use(self._search.plan, why="the run ended before tuning did")
