@@ -43,6 +43,24 @@ def test_a_cpu_gives_none():
     assert not probed("cpu", behind_s=0.0, feed_s=0.009).is_hopeful
 
 
+@pytest.mark.parametrize(
+    ("busy_s", "feed_s", "feed_stays", "hope"),
+    [
+        (0.002, 0.001, False, 5.0),
+        (0.002, 0.001, True, 5.0),
+        (0.002, 0.008, False, 5.0),
+        (0.002, 0.008, True, 1.25),  # no move brings batches faster
+        (0.002, 0.009, True, 1.0),
+        (0.009, 0.001, False, 1.0),
+        (None, 0.001, False, 1.0),
+    ],
+)
+def test_hope_is_what_the_device_computes_and_what_no_move_can_spare(busy_s, feed_s, feed_stays, hope):
+    probe = probed("cuda", behind_s=0.001, feed_s=feed_s)
+    probe.busy_s = busy_s
+    assert probe.hope(0.010, feed_stays=feed_stays) == pytest.approx(hope)
+
+
 @pytest.mark.parametrize(("step_s", "may_pay"), [(150e-6, False), (50e-6, True)])
 def test_longer_replays_spare_only_the_replays_between(step_s, may_pay):
     plan = Plan().with_feed(Feed(kind="resident")).but(mode="captured", replay_steps=8)

@@ -799,7 +799,7 @@ def test_hope_is_for_one_trial_and_told_where_it_came_to_nothing(dear_moves):
 
 def test_a_device_that_is_seen_to_wait_gives_hope_for_one_trial_without_a_glance(dear_moves, monkeypatch):
     def looked(self, lap, *, may_s):
-        self.hope = 4.0
+        self.busy_s = lap.step_s / 4
 
     monkeypatch.setattr(CountingProbe, "look", looked)
     rig, gate, hoped = rig_for(), Gatekeeper(refuses=lambda plan: True), []
@@ -895,4 +895,20 @@ def test_nothing_is_kept_of_data_that_can_be_held_at_once(monkeypatch):
     monkeypatch.setattr(Rig, "epoch_windows", 600)
     drive(searching(rig, 4_000, gate=Gatekeeper()), hidden)
     assert not learning.asked
+    assert rig.plan.feed.kind == "resident"
+
+
+def test_what_comes_by_is_not_fetched_for_a_gain_that_is_only_hoped_for(monkeypatch):
+    rig, gate, busy = rig_for(), Gatekeeper(), lambda self, lap, *, may_s: setattr(self, "busy_s", lap.step_s / 50)
+    Learning(monkeypatch, rig, whole_s=20.0, until=600)
+    monkeypatch.setattr(Rig, "epoch_windows", 600)
+    monkeypatch.setattr(CountingProbe, "look", busy)
+    monkeypatch.setattr(CountingProbe, "bound", "launching")
+    search = searching(rig, 4_000, gate=gate, probe=CountingProbe(rig))
+    may_s = []
+    check = gate.check
+    gate.check = lambda plan: (may_s.append((rig.steps, search.budget.left_s, plan.feed.kind)), check(plan))[1]
+    drive(search, hidden)
+    assert may_s[0][1] > 20.0, "it could be paid for"
+    assert all(kind == "loader" for steps, _, kind in may_s if steps < 600)
     assert rig.plan.feed.kind == "resident"

@@ -36,6 +36,7 @@ from hotlap.script.resting import Rest, Trained, is_inner
 from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
 from hotlap.script.steering import Steering
+from hotlap.script.streams import is_capturing
 from hotlap.script.telling import Teller
 from hotlap.script.training import ScriptTraining
 from hotlap.script.update_clipping import NORM, SCALE, Clipping, stand_ins
@@ -165,8 +166,10 @@ class Session:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether this is the process and the thread of the training, and not inside of what hotlap itself does."""
-        return self._open and not self._inside and self._home == (os.getpid(), threading.get_ident())
+        """Whether this is the process and the thread of the training, not inside of what hotlap itself does, and not
+        recorded into a graph of the script's own, in which nothing of hotlap may be."""
+        is_here = self._open and not self._inside and self._home == (os.getpid(), threading.get_ident())
+        return is_here and not is_capturing()
 
     def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any]:
         try:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed, Plan
 from hotlap.moves.every import everything
+from hotlap.script.busy import Busy
 from hotlap.script.evaluating import Evaluating
 from hotlap.script.judging import ScriptGate
 from hotlap.script.resting import Trained
@@ -20,6 +21,7 @@ from hotlap.store.plans import load_plan
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.budget import Length
 from hotlap.tuner.known import KnownPlans
+from hotlap.tuner.laps import Lap
 from hotlap.tuner.probe import Probe
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.tuner import Tuner
@@ -50,7 +52,7 @@ class Steering:
                 most_s=tune_s,
                 known=_known(training),
                 gate=ScriptGate(training),
-                probe=Probe(training.device),
+                probe=ScriptProbe(training),
             )
         elif plan == "max":
             training.use(_all_of_it(training), why="everything that can be done, unmeasured")
@@ -201,6 +203,19 @@ class Steering:
     def _pause(self) -> None:
         if self._paused_from is None:
             self._paused_from = time.perf_counter()
+
+
+class ScriptProbe(Probe):
+    """Knows how long the device computes for a step from looks in passing."""
+
+    def __init__(self, training: ScriptTraining) -> None:
+        super().__init__(training.device)
+        self._busy = training.busy = Busy(training.device)
+
+    def look(self, lap: Lap, *, may_s: float) -> None:
+        """Find out what bounds it; nothing is made for that."""
+        super().look(lap, may_s=may_s)
+        self.busy_s = self._busy.step_s
 
 
 def _all_of_it(training: ScriptTraining) -> Plan:

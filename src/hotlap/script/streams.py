@@ -1,4 +1,4 @@
-"""The stream that work is launched on now, asked for cheaply: every batch asks for it several times."""
+"""The stream that work is launched on now, asked cheaply: every batch asks several times."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     if key not in _known:
         _known[key] = torch.cuda.current_stream(device)
     return _known[key]
+
+
+def is_capturing() -> bool:
+    """Whether what runs now on this stream is recorded into a graph, and not executed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ from hotlap.engine.route import Place
 from hotlap.machine.kernels import first_line
 from hotlap.moves import gather, resident, stream, workers
 from hotlap.script.backwards import Backwards
+from hotlap.script.busy import Busy
 from hotlap.script.call_endings import Endings
 from hotlap.script.calls import Call
 from hotlap.script.finding import Loop
@@ -38,6 +39,8 @@ class ScriptTraining:
         self.device: torch.device = first.device
         self.updates, self._backwards = Updates(loop.optimizers), Backwards()
         self.readings = Readings(self.device)
+        self.busy: Busy | None = None
+        """Told of every step, where somebody wants to know how long the device computes."""
         self.endings = Endings(self.readings)
         self.calls = [Call(one, device=self.device, endings=self.endings) for one in loop.modules]
         own = servings[0].own if servings else Feed(kind="loader")
@@ -269,6 +272,8 @@ class ScriptTraining:
     def stepped(self) -> None:
         """Told that the optimizer whose steps are counted made one."""
         self.steps += 1
+        if self.busy is not None:
+            self._waited += self.busy.stepped()
         reason = self.updates.uncaptured
         if reason is not None and reason not in self._told:
             self._told.add(reason)

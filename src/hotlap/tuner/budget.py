@@ -73,6 +73,11 @@ class Budget:
         return self.all_s - self.spent_s
 
     @property
+    def sure_s(self) -> float:
+        """What may still be spent, whatever is hoped for."""
+        return self.left_s - (OF_HOPED * self.hoped_s if self._most_s is None else 0.0)
+
+    @property
     def overdraft_s(self) -> float:
         """How much longer than thought a gate may take before all of it is lost: what was seen would pay for it."""
         return OF_HOPED * self.hoped_s if self.is_seen and self._most_s is None else 0.0

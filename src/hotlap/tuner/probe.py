@@ -63,14 +63,25 @@ class Probe:
         self._feeding: float | None = None
         self._behind = 1.0
         self._step_s = 0.0
-        self.hope = 1.0
-        """How many times as fast a step would be if the device never waited for its host; 1 where that is unknown."""
+        self.busy_s: float | None = None
+        """Seconds that the device computes for an update, where that was measured."""
 
     def look(self, lap: Lap, *, may_s: float) -> None:
         """Find out what bounds it, within about so many seconds."""
         self._feeding, self._step_s = _share(lap), lap.step_s
         if self._device.type == "cuda" and lap.behind_s is not None:
             self._behind = lap.behind_s / lap.step_s
+
+    def hope(self, step_s: float, *, feed_stays: bool) -> float:
+        """How many times as fast steps of so many seconds were if the device never waited for its host.
+
+        1 where that is not much, or unknown. Where the `feed_stays`, what it takes is still waited for.
+        """
+        if self.busy_s is None:
+            return 1.0
+        feed_s = (self._feeding or 0.0) * self._step_s if feed_stays else 0.0
+        found = step_s / max(self.busy_s, feed_s)
+        return found if found >= HOPE else 1.0
 
     @property
     def is_hopeful(self) -> bool:
@@ -146,9 +157,7 @@ class CountingProbe(Probe):
         """Count one step and find out what bounds it, within about so many seconds."""
         super().look(lap, may_s=may_s)
         rig = self._rig
-        busy_s = self._busy_s(lap.step_s)
-        if busy_s is not None and lap.step_s >= HOPE * busy_s:
-            self.hope = lap.step_s / busy_s
+        self.busy_s = self._busy_s(lap.step_s)
         rates = calibration(rig.device, known_only=may_s < 2 * CALIBRATION_S)
         if rates is None or rig.why_no_trial() is not None:
             return

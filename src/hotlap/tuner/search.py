@@ -18,7 +18,7 @@ import torch
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
 from hotlap.engine.driven import Driven
-from hotlap.moves import compiled, gather, layout, precision, resident, stream
+from hotlap.moves import compiled, gather, layout, precision, resident, stream, workers
 from hotlap.moves.every import MOVES, OTHERS, everything
 from hotlap.moves.move import Move
 from hotlap.tuner.allowance import SpentError
@@ -28,11 +28,13 @@ from hotlap.tuner.glance import Glance, at_a_glance
 from hotlap.tuner.known import Found, KnownPlans
 from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.probe import HOPE, Probe
-from hotlap.tuner.stand import Stand
+from hotlap.tuner.stand import Doubt, Stand
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
 HELD = (resident.MOVE, stream.MOVE, gather.MOVE)
 """Moves for which all samples have to be at hand."""
+FEEDS = (*HELD, workers.MOVE)
+"""Moves that bring batches another way."""
 MORE_THAN = 2
 """Epochs that have to be left for it to pay to keep samples as they come by."""
 LOOK_UPDATES = 16
@@ -132,7 +134,7 @@ class Search:
             before = self.plan
             yield from self._until_learned()
             if self.plan == self.baseline and not self._is_known_open:
-                seen = self._probe.hope
+                seen = self._hope()
                 budget.hoped_s = self._saved_s(max(seen, HOPE) if self._is_wide_arithmetic() else seen)
                 self._glance = at_a_glance(self._rig, self._now, self._probe, self._at_first())
                 if self._glance.was_taken:
@@ -159,6 +161,11 @@ class Search:
             trials.settle(self.plan, "what was found")
             self._rig.tidy()
 
+    def _hope(self) -> float:
+        """How many times as fast a step may become, as far as was measured; 1 where that is not much."""
+        feed_stays = not any(move in FEEDS for move in self._possible)
+        return self._probe.hope(self._now.lap.step_s, feed_stays=feed_stays)
+
     def _saved_s(self, gain: float) -> float:
         """What the rest of the run takes less where a step is so many times as fast."""
         return self._now.left_s * (1 - 1 / gain)
@@ -168,9 +175,9 @@ class Search:
     def _look(self, lap: Lap) -> None:
         """Find out what bounds the training and which moves it can obey; both are known from then on."""
         budget, began = self._trials.budget, time.perf_counter()
-        self._probe.look(lap, may_s=budget.left_s)
-        budget.is_hopeful = self._probe.is_hopeful or self._probe.hope > 1 or self._is_wide_arithmetic()
         self._possible = everything(self._rig, self.plan, (*MOVES, *OTHERS)).made
+        self._probe.look(lap, may_s=budget.left_s)
+        budget.is_hopeful = self._probe.is_hopeful or self._hope() > 1 or self._is_wide_arithmetic()
         if self._is_holding_dear():
             self._learns_until()
         budget.made(0, time.perf_counter() - began)
@@ -243,6 +250,7 @@ class Search:
             self._trials.reopen(self._unpaid)
             self._trials.reopen_slow()  # what gave nothing beside a slow feed
             self._unpaid.clear()
+            self._trials.budget.hoped_s = self._saved_s(self._hope())
             yield from self._one_after_the_other()
 
     def _as_found_before(self) -> Laps:
@@ -288,7 +296,7 @@ class Search:
         yield from self._together(ARITHMETIC)
         for move in MOVES:
             is_open = move not in self._now.kept and move.name not in self._trials.refused
-            if bound in move.helps and is_open and self._now.why_not_worth(move) is None:
+            if bound in move.helps and is_open and self._doubt(move) is None:
                 yield from self._try(move)
 
     def _at_once(self) -> Laps:
@@ -321,7 +329,7 @@ class Search:
 
         for move in sorted(possible, key=order):
             # Those that are not are looked at by themselves.
-            if self._now.why_not_worth(move, beside_s=setup_s) is None:
+            if self._doubt(move, beside_s=setup_s) is None:
                 setup_s += self._now.setup_s(move, beside=made)
                 made.append(move)
         if len(made) == 1:
@@ -476,13 +484,22 @@ class Search:
 
     # --- one move --------------------------------------------------------------------------------
 
+    def _doubt(self, move: Move, beside_s: float = 0.0) -> Doubt | None:
+        """Why a move is not tried; None where it is. Data that comes by is not fetched for what is only hoped for."""
+        doubt = self._now.why_not_worth(move, beside_s)
+        if doubt is None and move in HELD:
+            cost_s = self._now.setup_s(move)
+            if cost_s > self._trials.budget.sure_s - beside_s and self._learns_until() is not None:
+                return Doubt(f"estimated to take {show_about(cost_s)} to try, less once its samples came by", cost_s)
+        return doubt
+
     def _try(self, move: Move, *, last: bool = False) -> Laps:
         proposed = move.propose(self.plan, self._rig)
         reason = proposed if isinstance(proposed, str) else self._rig.supports(proposed)
         if isinstance(proposed, str) or reason:
             self._trials.refuse(move, "not tried", str(reason), unfit=1.0)
             return
-        doubt = self._now.why_not_worth(move)
+        doubt = self._doubt(move)
         if doubt is not None:
             gets_cheaper = move in HELD and self._learns_until() is not None
             may_wait = not last and not gets_cheaper
