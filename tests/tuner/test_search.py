@@ -864,6 +864,23 @@ def test_data_that_was_too_dear_to_hold_is_held_once_the_samples_have_come_by(mo
     assert all(plan.feed.kind == "loader" for plan in gate.asked[:1])
 
 
+def test_data_that_takes_longer_to_hold_than_it_saves_is_held_once_the_samples_have_come_by(monkeypatch):
+    rig = rig_for()
+    Learning(monkeypatch, rig, whole_s=50.0, until=600)
+    monkeypatch.setattr(Rig, "epoch_windows", 600)
+    monkeypatch.setattr(CountingProbe, "bound", "launching")
+    most_gain = CountingProbe.most_gain
+
+    def least(self, plan, proposed, lap):
+        return (1.2, "") if proposed.feed != plan.feed else most_gain(self, plan, proposed, lap)
+
+    monkeypatch.setattr(CountingProbe, "most_gain", least)
+    drive(searching(rig, 4_000, gate=Gatekeeper()), hidden)
+    assert rig.plan.feed.kind == "resident"
+    whys = [entry.why for entry in rig.ledger if entry.what == "data held on the device"]
+    assert "can save" in whys[0]
+
+
 def test_where_bringing_batches_bounds_a_training_nothing_is_spent_before_the_samples_have_come_by(monkeypatch):
     rig, gate = rig_for(), Gatekeeper()
     check = gate.check

@@ -501,15 +501,16 @@ class Search:
             return
         doubt = self._doubt(move)
         if doubt is not None:
-            gets_cheaper = move in HELD and self._learns_until() is not None
+            gets_cheaper = move in HELD and doubt.is_dear and self._learns_until() is not None
             may_wait = not last and not gets_cheaper
             if may_wait and doubt.cost_s is not None and self._now.updates_until(doubt.cost_s) is not None:
                 self._postponed[move] = doubt.cost_s
+            elif doubt.cost_s is not None:
+                self._leave_unpaid(move, doubt.why, doubt.cost_s)
             else:
-                if doubt.cost_s is None:
-                    self._trials.refuse(move, "not tried", doubt.why)
-                else:
-                    self._leave_unpaid(move, doubt.why, doubt.cost_s)
+                self._trials.refuse(move, "not tried", doubt.why)
+                if gets_cheaper:
+                    self._unpaid[move.name] = self._now.setup_s(move)
         elif not self._let_through([move]):
             if move.kind == "B" and not last:
                 self._doubted.append(move)  # gradients are at their worst at first weights

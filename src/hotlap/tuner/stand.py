@@ -28,6 +28,8 @@ class Doubt(NamedTuple):
     why: str
     cost_s: float | None = None
     """What it costs, where it may be paid for later."""
+    is_dear: bool = False
+    """Whether it would be tried if it cost less."""
 
 
 class Stand:
@@ -73,9 +75,10 @@ class Stand:
             return Doubt(why)
         takes = f"estimated to take {show_about(cost_s)} to try"
         if cost_s > can_save_s:
-            return Doubt(f"{takes}, can save {show_seconds(can_save_s)} at most")
+            return Doubt(f"{takes}, can save {show_seconds(can_save_s)} at most", is_dear=True)
         if cost_s > self.budget.left_s - beside_s:
-            return Doubt(f"{takes}, and {show_seconds(max(0.0, self.budget.left_s))} may be spent", cost_s)
+            may = show_seconds(max(0.0, self.budget.left_s))
+            return Doubt(f"{takes}, and {may} may be spent", cost_s, is_dear=True)
         return None
 
     def gate_s(self, moves: Sequence[Move]) -> float:
