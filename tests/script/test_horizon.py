@@ -5,6 +5,7 @@ import textwrap
 import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
@@ -715,6 +716,12 @@ STEPS_ALONE = {
         "max_iters, i = 40, 0\nwhile True:\n    take()\n    i += 1\n    if i >= max_iters:\n        break\n",
         40,
     ),
+    "cut from a tensor": (
+        "for epoch in range(4):\n    for b, i in enumerate(range(0, x.size(0) - 1, 5)):\n        take()\n",
+        40,
+    ),
+    "cut from an array": ("for epoch in range(4):\n    for i in range(0, a.shape[0], 5):\n        take()\n", 40),
+    "cut from rows": ("for i in range(len(rows) // 5):\n    take()\n", 40),
     "now and then": ("for i in range(40):\n    if i % 2:\n        take()\n", None),
     "until it is good": ("i = 0\nwhile i < 40:\n    take()\n    i += 1\n", None),
 }
@@ -732,7 +739,8 @@ def test_steps_without_a_loader_are_counted_by_the_loops_around_them(tmp_path, n
             horizon.began_steps(sys._getframe(1))
 
     path.write_text(text)
-    exec(compile(text, str(path), "exec"), {"__name__": "__main__", "take": take})
+    held = {"x": torch.zeros(50, 2), "a": np.zeros((50, 2)), "rows": [0] * 200}
+    exec(compile(text, str(path), "exec"), {"__name__": "__main__", "take": take, **held})
     assert horizon.known == (want is not None)
     if want is not None:
         assert horizon.updates() == want

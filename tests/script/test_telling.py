@@ -47,7 +47,7 @@ def test_a_gain_that_was_not_measured_is_not_claimed():
 
 
 def test_a_script_without_a_training_is_left_as_it_was():
-    assert headline([], 5.0) == "left as it was: no training was seen, because no optimizer made a few steps"
+    assert headline([], 5.0) == "left as it was: no training was seen, because no weights were updated a few times"
 
 
 def test_moves_that_did_not_help_are_counted():
@@ -95,7 +95,7 @@ def test_it_is_the_first_line_and_a_field_of_the_json(as_json, capsys, tmp_path,
     Teller(name="train.py", out=tmp_path, as_json=as_json).tell()
     out = capsys.readouterr().out
     told = json.loads(out)["headline"] if as_json else out.removeprefix("hotlap: ").rstrip("\n")
-    assert told == "left as it was: no training was seen, because no optimizer made a few steps"
+    assert told == "left as it was: no training was seen, because no weights were updated a few times"
 
 
 def test_a_fault_of_hotlaps_comes_first_where_nothing_was_gained(capsys, tmp_path):

@@ -84,6 +84,8 @@ class Endings:
         self._kept = 0
         self.made = 0
         """Backward passes that were made by a replay alone."""
+        self.on_pass: Callable[[], None] | None = None
+        """Told of each of these."""
 
     def put(self) -> None:
         """Stand in for them."""
@@ -153,6 +155,8 @@ class Endings:
             turn.finish()
             self._last = weakref.ref(turn)
             self.made += 1
+            if self.on_pass is not None:
+                self.on_pass()
         else:
             self._compared(graph, graph.ending, own)
         return True

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hotlap.script.horizon_values import MOST_EPOCHS, MOST_STEPS, fields_of, own_of, whole_number
@@ -77,7 +79,7 @@ class Loops:
         return len(value) if type(value) is range else None
 
     def _value(self, said: ast.expr, names: Mapping[str, Any]) -> Any:
-        """What an expression of names, fields and whole numbers stands for; None where it is any other."""
+        """What an expression of names, fields, lengths and whole numbers stands for; None where it is any other."""
         match said:
             case ast.Constant(value):
                 return value
@@ -92,9 +94,21 @@ class Loops:
                 return _ARITHMETIC[type(sign)](a, b) if a is not None and b is not None else None
             case ast.Call(ast.Name("int"), [number]):
                 return self._value(number, names)
-            case ast.Call(ast.Name("len"), [of]) if issubclass(type(self._value(of, names)), DataLoader):
-                return self._length
+            case ast.Call(ast.Name("len"), [of]):
+                held = self._value(of, names)
+                return self._length if issubclass(type(held), DataLoader) else self._side(held, 0)
+            case ast.Call(ast.Attribute(of, "size"), [side]) | ast.Subscript(ast.Attribute(of, "shape"), side):
+                return self._side(self._value(of, names), self._value(side, names))
         return None
+
+    @staticmethod
+    def _side(held: Any, number: Any) -> int | None:
+        """How long one side of the data is that a script cuts its batches from; None where it is any other thing."""
+        if type(held) in (Tensor, np.ndarray, np.memmap):
+            sides = tuple(held.shape)
+        else:
+            sides = (len(held),) if type(held) in (list, tuple, range) else ()
+        return sides[number] if type(number) is int and -len(sides) <= number < len(sides) else None
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -63,7 +63,7 @@ class ScriptGate:
     def _why_no_trial(self) -> str | None:
         """Why steps and calls cannot be made again without a trace."""
         training = self._training
-        found = [line for one in training.optimizers for line in memory_of(one).unknown]
+        found = [line for one in training.updates.optimizers for line in memory_of(one).unknown]
         found += [line for call in training.calls for line in Untouched(call.module, call.device).unknown]
         return next(iter(found), None)
 

@@ -26,6 +26,7 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.machine.kernels import first_line
 from hotlap.script.attending import Attending
+from hotlap.script.by_hand import ByHand, Passes
 from hotlap.script.calls import Call
 from hotlap.script.compiling import WHY as COMPILES
 from hotlap.script.compiling import Compiling
@@ -44,7 +45,7 @@ from hotlap.script.update_shortcuts import Shortcuts
 from hotlap.script.waits import Waits
 from hotlap.tuner.budget import Length
 
-BEFORE, AFTER, CALLS = "before", "after", "Module.__call__"
+BEFORE, AFTER, CALLS, PASSES = "before", "after", "Module.__call__", "Tensor.backward"
 MAKING = ("__init__", "__setstate__")
 """Methods of optimizers by which there is one more."""
 MOST_FAULTS = 3
@@ -87,6 +88,7 @@ class Session:
         self._teller = Teller(name=settings.name, out=settings.out, as_json=settings.as_json, is_fixed=is_fixed)
         self._servings: WeakKeyDictionary[DataLoader[Any], Serving] = WeakKeyDictionary()
         self._finder: Finder | None = Finder()
+        self._passes = Passes()
         self._horizon = Horizon()
         self._steering: Steering | None = None
         self._sending: Sending | None = None
@@ -126,6 +128,7 @@ class Session:
             untraced(hook)
         self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
         self._patches.hooked(AFTER, register_optimizer_step_post_hook(self._after_step))
+        self._patches.put(torch.Tensor, "backward", self._passing)  # until an optimizer makes a step
 
     def stop(self, error: BaseException | None = None) -> None:
         """Take everything back, write the run folder, and tell on stderr what was found; once."""
@@ -253,6 +256,7 @@ class Session:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """What hooks before a step give: the arguments of a step that has nothing left to do, or None."""
+        self._leave_passes()
         if self._rest is not None or is_inner(optimizer):
             return None
         with self._safely():
@@ -279,6 +283,8 @@ class Session:
         return made
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not isinstance(optimizer, ByHand):
+            self._leave_passes()
         rest = self._rest
         if rest is not None and rest.counts(optimizer):
             self._strange = 0
@@ -300,6 +306,49 @@ class Session:
         elif not self._patches.has(BEFORE) and self._patches.has(AFTER):
             self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
 
+    def _passing(self, own: Callable[..., None]) -> Callable[..., None]:
+        depth = 0  # hooks on gradients may go backward themselves
+
+        @functools.wraps(own)
+        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            nonlocal depth
+            depth += 1
+            try:
+                own(tensor, *args, **kwargs)
+            finally:
+                depth -= 1
+            if not depth:
+                self._passed(tensor)
+
+        return untraced(backward, beneath=False)
+
+    def _passed(self, loss: torch.Tensor | None = None) -> None:
+        """A backward pass has ended, from `loss` unless it was replayed; no optimizer has made a step yet."""
+        if not self._is_ours or not self._patches.has(PASSES):
+            return
+        try:
+            one = self._passes.passed(loss)
+        except Exception as error:
+            self._fault(error)
+            self._leave_passes()
+            return
+        if one is not None:
+            self._after_step(one, (), {})
+        elif self._passes.are_in_vain:
+            self._leave_passes()
+
+    def _leave_passes(self) -> None:
+        """Look at backward passes no more: an optimizer makes the steps of this script, or none are made."""
+        if not self._patches.has(PASSES) or not self._is_ours:
+            return
+        self._patches.take_out(PASSES)
+        steering, rest, finder = self._steering, self._rest, self._finder
+        found = steering.training.optimizers if steering is not None else rest.optimizers if rest is not None else []
+        if any(isinstance(one, ByHand) for one in (*found, *(finder.optimizers if finder is not None else ()))):
+            with self._safely():
+                self._end_training()
+                self._finder, self._horizon, self._strange = Finder(), Horizon(), 0
+
     def _clipping(self) -> Clipping | None:
         return self._steering.training.updates.clipping if self._steering is not None and self._is_ours else None
 
@@ -310,7 +359,7 @@ class Session:
             self._watch_calls()
             loop = self._finder.stepped(optimizer)
             if loop is not None:
-                self._take_up(loop)
+                self._take_up(self._passes.settled(loop))
             return
         steering, rest = self._steering, self._rest
         if steering is not None and rest is None and not self._compiling.has_begun and steering.dozes(optimizer):
@@ -326,6 +375,8 @@ class Session:
             steering.slept(rest.steps, rest.last)
         if optimizer is steering.training.optimizer:
             served = steering.training.servings[0].served if steering.training.servings else None
+            if isinstance(optimizer, ByHand) and served is None and optimizer.rhythm > 1:
+                served = optimizer.passes
             self._horizon.stepped(steering.training.steps + 1, served)
         if self._compiling.has_begun:
             steering.training.leave_calls(COMPILES)
@@ -374,6 +425,8 @@ class Session:
         training.before += earlier.updates if isinstance(earlier, Trained) else 0
         if self._compiling.has_begun:
             training.leave_calls(COMPILES)
+        if isinstance(training.optimizer, ByHand):
+            training.endings.on_pass = self._passed
         if not training.servings:
             self._horizon.began_steps(sys._getframe(1))
         for serving in training.servings:  # it may have been seen before the script chose its device
@@ -487,6 +540,7 @@ class Session:
     def _compiles_a_step(self) -> None:
         """torch is about to compile the step of an optimizer, and would compile hooks with it."""
         if self._patches.has(AFTER):
+            self._leave_passes()
             self._patches.take_out(BEFORE)
             self._patches.take_out(AFTER)
             self._teller.fault(HotlapError("it compiles the step of its optimizer, which hotlap leaves alone"))

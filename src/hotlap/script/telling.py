@@ -97,7 +97,7 @@ class Teller:
         if len(told) > MOST_TOLD:
             found.append(f"and {len(told) - MOST_TOLD} more trainings")
         if not told and not self._faults and not self._refusals:
-            found.append("no training was seen: no optimizer made a few steps")
+            found.append("no training was seen: no weights were updated a few times")
         found += [f"the script runs as it is: {reason}" for reason in self._refusals]
         found += [f"hotlap had to stop: {fault}; the script went on without it" for fault in self._faults]
         return found
@@ -139,7 +139,7 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False
     that was measured.
     """
     if not ledgers:
-        return "left as it was: no training was seen, because no optimizer made a few steps"
+        return "left as it was: no training was seen, because no weights were updated a few times"
     if is_fixed and all(one.plan == next(iter(ledger)).plan for ledger in ledgers for one in ledger):
         return "left as it was, because the plan that you chose changes nothing here"
     if is_fixed:

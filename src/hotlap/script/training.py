@@ -17,6 +17,7 @@ from hotlap.machine.kernels import first_line
 from hotlap.moves import gather, resident, stream, workers
 from hotlap.script.backwards import Backwards
 from hotlap.script.busy import Busy
+from hotlap.script.by_hand import ByHand
 from hotlap.script.call_endings import Endings
 from hotlap.script.calls import Call
 from hotlap.script.finding import Loop
@@ -37,7 +38,8 @@ class ScriptTraining:
         self._loop, self.servings, self.ledger = loop, servings, ledger
         first = next(p for group in loop.optimizers[0].param_groups for p in group["params"])
         self.device: torch.device = first.device
-        self.updates, self._backwards = Updates(loop.optimizers), Backwards()
+        self.updates = Updates([one for one in loop.optimizers if not isinstance(one, ByHand)])
+        self._backwards = Backwards()
         self.readings = Readings(self.device)
         self.busy: Busy | None = None
         """Told of every step, where somebody wants to know how long the device computes."""

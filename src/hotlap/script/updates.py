@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hotlap.engine.optimizers import Fusion, has_sparse_gradients, is_fused, settle_counts, why_not_fused
 from hotlap.engine.recording import Recorder
 from hotlap.engine.rooms import Rooms
+from hotlap.script.by_hand import WHY
 from hotlap.script.call_graphs import Recording
 from hotlap.script.update_capture import CapturedUpdate, hush
 from hotlap.script.update_clipping import Clipping
@@ -46,7 +47,7 @@ class _Way:
 
 class Updates:
     """Makes the steps of some optimizers with fused kernels, or by replays of recorded ones, or as the script has
-    set them.
+    set them. There may be none: a script that updates its weights itself goes on doing so.
 
     Settings are changed for the time of a step alone: in between, the script finds them as it made them.
     """
@@ -58,7 +59,7 @@ class Updates:
         make_recorder: Callable[[torch.device], Recording] | None = None,
     ) -> None:
         self.optimizers = list(optimizers)
-        self.own = "fused" if all(is_fused(one) for one in self.optimizers) else "plain"
+        self.own = "fused" if self.optimizers and all(is_fused(one) for one in self.optimizers) else "plain"
         self._reasons: dict[int, str | None] = {}
         self._fusions: dict[int, Fusion] = {}
         self._rooms: dict[int, Rooms] = {}
@@ -79,6 +80,8 @@ class Updates:
         """Why no optimizer can make its steps so; None where one can at least."""
         if kind == self.own:
             return None
+        if not self.optimizers:
+            return WHY
         if kind == "plain":
             return "the script has fused its optimizer itself"
         reasons = [self._why_not(one) for one in self.optimizers]

@@ -1,0 +1,429 @@
+"""Trainings whose weights the script updates itself, without an optimizer."""
+
+import functools
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from calling import CAPTURED, FakeRecorder, Scripted, batches, net
+from made_up_time import make_up_time
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hotlap.core.plan import Feed, Plan
+from hotlap.script import training as script_training
+from hotlap.script.by_hand import PATIENCE, WAITED, WHY, ByHand, Passes
+from hotlap.script.calls import Call
+from hotlap.script.judging import ScriptGate
+from hotlap.script.session import Session, Settings
+from hotlap.script.steering import Steering
+from hotlap.store.plans import save_plan
+from hotlap.store.run_folder import RunFolder
+
+LEISURE_S = 600.0
+"""What tuning may take here, on a machine that may be busy."""
+RATE = 0.05
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_is():
+    def state():
+        return torch.Tensor.backward, nn.Module.__call__, DataLoader.__iter__
+
+    before = state()
+    yield
+    assert state() == before
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+
+    def opened(**settings):
+        return Session(Settings(name="test", out=tmp_path / "run", **settings))
+
+    return opened
+
+
+def plan_file(tmp_path, *, kind="loader", **choices):
+    plan = Plan(feed=Feed(kind=kind))
+    save_plan(plan.but(**choices) if choices else plan, tmp_path / "plan.toml")
+    return str(tmp_path / "plan.toml")
+
+
+# --- ways to update weights ------------------------------------------------------------------------------
+
+
+def in_its_data(model):
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-RATE)
+    model.zero_grad()
+
+
+@torch.no_grad()
+def in_place(model):
+    for p in model.parameters():
+        p -= RATE * p.grad
+        p.grad = None
+
+
+def with_other_data(model):
+    for p in model.parameters():
+        p.data = p.data - RATE * p.grad
+        p.grad = None
+
+
+def with_gradients_that_stay(model):
+    for p in model.parameters():
+        p.data.sub_(RATE * p.grad.data)
+        p.grad.data.zero_()
+
+
+WAYS = [in_its_data, in_place, with_other_data, with_gradients_that_stay]
+
+
+class Reader(nn.Module):
+    """A small copy of word_language_model's: it is given its state, and gives it back."""
+
+    def __init__(self, dropout=0.2, words=11, width=8):
+        super().__init__()
+        self.drop, self.encoder = nn.Dropout(dropout), nn.Embedding(words, width)
+        self.rnn, self.decoder = nn.LSTM(width, width, 2, dropout=dropout), nn.Linear(width, words)
+
+    def forward(self, words, state):
+        output, state = self.rnn(self.drop(self.encoder(words)), state)
+        return self.decoder(self.drop(output)).flatten(0, 1).log_softmax(1), state
+
+
+def read(model, epochs=4, *, call=None, update=in_its_data, steps=7):
+    """Train as word_language_model does, with a state that goes on from batch to batch; losses and weights."""
+    torch.manual_seed(2)
+    text = torch.randint(11, (5 * steps + 1, 4), generator=torch.Generator().manual_seed(3))
+    criterion, losses = nn.NLLLoss(), []
+    for _ in range(epochs):
+        state = torch.zeros(2, 4, 8), torch.zeros(2, 4, 8)
+        for i in range(0, text.size(0) - 1, 5):
+            state = tuple(part.detach() for part in state)
+            output, state = (call or model)(text[i : i + 5], state)
+            loss = criterion(output, text[i + 1 : i + 6].view(-1))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            update(model)
+            losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def reader(**settings):
+    torch.manual_seed(1)
+    return Reader(**settings)
+
+
+def train(epochs=8, *, update=in_its_data, accumulate=1, each=lambda model: None):
+    """A loop over a loader."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8, shuffle=True)
+    losses = []
+    for _ in range(epochs):
+        for number, (inputs, labels) in enumerate(loader):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            if (number + 1) % accumulate == 0:
+                update(model)
+            losses.append(loss.item())
+            each(model)
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def assert_equal(one, other):
+    assert one[0] == other[0]
+    assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+# --- found and counted -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", WAYS, ids=lambda way: way.__name__)
+def test_weights_that_the_script_updates_itself_are_a_training(session, capsys, update):
+    alone = read(reader(), update=update)
+    with session():
+        seen = read(reader(), update=update)
+    assert_equal(alone, seen)
+    assert f"{len(alone[0])} updates, all but the first {WAITED + 3} in " in capsys.readouterr().err
+
+
+def test_batches_cut_from_a_tensor_tell_how_long_it_takes(session, monkeypatch):
+    known = []
+
+    def found(self, *args, length, **kwargs):
+        known.append(length().updates)
+        original(self, *args, length=length, **kwargs)
+
+    original = Steering.__init__
+    monkeypatch.setattr(Steering, "__init__", found)
+    with session():
+        losses, _ = read(reader(), epochs=5)
+    assert known == [len(losses)] == [35]
+
+
+def test_several_backward_passes_before_an_update_are_one_step(session, capsys):
+    alone = train(accumulate=4)
+    with session():
+        seen = train(accumulate=4)
+    assert_equal(alone, seen)
+    assert f"{len(alone[0]) // 4} updates, " in capsys.readouterr().err
+
+
+def test_two_models_that_are_updated_in_turns_are_one_training(session, capsys):
+    def adversaries():
+        torch.manual_seed(0)
+        maker, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        for _ in range(20):
+            made = maker(torch.randn(5, 3))
+            judge(torch.randn(5, 4)).mean().backward()
+            judge(made.detach()).square().mean().backward()
+            in_its_data(judge)
+            judge(made).mean().backward()
+            in_its_data(maker)
+            judge.zero_grad()
+        return [], [p.detach().clone() for p in (*maker.parameters(), *judge.parameters())]
+
+    alone = adversaries()
+    with session():
+        assert_equal(adversaries(), alone)
+    assert "20 updates, " in capsys.readouterr().err
+
+
+def test_weights_without_a_module_are_a_training(session, capsys):
+    def loop():
+        torch.manual_seed(0)
+        weight = torch.randn(3, requires_grad=True)
+        for _ in range(30):
+            (weight * torch.randn(3)).sum().square().backward()
+            with torch.no_grad():
+                weight -= RATE * weight.grad
+            weight.grad = None
+        return [], [weight.detach()]
+
+    alone = loop()
+    with session():
+        assert_equal(loop(), alone)
+    assert "30 updates" in capsys.readouterr().err
+
+
+def test_an_update_in_a_hook_on_gradients_is_seen(session, capsys):
+    def hooked():
+        model = reader()
+
+        def update(p):
+            p.data.add_(p.grad, alpha=-RATE)
+            p.grad = None
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        return read(model, update=lambda _: None)
+
+    alone = hooked()
+    with session():
+        assert_equal(hooked(), alone)
+    assert f"{len(alone[0])} updates" in capsys.readouterr().err
+
+
+def test_a_second_training_without_an_optimizer_is_found_too(session, capsys):
+    with session():
+        first, second = read(reader(), 20), train(20)
+    assert_equal(first, read(reader(), 20))
+    assert_equal(second, train(20))
+    told = capsys.readouterr().err
+    assert f"{len(first[0])} updates, all but the first" in told
+    assert f"{len(second[0])} updates, all but the first" in told
+
+
+# --- what is no such training ----------------------------------------------------------------------------
+
+
+def test_passes_that_change_no_weights_are_no_training(session, capsys):
+    original = torch.Tensor.backward
+    with session():
+        assert torch.Tensor.backward is not original
+        train(epochs=1 + (WAITED + PATIENCE) // 8, update=lambda model: model.zero_grad())
+        assert torch.Tensor.backward is original
+        assert nn.Module.__call__.__module__.startswith("torch.")
+    assert "no training was seen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("micro_batches", [1, 6, 2 * PATIENCE])
+def test_passes_are_not_looked_at_once_an_optimizer_makes_a_step(session, capsys, micro_batches):
+    original, found = torch.Tensor.backward, []
+    with session():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(8):
+            for x, y in batches(micro_batches):
+                nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(torch.Tensor.backward is original)
+    assert all(found)
+    assert "8 updates, all but the first 4 in " in capsys.readouterr().err
+
+
+def test_passes_inside_an_optimizers_step_are_its_own(session, capsys):
+    with session():
+        model, (x, y) = net(), batches(1)[0]
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=20)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(6):
+            optimizer.step(closure)
+    assert "6 updates, " in capsys.readouterr().err
+
+
+def test_a_training_with_an_optimizer_after_one_without(session, capsys):
+    with session():
+        losses, _ = read(reader())
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in batches(10):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    told = capsys.readouterr().err
+    assert f"{len(losses)} updates, " in told
+    assert "10 updates, all but the first 4 in " in told
+
+
+def test_whatever_breaks_while_passes_are_looked_at_the_script_goes_on(session, monkeypatch, capsys):
+    def breaks(*_):
+        raise ZeroDivisionError("planted")
+
+    alone = read(reader())
+    monkeypatch.setattr(Passes, "passed", breaks)
+    with session():
+        assert_equal(read(reader()), alone)
+    assert capsys.readouterr().err.count("planted") == 2  # in the headline, and below
+
+
+# --- plans -----------------------------------------------------------------------------------------------
+
+
+def test_a_gathered_feed_changes_no_bit(session, tmp_path):
+    alone = train()
+    with session(plan=plan_file(tmp_path, kind="gather")):
+        assert_equal(train(), alone)
+    assert list(RunFolder.open(tmp_path / "run").read_ledger())[-1].plan.feed.kind == "gather"
+
+
+def test_a_fused_optimizer_is_refused(session, tmp_path, capsys):
+    alone = train()
+    with session(plan=plan_file(tmp_path, optimizer="fused")):
+        assert_equal(train(), alone)
+    assert WHY in capsys.readouterr().err
+
+
+def test_everything_leaves_the_update_alone(session, tmp_path, capsys):
+    alone = train(20)
+    with session(plan="max"):
+        seen = train(20)
+    assert len(seen[0]) == len(alone[0])
+    np.testing.assert_allclose(np.mean(seen[0][-16:]), np.mean(alone[0][-16:]), rtol=0.2)
+    assert RunFolder.open(tmp_path / "run").read_plan().numerics.optimizer == "plain"
+    assert "had to stop" not in capsys.readouterr().err
+
+
+def test_tuned_training_trains_the_same(session, monkeypatch, capsys):
+    alone = train(40)
+    with session(tune_s=LEISURE_S), monkeypatch.context() as patch:
+        make_up_time(patch)
+        tuned = train(40)
+    told = capsys.readouterr().err
+    np.testing.assert_allclose(np.mean(tuned[0][-64:]), np.mean(alone[0][-64:]), rtol=0.2)
+    assert f"{len(alone[0])} updates" in told
+    assert "had to stop" not in told
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_gate_judges_gradients_where_no_optimizer_is(session, monkeypatch, precision):
+    judged = []
+
+    def stepped(self, optimizer):
+        original(self, optimizer)
+        training = self.training
+        for call in training.calls:
+            call.remember_next()
+        if training.steps == 6:
+            before = [p.grad.clone() for p in training.modules[0].parameters()]
+            judged.append(ScriptGate(training).check(training.own.but(precision=precision)))
+            assert all(map(torch.equal, before, (p.grad for p in training.modules[0].parameters())))
+
+    alone, original = read(reader()), Steering.stepped
+    monkeypatch.setattr(Steering, "stepped", stepped)
+    with session(plan=lambda training: "auto", tune_s=0.0):
+        assert_equal(read(reader()), alone)
+    (found,) = judged
+    assert found.ok, found.why
+    assert found.why.startswith("gradients agree" if precision == "bf16" else "same maths")
+
+
+# --- captured calls, where recordings are pretended -------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", WAYS, ids=lambda way: way.__name__)
+def test_a_state_that_is_carried_on_keeps_its_numbers_in_captured_calls(update):
+    # On the CPU, dropping draws from the randomness of the host, which is not captured.
+    alone, model = read(reader(dropout=0.0), update=update), reader(dropout=0.0)
+    call = Scripted(model, CAPTURED)
+    assert_equal(read(model, call=call, update=update), alone)
+    replays = sum(graph.replays for recorder in call.recorders for graph in recorder.graphs)
+    assert (replays > 20) == (update is not with_other_data)
+
+
+def test_a_captured_training_counts_every_update(session, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(script_training, "Call", functools.partial(Call, make_recorder=FakeRecorder))
+    alone = train(20)
+    with session(plan=plan_file(tmp_path, mode="captured")):
+        seen = train(20)
+    np.testing.assert_allclose(seen[0], alone[0], rtol=1e-4, atol=1e-6)
+    told = capsys.readouterr().err
+    assert f"{len(alone[0])} updates" in told
+    assert "had to stop" not in told
+
+
+# --- the stand-in itself ---------------------------------------------------------------------------------
+
+
+def passed_through(model, *frozen):
+    one = ByHand()
+    for x, y in batches(6):
+        loss = nn.functional.cross_entropy(sum(frozen, start=model(x)), y)
+        loss.backward()
+        one.passed(loss)
+        in_its_data(model)
+    return one, one.settle()
+
+
+def test_the_stand_in_has_the_weights_that_change_and_no_others():
+    model = net()
+    one, updates = passed_through(model, nn.Parameter(torch.zeros(3)))
+    found = {id(p) for p in one.param_groups[0]["params"]}
+    assert updates == 6
+    # What is added before a normalisation hardly ever changes.
+    assert {id(p) for p in model.parameters() if p is not model[0].bias} <= found <= {*map(id, model.parameters())}
+
+
+def test_the_stand_in_holds_nothing_that_the_script_lets_go_of():
+    model = net()
+    one, _ = passed_through(model)
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weight() is None
+    assert one.param_groups == [{"params": []}]
