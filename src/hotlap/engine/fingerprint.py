@@ -82,7 +82,9 @@ def _print_module(module: nn.Module, found: list[Any], seen: set[int]) -> None:
         if parameter is not None:
             hooks = parameter._backward_hooks
             found += (place_of(parameter), parameter.requires_grad, len(hooks) if hooks else 0)
-    found += [place_of(buffer) for buffer in inside["_buffers"].values() if buffer is not None]
+    for buffer in inside["_buffers"].values():
+        if buffer is not None:
+            found += _form(buffer)
     # Hooks are Python, which a replay leaves out: one that comes or goes makes another step.
     found += (len(inside["_forward_hooks"]), len(inside["_forward_pre_hooks"]))
     found += (len(inside["_backward_hooks"]), len(inside["_backward_pre_hooks"]))
@@ -106,12 +108,19 @@ def _print_function(function: Any, found: list[Any], seen: set[int]) -> None:
         _print(function, found, seen)
 
 
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and how it is laid out: one of another shape may take its place in memory."""
+    if tensor.layout is not torch.strided or is_lazy(tensor):
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _print(value: Any, found: list[Any], seen: set[int]) -> None:
     kind = type(value)
     if kind in _PLAIN:
         found.append(value)
     elif isinstance(value, Tensor):
-        found.append(place_of(value))
+        found += _form(value)
     elif kind in (tuple, list):
         found.append(len(value))
         found += [part if type(part) in _PLAIN else id(part) for part in value[:_FEW]]

@@ -35,6 +35,9 @@ class Watch:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._modules, self._on_gpu = modules, device.type == "cuda"
         self.reason: str | None = None
+        self.changed = False
+        """Whether a module remembers something else than before: it may keep what it makes for a shape, as masks, and
+        the reason may lie in making it."""
         self._open: list[HostRandomness] = []
         self._watcher: types.FrameType | None = None
 
@@ -61,11 +64,12 @@ class Watch:
         self._caught.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
-        if self.reason is None and kind is None:
-            if not self._before.same_as(HostRandomness()):
+        if kind is None:
+            changed = what_changed(self._memory, memory(self._modules))
+            self.changed = changed is not None
+            if self.reason is None and not self._before.same_as(HostRandomness()):
                 self.reason = "the loss, or a function on batches, draws from the host's randomness"
-            else:
-                self.reason = what_changed(self._memory, memory(self._modules))
+            self.reason = self.reason or changed
 
     def _hears(self, message: Any, category: Any, *rest: Any, **more: Any) -> None:
         if _WAITED not in str(message):

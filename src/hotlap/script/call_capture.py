@@ -31,6 +31,9 @@ from hotlap.script.gradient_rooms import GradientRooms
 
 MOST_LANES = 2
 """Calls that may wait for their backward pass at a time and are replays: a GAN's of real and of made-up samples."""
+MOST_CHANGES = 3
+"""Eager calls in a row in which a module changes what it remembers: one that keeps masks of the last length does so
+where another length comes, and where the first one comes back."""
 MOST_SURPRISES = 3
 """Replays that had to be made again, since the script did with their outputs what it had not done before."""
 
@@ -124,6 +127,7 @@ class CapturedCall:
         self._is_warm = False
         self._in_vain = 0
         self._surprises = 0
+        self._changes = 0
         self._firsts = 0
         self._given_up: str | None = None
 
@@ -279,7 +283,9 @@ class CapturedCall:
             with Watch([self._module], self._device) as watch:
                 outputs = self._eager(original, args, kwargs)
             same = before == (shape_of(given), marks(tensors_in(given)))
-            reason = watch.reason or (None if same else "it changes its arguments in place")
+            self._changes = self._changes + 1 if watch.changed else 0
+            reason = watch.reason if self._changes in (0, MOST_CHANGES) else None
+            reason = reason or (None if same else "it changes its arguments in place")
             if reason is not None and self._given_up is None:
                 self._give_up(reason)
         return habits.watch(outputs)
@@ -327,6 +333,8 @@ class CapturedCall:
                 rooms=self._rooms_now(),
                 ending=ending,
             )
+            if fingerprint([self._module]) != self._now.made_for:
+                raise NotRecordedError("it changes what it remembers as it is called")
             if drops_in_recurrence(self._module, self._device):
                 note_recorded(graph)
                 self._now.drawn = Drawn(generator_of(self._device))
