@@ -88,7 +88,7 @@ class Session:
         self._teller = Teller(name=settings.name, out=settings.out, as_json=settings.as_json, is_fixed=is_fixed)
         self._servings: WeakKeyDictionary[DataLoader[Any], Serving] = WeakKeyDictionary()
         self._finder: Finder | None = Finder()
-        self._passes = Passes()
+        self._passes, self._counts_passes = Passes(), False
         self._horizon = Horizon()
         self._steering: Steering | None = None
         self._sending: Sending | None = None
@@ -129,6 +129,7 @@ class Session:
         self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
         self._patches.hooked(AFTER, register_optimizer_step_post_hook(self._after_step))
         self._patches.put(torch.Tensor, "backward", self._passing)  # until an optimizer makes a step
+        self._counts_passes = True
 
     def stop(self, error: BaseException | None = None) -> None:
         """Take everything back, write the run folder, and tell on stderr what was found; once."""
@@ -256,7 +257,8 @@ class Session:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """What hooks before a step give: the arguments of a step that has nothing left to do, or None."""
-        self._leave_passes()
+        if self._counts_passes:
+            self._leave_passes()
         if self._rest is not None or is_inner(optimizer):
             return None
         with self._safely():
@@ -283,7 +285,7 @@ class Session:
         return made
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not isinstance(optimizer, ByHand):
+        if self._counts_passes and not isinstance(optimizer, ByHand):
             self._leave_passes()
         rest = self._rest
         if rest is not None and rest.counts(optimizer):
@@ -324,7 +326,7 @@ class Session:
 
     def _passed(self, loss: torch.Tensor | None = None) -> None:
         """A backward pass has ended, from `loss` unless it was replayed; no optimizer has made a step yet."""
-        if not self._is_ours or not self._patches.has(PASSES):
+        if not self._counts_passes or not self._is_ours:
             return
         try:
             one = self._passes.passed(loss)
@@ -339,8 +341,9 @@ class Session:
 
     def _leave_passes(self) -> None:
         """Look at backward passes no more: an optimizer makes the steps of this script, or none are made."""
-        if not self._patches.has(PASSES) or not self._is_ours:
+        if not self._counts_passes or not self._is_ours:
             return
+        self._counts_passes = False
         self._patches.take_out(PASSES)
         steering, rest, finder = self._steering, self._rest, self._finder
         found = steering.training.optimizers if steering is not None else rest.optimizers if rest is not None else []
