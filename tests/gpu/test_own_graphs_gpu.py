@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from hotlap.core.plan import Plan
 from hotlap.script.busy import Busy
 from hotlap.script.session import Session, Settings
+from hotlap.store.plans import save_plan
 
 DEVICE = torch.device("cuda")
 
@@ -37,11 +39,14 @@ def trained(warm):
     return [weight.detach().cpu() for weight in network.parameters()]
 
 
-@pytest.mark.parametrize("plan", [None, "max"])
+@pytest.mark.parametrize("plan", [None, Plan().but(mode="captured", optimizer="fused")], ids=["auto", "captured"])
 @pytest.mark.parametrize("warm", [3, 4, 11, 40])
 def test_a_step_that_the_script_records_itself_is_left_alone(warm, plan, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     truth = trained(warm)
+    if plan is not None:
+        save_plan(plan, tmp_path / "plan.toml")
+        plan = str(tmp_path / "plan.toml")
     with Session(Settings(name="test", out=tmp_path / "run", plan=plan)):
         found = trained(warm)
     for one, other in zip(truth, found, strict=True):

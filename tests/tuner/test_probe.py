@@ -61,6 +61,12 @@ def test_hope_is_what_the_device_computes_and_what_no_move_can_spare(busy_s, fee
     assert probe.hope(0.010, feed_stays=feed_stays) == pytest.approx(hope)
 
 
+@pytest.mark.parametrize(("feed_s", "hope"), [(None, 1.0), (0.001, 1.0), (0.002, 1.25), (0.0075, 4.0)])
+def test_batches_that_are_waited_for_give_hope_for_what_brings_them_at_once(feed_s, hope):
+    lap = Lap(step_s=0.010, updates=5, wall_s=0.05, feed_s=feed_s)
+    assert Probe(torch.device("cpu")).hope_of_feeding(lap) == pytest.approx(hope)
+
+
 @pytest.mark.parametrize(("step_s", "may_pay"), [(150e-6, False), (50e-6, True)])
 def test_longer_replays_spare_only_the_replays_between(step_s, may_pay):
     plan = Plan().with_feed(Feed(kind="resident")).but(mode="captured", replay_steps=8)

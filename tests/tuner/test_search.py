@@ -929,3 +929,20 @@ def test_what_comes_by_is_not_fetched_for_a_gain_that_is_only_hoped_for(monkeypa
     assert may_s[0][1] > 20.0, "it could be paid for"
     assert all(kind == "loader" for steps, _, kind in may_s if steps < 600)
     assert rig.plan.feed.kind == "resident"
+
+
+def test_once_samples_have_come_by_holding_them_may_take_part_of_what_the_feed_takes(monkeypatch):
+    rig, gate = rig_for(), Gatekeeper()
+    Learning(monkeypatch, rig, whole_s=50.0, until=600)
+    monkeypatch.setattr(Rig, "epoch_windows", 600)
+    monkeypatch.setattr(CountingProbe, "bound", "launching")
+    search, check = searching(rig, 4_000, gate=gate), gate.check
+
+    def checked(plan):
+        if rig.steps < 600:
+            search.budget.spent_s = search.budget.all_s  # on trials that came to nothing
+        return check(plan)
+
+    gate.check = checked
+    drive(search, hidden)
+    assert rig.plan.feed.kind == "resident"

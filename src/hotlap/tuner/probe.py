@@ -83,6 +83,11 @@ class Probe:
         found = step_s / max(self.busy_s, feed_s)
         return found if found >= HOPE else 1.0
 
+    def hope_of_feeding(self, lap: Lap) -> float:
+        """How many times as fast a step were if its batch came at once; 1 where that is not much, or unknown."""
+        found = 1 / max(1e-9, 1 - (_share(lap) or 0.0))
+        return found if found >= HOPE else 1.0
+
     @property
     def is_hopeful(self) -> bool:
         """Whether the device was seen to wait for what moves can spare the host."""

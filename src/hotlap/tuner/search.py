@@ -250,7 +250,7 @@ class Search:
             self._trials.reopen(self._unpaid)
             self._trials.reopen_slow()  # what gave nothing beside a slow feed
             self._unpaid.clear()
-            self._trials.budget.hoped_s = self._saved_s(self._hope())
+            self._trials.budget.hoped_s = self._saved_s(max(self._hope(), self._probe.hope_of_feeding(self._now.lap)))
             yield from self._one_after_the_other()
 
     def _as_found_before(self) -> Laps:
