@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hotlap.cli import app
-from hotlap.cli.run import _check
+from hotlap.cli.run import ToRun, _check
 from hotlap.core.errors import HotlapError
 from hotlap.store.run_folder import RunFolder
 
@@ -133,6 +133,18 @@ def test_signals_end_it_as_they_end_python(home, options, start):
         assert "hotlap" not in done.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--off"]])
+def test_few_frames_lie_beneath_a_script_and_their_source_is_not_shown(home, options):
+    """torch formats all of them at every `torch.manual_seed`."""
+    write(home / "train.py", "import sys, traceback\nprint(*traceback.format_stack(), sys.exc_info())")
+    done = hotlap("run", *options, "train.py")
+    lines = done.stdout.splitlines()
+    assert lines[-1].endswith("(None, None, None)")
+    at = [line.split()[-1] for line in lines[:-1] if line.lstrip().startswith("File ")]
+    assert at == ["_run_module_as_main", "_run_code", "<module>", "main", "run", "<module>"]
+    assert len(lines) == len(at) + 2, "but for the line of the script's own"
+
+
 def test_off_imports_no_torch(home):
     write(home / "train.py", "import sys; print([name for name in ('torch', 'numpy') if name in sys.modules])")
     assert hotlap("run", "--off", "train.py").stdout == "[]\n"
@@ -161,7 +173,9 @@ def asked(monkeypatch):
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
 
     def ask(*words):
-        assert CliRunner().invoke(app, ["run", *words]).exit_code == 0
+        with pytest.raises(ToRun) as script:
+            CliRunner().invoke(app, ["run", *words])
+        assert script.value.begin() == 0
         return opened.pop()
 
     return ask

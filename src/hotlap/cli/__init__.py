@@ -70,13 +70,15 @@ store.register(app)
 
 def main() -> None:
     """Run the command; print hotlap's own errors as a line and nothing else."""
+    code, begin = 0, None
     try:
-        # Not app(): that puts a hook of typer's in the place of sys.excepthook, which a script may have use for.
-        typer.main.get_command(app)()
-    except run.EndedBySignal as ended:
-        from hotlap.script.running import end_by
-
-        end_by(ended.number)
+        try:
+            # Not app(): that puts a hook of typer's in the place of sys.excepthook, which a script may have use for.
+            typer.main.get_command(app)()
+        except run.ToRun as script:
+            begin = script.begin
+        if begin is not None:  # behind the handler: to the script, nothing was raised before it
+            code = begin()
     except HotlapError as error:
         say(*f"hotlap: {error}".split("\n"))
         sys.exit(2 if isinstance(error, UsageError) else 1)
@@ -93,3 +95,8 @@ def main() -> None:
         # As python shows it, but for what a terminal would obey.
         say(*"".join(traceback.format_exception(error)).rstrip("\n").split("\n"))
         sys.exit(1)
+    if code < 0:
+        from hotlap.script.running import end_by
+
+        end_by(-code)
+    sys.exit(code)

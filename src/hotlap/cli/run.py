@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,11 +17,16 @@ from hotlap.core.terminal import say
 USAGE = "hotlap run [OPTIONS] train.py ARGS…, or hotlap run [OPTIONS] -m MODULE ARGS…"
 
 
-class EndedBySignal(BaseException):
-    """The script ended by this signal, and the command has to; no handler on the way takes it for something else."""
+class ToRun(BaseException):
+    """Leaves the command for the script, which `begin` runs; no handler on the way takes it for something else.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    A script has as few frames beneath it as can be: torch formats all of them at every `torch.manual_seed`, and the
+    workers of a loader have those of the process that they were forked from.
+    """
+
+    def __init__(self, begin: Callable[[], int]) -> None:
+        """`begin` gives an exit code; minus a signal's number where the command is to end by that."""
+        self.begin = begin
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +75,7 @@ def run(
     if wanted == "off" and compare:
         _refuse("HOTLAP_PLAN=off leaves nothing to compare; name a --plan")
     if wanted == "off":
-        _end(running.run(target, seed=seed))
+        raise ToRun(partial(running.run, target, seed=seed))
     try:
         running.look(target)
     except running.NoScriptError as error:
@@ -79,12 +86,12 @@ def run(
 
         options = {"--plan": plan, "--tune-seconds": tune_seconds}
         words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
-        _end(run_both(target, words, seed=seed or 0, out=out, rounds=rounds))
+        raise ToRun(partial(run_both, target, words, seed=seed or 0, out=out, rounds=rounds))
     # The script may change the working directory before the folder is made.
     out = out.absolute() if out else None
     plan = wanted if wanted != "auto" else None
     watched = _Watched(name=target.name, plan=plan, out=out, tune_s=tune_seconds, as_json=as_json)
-    _end(running.run(target, watched, seed))
+    raise ToRun(partial(running.run, target, watched, seed))
 
 
 class _Watched:
@@ -137,9 +144,3 @@ def _seed() -> int | None:
 def _refuse(line: str) -> NoReturn:
     say(f"hotlap: {line}")
     raise typer.Exit(2)
-
-
-def _end(code: int) -> NoReturn:
-    if code < 0:
-        raise EndedBySignal(-code)
-    raise typer.Exit(code)

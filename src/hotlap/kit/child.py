@@ -83,7 +83,7 @@ class Visitor:
         self._wish, self._report, self.seen = wish, report, Seen()
         self.files = SavedFiles(report.parent, default_root())
         self._obeying = Obeying(name, wish, report.parent) if wish.has_plan else None
-        self._patches = Patches()
+        self._patches = Patches(in_forks=True)  # what the script forks may save files, too
         self._makers: dict[Hashable, int] = {}
         self._loaders: dict[int, DataLoader[Any]] = {}
         """The last ones that were made, by their number."""

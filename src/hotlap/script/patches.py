@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -17,8 +18,8 @@ Make = Callable[[Any], Any]
 class _Patch:
     """What stands in for one attribute of a class or module."""
 
-    def __init__(self, owner: Any, name: str, make: Make) -> None:
-        self.owner, self.name, self.make = owner, name, make
+    def __init__(self, owner: Any, name: str, make: Make, *, in_forks: bool) -> None:
+        self.owner, self.name, self.make, self.in_forks = owner, name, make, in_forks
         self.beneath, self.own = vars(owner).get(name, _NOTHING), getattr(owner, name)
         """What was there before, and as it is called: it may belong to a class beneath."""
         self.value = make(self.own)
@@ -36,15 +37,17 @@ class _Stacks:
     def __init__(self) -> None:
         self._stacks: dict[tuple[int, str], list[_Patch]] = {}
 
-    def put(self, owner: Any, name: str, make: Make) -> _Patch:
+    def put(self, owner: Any, name: str, make: Make, *, in_forks: bool) -> _Patch:
         """One more on top of what is there."""
-        patch = _Patch(owner, name, make)
+        patch = _Patch(owner, name, make, in_forks=in_forks)
         self._stacks.setdefault((id(owner), name), []).append(patch)
         return patch
 
     def take_out(self, patch: _Patch) -> None:
         """Remove one; those above it are made anew, on what is beneath it."""
-        stack = self._stacks[id(patch.owner), patch.name]
+        stack = self._stacks.get((id(patch.owner), patch.name), [])
+        if patch not in stack:  # in a process that was forked since
+            return
         above = stack[stack.index(patch) + 1 :]
         is_on_top = stack[-1].is_on_top
         stack.remove(patch)
@@ -62,14 +65,25 @@ class _Stacks:
         elif is_on_top:
             setattr(patch.owner, patch.name, beneath)
 
+    def leave_fork(self) -> None:
+        """Told that this process was forked: remove what belongs to the one that trains."""
+        for patch in [patch for stack in self._stacks.values() for patch in reversed(stack) if not patch.in_forks]:
+            self.take_out(patch)
+
 
 _stacks = _Stacks()
+os.register_at_fork(after_in_child=_stacks.leave_fork)
 
 
 class Patches:
-    """Attributes that stand in for torch's own, and hooks, until they are removed."""
+    """Attributes that stand in for torch's own, and hooks, until they are removed.
 
-    def __init__(self) -> None:
+    Processes that are forked meanwhile, such as the workers of a loader, have torch's own attributes.
+    """
+
+    def __init__(self, *, in_forks: bool = False) -> None:
+        """With `in_forks`, processes that are forked have those of hotlap, too."""
+        self._in_forks = in_forks
         self._undo: dict[str, Callable[[], Any]] = {}
 
     def put(self, owner: Any, name: str, make: Make) -> None:
@@ -79,7 +93,8 @@ class Patches:
         """
         key = f"{owner.__name__}.{name}"
         if key not in self._undo:
-            self._undo[key] = functools.partial(_stacks.take_out, _stacks.put(owner, name, make))
+            patch = _stacks.put(owner, name, make, in_forks=self._in_forks)
+            self._undo[key] = functools.partial(_stacks.take_out, patch)
 
     def has(self, key: str) -> bool:
         """Whether one of them is in place, by the name of its attribute or its key."""

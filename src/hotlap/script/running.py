@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from hotlap.core.errors import HotlapError
 from hotlap.core.terminal import clean_lines, say
+from hotlap.script.frames import files_beneath, without_text
 
 BEGAN = "HOTLAP_BEGAN"
 """Names the file that is to hold when the script began, by `time.perf_counter`, which all processes share."""
@@ -83,6 +84,7 @@ def run(target: Target, around: AbstractContextManager[object] | None = None, se
     """
     guard = _Guard(around)
     ended: BaseException | None = None
+    with_text = without_text(files_beneath())
     try:
         look(target)
         # What cannot be run at all shows before anything is opened around it; to find a module may run its packages.
@@ -101,6 +103,7 @@ def run(target: Target, around: AbstractContextManager[object] | None = None, se
         return _show(ended) if ended else 0
     finally:
         guard.close(ended)
+        with_text()
 
 
 def end_by(number: int) -> NoReturn:

@@ -25,17 +25,20 @@ from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.machine.kernels import first_line
+from hotlap.script import serving as serving_file
 from hotlap.script.attending import Attending
 from hotlap.script.by_hand import ByHand, Passes
 from hotlap.script.calls import Call
 from hotlap.script.compiling import WHY as COMPILES
 from hotlap.script.compiling import Compiling
 from hotlap.script.finding import Finder, Loop
+from hotlap.script.frames import without_text
 from hotlap.script.horizon import Horizon
 from hotlap.script.patches import Patches, untraced
 from hotlap.script.resting import Rest, Trained, is_inner
 from hotlap.script.sending import Sending
 from hotlap.script.serving import Serving
+from hotlap.script.serving_feeds import Iterate
 from hotlap.script.steering import Steering
 from hotlap.script.streams import is_capturing
 from hotlap.script.telling import Teller
@@ -116,9 +119,9 @@ class Session:
         """Watch from here on."""
         self._home = (os.getpid(), threading.get_ident())
         self._original_iter = DataLoader.__iter__
+        self._with_text = without_text((__file__, serving_file.__file__))
         self._open = True
-        # A function, so that the class binds it.
-        self._patches.put(DataLoader, "__iter__", lambda own: lambda loader: self._iterated(loader))
+        self._patches.put(DataLoader, "__iter__", self._iterating)
         if self._compiling.can_be_watched():
             self._compiling.watch()
         else:
@@ -141,6 +144,7 @@ class Session:
         except Exception as fault:
             self._teller.fault(fault)
         self._patches.take_out_all()
+        self._with_text()
         self._compiling.close()
         self._teller.tell(error)
 
@@ -175,13 +179,16 @@ class Session:
         is_here = self._open and not self._inside and self._home == (os.getpid(), threading.get_ident())
         return is_here and not is_capturing()
 
-    def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        try:
-            if self._is_ours and not (self._rest is not None and self._rest.is_for_all):
-                return self._serving_of(loader).iterate()
-        except Exception as error:
-            self._fault(error)
-        return self._original_iter(loader)
+    def _iterating(self, own: Iterate) -> Iterate:
+        def iterated(loader: DataLoader[Any]) -> Iterator[Any]:
+            try:
+                if self._is_ours and not (self._rest is not None and self._rest.is_for_all):
+                    return self._serving_of(loader).iterate()
+            except Exception as error:
+                self._fault(error)
+            return own(loader)
+
+        return iterated
 
     def _serving_of(self, loader: DataLoader[Any]) -> Serving:
         if loader not in self._servings:

@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
+from hotlap.script.frames import HOTLAP
 from hotlap.script.patches import Patches, untraced
 
 log = logger(__name__)
@@ -35,7 +36,6 @@ INSTEAD = "add up on the device (`total += loss.detach()`), read once an epoch, 
 
 SCRIPT, PYTHON = "", "python"
 """What `home_of` calls files that belong to the script, and those of the standard library."""
-_HOTLAP = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 _PYTHON_FOLDERS = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -48,7 +48,7 @@ def home_of(filename: str) -> str:
     for number, part in enumerate(parts[:-1]):
         if part in _LIBRARY_FOLDERS:
             return parts[number + 1].removesuffix(".py")
-    if filename.startswith(_HOTLAP):
+    if filename.startswith(HOTLAP):
         return "hotlap"
     if filename.startswith("<") and not filename.startswith("<ipython"):  # made at run time, by `exec` or a dataclass
         return PYTHON
