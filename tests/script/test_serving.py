@@ -1562,3 +1562,24 @@ def test_what_is_kept_is_gone_when_nothing_comes_of_it(at_any_price):
     assert serving.learned is not None
     serving.tidy()
     assert serving.learned is None
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        torch.arange(40).reshape(10, 4).to(torch.bfloat16),
+        torch.arange(10) % 3 == 0,
+        torch.randn(10, 3, dtype=torch.complex64).conj(),
+        torch.randn(10, 2, 6)[:, :, ::2],
+        torch.zeros(10, 0),
+        torch.randn(10, 3, requires_grad=True),
+    ],
+    ids=["bf16", "bool", "conjugate", "strided", "empty", "with gradients"],
+)
+def test_samples_of_any_kind_are_kept_to_the_bit(samples):
+    learned = Learned(as_source(TensorDataset(samples.detach())))
+    for some in ([7, 2, 5], [1, 0, 2, 2, 9]):
+        learned._keep(torch.tensor(some).numpy(), [samples[some]])
+    assert learned.missing == pytest.approx(0.4)
+    kept = learned.columns()
+    assert torch.equal(next(iter(kept.inner.tensors.values()))[kept.rows], samples)

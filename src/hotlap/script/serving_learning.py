@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -20,6 +22,7 @@ MOST_SHARE, SLACK_S = 0.05, 0.05
 
 It lasts about one epoch out of three or more: a twentieth of that epoch is less than 2 % of the run.
 """
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
 CHUNK = 1024
 """Samples that are fetched at a time, of those that did not come by."""
 
@@ -28,7 +31,8 @@ class Learned:
     """The samples of a dataset, one behind the other as they come by.
 
     Memory that is written to for the first time costs more than the copy itself. In the order of the dataset, a few
-    shuffled batches would touch all of it at once.
+    shuffled batches would touch all of it at once. numpy copies: torch would share each small copy out among threads
+    that wait for each other, milliseconds where cores are busy with workers.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class Learned:
         """`source` gives each sample the same whenever it is asked, and its batches are plain stacks of samples."""
         self._source, self._clock, self._work_clock = source, clock, work_clock
         self._rooms: list[Tensor] = []
-        self._rows = torch.full((len(source),), -1, dtype=torch.int64, device="cpu")
+        self._rows = np.full(len(source), -1, np.int64)
         """Where each sample of the dataset lies; -1: it has not come by."""
         self._kept = 0
         self._began, self._delay_s, self._last_s = clock(), 0.0, 0.0
@@ -68,7 +72,7 @@ class Learned:
         began = self._work_clock()
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._keep(places.host, tensors_in(batch))
+                self._keep(places.host.numpy(), tensors_in(batch))
         except Exception:  # a batch of another shape, an index batch of another kind, or no memory
             self._give_up()
             return
@@ -79,16 +83,16 @@ class Learned:
 
     def columns(self) -> Selection:
         """All samples; those that did not come by are fetched. Raises DataError where they are unlike the others."""
-        absent = (self._rows < 0).nonzero().flatten()
+        absent = np.flatnonzero(self._rows < 0)
         for start in range(0, len(absent), CHUNK):
             some = absent[start : start + CHUNK]
             self._keep(some, self._fetched(some))
-        return Selection(Columns(tuple(self._rooms)), self._rows)
+        return Selection(Columns(tuple(self._rooms)), torch.from_numpy(self._rows))
 
-    def _fetched(self, places: Tensor) -> list[Tensor]:
+    def _fetched(self, places: _Numbers) -> list[Tensor]:
         return tensors_in(default_collate(self._source.aside().read(places.tolist())))
 
-    def _keep(self, places: Tensor, tensors: list[Tensor]) -> None:
+    def _keep(self, places: _Numbers, tensors: list[Tensor]) -> None:
         total, size = len(self._rows), len(places)
         if not self._rooms:
             self._rooms = [torch.empty((total, *t.shape[1:]), dtype=t.dtype, device="cpu") for t in tensors]
@@ -100,14 +104,15 @@ class Learned:
         new = self._new(places)
         end = self._kept + len(new)
         for room, tensor in pairs:
-            room[self._kept : end].copy_(tensor if len(new) == size else tensor.index_select(0, new))
+            rows = _as_bytes(tensor)
+            _as_bytes(room)[self._kept : end] = rows if len(new) == size else rows[new]
         self._kept, self.is_over = end, end == total
 
-    def _new(self, places: Tensor) -> Tensor:
+    def _new(self, places: _Numbers) -> _Numbers:
         """Which samples of a batch have not come by, each once; their rows are the next ones."""
-        new = (self._rows.index_select(0, places) < 0).nonzero().flatten()
+        new = np.flatnonzero(self._rows[places] < 0)
         for _ in range(2):
-            chosen, rows = places[new], torch.arange(self._kept, self._kept + len(new), device="cpu")
+            chosen, rows = places[new], np.arange(self._kept, self._kept + len(new))
             self._rows[chosen] = rows
             is_last = self._rows[chosen] == rows
             if is_last.all():
@@ -117,4 +122,10 @@ class Learned:
 
     def _give_up(self) -> None:
         self._rooms, self._kept, self.is_over = [], 0, True
-        self._rows.fill_(-1)
+        self._rows.fill(-1)
+
+
+def _as_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The rows of a tensor as rows of bytes; of one that is contiguous, no copy."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().reshape(len(tensor), -1)
