@@ -1397,3 +1397,22 @@ def test_a_trial_is_made_in_the_autocast_of_the_call_that_was_remembered():
         outputs, found = model.call.trial(args, kwargs, model.call.last_output_grads, *plan)
         assert outputs[0].dtype is torch.bfloat16
         torch.testing.assert_close(found, gradients(module))
+
+
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_an_evaluation_outside_of_the_scripts_own_autocast_keeps_its_precision(first):
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 2))
+    model, x = Scripted(module, LAST), torch.randn(5, 3, 6, 6)
+
+    def trained():
+        module.train()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype is torch.bfloat16
+
+    def evaluated():
+        module.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), module(x))  # dtypes, too
+
+    for step in (trained, evaluated, trained) if first == "training" else (evaluated, trained, evaluated):
+        step()

@@ -26,19 +26,27 @@ LOOKED_AT = 2
 
 
 class Forms:
-    """The forms in which a module gives outputs back under the script's own plan, by the kind of call."""
+    """The forms in which a module gives outputs back under the script's own plan, by the kind of call.
 
-    def __init__(self) -> None:
+    A script may train inside of an autocast of its own and evaluate without.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
         self._known: dict[Hashable, Form] = {}
 
     def of(self, args: Any, kwargs: Any) -> Form | None:
         """The form of such a call; None where none was seen."""
-        return self._known.get(kind_of((args, kwargs)))
+        return self._known.get(self._key(args, kwargs))
 
     def note(self, args: Any, kwargs: Any, outputs: Any, *, laid_out: bool = False) -> Form:
         """Know a call in the script's own precision; where its layout is another, all is taken to be contiguous."""
         form = tuple((dtype, contiguous or laid_out) for dtype, contiguous in form_of(outputs))
-        return self._known.setdefault(kind_of((args, kwargs)), form)
+        return self._known.setdefault(self._key(args, kwargs), form)
+
+    def _key(self, args: Any, kwargs: Any) -> Hashable:
+        cast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+        return cast, kind_of((args, kwargs))
 
 
 class EagerCall:

@@ -63,7 +63,7 @@ class Call:
         self._records = make_recorder is not None or device.type == "cuda"
         self._endings = endings
         self._lanes = Lanes(functools.partial(make_recorder or Recorder, device))
-        self._forms, self._unnoted = Forms(), NOTED
+        self._forms, self._unnoted = Forms(device), NOTED
         self._scale: LossScale | None = None
         self._ways: dict[Hashable, EagerCall | CapturedCall] = {}
         self._tried: set[Hashable] = set()
