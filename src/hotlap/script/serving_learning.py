@@ -101,6 +101,8 @@ class Learned:
         if not alike or len(tensors) != len(self._rooms):
             name = type(self._source.samples).__name__
             raise DataError(f"{name} cannot be held: its samples differ in shape or kind of number")
+        if (places < 0).any():
+            raise DataError(f"an index batch has {places.min()}; places in the data are counted from 0")
         new = self._new(places)
         end = self._kept + len(new)
         for room, tensor in pairs:
