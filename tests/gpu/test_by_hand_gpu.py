@@ -5,14 +5,12 @@ import gc
 import numpy as np
 import pytest
 import torch
-from by_hand_loops import WAYS, in_its_data, read, reader, with_other_data
+from by_hand_loops import WAYS, in_its_data, judged, read, reader, with_other_data
 from calling import CAPTURED, Scripted
 from torch import nn
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script.judging import ScriptGate
 from hotlap.script.session import Session, Settings
-from hotlap.script.steering import Steering
 from hotlap.store.plans import save_plan
 
 DEVICE = torch.device("cuda")
@@ -112,22 +110,6 @@ def test_losses_that_are_differentiated_by_a_replay_are_counted(session, capsys)
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("choice", [{"mode": "captured"}, {"precision": "bf16"}], ids=str)
-def test_the_gate_judges_gradients_and_leaves_those_of_the_script(session, monkeypatch, choice, dropout):
-    judged = []
-
-    def stepped(self, optimizer):
-        original(self, optimizer)
-        training = self.training
-        for call in training.calls:
-            call.remember_next()
-        if training.steps == 6:
-            before = [p.grad.clone() for p in training.modules[0].parameters()]
-            judged.append(ScriptGate(training).check(training.own.but(**choice)))
-            assert all(map(torch.equal, before, (p.grad for p in training.modules[0].parameters())))
-
-    original = Steering.stepped
-    monkeypatch.setattr(Steering, "stepped", stepped)
-    with session(tune_s=0.0):
-        read(on_gpu(dropout))
-    (found,) = judged
+def test_the_gate_judges_gradients_and_leaves_those_of_the_script(choice, dropout):
+    found = judged(on_gpu(dropout), **choice)
     assert found.ok, found.why

@@ -1,7 +1,15 @@
 """Loops as word_language_model of pytorch/examples has them: weights are updated without an optimizer."""
 
+import functools
+
 import torch
 from torch import nn
+
+from hotlap.core.ledger import Ledger
+from hotlap.script.by_hand import ByHand
+from hotlap.script.finding import Loop
+from hotlap.script.judging import ScriptGate
+from hotlap.script.training import ScriptTraining
 
 RATE = 0.05
 
@@ -47,7 +55,7 @@ class Reader(nn.Module):
         return self.decoder(self.drop(output)).flatten(0, 1).log_softmax(1), state
 
 
-def read(model, epochs=4, *, call=None, update=in_its_data, steps=7):
+def read(model, epochs=4, *, call=None, update=in_its_data, steps=7, passed=lambda loss: None):
     """Train as word_language_model does, with a state that goes on from batch to batch; losses and weights."""
     torch.manual_seed(2)
     device = next(model.parameters()).device
@@ -60,6 +68,7 @@ def read(model, epochs=4, *, call=None, update=in_its_data, steps=7):
             output, state = call(text[i : i + 5], state)
             loss = criterion(output, text[i + 1 : i + 6].view(-1))
             loss.backward()
+            passed(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
             update(model)
             losses.append(loss.item())
@@ -83,3 +92,24 @@ def reader(**settings):
     """A fresh one, the same each time."""
     torch.manual_seed(1)
     return Reader(**settings)
+
+
+def judged(model, **choice):
+    """What the gate says to a plan, right after a backward pass; the gradients of the script stay as they are."""
+    one, found = ByHand(), []
+    read(model, epochs=1, passed=one.passed)
+    one.settle()
+    training = ScriptTraining(Loop(optimizers=[one], modules=[model], loaders=[]), [], Ledger())
+    (call,) = training.calls
+    call.remember_next()
+
+    def passed(loss):
+        if not found:
+            before = [p.grad.clone() for p in model.parameters()]
+            found.append(ScriptGate(training).check(training.own.but(**choice)))
+            assert all(map(torch.equal, before, (p.grad for p in model.parameters())))
+
+    original = functools.partial(nn.Module.__call__, model)
+    read(model, epochs=1, call=lambda *args: call(original, args, {}), passed=passed)
+    training.close()
+    return found[0]

@@ -335,6 +335,7 @@ class Session:
         """A backward pass has ended, from `loss` unless it was replayed; no optimizer has made a step yet."""
         if not self._counts_passes or not self._is_ours:
             return
+        self._watch_compiling()  # no optimizer is made that would tell
         try:
             one = self._passes.passed(loss)
         except Exception as error:
@@ -529,13 +530,18 @@ class Session:
         @functools.wraps(own)
         def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             own(optimizer, *args, **kwargs)
-            with self._safely():
-                if self._compiling.can_be_watched():
-                    for name in MAKING:
-                        self._patches.take_out(f"{Optimizer.__name__}.{name}")
-                    self._compiling.watch(is_late=True)
+            self._watch_compiling()
 
         return made
+
+    def _watch_compiling(self) -> None:
+        """Watch what compiles from here on, where it is there by now and is not watched yet."""
+        if not self._compiling.can_be_watched() or not self._patches.has(f"{Optimizer.__name__}.{MAKING[0]}"):
+            return
+        with self._safely():
+            for name in MAKING:
+                self._patches.take_out(f"{Optimizer.__name__}.{name}")
+            self._compiling.watch(is_late=True)
 
     def _compiles(self) -> None:
         """torch is about to compile something of the script's: be gone by then."""
