@@ -84,11 +84,11 @@ def test_workers_call_torchs_own_functions_while_the_training_is_watched(session
     assert all(is_own for _, is_own, _, _ in batches)
 
 
-def test_the_stack_of_a_worker_has_two_frames_of_hotlap_and_none_shows_its_source(session):
+def test_the_stack_of_a_worker_has_one_more_frame_and_it_does_not_show_its_source(session):
     deep = {depth for _, _, depth, _ in trained(1)[0]}
     with session:
         batches, _ = trained(1)
-    assert {depth - 2 for _, _, depth, _ in batches} == deep
+    assert {depth - 1 for _, _, depth, _ in batches} == deep
     assert not any(shown for _, _, _, shown in batches)
 
 
@@ -108,3 +108,17 @@ def test_source_that_is_not_shown_for_a_while_is_shown_afterwards():
     undo = frames.without_text({__file__})
     undo()
     assert linecache.cache[__file__] is kept
+
+
+def test_what_a_loader_raises_as_it_begins_is_raised_once_and_is_no_fault_of_hotlap(session, capsys):
+    tries = []
+
+    class Broken(DataLoader):
+        def _get_iterator(self):
+            tries.append(None)
+            raise ValueError("no such folder")
+
+    with session, pytest.raises(ValueError, match="no such folder"):
+        iter(Broken(Looking()))
+    assert len(tries) == 1
+    assert "no such folder" not in capsys.readouterr().err

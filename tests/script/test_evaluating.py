@@ -123,14 +123,14 @@ def told(tmp_path):
 def feeds(monkeypatch):
     """The feed of every epoch of every loader, by loader in the order in which they were first iterated."""
     found: dict[int, list[str]] = {}
-    iterate = Serving.iterate
+    begin = Serving.begin
 
-    def noted(self):
-        iterator = iterate(self)
+    def noted(self, loader):
+        begun = begin(self, loader)
         found.setdefault(id(self), []).append(self.feed.kind)
-        return iterator
+        return begun
 
-    monkeypatch.setattr(Serving, "iterate", noted)
+    monkeypatch.setattr(Serving, "begin", noted)
     return lambda: list(found.values())
 
 

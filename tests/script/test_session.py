@@ -133,7 +133,7 @@ def test_generators_are_where_they_would_be(session, tmp_path):
 
 BROKEN = [
     "hotlap.script.serving.Serving.use",
-    "hotlap.script.serving.Serving.iterate",
+    "hotlap.script.serving.Serving.begin",
     "hotlap.script.session.Session._stepped",
     "hotlap.script.session.Session._served",
     "hotlap.script.steering.Steering.served",

@@ -127,10 +127,15 @@ class Serving:
         """Stands in for `iter(loader)`. Of two iterators at a time the second is torch's own."""
         loader = self._loader()
         assert loader is not None, "who iterates it holds it"
+        begun = self.begin(loader)
+        return begun if begun is not None else self.stand_in(loader, self._original_iter(loader))
+
+    def begin(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
+        """Begin an epoch. None where torch's own iterator is needed: make one, and let `stand_in` have it."""
         running = self._running()
         if running is not None:
             if self.length is None or self.served < self.length:
-                return self._original_iter(loader)
+                return None
             running.end()  # nobody asked it for more, and somebody keeps it: Lightning, for one
         self.epochs, self.served = self.epochs + 1, 0
         self._tell(self.on_begin)
@@ -143,7 +148,12 @@ class Serving:
                 return self._begun_without_workers(loader)
         except Exception as error:
             self.failed(error)
-        made = self._original_iter(loader)
+        return None
+
+    def stand_in(self, loader: DataLoader[Any], made: Iterator[Any]) -> Iterator[Any]:
+        """What the script gets for torch's own iterator; that itself, where an epoch is still under way."""
+        if self._running() is not None:
+            return made
         try:
             return self._noted(Served(self, made, loader))
         except Exception as error:

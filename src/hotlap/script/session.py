@@ -25,7 +25,6 @@ from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.machine.kernels import first_line
-from hotlap.script import serving as serving_file
 from hotlap.script.attending import Attending
 from hotlap.script.by_hand import ByHand, Passes
 from hotlap.script.calls import Call
@@ -119,7 +118,7 @@ class Session:
         """Watch from here on."""
         self._home = (os.getpid(), threading.get_ident())
         self._original_iter = DataLoader.__iter__
-        self._with_text = without_text((__file__, serving_file.__file__))
+        self._with_text = without_text([__file__])
         self._open = True
         self._patches.put(DataLoader, "__iter__", self._iterating)
         if self._compiling.can_be_watched():
@@ -181,12 +180,19 @@ class Session:
 
     def _iterating(self, own: Iterate) -> Iterate:
         def iterated(loader: DataLoader[Any]) -> Iterator[Any]:
+            serving = begun = None
             try:
                 if self._is_ours and not (self._rest is not None and self._rest.is_for_all):
-                    return self._serving_of(loader).iterate()
+                    serving = self._serving_of(loader)
+                    begun = serving.begin(loader)
             except Exception as error:
                 self._fault(error)
-            return own(loader)
+                serving = None
+            if begun is not None:
+                return begun
+            # From here, not from within: workers have all frames beneath them on their stack.
+            made = own(loader)
+            return made if serving is None else serving.stand_in(loader, made)
 
         return iterated
 
