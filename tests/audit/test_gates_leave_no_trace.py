@@ -8,8 +8,10 @@ import pytest
 import torch
 from plain import class_data, parameters_of, small_mlp
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hotlap import Rig
+from hotlap.script.call_traces import Untouched
 from hotlap.script.update_trials import _set_aside, raw_step
 from hotlap.tuner.gates import Gate
 
@@ -150,6 +152,26 @@ def test_a_gate_puts_back_what_a_loss_function_closes_over_and_what_hooks_keep()
     before = (list(seen), count, loss.calls, len(kept))
     Gate(rig, rig.plan).check(rig.plan.but(micro_batch=4))
     assert (list(seen), count, loss.calls, len(kept)) == before
+
+
+def test_a_gate_puts_back_what_hooks_of_all_modules_keep():
+    rig, _ = rig_for(nn.Tanh())
+    kept, count = [], Counter()
+    hooks = [
+        register_module_forward_pre_hook(lambda module, _: count.update([type(module)])),
+        register_module_forward_hook(lambda *given: kept.append(1)),
+    ]
+    try:
+        Gate(rig, rig.plan).check(rig.plan.but(micro_batch=4))
+        with Untouched(rig.model, rig.device):
+            rig.model(torch.randn(4, 8, dtype=next(rig.model.parameters()).dtype))
+            assert kept
+            assert count
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not kept
+    assert not count
 
 
 class Drawing(nn.Module):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
@@ -134,6 +135,9 @@ class Walk:
             self.unknown.append(f"{'.'.join(path)} {why}")
 
     def _module(self, path: Path, module: nn.Module) -> None:
+        for kind in _HOOKS:
+            for number, hook in enumerate(getattr(torch_module, f"_global{kind}", {}).values()):
+                self._value(("hooks of all modules", kind.strip("_"), str(number)), hook)
         for name, layer in module.named_modules():
             here = (*path, name) if name else path
             self._seen[id(layer)] = layer
