@@ -220,7 +220,9 @@ def test_passes_inside_an_optimizers_step_are_its_own(session, capsys):
 
         for _ in range(6):
             optimizer.step(closure)
-    assert "6 updates, " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "6 updates, " in told
+    assert told.count(" updates, ") == 1, told
 
 
 def test_a_training_with_an_optimizer_after_one_without(session, capsys):
