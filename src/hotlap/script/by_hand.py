@@ -23,8 +23,10 @@ WAITED = 3
 """Backward passes without any optimizer's step, after which weights are looked at."""
 PATIENCE = 64
 """Passes in a row that change no weight, after which nothing is expected of them."""
-COMPARED = 2**16
-"""Values of a weight that are compared."""
+WALKS = 4
+"""Passes after a change whose graphs are walked through for weights: those of an accumulation are all alike."""
+COMPARED = 2**12
+"""Values of a weight that are compared. Each comparison waits for the device."""
 MOST_NODES = 100_000
 WHY = "the script updates its weights itself, without an optimizer"
 
@@ -67,7 +69,7 @@ class ByHand(Optimizer):
         if self.passes < WAITED:
             return False
         changed = [weight.has_changed(self.passes) for weight in self._weights.values()]
-        for leaf in _leaves_behind(loss):
+        for leaf in _leaves_behind(loss) if self.passes - WAITED - self._changed < WALKS else ():
             if id(leaf) not in self._weights or self._weights[id(leaf)].ref() is not leaf:
                 self._weights[id(leaf)] = _Weight(leaf)
         if any(changed):
