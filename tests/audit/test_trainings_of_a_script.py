@@ -282,7 +282,7 @@ def test_steps_of_a_lap_are_counted_and_nothing_else(tmp_path, monkeypatch, caps
         training.epochs(1)
         assert nn.Module.__call__ is own
         calls = hotlap_calls(lambda: training.epochs(1))
-        assert len(calls) <= 8 * 40 + 200, calls[:100]
+        assert len(calls) <= 8 * 45 + 250, calls[:100]
         assert session._steering.training.steps == 20, "counted as they are made"
         assert told[4:] == [(1, 1)], "and told of together"
         training.epochs(1)
