@@ -40,10 +40,10 @@ class Work:
     generator: torch.Generator
     """What they draw from."""
 
-    def again(self, given: tuple[Any, Any], drawn: Drawn) -> list[Tensor]:
+    def again(self, given: tuple[Any, Any], drawn: Drawn, standing: StandIns) -> list[Tensor]:
         """The outputs of a call that was made before, with the same randomness, for autograd to see all of it."""
         enabled, dtype = self.autocast
-        with Untouched(self.module, self.device), self.switches, torch.enable_grad():
+        with Untouched(self.module, self.device), standing, self.switches, torch.enable_grad():
             if not draws_on(self.device):
                 drawn.put_back()
             with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
@@ -112,16 +112,22 @@ class Turn:
         if not self._was_surprised and self._surprised is not None:
             self._surprised()
         self._was_surprised = True
+        # What the arguments come from may lead to the same parameters, as where the outputs of one call are arguments
+        # of the next: it has a turn of its own, so nothing but this call may lie between what is differentiated.
+        is_twice = torch.is_grad_enabled()
+        given = map_tensors(self.given(), _viewed if is_twice else _detached)
+        standing = StandIns(self._work.module, _viewed if is_twice else None)
+        arguments = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
         # For each pass anew: what autograd lets go of in one must not be missing in the next.
-        made = self._work.again(self.given(), self._drawn)
+        made = self._work.again(given, self._drawn, standing)
         pairs = [(out, grad) for out, grad in zip(made, grads, strict=True) if grad is not None]
         with self._work.switches:
             found = torch.autograd.grad(
                 [out for out, _ in pairs],
-                list(self.sources),
+                [*arguments, *map(standing.of, self.sources[len(arguments) :])],
                 [grad for _, grad in pairs],
                 allow_unused=True,
-                create_graph=torch.is_grad_enabled(),
+                create_graph=is_twice,
             )
         return list(found)
 
@@ -166,10 +172,11 @@ class StandIns:
     its hooks, and on its stream, which no recording on another one can have a part in.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, make: Callable[[Any], Tensor] | None = None) -> None:
+        """`make` makes them; parameters of their own, where none is given."""
         layers = list(module.modules())
         self._held = [(layer, name, p) for layer in layers for name, p in layer._parameters.items() if p is not None]
-        self._made = {id(p): _stand_in(p) for _, _, p in self._held}
+        self._made = {id(p): (make or _stand_in)(p) for _, _, p in self._held}
         self.parameters = list({id(p): p for _, _, p in self._held if p.requires_grad}.values())
         """Those that require gradients, each once."""
         self.stand_ins = [self._made[id(p)] for p in self.parameters]
@@ -179,6 +186,10 @@ class StandIns:
             for layer in layers
             if isinstance(layer, nn.RNNBase)
         ]
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """What stands in for one of the parameters."""
+        return self._made.get(id(parameter), parameter)
 
     @property
     def are_apart(self) -> bool:
@@ -192,7 +203,7 @@ class StandIns:
 
     def __enter__(self) -> None:
         for layer, name, p in self._held:
-            layer._parameters[name] = self._made[id(p)]
+            layer._parameters[name] = self._made[id(p)]  # type: ignore[assignment]
         for layer, weights, _ in self._rnns:
             stand_ins = [self._made.get(id(weight), weight) for weight in weights]
             # With references of their own, lest the layer think that it has to lay them out anew.
@@ -277,6 +288,11 @@ def true_gradients(scale: LossScale, differentiate: Callable[[], None], incoming
 
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def _viewed(tensor: Tensor) -> Tensor:
+    """The tensor once more, such that gradients go to it through this."""
+    return unwrap_if_dead(tensor).view_as(tensor) if tensor.requires_grad else tensor
 
 
 def autocast_of(device: torch.device) -> tuple[bool, torch.dtype]:
