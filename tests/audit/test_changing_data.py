@@ -206,8 +206,8 @@ def test_a_kept_feed_that_is_left_becomes_rejected_in_the_table(session, tmp_pat
 
 
 def test_an_evaluation_whose_data_changes_sees_it(session, monkeypatch):
-    from hotlap.script import evaluating
-    from hotlap.script.serving import Serving
+    from hotlap.script.feed import evaluating
+    from hotlap.script.feed.serving import Serving
 
     monkeypatch.setattr(Serving, "holding_s", lambda self, feed=None: 0.0)
     monkeypatch.setattr(evaluating, "PROBED", 0)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.script.calls import Call
+from hotlap.script.calls.call import Call
 
 
 @pytest.mark.parametrize("numerics", [Numerics(layout="channels_last"), Numerics(precision="bf16")])

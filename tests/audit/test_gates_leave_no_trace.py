@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hotlap import Rig
-from hotlap.script.call_traces import Untouched
-from hotlap.script.update_trials import _set_aside, raw_step
+from hotlap.script.calls.traces import Untouched
+from hotlap.script.update.trials import _set_aside, raw_step
 from hotlap.tuner.gates import Gate
 
 SEEN: list[int] = []

@@ -8,7 +8,7 @@ from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.rig import Rig
-from hotlap.script.calls import Call
+from hotlap.script.calls.call import Call
 
 CPU = torch.device("cpu")
 BF16 = Numerics(precision="bf16"), Execution()

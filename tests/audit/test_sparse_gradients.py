@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hotlap
-from hotlap.script.updates import Updates
+from hotlap.script.update.updates import Updates
 
 
 def step(embedding, optimizer, updates):

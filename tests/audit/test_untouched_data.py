@@ -181,7 +181,7 @@ def test_under_max_no_data_that_keeps_traces_is_fetched_for_a_look_or_by_workers
 
 
 def test_a_look_at_a_loader_does_not_ask_for_a_length_that_leaves_traces():
-    from hotlap.script.serving import Serving
+    from hotlap.script.feed.serving import Serving
 
     loader = DataLoader(Measured(), batch_size=SIZE)
     fetched.clear()
@@ -289,7 +289,7 @@ def test_a_rig_refuses_other_feeds_for_data_that_requires_gradients(kind):
 @pytest.mark.parametrize("plan", ["max", Feed(kind="gather")], ids=["max", "gather"])
 def test_a_fixed_plan_whose_feed_brings_other_batches_is_refused_with_the_reason(session, monkeypatch, capsys, plan):
     """Taken for a feed with a fault that its code does not show."""
-    from hotlap.script.serving_feeds import Gathered
+    from hotlap.script.feed.feeds import Gathered
 
     wanted, gather = train("nothing"), Gathered.__next__
 

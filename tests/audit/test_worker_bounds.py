@@ -16,7 +16,7 @@ from hotlap.data.course import loader_feed
 from hotlap.data.feeds import within_cores
 from hotlap.machine import workers_wanted
 from hotlap.machine.limits import most_workers, read_cpu
-from hotlap.script.serving_feeds import LikeLoader
+from hotlap.script.feed.feeds import LikeLoader
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def asked(monkeypatch):
             super().__init__(*args, **settings)
 
     monkeypatch.setattr(feeds, "DataLoader", Counted)
-    monkeypatch.setattr("hotlap.script.serving_feeds.DataLoader", Counted)
+    monkeypatch.setattr("hotlap.script.feed.feeds.DataLoader", Counted)
     return counts
 
 

@@ -4,7 +4,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap.core.plan import Feed
-from hotlap.script.serving import Serving
+from hotlap.script.feed.serving import Serving
 
 
 def test_workers_of_the_own_feed_are_started_anew_in_each_epoch():

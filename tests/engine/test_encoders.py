@@ -21,7 +21,7 @@ from hotlap.engine.encoders import adapt
 from hotlap.engine.fingerprint import Glance, fingerprint
 from hotlap.engine.precision import Switches
 from hotlap.engine.watch import Watch
-from hotlap.script.calls import Call
+from hotlap.script.calls.call import Call
 
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from waiting import no_waiting
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.machine.tf32 import Tf32
-from hotlap.script import call_evaluations
-from hotlap.script.call_evaluation_graphs import ROUNDING
-from hotlap.script.call_evaluations import SEEN
+from hotlap.script.calls import evaluations as call_evaluations
+from hotlap.script.calls.evaluation_graphs import ROUNDING
+from hotlap.script.calls.evaluations import SEEN
 
 DEVICE = torch.device("cuda")
 WARM = SEEN + 1

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from waiting import no_waiting
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.script import call_refusals
+from hotlap.script.calls import refusals as call_refusals
 from hotlap.tuner.stepping import without_dropout
 
 DEVICE = torch.device("cuda")

@@ -12,7 +12,7 @@ from hotlap import Plan, Rig
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine import steps as steps_module
 from hotlap.engine.capture import CapturedStep
-from hotlap.script.calls import Call
+from hotlap.script.calls.call import Call
 
 pytest.importorskip("transformers")
 DEVICE = torch.device("cuda")

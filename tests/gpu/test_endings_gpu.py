@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.script.call_endings import Endings
-from hotlap.script.calls import Call
+from hotlap.script.calls.call import Call
+from hotlap.script.calls.endings import Endings
 
 DEVICE = torch.device("cuda")
 STEPS = 40

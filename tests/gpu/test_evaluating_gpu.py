@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script import evaluating
-from hotlap.script.evaluating import WHAT
-from hotlap.script.serving import Serving
+from hotlap.script.feed import evaluating
+from hotlap.script.feed.evaluating import WHAT
+from hotlap.script.feed.serving import Serving
 from hotlap.script.session import Session, Settings
 from hotlap.store.plans import save_plan
 from hotlap.store.run_folder import RunFolder

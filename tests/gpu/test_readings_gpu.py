@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.script.call_endings import Endings
-from hotlap.script.calls import Call
-from hotlap.script.readings import KEPT, SEEN, Readings
+from hotlap.script.calls.call import Call
+from hotlap.script.calls.endings import Endings
+from hotlap.script.calls.readings import KEPT, SEEN, Readings
 
 DEVICE = torch.device("cuda", 0)
 LONG = 2_000_000_000

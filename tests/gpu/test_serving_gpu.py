@@ -12,10 +12,11 @@ from hotlap.core.plan import Feed
 from hotlap.data import stream
 from hotlap.data.columns import Columns, tensors_in
 from hotlap.data.stream import CudaLane, Stage
-from hotlap.script import serving_feeds, serving_learning
-from hotlap.script.sending import KEPT, Sending
-from hotlap.script.serving import Serving
-from hotlap.script.serving_checks import why_other_batch
+from hotlap.script.feed import feeds as serving_feeds
+from hotlap.script.feed import learning as serving_learning
+from hotlap.script.feed.checks import why_other_batch
+from hotlap.script.feed.sending import KEPT, Sending
+from hotlap.script.feed.serving import Serving
 
 MILLISECOND = 1_700_000
 """Cycles of the clock that `torch.cuda._sleep` counts, nearly."""

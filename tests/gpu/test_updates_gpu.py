@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import no_waiting
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script import update_capture
 from hotlap.script.session import Session, Settings
-from hotlap.script.update_capture import CHECKS, WARM
-from hotlap.script.updates import Updates
+from hotlap.script.update import capture as update_capture
+from hotlap.script.update.capture import CHECKS, WARM
+from hotlap.script.update.updates import Updates
 from hotlap.store.plans import save_plan
 
 DEVICE = torch.device("cuda")

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from hotlap.script import waits as module
-from hotlap.script.waits import Waits
+from hotlap.script.advise import waits as module
+from hotlap.script.advise.waits import Waits
 
 DEVICE = "cuda"
 

@@ -9,7 +9,7 @@ from hotlap.core.ledger import Ledger
 from hotlap.moves import compiled, every
 from hotlap.moves.compiled import MOVE
 from hotlap.moves.every import everything
-from hotlap.script.finding import Loop
+from hotlap.script.find.finder import Loop
 from hotlap.script.training import ScriptTraining
 
 

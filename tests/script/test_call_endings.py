@@ -15,8 +15,8 @@ from calling import (
 )
 from torch import nn
 
-from hotlap.script import call_endings
-from hotlap.script.call_endings import SEEN, Endings
+from hotlap.script.calls import endings as call_endings
+from hotlap.script.calls.endings import SEEN, Endings
 
 
 class Scripted(calling.Scripted):
@@ -217,7 +217,7 @@ def test_a_second_pass_fails_as_in_torch(scripted):
 
 
 def test_gradients_that_differ_from_autograds_are_never_used(scripted, monkeypatch):
-    from hotlap.script.call_graphs import CallGraph
+    from hotlap.script.calls.graphs import CallGraph
 
     end = CallGraph.end
 
@@ -236,7 +236,7 @@ def test_gradients_that_differ_from_autograds_are_never_used(scripted, monkeypat
 
 
 def test_a_replay_that_fails_leaves_nothing_and_is_not_tried_again(scripted, monkeypatch):
-    from hotlap.script.call_graphs import CallGraph
+    from hotlap.script.calls.graphs import CallGraph
 
     end, tries = CallGraph.end, []
 

@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.machine.tf32 import Tf32
-from hotlap.script import call_evaluations
-from hotlap.script.call_evaluations import MOST_MOVED, MOST_RECORDED
+from hotlap.script.calls import evaluations as call_evaluations
+from hotlap.script.calls.evaluations import MOST_MOVED, MOST_RECORDED
 
 
 @pytest.fixture(autouse=True)

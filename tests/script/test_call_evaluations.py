@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.script import call_evaluations
-from hotlap.script.call_evaluations import MOST_LOST, SEEN
+from hotlap.script.calls import evaluations as call_evaluations
+from hotlap.script.calls.evaluations import MOST_LOST, SEEN
 
 
 @pytest.fixture(autouse=True)

@@ -32,11 +32,12 @@ from hotlap.core.errors import PlanError
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.fingerprint import fingerprint
 from hotlap.engine.recording import NotRecordedError
-from hotlap.script import call_refusals, call_switches
-from hotlap.script.call_capture import MOST_LANES
-from hotlap.script.call_switches import leave_broken_passes, switch_in_backward
-from hotlap.script.call_traces import Drawn
-from hotlap.script.calls import Call
+from hotlap.script.calls import refusals as call_refusals
+from hotlap.script.calls import switches as call_switches
+from hotlap.script.calls.call import Call
+from hotlap.script.calls.capture import MOST_LANES
+from hotlap.script.calls.switches import leave_broken_passes, switch_in_backward
+from hotlap.script.calls.traces import Drawn
 from hotlap.tuner.stepping import without_dropout
 
 BF16 = Numerics(precision="bf16"), Execution()
@@ -768,8 +769,8 @@ def test_shapes_values_flags_and_modes_are_recorded_apart():
 
 
 def test_more_shapes_than_there_is_place_for_run_eagerly(monkeypatch):
-    monkeypatch.setattr("hotlap.script.call_capture.MOST_GRAPHS", 3)
-    monkeypatch.setattr("hotlap.script.call_capture.PATIENCE", 10)
+    monkeypatch.setattr("hotlap.script.calls.capture.MOST_GRAPHS", 3)
+    monkeypatch.setattr("hotlap.script.calls.capture.PATIENCE", 10)
     module = nn.Linear(6, 3)
     model = Scripted(module, CAPTURED)
 
@@ -843,7 +844,7 @@ def test_a_replay_is_spared_the_fingerprint_of_a_module_that_nobody_touched(monk
         asked.append(modules)
         return fingerprint(modules)
 
-    monkeypatch.setattr("hotlap.script.call_capture.fingerprint", noted)
+    monkeypatch.setattr("hotlap.script.calls.capture.fingerprint", noted)
     for x, _ in batches(3):
         model(x).sum().backward()
         module.eval()
@@ -879,8 +880,8 @@ class Seeded:
 
 def test_recurrent_layers_that_drop_are_recorded_once_and_anew_where_a_seed_is_set(monkeypatch):
     generator = Seeded()
-    monkeypatch.setattr("hotlap.script.call_capture.drops_in_recurrence", lambda *_: True)
-    monkeypatch.setattr("hotlap.script.call_capture.generator_of", lambda _: generator)
+    monkeypatch.setattr("hotlap.script.calls.capture.drops_in_recurrence", lambda *_: True)
+    monkeypatch.setattr("hotlap.script.calls.capture.generator_of", lambda _: generator)
     model, firsts = Scripted(net(), CAPTURED), []
     for number, (x, _) in enumerate(batches(24)):
         if number == 8:

@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script import evaluating, serving_learning
-from hotlap.script.evaluating import WHAT
-from hotlap.script.sending import Sending
-from hotlap.script.serving import Serving
-from hotlap.script.serving_learning import Learned
+from hotlap.script.feed import evaluating
+from hotlap.script.feed import learning as serving_learning
+from hotlap.script.feed.evaluating import WHAT
+from hotlap.script.feed.learning import Learned
+from hotlap.script.feed.sending import Sending
+from hotlap.script.feed.serving import Serving
 from hotlap.script.session import Session, Settings
 from hotlap.script.steering import Steering
 from hotlap.store.plans import save_plan

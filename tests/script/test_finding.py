@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hotlap.script.finding import SEEN, Finder
+from hotlap.script.find.finder import SEEN, Finder
 from hotlap.script.patches import Patches
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hotlap.script.horizon import Horizon
-from hotlap.script.horizon_loops import locals_of
+from hotlap.script.find.horizon import Horizon
+from hotlap.script.find.loops import locals_of
 
 LENGTH = 10
 

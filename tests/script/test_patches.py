@@ -5,9 +5,9 @@ from itertools import permutations
 import pytest
 import torch
 
+from hotlap.script.calls.readings import Readings
+from hotlap.script.feed.sending import Sending
 from hotlap.script.patches import Patches
-from hotlap.script.readings import Readings
-from hotlap.script.sending import Sending
 
 
 class Base:

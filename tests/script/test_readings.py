@@ -7,9 +7,9 @@ import torch
 from calling import CAPTURED, CPU, FakeRecorder, net
 from torch import Tensor, nn
 
-from hotlap.script.call_endings import Endings
-from hotlap.script.calls import Call
-from hotlap.script.readings import KEPT, MOST, SEEN, PageLocked, Readings
+from hotlap.script.calls.call import Call
+from hotlap.script.calls.endings import Endings
+from hotlap.script.calls.readings import KEPT, MOST, SEEN, PageLocked, Readings
 
 
 class Copied:
@@ -187,7 +187,7 @@ def test_the_end_of_a_copy_is_noted_on_the_stream_of_its_own_device(monkeypatch)
 
     noted = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr("hotlap.script.readings.current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr("hotlap.script.calls.readings.current_stream", lambda device: f"stream of {device}")
     unlocked = functools.partial(torch.zeros, ())
     monkeypatch.setattr(torch, "empty", lambda *_, dtype, device, pin_memory: unlocked(dtype=dtype, device=device))
     place = PageLocked()

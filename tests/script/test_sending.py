@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from hotlap.script.sending import KEPT, Sending
+from hotlap.script.feed.sending import KEPT, Sending
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

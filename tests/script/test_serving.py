@@ -29,15 +29,18 @@ from hotlap.core.plan import Feed
 from hotlap.data.columns import tensors_in
 from hotlap.data.source import as_source
 from hotlap.data.stream import Stage
-from hotlap.script import serving as serving_module
-from hotlap.script import serving_feeds, serving_indices, serving_learning, serving_places
-from hotlap.script.sending import Sending
-from hotlap.script.serving import Serving
-from hotlap.script.serving_checks import why_other_batch
-from hotlap.script.serving_indices import Indices
-from hotlap.script.serving_learning import Learned
-from hotlap.script.serving_orders import Order, order_of
-from hotlap.script.serving_places import Places
+from hotlap.script.feed import feeds as serving_feeds
+from hotlap.script.feed import indices as serving_indices
+from hotlap.script.feed import learning as serving_learning
+from hotlap.script.feed import places as serving_places
+from hotlap.script.feed import serving as serving_module
+from hotlap.script.feed.checks import why_other_batch
+from hotlap.script.feed.indices import Indices
+from hotlap.script.feed.learning import Learned
+from hotlap.script.feed.orders import Order, order_of
+from hotlap.script.feed.places import Places
+from hotlap.script.feed.sending import Sending
+from hotlap.script.feed.serving import Serving
 
 CPU = torch.device("cpu")
 GATHER = Feed(kind="gather")

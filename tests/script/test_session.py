@@ -132,20 +132,20 @@ def test_generators_are_where_they_would_be(session, tmp_path):
 
 
 BROKEN = [
-    "hotlap.script.serving.Serving.use",
-    "hotlap.script.serving.Serving.begin",
+    "hotlap.script.feed.serving.Serving.use",
+    "hotlap.script.feed.serving.Serving.begin",
     "hotlap.script.session.Session._stepped",
     "hotlap.script.session.Session._served",
     "hotlap.script.steering.Steering.served",
     "hotlap.script.steering.Steering.stepped",
     "hotlap.script.training.ScriptTraining.stepped",
-    "hotlap.script.updates.Updates.before_step",
-    "hotlap.script.updates.Updates.after_step",
-    "hotlap.script.horizon.Horizon.updates",
+    "hotlap.script.update.updates.Updates.before_step",
+    "hotlap.script.update.updates.Updates.after_step",
+    "hotlap.script.find.horizon.Horizon.updates",
     "hotlap.tuner.tuner.Tuner.stepped",
     "hotlap.tuner.search.Search._together",
-    "hotlap.script.finding.Finder.stepped",
-    "hotlap.script.calls.Call.__init__",
+    "hotlap.script.find.finder.Finder.stepped",
+    "hotlap.script.calls.call.Call.__init__",
 ]
 
 

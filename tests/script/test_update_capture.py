@@ -14,10 +14,10 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 from hotlap.core.plan import Feed, Plan
 from hotlap.engine.recording import NotRecordedError
 from hotlap.script.session import Session, Settings
-from hotlap.script.update_capture import CHECKS, PATIENCE, WARM, CapturedUpdate
-from hotlap.script.update_clipping import MOST_LIMITS, NORM, SCALE
-from hotlap.script.update_graphs import FOR_GOOD, UpdateGraph
-from hotlap.script.updates import Updates
+from hotlap.script.update.capture import CHECKS, PATIENCE, WARM, CapturedUpdate
+from hotlap.script.update.clipping import MOST_LIMITS, NORM, SCALE
+from hotlap.script.update.graphs import FOR_GOOD, UpdateGraph
+from hotlap.script.update.updates import Updates
 from hotlap.store.plans import save_plan
 
 STEPS = 12

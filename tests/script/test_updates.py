@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.script import update_trials
-from hotlap.script.updates import Updates
+from hotlap.script.update import trials as update_trials
+from hotlap.script.update.updates import Updates
 
 
 def trained(optimizer_of, *, fused_from=None, steps=8, updates=None, model=None):

@@ -9,7 +9,7 @@ from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.data.randomness import HostRandomness
-from hotlap.script.calls import Call
+from hotlap.script.calls.call import Call
 
 CPU = torch.device("cpu")
 OWN, CAPTURED = (Numerics(), Execution()), (Numerics(), Execution(mode="captured"))

@@ -6,7 +6,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hotlap.script.patches import Patches
-from hotlap.script.update_clipping import stand_ins
+from hotlap.script.update.clipping import stand_ins
 
 
 @contextmanager

@@ -50,10 +50,10 @@ from hotlap.kit.savings import model_facts
 from hotlap.kit.transforms import costs_of
 from hotlap.kit.watching import Watch
 from hotlap.machine.kernels import first_line
-from hotlap.script.call_refusals import why_not_changed
+from hotlap.script.calls.refusals import why_not_changed
+from hotlap.script.feed.epoch import Served
 from hotlap.script.patches import Patches
 from hotlap.script.running import Target, run
-from hotlap.script.serving_epoch import Served
 from hotlap.store.cache import default_root
 from hotlap.store.files import write_text
 

@@ -18,10 +18,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hotlap.core.plan import Plan
 from hotlap.machine.kernels import first_line
-from hotlap.script.call_traces import Untouched
-from hotlap.script.calls import Call
+from hotlap.script.calls.call import Call
+from hotlap.script.calls.traces import Untouched
 from hotlap.script.training import ScriptTraining
-from hotlap.script.update_trials import memory_of
+from hotlap.script.update.trials import memory_of
 from hotlap.tuner.allowance import check_allowed
 from hotlap.tuner.gates import NUDGES, Judgement
 from hotlap.tuner.gradients import Agreement, Outcome, brought_near, gaps_between, shown_cosine

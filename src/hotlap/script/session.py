@@ -25,26 +25,26 @@ from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.machine.kernels import first_line
-from hotlap.script.attending import Attending
-from hotlap.script.by_hand import ByHand, Passes
-from hotlap.script.calls import Call
+from hotlap.script.advise.attending import Attending
+from hotlap.script.advise.waits import Waits
+from hotlap.script.calls.call import Call
 from hotlap.script.compiling import WHY as COMPILES
 from hotlap.script.compiling import Compiling
-from hotlap.script.finding import Finder, Loop
+from hotlap.script.feed.feeds import Iterate
+from hotlap.script.feed.sending import Sending
+from hotlap.script.feed.serving import Serving
+from hotlap.script.find.by_hand import ByHand, Passes
+from hotlap.script.find.finder import Finder, Loop
+from hotlap.script.find.horizon import Horizon
 from hotlap.script.frames import without_text
-from hotlap.script.horizon import Horizon
 from hotlap.script.patches import Patches, untraced
 from hotlap.script.resting import Rest, Trained, is_inner
-from hotlap.script.sending import Sending
-from hotlap.script.serving import Serving
-from hotlap.script.serving_feeds import Iterate
 from hotlap.script.steering import Steering
 from hotlap.script.streams import is_capturing
 from hotlap.script.telling import Teller
 from hotlap.script.training import ScriptTraining
-from hotlap.script.update_clipping import NORM, SCALE, Clipping, stand_ins
-from hotlap.script.update_shortcuts import Shortcuts
-from hotlap.script.waits import Waits
+from hotlap.script.update.clipping import NORM, SCALE, Clipping, stand_ins
+from hotlap.script.update.shortcuts import Shortcuts
 from hotlap.tuner.budget import Length
 
 BEFORE, AFTER, CALLS, PASSES = "before", "after", "Module.__call__", "Tensor.backward"

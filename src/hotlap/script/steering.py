@@ -12,10 +12,10 @@ from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed, Plan
 from hotlap.moves.every import everything
 from hotlap.script.busy import Busy
-from hotlap.script.evaluating import Evaluating
+from hotlap.script.feed.evaluating import Evaluating
+from hotlap.script.feed.serving import Serving
 from hotlap.script.judging import ScriptGate
 from hotlap.script.resting import Trained
-from hotlap.script.serving import Serving
 from hotlap.script.training import ScriptTraining
 from hotlap.store.plans import load_plan
 from hotlap.store.run_folder import RunFolder

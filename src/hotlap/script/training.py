@@ -15,15 +15,15 @@ from hotlap.data.source import Source
 from hotlap.engine.route import Place
 from hotlap.machine.kernels import first_line
 from hotlap.moves import gather, resident, stream, workers
-from hotlap.script.backwards import Backwards
 from hotlap.script.busy import Busy
-from hotlap.script.by_hand import ByHand
-from hotlap.script.call_endings import Endings
-from hotlap.script.calls import Call
-from hotlap.script.finding import Loop
-from hotlap.script.readings import Readings
-from hotlap.script.serving import Serving
-from hotlap.script.updates import Updates
+from hotlap.script.calls.call import Call
+from hotlap.script.calls.endings import Endings
+from hotlap.script.calls.readings import Readings
+from hotlap.script.feed.serving import Serving
+from hotlap.script.find.by_hand import ByHand
+from hotlap.script.find.finder import Loop
+from hotlap.script.update.backwards import Backwards
+from hotlap.script.update.updates import Updates
 
 FEED_MOVES = tuple(one.MOVE.name for one in (gather, resident, stream, workers))
 """Moves that bring batches another way."""

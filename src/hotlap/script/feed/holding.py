@@ -13,8 +13,8 @@ from hotlap.data.holding import HOST, SENT_A_SECOND, bytes_needed, held, time_to
 from hotlap.data.resident import packed
 from hotlap.data.samples import Source
 from hotlap.machine.cuda import usable_bytes
-from hotlap.script.serving_feeds import Columned
-from hotlap.script.serving_learning import Learned
+from hotlap.script.feed.feeds import Columned
+from hotlap.script.feed.learning import Learned
 
 
 class Holding:

@@ -14,9 +14,9 @@ from hotlap.engine.fingerprint import memory, what_changed
 from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.scaling import LossScale
-from hotlap.script.call_passage import ScaledTurn, passed
-from hotlap.script.call_switches import leave_broken_passes, switch_in_backward
-from hotlap.script.call_trees import Form, form_of, in_form, kind_of, leaves, stranger_to_trees
+from hotlap.script.calls.passage import ScaledTurn, passed
+from hotlap.script.calls.switches import leave_broken_passes, switch_in_backward
+from hotlap.script.calls.trees import Form, form_of, in_form, kind_of, leaves, stranger_to_trees
 
 Original = Callable[..., Any]
 """Makes the script's own call."""

@@ -22,10 +22,10 @@ from hotlap.engine.precision import Switches
 from hotlap.engine.recording import NotRecordedError
 from hotlap.engine.scaling import LossScale
 from hotlap.engine.watch import Watch, stranger_in, why_recording_failed
-from hotlap.script.call_passage import Compute, StandIns, Turn, Work, autocast_of, true_gradients, wanting
-from hotlap.script.call_traces import generator_of
-from hotlap.script.call_trees import leaves, marks, stranger_to_trees, with_leaves
-from hotlap.script.gradient_rooms import GradientRooms
+from hotlap.script.calls.gradient_rooms import GradientRooms
+from hotlap.script.calls.passage import Compute, StandIns, Turn, Work, autocast_of, true_gradients, wanting
+from hotlap.script.calls.traces import generator_of
+from hotlap.script.calls.trees import leaves, marks, stranger_to_trees, with_leaves
 
 _grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
 _later_hooks_of = attrgetter("_post_accumulate_grad_hooks")

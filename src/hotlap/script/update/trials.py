@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from hotlap.core.object_memory import Memory
 from hotlap.engine.optimizers import Fusion, is_fused
 from hotlap.machine.kernels import first_line
-from hotlap.script.call_graphs import Recording
-from hotlap.script.update_capture import CapturedUpdate, hush, unhush
-from hotlap.script.update_graphs import Desk, UpdateGraph
+from hotlap.script.calls.graphs import Recording
+from hotlap.script.update.capture import CapturedUpdate, hush, unhush
+from hotlap.script.update.graphs import Desk, UpdateGraph
 from hotlap.tuner.gradients import Parts, brought_near, gaps_between, percent
 from hotlap.tuner.rounding import GRAIN, SAME
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hotlap.engine.capture import WARM_UPDATES
-from hotlap.script.call_trees import looked_at
+from hotlap.script.calls.trees import looked_at
 
 MOST_UNUSED = 16
 """Calls that are looked at in vain, since none of them is differentiated."""

@@ -17,8 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from hotlap.script.serving_orders import Order, Rest
-from hotlap.script.serving_places import Block, Places
+from hotlap.script.feed.orders import Order, Rest
+from hotlap.script.feed.places import Block, Places
 
 BLOCK = 32
 """Index batches that are read together at most, where that leaves no trace."""

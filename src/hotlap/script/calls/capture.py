@@ -18,16 +18,16 @@ from hotlap.engine.fingerprint import Glance, fingerprint
 from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.recording import NotRecordedError
 from hotlap.engine.watch import Watch
-from hotlap.script.call_eager import EagerCall, Original
-from hotlap.script.call_endings import SEEN, Endings
-from hotlap.script.call_evaluations import Evaluations
-from hotlap.script.call_graphs import CallGraph, Ending, Recording, Replayed
-from hotlap.script.call_habits import Habits
-from hotlap.script.call_passage import StandIns, passed
-from hotlap.script.call_refusals import why_not_captured
-from hotlap.script.call_traces import Drawn, Untouched, drops_in_recurrence, generator_of, note_recorded
-from hotlap.script.call_trees import marks
-from hotlap.script.gradient_rooms import GradientRooms
+from hotlap.script.calls.eager import EagerCall, Original
+from hotlap.script.calls.endings import SEEN, Endings
+from hotlap.script.calls.evaluations import Evaluations
+from hotlap.script.calls.gradient_rooms import GradientRooms
+from hotlap.script.calls.graphs import CallGraph, Ending, Recording, Replayed
+from hotlap.script.calls.habits import Habits
+from hotlap.script.calls.passage import StandIns, passed
+from hotlap.script.calls.refusals import why_not_captured
+from hotlap.script.calls.traces import Drawn, Untouched, drops_in_recurrence, generator_of, note_recorded
+from hotlap.script.calls.trees import marks
 
 MOST_LANES = 2
 """Calls that may wait for their backward pass at a time and are replays: a GAN's of real and of made-up samples."""

@@ -12,8 +12,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from hotlap.engine.optimizers import frozen_hyperparameters, why_not_captured
 from hotlap.machine.kernels import first_line
-from hotlap.script.call_graphs import Recording
-from hotlap.script.update_graphs import Desk, UpdateGraph, frozen_names, parameters_of
+from hotlap.script.calls.graphs import Recording
+from hotlap.script.update.graphs import Desk, UpdateGraph, frozen_names, parameters_of
 
 WARM = 2
 """Steps in a row with the same settings and gradients, made by the optimizer itself before one is recorded."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hotlap.engine.optimizers import recording
 from hotlap.engine.recording import NotRecordedError
-from hotlap.script.call_graphs import Recording
+from hotlap.script.calls.graphs import Recording
 
 FILLED = 4
 """Learning rates that are written one by one; more of them at a time are sent together."""

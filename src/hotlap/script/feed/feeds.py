@@ -17,10 +17,10 @@ from hotlap.data.columns import Selection, tensors_in
 from hotlap.data.feeds import WorkerStart, within_cores
 from hotlap.data.samples import Source
 from hotlap.data.stream import AHEAD, STAGES, Flight, Lane, Stage
-from hotlap.script.sending import Receives
-from hotlap.script.serving_copies import Copies
-from hotlap.script.serving_indices import Indices
-from hotlap.script.serving_places import Places
+from hotlap.script.feed.copies import Copies
+from hotlap.script.feed.indices import Indices
+from hotlap.script.feed.places import Places
+from hotlap.script.feed.sending import Receives
 
 Iterate = Callable[[DataLoader[Any]], Iterator[Any]]
 """torch's own way to begin an epoch of a loader."""

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hotlap.script.horizon_values import MOST_EPOCHS, MOST_STEPS, fields_of, own_of, whole_number
+from hotlap.script.find.values import MOST_EPOCHS, MOST_STEPS, fields_of, own_of, whole_number
 
 _AROUND_RANGES = {"tqdm", "tqdm_notebook", "enumerate", "list", "iter", "reversed", "track", "master_bar"}
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {

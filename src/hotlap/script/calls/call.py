@@ -23,18 +23,18 @@ from hotlap.engine.layout import images_last, why_not_channels_last
 from hotlap.engine.recording import Recorder
 from hotlap.engine.scaling import LossScale
 from hotlap.machine.kernels import first_line
-from hotlap.script.call_capture import CapturedCall, Lanes
-from hotlap.script.call_eager import EagerCall, Forms, Original
-from hotlap.script.call_endings import Endings
-from hotlap.script.call_graphs import Recording
-from hotlap.script.call_refusals import (
+from hotlap.script.calls.capture import CapturedCall, Lanes
+from hotlap.script.calls.eager import EagerCall, Forms, Original
+from hotlap.script.calls.endings import Endings
+from hotlap.script.calls.graphs import Recording
+from hotlap.script.calls.refusals import (
     why_not_captured,
     why_not_changed,
     why_not_in_precision,
 )
-from hotlap.script.call_switches import leave_broken_passes
-from hotlap.script.call_traces import Untouched
-from hotlap.script.call_trees import leaves, looked_at, marks
+from hotlap.script.calls.switches import leave_broken_passes
+from hotlap.script.calls.traces import Untouched
+from hotlap.script.calls.trees import leaves, looked_at, marks
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # older torch has none
 NOTED = 8

@@ -13,7 +13,7 @@ from hotlap.data.batches import Batch
 from hotlap.data.columns import tensors_in
 from hotlap.data.holding import spread
 from hotlap.data.samples import Source
-from hotlap.script.sending import Copy
+from hotlap.script.feed.sending import Copy
 from hotlap.tuner.feed_gate import why_unlike
 
 COMPARED = 8

@@ -15,7 +15,7 @@ from hotlap.core.errors import DataError
 from hotlap.data.batches import Batch
 from hotlap.data.columns import Columns, Selection, tensors_in
 from hotlap.data.samples import Source
-from hotlap.script.serving_places import Places
+from hotlap.script.feed.places import Places
 
 MOST_SHARE, SLACK_S = 0.05, 0.05
 """Share of the time by which keeping samples may delay the script, and seconds beside that.

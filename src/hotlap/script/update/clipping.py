@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad
 
 from hotlap.engine.recording import NotRecordedError
 from hotlap.machine.kernels import first_line
-from hotlap.script.call_graphs import Graph, Recording
-from hotlap.script.update_graphs import Desk
+from hotlap.script.calls.graphs import Graph, Recording
+from hotlap.script.update.graphs import Desk
 
 WARM = 2
 """Clippings that torch makes itself before one is recorded."""

@@ -12,7 +12,7 @@ import torch
 from hotlap.core.plan import Feed
 from hotlap.core.units import show_seconds
 from hotlap.machine.kernels import first_line
-from hotlap.script.serving import Serving
+from hotlap.script.feed.serving import Serving
 from hotlap.script.training import ScriptTraining
 from hotlap.tuner.budget import Length
 

@@ -29,12 +29,12 @@ from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.watch import Watch
 from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.machine.kernels import first_line
-from hotlap.script.call_eager import EagerCall, Original
-from hotlap.script.call_evaluation_graphs import EvaluationGraph, why_other
-from hotlap.script.call_graphs import Recording
-from hotlap.script.call_refusals import why_not_captured
-from hotlap.script.call_traces import Untouched, generator_of
-from hotlap.script.call_trees import marks
+from hotlap.script.calls.eager import EagerCall, Original
+from hotlap.script.calls.evaluation_graphs import EvaluationGraph, why_other
+from hotlap.script.calls.graphs import Recording
+from hotlap.script.calls.refusals import why_not_captured
+from hotlap.script.calls.traces import Untouched, generator_of
+from hotlap.script.calls.trees import marks
 from hotlap.script.streams import current_stream
 
 SEEN = 8

@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from hotlap.core.terminal import logger
-from hotlap.script.horizon_loops import (
+from hotlap.script.advise.waits import PYTHON, SCRIPT, home_of
+from hotlap.script.find.loops import (
     Loops,
     is_now_and_then,
     locals_of,
@@ -22,8 +23,7 @@ from hotlap.script.horizon_loops import (
     passes_batches_on,
     statements_around,
 )
-from hotlap.script.horizon_values import MOST_EPOCHS, MOST_STEPS, fields_of, own_of, whole_number
-from hotlap.script.waits import PYTHON, SCRIPT, home_of
+from hotlap.script.find.values import MOST_EPOCHS, MOST_STEPS, fields_of, own_of, whole_number
 
 log = logger(__name__)
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hotlap.engine import losses
-from hotlap.script.call_graphs import CallGraph, Ending, Replayed
+from hotlap.script.calls.graphs import CallGraph, Ending, Replayed
+from hotlap.script.calls.readings import Readings
 from hotlap.script.patches import Patches
-from hotlap.script.readings import Readings
 from hotlap.tuner.gradients import gaps_between, whole
 
 LOSSES = (

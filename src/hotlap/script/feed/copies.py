@@ -8,7 +8,7 @@ from torch import Tensor
 from hotlap.core.units import MIB
 from hotlap.data.columns import Columns
 from hotlap.data.samples import Source
-from hotlap.script.serving_places import Block, Places
+from hotlap.script.feed.places import Block, Places
 from hotlap.script.streams import current_stream
 
 GATHERED_TOGETHER = 2 * MIB

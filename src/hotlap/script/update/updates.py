@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from hotlap.engine.optimizers import Fusion, has_sparse_gradients, is_fused, settle_counts, why_not_fused
 from hotlap.engine.recording import Recorder
 from hotlap.engine.rooms import Rooms
-from hotlap.script.by_hand import WHY
-from hotlap.script.call_graphs import Recording
-from hotlap.script.update_capture import CapturedUpdate, hush
-from hotlap.script.update_clipping import Clipping
-from hotlap.script.update_graphs import Desk, parameters_of
-from hotlap.script.update_trials import Look, raw_step, why_captured_differs, why_fused_differs
+from hotlap.script.calls.graphs import Recording
+from hotlap.script.find.by_hand import WHY
+from hotlap.script.update.capture import CapturedUpdate, hush
+from hotlap.script.update.clipping import Clipping
+from hotlap.script.update.graphs import Desk, parameters_of
+from hotlap.script.update.trials import Look, raw_step, why_captured_differs, why_fused_differs
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a step, as hooks before one may replace them."""

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from hotlap.script.patches import Patches
-from hotlap.script.update_capture import why_strange
-from hotlap.script.update_graphs import parameters_of
+from hotlap.script.update.capture import why_strange
+from hotlap.script.update.graphs import parameters_of
 
 
 class Shortcuts:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hotlap.script.finding import Loop
+from hotlap.script.find.finder import Loop
 
 WAITED = 3
 """Backward passes without any optimizer's step, after which weights are looked at."""

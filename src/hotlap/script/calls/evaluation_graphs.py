@@ -14,9 +14,9 @@ from hotlap.data.columns import tensors_in
 from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.recording import NotRecordedError
 from hotlap.engine.watch import Watch
-from hotlap.script.call_graphs import Graph, Recording
-from hotlap.script.call_passage import Compute
-from hotlap.script.call_trees import kind_of, leaves, marks, stranger_to_trees, with_leaves
+from hotlap.script.calls.graphs import Graph, Recording
+from hotlap.script.calls.passage import Compute
+from hotlap.script.calls.trees import kind_of, leaves, marks, stranger_to_trees, with_leaves
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """By how much of an output's largest number a replay may differ from the eager call, where a library takes another

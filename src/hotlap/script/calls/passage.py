@@ -15,8 +15,8 @@ from hotlap.data.batches import map_tensors
 from hotlap.data.columns import tensors_in
 from hotlap.engine.precision import Switches
 from hotlap.engine.scaling import FLOOR, LossScale
-from hotlap.script.call_traces import Drawn, Untouched, draws_on, generator_of
-from hotlap.script.call_trees import leaves, with_leaves
+from hotlap.script.calls.traces import Drawn, Untouched, draws_on, generator_of
+from hotlap.script.calls.trees import leaves, with_leaves
 
 AGAIN = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "

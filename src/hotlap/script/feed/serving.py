@@ -21,8 +21,7 @@ from hotlap.data.read_state import ReadState
 from hotlap.data.source import Source, as_source
 from hotlap.data.stream import CudaLane
 from hotlap.machine.kernels import first_line
-from hotlap.script.sending import Receives, Sending
-from hotlap.script.serving_checks import (
+from hotlap.script.feed.checks import (
     Compared,
     compared_indices,
     true_batch,
@@ -30,12 +29,13 @@ from hotlap.script.serving_checks import (
     why_other_batch,
     why_own_only,
 )
-from hotlap.script.serving_epoch import Served, batches_ahead
-from hotlap.script.serving_feeds import Gathered, Iterate, LikeLoader, Resident, Streamed
-from hotlap.script.serving_holding import Holding
-from hotlap.script.serving_indices import Indices, generator_of, why_not_early
-from hotlap.script.serving_learning import Learned
-from hotlap.script.serving_orders import order_of
+from hotlap.script.feed.epoch import Served, batches_ahead
+from hotlap.script.feed.feeds import Gathered, Iterate, LikeLoader, Resident, Streamed
+from hotlap.script.feed.holding import Holding
+from hotlap.script.feed.indices import Indices, generator_of, why_not_early
+from hotlap.script.feed.learning import Learned
+from hotlap.script.feed.orders import order_of
+from hotlap.script.feed.sending import Receives, Sending
 from hotlap.tuner.allowance import check_allowed
 
 CHANGED = "the data changed during the run"

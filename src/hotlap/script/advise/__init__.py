@@ -1,0 +1,1 @@
+"""What a script could do better, which hotlap only says."""

@@ -1,0 +1,1 @@
+"""Finding the training of a script: its loop, and how long it goes on."""
