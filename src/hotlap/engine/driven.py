@@ -52,6 +52,10 @@ class Driven(Protocol):
         """Windows in the current epoch."""
 
     @property
+    def epoch_updates(self) -> int:
+        """Updates in an epoch like the current one, about: a script may make one of several windows."""
+
+    @property
     def most_replay_steps(self) -> int:
         """Updates that a plan may make at once."""
 

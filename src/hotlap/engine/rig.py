@@ -490,6 +490,11 @@ class Rig:
         """Windows in the current epoch."""
         return self._route.epoch_windows if self._route is not None else 0
 
+    @property
+    def epoch_updates(self) -> int:
+        """As many: each window is an update."""
+        return self.epoch_windows
+
     def why_not_spread(self) -> str | None:
         """Why samples may be others where processes fetch them that the user did not ask for; None where not.
 

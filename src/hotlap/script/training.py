@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -56,6 +57,7 @@ class ScriptTraining:
         """Whether modules compute otherwise under the plan in force than under the script's own."""
         self.steps, self.before = 0, loop.before
         """Steps since it is known, and those before."""
+        self._given_before = servings[0].given if servings else 0
         self._why_calls_stay: str | None = None
         self._waited = 0
         self._told: set[str] = set()
@@ -94,6 +96,15 @@ class ScriptTraining:
     def epoch_windows(self) -> int:
         """Batches in the current epoch of the first loader."""
         return (self.servings[0].length if self.servings else None) or ENDLESS
+
+    @property
+    def epoch_updates(self) -> int:
+        """Updates in an epoch of the first loader, at the pace so far: gradients of several batches may add up."""
+        return self._updates_of(self.epoch_windows)
+
+    def _updates_of(self, batches: int) -> int:
+        given = self.servings[0].given - self._given_before if self.servings else 0
+        return math.ceil(batches / max(1.0, given / max(1, self.steps)))
 
     @property
     def place(self) -> Place:
@@ -236,7 +247,7 @@ class ScriptTraining:
     def learn(self) -> int | None:
         """Keep samples as they come by; updates until more of them are there, None where that spares nothing."""
         found = [serving.learn() for serving in self.servings]
-        return max((batches for batches in found if batches is not None), default=None)
+        return max((self._updates_of(batches) for batches in found if batches is not None), default=None)
 
     def wait(self) -> None:
         """Wait for the device."""

@@ -224,8 +224,7 @@ class Search:
 
     def _learns_until(self) -> int | None:
         """Updates until more of the data has come by and was kept; None where that is of no use to the rest."""
-        windows = self._rig.epoch_windows
-        return self._rig.learn() if self._now.updates_left > MORE_THAN * windows else None
+        return self._rig.learn() if self._now.updates_left > MORE_THAN * self._rig.epoch_updates else None
 
     def _is_holding_dear(self) -> bool:
         """Whether having all samples at hand takes longer than may be spent."""

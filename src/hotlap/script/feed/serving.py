@@ -66,6 +66,8 @@ class Serving:
         """Epochs that were begun."""
         self.served = 0
         """Batches given out in the current epoch."""
+        self.given = 0
+        """Batches given out in all."""
         self.on_batch: Callable[[float], Any] | None = None
         """Told after every batch how many seconds the host took to make it."""
         self.on_begin: Callable[[], Any] | None = None
@@ -361,7 +363,7 @@ class Serving:
 
     def gave(self, seconds: float) -> None:
         """Told by an epoch that it has made a batch."""
-        self.served += 1
+        self.served, self.given = self.served + 1, self.given + 1
         self._tell(self.on_batch, seconds)
 
     def failed(self, error: Exception) -> None:

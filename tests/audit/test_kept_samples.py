@@ -1,0 +1,39 @@
+"""Samples are kept until the end of an epoch, counted in the updates that the script makes in it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from hotlap.core.ledger import Ledger
+from hotlap.script.feed.serving import Serving
+from hotlap.script.find.finder import Loop
+from hotlap.script.training import ScriptTraining
+
+ROWS = torch.arange(48.0).reshape(24, 2)
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        return ROWS[index]
+
+
+@pytest.mark.parametrize(("together", "in_epoch", "left"), [(1, 12, 8), (2, 6, 4), (4, 3, 2)])
+def test_where_gradients_of_batches_add_up_an_epoch_has_fewer_updates(together, in_epoch, left):
+    model = nn.Linear(2, 1)
+    loader = DataLoader(Rows(), batch_size=2)
+    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    loop = Loop(optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], modules=[model], loaders=[serving])
+    training = ScriptTraining(loop, [serving], Ledger())
+    for number, _ in enumerate(serving.iterate(), 1):
+        if number % together == 0:
+            training.stepped()
+        if number == 4:
+            assert training.epoch_windows == 12
+            assert training.epoch_updates == in_epoch
+            assert training.learn() == left
+            break
+    training.close()
