@@ -8,6 +8,7 @@ weights with AdamW on whole batches; texts are tokenised before. A Trainer canno
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import itertools
 import logging
@@ -202,8 +203,13 @@ class TextByHand:
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         self._optimizer.zero_grad(set_to_none=True)
-        with torch.cuda.graph(graph, pool=pool, stream=self._side):
-            self.update(width)
+        gc.collect()
+        gc.disable()  # what a collection lets go of in the middle of a capture may end it, as other threads may
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=self._side, capture_error_mode="thread_local"):
+                self.update(width)
+        finally:
+            gc.enable()
         return graph
 
     @functools.cached_property

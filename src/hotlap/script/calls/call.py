@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Execution, Numerics
 from hotlap.data.batches import map_tensors
+from hotlap.engine.differentiating import gradients
 from hotlap.engine.layout import images_last, why_not_channels_last
 from hotlap.engine.recording import Recorder
 from hotlap.engine.scaling import LossScale
@@ -269,14 +270,9 @@ class Call:
             wanting = _wanting(made)
             pairs = [(out, grad) for out, grad in zip(wanting, grad_outputs, strict=True) if grad is not None]
             parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-            found = torch.autograd.grad(
-                [out for out, _ in pairs],
-                list(parameters.values()),
-                [grad for _, grad in pairs],
-                allow_unused=True,
-            )
-        gradients = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
-        dense = {name: g if g.layout is torch.strided else g.to_dense() for name, g in gradients.items()}
+            found = gradients([out for out, _ in pairs], list(parameters.values()), [grad for _, grad in pairs])
+        there = {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
+        dense = {name: g if g.layout is torch.strided else g.to_dense() for name, g in there.items()}
         return [out.detach() for out in wanting], dense
 
     def _prepare(

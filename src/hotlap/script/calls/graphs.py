@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hotlap.data.batches import map_tensors
 from hotlap.data.columns import tensors_in
+from hotlap.engine.differentiating import gradients
 from hotlap.engine.layout import laid_out_as
 from hotlap.engine.norms import NormCounts, counted_at_once
 from hotlap.engine.precision import Switches
@@ -245,11 +246,10 @@ class CallGraph:
         if self._scale is not None:
             grads = [self._scale.scaled(grad) for grad in self._incoming]
         with self._switches:
-            found = torch.autograd.grad(
+            found = gradients(
                 [self.outputs[number] for number in self.used] if loss is None else [loss],
                 self._leaves,
                 grads if loss is None else None,
-                allow_unused=True,
                 retain_graph=self._retains,
             )
         if self._scale is not None:

@@ -13,6 +13,7 @@ from torch._C._functorch import unwrap_if_dead
 
 from hotlap.data.batches import map_tensors
 from hotlap.data.columns import tensors_in
+from hotlap.engine.differentiating import gradients
 from hotlap.engine.precision import Switches
 from hotlap.engine.scaling import FLOOR, LossScale
 from hotlap.script.calls.traces import Drawn, Untouched, draws_on, generator_of
@@ -122,11 +123,10 @@ class Turn:
         made = self._work.again(given, self._drawn, standing)
         pairs = [(out, grad) for out, grad in zip(made, grads, strict=True) if grad is not None]
         with self._work.switches:
-            found = torch.autograd.grad(
+            found = gradients(
                 [out for out, _ in pairs],
                 [*arguments, *map(standing.of, self.sources[len(arguments) :])],
                 [grad for _, grad in pairs],
-                allow_unused=True,
                 create_graph=is_twice,
             )
         return list(found)
@@ -254,11 +254,10 @@ class ScaledTurn(Turn):
 
         def differentiate() -> None:
             with self._work.switches:
-                found[:] = torch.autograd.grad(
+                found[:] = gradients(
                     [out for out, _ in pairs],
                     self._leaves,
                     [self._scale.scaled(grad) for _, grad in pairs],
-                    allow_unused=True,
                     retain_graph=True,
                 )
             self._scale.unscale_([grad for grad in found if grad is not None])
