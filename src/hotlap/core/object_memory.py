@@ -135,9 +135,6 @@ class Walk:
             self.unknown.append(f"{'.'.join(path)} {why}")
 
     def _module(self, path: Path, module: nn.Module) -> None:
-        for kind in _HOOKS:
-            for number, hook in enumerate(getattr(torch_module, f"_global{kind}", {}).values()):
-                self._value(("hooks of all modules", kind.strip("_"), str(number)), hook)
         for name, layer in module.named_modules():
             here = (*path, name) if name else path
             self._seen[id(layer)] = layer
@@ -225,7 +222,7 @@ class Memory:
 
     def __init__(self, roots: Mapping[str, Any], own: Iterable[Any] = (), left: Left | None = None) -> None:
         """Places that are `left` are put back by others."""
-        walk = Walk(roots, own)
+        walk = Walk({**roots, "hooks of all modules": _hooks_of_all()}, own)
         self.unknown = walk.unknown
         slots = [slot for slot in walk.slots if left is None or not left(slot.holder, slot.key)]
         self._slots = [(slot, _content(slot.value)) for slot in slots]
@@ -247,6 +244,11 @@ class Memory:
 
 
 _NOTHING = object()
+
+
+def _hooks_of_all() -> list[Any]:
+    """The hooks that run with every module: they belong to the process, and to no module's state."""
+    return [hook for kind in _HOOKS for hook in getattr(torch_module, f"_global{kind}", {}).values()]
 
 
 def _held(slot: Slot) -> Any:
