@@ -1,4 +1,4 @@
-"""Gradients from what comes in at outputs on, without what torch loads first."""
+"""As `torch.autograd.grad`, without the modules that torch loads at its first use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """As `torch.autograd.grad`, None for inputs that have no part in it; without `coming`, of one number."""
     retains = retain_graph or create_graph
-    alike = coming is not None and [one.shape for one in outputs] == [one.shape for one in coming]
-    if _run is None or not alike or coming is None or _CHECKS in sys.modules:
+    fits = coming is not None and all(a.shape == b.shape for a, b in zip(outputs, coming, strict=True))
+    if _run is None or coming is None or not fits or _CHECKS in sys.modules:
         return torch.autograd.grad(
             outputs, inputs, coming, retain_graph=retains, create_graph=create_graph, allow_unused=True
         )

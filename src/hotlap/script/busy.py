@@ -1,4 +1,4 @@
-"""How long the device computes for one step of a script, whatever its host takes to ask for it."""
+"""How long the device computes for one step of a script, without the time that it waits for the host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LONGER = 1.5
 
 
 class Busy:
-    """Told of the steps of a script, has the device wait now and then until it has all of a step.
+    """Makes the device wait, in a few steps of a script, until the host has issued all of the step.
 
-    It then computes without a gap. Where the script waits for the device in the middle of a step, or asks for more than
-    the device remembers at once, gaps stay, and the figure is too high.
+    The device then computes without a gap. Where the script waits for the device in the middle of a step, or asks for
+    more than the device remembers at once, gaps stay, and the figure is too high.
     """
 
     def __init__(self, device: torch.device) -> None:

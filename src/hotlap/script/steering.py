@@ -99,7 +99,7 @@ class Steering:
         return isinstance(self._tuner, Tuner) and self._tuner.is_trying
 
     def hears_nothing_of(self, serving: Serving) -> bool:
-        """Whether a batch of this loader is that of a quiet step, after which nothing else has begun or ended."""
+        """Whether this batch of the loop needs no report: the tuner waits, and nothing else began or ended."""
         return self._quiet > 0 and self._paused_from is None and serving in self.training.servings
 
     def served(self, serving: Serving, seconds: float) -> None:
@@ -133,7 +133,7 @@ class Steering:
             self.evaluating.changed(serving, why)
 
     def dozes(self, optimizer: Optimizer) -> bool:
-        """Take note of a step that the tuner need not be told of; False where it is told, or knows no such loop."""
+        """Count a step that the tuner does not have to hear of. False for other steps, and those of other loops."""
         if not self._quiet or optimizer is not self.training.optimizer:
             return bool(self._quiet) and optimizer in self.training.optimizers
         self.counted(optimizer)

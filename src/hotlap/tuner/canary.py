@@ -16,7 +16,7 @@ FIRST_S = 5.0
 SOON_S = 1.0
 """What is near: a script's calls are watched from then on."""
 QUIET = 32
-"""Updates after which it is asked again whether a look is near."""
+"""Updates that pass before the next check whether a look is near."""
 STORM_STEPS = 100
 """Steps in fp16 after each of which skipped updates are counted; where half of them were, a look is due."""
 
