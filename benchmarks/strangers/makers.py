@@ -202,7 +202,7 @@ def labelled_texts(to: Path, train: int, test: int, vocab: int, longest: int = 1
                 at = (at + length) % (len(pool) - longest)
                 for place in random.integers(0, length, max(1, length // 8)):
                     words[place] = marks[label][int(random.integers(0, 20))]
-                writer.writerow([" ".join(words), label])
+                writer.writerow([" ".join(words), f"kind {label}"])  # numbers are no names of labels to transformers
 
 
 def pairs(to: Path, train: int, test: int, vocab: int) -> None:

@@ -55,7 +55,9 @@ from hotlap.data.pure_calls import (
     METHODS_SAME,
     MUTATORS,
     OWN_GENERATOR,
+    TORCHS,
     Known,
+    computes_pictures,
     drawn_from,
     is_deterministic,
     is_drawn,
@@ -63,6 +65,7 @@ from hotlap.data.pure_calls import (
 )
 from hotlap.data.read_state import is_content, is_fixed
 
+SYSTEMS = "draws from the system's randomness"
 MOST_ROUNDS = 8
 """Rounds of a loop until nothing new comes."""
 
@@ -73,6 +76,20 @@ class Calls(Objects):
     def __init__(self, may_draw: bool) -> None:
         super().__init__()
         self._may_draw = may_draw
+        self.is_seeded = False
+        """Whether torch's generator was seeded by the code that is followed: what it draws is the same every time."""
+        self.seedings = 0
+        """How many times it was seeded, or put back."""
+
+    def seed(self) -> None:
+        """The code seeds torch's generators, those of devices too."""
+        self.is_seeded = not self._may_draw
+        self.seedings += 1
+
+    def unseed(self) -> None:
+        """The code puts the host's generator back to where it was."""
+        self.is_seeded = False
+        self.seedings += 1
 
     @abstractmethod
     def run(self, function: types.FunctionType, given: Given) -> Value:
@@ -92,8 +109,16 @@ class Calls(Objects):
                 raise RefusedError(what)
 
     def call(self, function: Value, given: Given) -> Value:
-        """What a call gives."""
-        return joined(self._call(atom, given) for atom in function)
+        """What a call gives that may be made any number of times, as those of `map` are."""
+        was_seeded = self.is_seeded
+        found = joined(self._call(atom, given) for atom in function)
+        self.left_as(was_seeded)
+        return found
+
+    def left_as(self, was_seeded: bool) -> None:
+        """Refuse where torch's generator may be seeded or not, or stays seeded."""
+        if self.is_seeded != was_seeded:
+            raise RefusedError(f"seeds {TORCHS} and does not always put it back")
 
     def _call(self, atom: Atom, given: Given) -> Value:
         match atom:
@@ -103,12 +128,16 @@ class Calls(Objects):
                 return self._call(Thing(atom.function), given.before(frozenset({atom.owner})))
             case Attr():
                 return self._call_of_data(atom, given)
+            case Data() if atom.kind is not None and computes_pictures(atom.kind):
+                return frozenset({Data(self.plain(given.all, f"hands {atom.kind.__name__}"))})
             case Thing():
                 return self._call_thing(atom, given)
         raise RefusedError("calls a value that cannot be followed")
 
     def _call_thing(self, atom: Thing, given: Given) -> Value:
         function = atom.value
+        if function is torch.manual_seed:
+            function = torch.random.manual_seed  # for which dynamo puts another in torch
         special = _SPECIAL.get(id(function))
         if special is not None:
             return special[1](self, given)
@@ -117,8 +146,11 @@ class Calls(Objects):
             return self._computed(function, known, given)
         generator = drawn_from(function)
         if generator is not None:
-            if not self._may_draw or generator == OWN_GENERATOR:
+            may_draw = self._may_draw or (self.is_seeded and generator == TORCHS)
+            if not may_draw or generator == OWN_GENERATOR:
                 raise RefusedError(f"draws from {generator}")
+            if generator == TORCHS and getattr(function, "__name__", "") == "seed":
+                raise RefusedError(SYSTEMS)
             if getattr(function, "__name__", "") == "shuffle":
                 self.written_to(given.all, "shuffles its data")
             self.plain(given.all, "draws with")
@@ -175,8 +207,8 @@ class Calls(Objects):
             found = self._call_of_box(atom.name, owner, given)
             if found is not None:
                 return found
-        if is_drawn(name) and not (self._may_draw and owner.fresh):
-            raise RefusedError("draws from torch's generator")
+        if is_drawn(name) and not ((self._may_draw or self.is_seeded) and owner.fresh):
+            raise RefusedError(f"draws from {TORCHS}")
         if is_drawn(name):
             return NEW
         is_fresh = self.plain(given.all, f"hands .{name}()") and owner.fresh
@@ -254,15 +286,18 @@ class Calls(Objects):
             return frozenset({Data(True, kind)})
         if issubclass(kind, GENERATORS):
             return self.generator(kind, given)
+        if computes_pictures(kind) and "inplace" not in given.names and len(given.places) <= 2 and not given.more:
+            self.plain(given.all, f"hands {kind.__name__}")
+            return frozenset({Data(True, kind)})
         raise RefusedError(f"makes an object of {kind.__name__}, which is not known")
 
     def generator(self, kind: type, given: Given) -> Value:
         self.plain(given.all, f"hands {kind.__name__}")
         # Without a seed, which none of these may be, it begins anywhere.
         if kind is random.SystemRandom or (kind is not torch.Generator and thing(None) & given.all):
-            raise RefusedError("draws from the system's randomness")
+            raise RefusedError(SYSTEMS)
         if kind is not torch.Generator and not given.all:
-            raise RefusedError("draws from the system's randomness")
+            raise RefusedError(SYSTEMS)
         return frozenset({Data(True, kind)})
 
     def _container(self, kind: type, given: Given) -> Value:
@@ -405,6 +440,25 @@ def _call_default_rng(follows: Calls, given: Given) -> Value:
     return follows.generator(np.random.Generator, given)
 
 
+def _call_get_state(follows: Calls, given: Given) -> Value:
+    if follows.is_seeded:
+        raise RefusedError(f"seeds {TORCHS} within what is seeded")
+    return frozenset({Data(True, _SavedState)})
+
+
+def _call_seed(follows: Calls, given: Given) -> Value:
+    follows.plain(given.all, "seeds with")
+    follows.seed()
+    return NEW
+
+
+def _call_set_state(follows: Calls, given: Given) -> Value:
+    if any(kind_of(atom) is not _SavedState for atom in given.all) or not given.all:
+        raise RefusedError(f"sets {TORCHS}")
+    follows.unseed()
+    return thing(None)
+
+
 def _call_deepcopy(follows: Calls, given: Given) -> Value:
     follows.plain(given.all, "copies")
     return NEW
@@ -451,6 +505,9 @@ def _special() -> dict[Any, Callable[[Calls, Given], Value]]:
         all: _call_any,
         itertools.chain: _call_chain,
         np.random.default_rng: _call_default_rng,
+        torch.get_rng_state: _call_get_state,
+        torch.random.manual_seed: _call_seed,
+        torch.set_rng_state: _call_set_state,
         copy.deepcopy: _call_deepcopy,
         copy.copy: _call_deepcopy,
         default_collate: _call_collate,
@@ -459,6 +516,10 @@ def _special() -> dict[Any, Callable[[Calls, Given], Value]]:
         rnn.pad_sequence: _call_pad_sequence,
         os.getenv: _call_getenv,
     }
+
+
+class _SavedState:
+    """The kind of what `torch.get_rng_state()` gives."""
 
 
 _SPECIAL = {id(function): (function, followed) for function, followed in _special().items()}

@@ -49,7 +49,7 @@ from hotlap.data.code_values import (
     only,
     thing,
 )
-from hotlap.data.pure_calls import MUTATORS
+from hotlap.data.pure_calls import MUTATORS, TORCHS
 from hotlap.data.read_state import MISSING, ReadState, UnreadableError, is_content
 from hotlap.data.source_text import Written, tree_of
 
@@ -69,6 +69,8 @@ class Proof:
     """Why fetching a sample may leave a trace, or give another sample elsewhere; None where it is shown not to."""
     why_files: str | None = None
     """Why samples may become others though the state stays."""
+    seeds: bool = False
+    """Whether fetching a sample seeds torch's generators: that of the host is put back, those of devices are not."""
 
     @property
     def why_not_fixed(self) -> str | None:
@@ -96,7 +98,8 @@ def prove(samples: Any, collate: Any = None, *, may_draw: bool = False) -> Proof
         return Proof(state=follows.state, why_traces=f"{name} calls too deep to be followed")
     except Exception as error:  # of an object that answers in ways of its own
         return Proof(state=follows.state, why_traces=f"{name} cannot be followed: {type(error).__name__}")
-    return Proof(state=follows.state, why_files=f"{name} {FILES}" if follows.reads_files else None)
+    why_files = f"{name} {FILES}" if follows.reads_files else None
+    return Proof(state=follows.state, why_files=why_files, seeds=follows.seedings > 0)
 
 
 class _Follows(Calls):
@@ -124,7 +127,7 @@ class _Follows(Calls):
 
     def run(self, function: types.FunctionType, given: Given) -> Value:
         key = (id(function), tuple(given.places), tuple(sorted(given.names.items(), key=lambda row: row[0])),
-               given.rest, given.more)  # fmt: skip
+               given.rest, given.more, self.is_seeded)  # fmt: skip
         if key in self._known:
             return self._known[key]
         if key in self._running:
@@ -177,10 +180,16 @@ class _Follows(Calls):
             self._running.discard(id(local.node))
 
     def _body(self, node: Written, scope: Scope) -> Value:
+        scope.is_seeded = self.is_seeded
         if isinstance(node, ast.Lambda):
-            return self.value(node.body, scope)
-        ends = self._block(node.body, scope)
-        return joined([*scope.returned, thing(None) if ends else NOTHING])
+            found, ends = self.value(node.body, scope), True
+        else:
+            ends = self._block(node.body, scope)
+            found = joined([*scope.returned, thing(None) if ends else NOTHING])
+        if ends:
+            self.left_as(scope.is_seeded)
+        self.is_seeded = scope.is_seeded
+        return found
 
     def _bind(self, scope: Scope, node: Written, given: Given, defaults: list[Value], named: dict[str, Value]) -> None:
         arguments = node.args
@@ -219,10 +228,12 @@ class _Follows(Calls):
         match node:
             case ast.Return():
                 scope.returned.append(thing(None) if node.value is None else self.value(node.value, scope))
+                self.left_as(scope.is_seeded)
                 return False
             case ast.Raise():
                 if node.exc is not None:
                     self.value(node.exc, scope)
+                self.left_as(scope.is_seeded)
                 return False
             case ast.Expr():
                 self.value(node.value, scope)
@@ -250,6 +261,7 @@ class _Follows(Calls):
                 self.value(node.test, scope)
             case ast.Break() | ast.Continue():
                 scope.loops[-1].append(dict(scope.names))
+                self.left_as(scope.loops_seeded[-1])
                 return False
             case ast.FunctionDef():
                 if node.decorator_list or any(isinstance(one, (ast.Yield, ast.YieldFrom)) for one in ast.walk(node)):
@@ -273,26 +285,34 @@ class _Follows(Calls):
         is_true = self.truth(self.value(test, scope))
         if is_true is not None:
             return self._block(body if is_true else others, scope)
-        before = dict(scope.names)
+        before, was_seeded = dict(scope.names), self.is_seeded
         goes_on = self._block(body, scope)
         after, scope.names = scope.names, before
+        then_seeded, self.is_seeded = self.is_seeded, was_seeded
         others_go_on = self._block(others, scope)
         if goes_on:
             scope.names = merged(scope.names, after) if others_go_on else after
+            if others_go_on:
+                self.left_as(then_seeded)
+            self.is_seeded = then_seeded
         return goes_on or others_go_on
 
     def _looped(self, node: ast.For | ast.While, scope: Scope) -> bool:
         if isinstance(node, ast.For):
             coming = self.iterate(self.value(node.iter, scope))
+        was_seeded = self.is_seeded
         for _ in range(MOST_ROUNDS):
             before = dict(scope.names)
             scope.loops.append([before])
+            scope.loops_seeded.append(was_seeded)
             if isinstance(node, ast.For):
                 self._assign(node.target, coming, scope)
             else:
                 self.value(node.test, scope)
             if self._block(node.body, scope):
                 scope.loops[-1].append(scope.names)
+                self.left_as(was_seeded)
+            self.is_seeded = scope.loops_seeded.pop()
             scope.names = functools.reduce(merged, scope.loops.pop())
             if scope.names == before:
                 break
@@ -301,8 +321,10 @@ class _Follows(Calls):
         return self._block(node.orelse, scope)
 
     def _tried(self, node: ast.Try, scope: Scope) -> bool:
-        before, start = dict(scope.names), len(scope.log)
+        before, start, seedings = dict(scope.names), len(scope.log), self.seedings
         goes_on = self._block(node.body, scope) and self._block(node.orelse, scope)
+        if node.handlers and self.seedings != seedings:
+            raise RefusedError(f"seeds {TORCHS} where an error may be caught")
         ways = [scope.names] if goes_on else []
         broken = dict(before)
         for name, value in scope.log[start:]:  # it may have been broken off behind any of them
@@ -414,6 +436,13 @@ class _Follows(Calls):
 
     def value(self, node: ast.expr, scope: Scope) -> Value:
         """What an expression may be."""
+        was_seeded = self.is_seeded
+        found = self._value(node, scope)
+        if not isinstance(node, ast.Call):
+            self.left_as(was_seeded)  # as in `flag and torch.manual_seed(1)`
+        return found
+
+    def _value(self, node: ast.expr, scope: Scope) -> Value:
         match node:
             case ast.Constant():
                 return thing(node.value)
@@ -603,7 +632,8 @@ class _Follows(Calls):
                 given.names[keyword.arg] = value
         if isinstance(node.func, ast.Attribute):
             self._grown(node.func, given, scope)
-        found = self.call(function, given)
+        # One function alone, called once, may seed for what comes after it.
+        found = self._call(next(iter(function)), given) if len(function) == 1 else self.call(function, given)
         self.where = _place(scope.function, node)
         return found
 

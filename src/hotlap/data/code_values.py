@@ -141,6 +141,9 @@ class Scope:
     outer: Scope | None = None
     returned: list[Value] = field(default_factory=list)
     loops: list[list[dict[str, Value]]] = field(default_factory=list)
+    is_seeded: bool = False
+    """Whether torch's generator was when the function was called: it has to be so again when it ends."""
+    loops_seeded: list[bool] = field(default_factory=list)
     log: list[tuple[str, Value]] = field(default_factory=list)
 
     def set(self, name: str, value: Value) -> None:

@@ -25,6 +25,7 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.G
 """Kinds of generators of random numbers."""
 
 OWN_GENERATOR = "a generator of its own"
+TORCHS = "torch's generator"
 
 
 @dataclass(frozen=True)
@@ -154,12 +155,12 @@ _DETERMINISTIC = _words("""
 
 def is_deterministic(transform: Any) -> bool:
     """Whether an object is a transform of torchvision's that computes a picture out of a picture and its settings."""
-    kind = type(transform)
-    return (
-        kind.__module__.startswith("torchvision.transforms.")
-        and kind.__name__ in _DETERMINISTIC
-        and not getattr(transform, "inplace", False)
-    )
+    return computes_pictures(type(transform)) and not getattr(transform, "inplace", False)
+
+
+def computes_pictures(kind: type) -> bool:
+    """Whether objects of a class are such transforms, unless they are asked to write to the picture itself."""
+    return kind.__module__.startswith("torchvision.transforms.") and kind.__name__ in _DETERMINISTIC
 
 
 # --- methods -----------------------------------------------------------------------------------------
@@ -227,17 +228,15 @@ def drawn_from(function: Any) -> str | None:
     """The generator that a function draws from or seeds; None where it is not known to."""
     owner = getattr(function, "__self__", None)
     if owner is torch.default_generator:
-        return "torch's generator"
+        return TORCHS
     if isinstance(owner, GENERATORS):
         if owner is getattr(random, "_inst", None):
             return "Python's random"
         return "numpy.random" if owner is np.random.mtrand._rand else OWN_GENERATOR
     name = getattr(function, "__name__", "")
     home = str(getattr(function, "__module__", "") or "")
-    if name in _TORCH_RANDOM and getattr(torch, name, getattr(functional, name, None)) is function:
-        return "torch's generator"
-    if name in _TORCH_RANDOM and getattr(functional, name, None) is function:
-        return "torch's generator"
+    if name in _TORCH_RANDOM and any(function is getattr(home, name, None) for home in (torch, functional)):
+        return TORCHS
     if home.startswith("numpy.random"):
         return "numpy.random"
     if home == "random":

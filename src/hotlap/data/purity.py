@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from hotlap.data.code_proof import Proof, prove
 from hotlap.data.columns import Columns, Selection
 from hotlap.data.read_state import ReadState
@@ -21,14 +23,18 @@ def proof_of(source: Source, *, may_draw: bool = False) -> Proof:
 
 def why_not_pure(source: Source) -> str | None:
     """Why samples may differ from one asking to the next, or fetching them may leave a trace; None where neither."""
-    return proof_of(source).why_traces
+    proof = proof_of(source)
+    if proof.seeds and not source.in_workers and torch.accelerator.is_available():
+        return f"{type(source.given).__name__} seeds the generators of all devices"
+    return proof.why_traces
 
 
 def why_not_fixed(source: Source) -> str | None:
     """Why samples may be others later though nothing that is watched has changed, or may need gradients; else None."""
     proof = proof_of(source)
-    if proof.why_not_fixed is not None:
-        return proof.why_not_fixed
+    reason = why_not_pure(source) or proof.why_files
+    if reason is not None:
+        return reason
     return GRADIENTS if proof.state.needs_gradients else None
 
 

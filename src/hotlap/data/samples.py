@@ -36,6 +36,8 @@ class Source:
         """The user's function that makes a batch of samples, where there is one."""
         self.given: Any = samples
         """The data as the user gave it, which may change."""
+        self.in_workers = False
+        """Whether the user's own loader fetches samples in processes of their own: devices notice nothing of it."""
         self.again: Callable[[], Source] | None = None
         """Makes the source of the data as it is by then; None where it stands by itself."""
         self.probed: dict[str, Any] = {}
@@ -157,11 +159,26 @@ class Source:
         """
         kind = type(self.samples)
         if not hasattr(self.samples, "__dict__") or hasattr(kind, "__del__"):
-            return self
+            return _Aside(self.samples, self.own_collate)
         try:
-            return Source(copy.copy(self.samples), self.own_collate)
+            return _Aside(copy.copy(self.samples), self.own_collate)
         except Exception:  # whatever a user's class makes of being copied
-            return self
+            return _Aside(self.samples, self.own_collate)
+
+
+class _Aside(Source):
+    """Samples that are looked at beside the training: a dataset that seeds torch does not seed the devices."""
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        """As the samples' own, which `torch.manual_seed` would leave a trace of."""
+        seed_devices, torch.cuda.manual_seed_all = torch.cuda.manual_seed_all, _seed_nothing
+        try:
+            return super().read(indices)
+        finally:
+            torch.cuda.manual_seed_all = seed_devices
+
+
+def _seed_nothing(seed: int) -> None: ...
 
 
 def taken(tensor: Tensor, indices: Tensor, room: Room | None) -> Tensor:

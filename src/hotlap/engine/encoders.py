@@ -1,4 +1,4 @@
-"""Encoders of `transformers` made fit to be recorded: no value is read back, nothing is copied from the host.
+"""Encoders of torch and `transformers` made fit to be recorded: nothing is read back, nothing copied from the host.
 
 What is changed are the methods of the loaded model alone, while a step runs; they are copies of the library's own
 in which some names mean something else. The library and every other model of it stay as they are.
@@ -31,16 +31,18 @@ _T = TypeVar("_T")
 
 def adapt(*models: nn.Module) -> Adapted | None:
     """What makes these models fit to be recorded, not in force yet; None where there is nothing to change."""
-    if PACKAGE not in sys.modules:
-        return None
-    rewiring = _Encoders()
+    rewirings: list[_TorchStacks | _Encoders] = [_TorchStacks()]
+    if PACKAGE in sys.modules:
+        rewirings.append(_Encoders())
     layers = dict.fromkeys(layer for model in models for layer in model.modules())
     methods = [
         (layer, name, types.MethodType(function, layer))
+        for rewiring in rewirings
         for layer in layers
         for name, function in rewiring.methods(type(layer)).items()
     ]
-    return Adapted(methods, tuple(rewiring.what)) if methods else None
+    what = tuple(words for rewiring in rewirings for words in rewiring.what)
+    return Adapted(methods, what) if methods else None
 
 
 class Adapted:
@@ -83,6 +85,37 @@ class Adapted:
                 return work(*args, **kwargs)
 
         return adapted
+
+
+class _TorchStacks(Rewiring):
+    """torch's own stacks of layers, which look into every mask to see whether it is causal.
+
+    A layer that is handed the mask and no hint computes the same with it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.what: dict[str, None] = {}
+
+    def methods(self, kind: type) -> dict[str, Callable[..., Any]]:
+        """The forward pass of a stack, without the look."""
+        forward: Any = getattr(kind, "forward", None)
+        own = (nn.TransformerEncoder.forward, nn.TransformerDecoder.forward)
+        if forward not in own or _LOOKS not in names_in(forward):
+            return {}
+        self.what["masks are not read back"] = None
+        return {"forward": self.of(forward)}
+
+    def instead(self, holder: types.FunctionType, name: str, value: Any) -> Any:
+        return _as_hinted if name == _LOOKS else value
+
+
+_LOOKS = "_detect_is_causal_mask"
+
+
+def _as_hinted(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether a mask is said to be causal."""
+    return bool(is_causal)
 
 
 class _Encoders(Rewiring):

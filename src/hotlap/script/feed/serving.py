@@ -389,7 +389,9 @@ class Serving:
     # --- how -------------------------------------------------------------------------------------
 
     def _new_source(self) -> Source:
-        return as_source(self._like.dataset, own_collate(self._like), loaded=True)
+        source = as_source(self._like.dataset, own_collate(self._like), loaded=True)
+        source.in_workers = self._like.num_workers > 0
+        return source
 
     @property
     def _holding(self) -> Holding:
@@ -419,7 +421,10 @@ class Serving:
             if reason is not None:
                 return reason
         if feed.kind == "loader":
-            return GRADIENTS if proof_of(source).state.needs_gradients else None
+            proof = proof_of(source)
+            if proof.seeds and not feed.workers:
+                return "the dataset seeds torch's generators, which workers alone keep to themselves"
+            return GRADIENTS if proof.state.needs_gradients else None
         if source.own_collate is not None:
             return "the loader has a collate function of its own"
         return self._holding.why_not(feed)

@@ -127,7 +127,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
         return rows
     with file.open(newline="") as lines:
         return [
-            {name: int(value) if name == "label" else value for name, value in row.items()}
+            {name: int(value) if value.isdecimal() else value for name, value in row.items()}
             for row in csv.DictReader(lines)
         ]
 
