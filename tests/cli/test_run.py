@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hotlap.cli import app
 from hotlap.cli.run import ToRun, _check
 from hotlap.core.errors import HotlapError
+from hotlap.core.tricks import TRICKS
 from hotlap.store.run_folder import RunFolder
 
 SRC = Path(__file__).parents[2] / "src"
@@ -183,10 +184,15 @@ def asked(monkeypatch):
 
 def test_what_is_asked_for_reaches_the_session(home, asked, monkeypatch):
     write(home / "train.py", "")
-    every = asked("--plan", "max", "--out", "kept", "--tune-seconds", "5", "--json", "train.py", "--json")
-    assert every == {"name": "train", "plan": "max", "out": home / "kept", "tune_s": 5.0, "as_json": True}
+    left_out = ("early-item", "short-step")
+    words = ["--plan", "max", "--out", "kept", "--tune-seconds", "5", "--json"]
+    words += [word for name in left_out for word in ("--without", name)]
+    every = asked(*words, "train.py", "--json")
+    expected = {"name": "train", "plan": "max", "out": home / "kept", "tune_s": 5.0}
+    assert every == {**expected, "without": left_out, "as_json": True}
     nothing = asked("-m", "json.tool")
-    assert nothing == {"name": "json.tool", "plan": None, "out": None, "tune_s": None, "as_json": False}
+    expected = {"name": "json.tool", "plan": None, "out": None, "tune_s": None}
+    assert nothing == {**expected, "without": (), "as_json": False}
     monkeypatch.setenv("HOTLAP_PLAN", "max")
     assert asked("train.py")["plan"] == "max"
     monkeypatch.setenv("HOTLAP_PLAN", "off")
@@ -202,6 +208,8 @@ def test_what_is_asked_for_reaches_the_session(home, asked, monkeypatch):
         (["--off", "--compare", "--out=x", "a.py"], "--off leaves the script alone, and goes with no --compare, --out"),
         (["--plan", "off", "--json", "train.py"], "--plan off leaves the script alone, and goes with no --json"),
         (["--compare", "--json", "train.py"], "--compare has no --json"),
+        (["--off", "--without", "early-item", "a.py"], "--off leaves the script alone, and goes with no --without"),
+        (["--without", "early", "train.py"], f"--without early: no trick has this name; use {', '.join(TRICKS)}"),
         (["gone.py"], "there is no file 'gone.py'"),
         (["--plan", "gone", "train.py"], "--plan gone: there is no such file or folder; auto, max and off need none"),
         (["--off", "gone.py"], "there is no file 'gone.py'"),
@@ -257,6 +265,11 @@ def test_a_run_that_begins_beside_it_in_the_same_new_folder_does_not_matter(home
     assert [path.name for path in (home / "new").iterdir()] == ["other"]
 
 
+def test_help_names_every_trick():
+    said = "".join(CliRunner().invoke(app, ["run", "--help"]).output.replace("│", " ").split())
+    assert ",".join(TRICKS) in said
+
+
 # --- both ways -----------------------------------------------------------------------------------------
 
 
@@ -278,7 +291,8 @@ def test_compare_runs_it_both_ways_with_one_seed_and_tells_them_apart(home, ligh
         sys.exit(4 if under else 0)
         """,
     )
-    done = hotlap("run", "--compare", "--tune-seconds", "5", "train.py", "--json", "x")
+    left_out = ["--without", "early-item", "--without", "short-step"]
+    done = hotlap("run", "--compare", "--tune-seconds", "5", *left_out, "train.py", "--json", "x")
     assert done.returncode == 4
     seeded, chance, _, *second = done.stdout.splitlines()
     assert seeded == "torch is seeded with 0"
@@ -288,6 +302,7 @@ def test_compare_runs_it_both_ways_with_one_seed_and_tells_them_apart(home, ligh
     assert heading == "hotlap: --- without hotlap, run 1 of 2"
     assert (acc, again, closed) == ("acc: 0.9 ['--json', 'x']", acc, "closed")
     assert "tune_s=5.0" in opened
+    assert "without=('early-item', 'short-step')" in opened
     assert table[1].startswith("wall ")
     assert table[6].split() == ["exit", "code", "0", "4", "DIFFERENT"]
     told = [line.split(maxsplit=3) for line in table]

@@ -28,6 +28,7 @@ from hotlap.core.plan import (
     Numerics,
     Plan,
 )
+from hotlap.core.tricks import TRICKS
 
 
 @st.composite
@@ -51,6 +52,7 @@ def plans(draw):
         replay_steps=draw(st.integers(1, MOST_REPLAY_STEPS)) if several else 1,
         autotune=draw(st.booleans()),
         compile=draw(st.sampled_from(COMPILED)),
+        without=draw(st.lists(st.sampled_from([*TRICKS]), max_size=3)),
     )
 
 
@@ -69,6 +71,7 @@ values = {
     "replay_steps": st.integers(1, 3),
     "autotune": st.booleans(),
     "compile": st.sampled_from(COMPILED),
+    "without": st.sets(st.sampled_from([*TRICKS])).map(sorted).map(tuple),
 }
 """For each choice, values that are right by themselves."""
 
@@ -152,6 +155,7 @@ def test_a_plan_reads_as_one_line():
     assert "micro-batch 4, 1 block checkpointed" in str(Plan().but(micro_batch=4, checkpoint=1))
     assert str(Plan().but(compile="blocks")).endswith(" · eager, blocks compiled")
     assert str(Plan().but(compile="model", mode="captured")).endswith(" · captured, model compiled")
+    assert str(Plan().but(without=["short-step", "early-item"])).endswith(" · eager, without early-item, short-step")
     fast = Plan().but(
         kind="resident",
         precision="fp16",
@@ -237,6 +241,36 @@ def test_what_is_compiled_is_one_of_the_words_for_it():
     assert problem == "execution.compile='models' is not a choice; did you mean 'model'?"
     (problem,) = problems_of(lambda: Execution(compile=True))
     assert problem == "execution.compile=True is not a choice; known: blocks, model, no"
+
+
+def test_tricks_to_leave_out_are_a_list_of_their_names_in_any_order():
+    assert Execution(without=["short-step", "early-item", "short-step"]) == Execution(
+        without=("early-item", "short-step")
+    )
+    known = ", ".join(sorted(TRICKS))
+    assert problems_of(lambda: Execution(without=["early-items", "x", 1, ["y"]])) == (
+        "execution.without: no trick is called 'early-items'; did you mean 'early-item'?",
+        f"execution.without: no trick is called 'x'; known: {known}",
+        f"execution.without: no trick is called 1; known: {known}",
+        f"execution.without: no trick is called ['y']; known: {known}",
+    )
+    assert len(problems_of(lambda: Execution(without=["x"] * 10_000))) == len(TRICKS)
+
+
+@pytest.mark.parametrize("value", ["early-item", None, 1, {"early-item": True}])
+def test_tricks_to_leave_out_are_nothing_but_a_list(value):
+    (problem,) = problems_of(lambda: Execution(without=value))
+    assert problem.startswith("execution.without=")
+    assert problem.endswith(", ".join(TRICKS))
+
+
+def test_a_plan_file_names_the_tricks_to_leave_out_where_there_are_any():
+    plan = Plan().but(mode="captured", without=["short-step", "early-item"])
+    assert 'without = ["early-item", "short-step"]\n' in plan.to_text()
+    assert "without" not in Plan().to_text()
+    assert Plan.from_text('hotlap_plan = 1\n[execution]\nwithout = ["early-item"]\n').execution.without == (
+        "early-item",
+    )
 
 
 def test_a_plan_file_from_before_compiling_still_loads():
@@ -410,7 +444,8 @@ def test_a_plan_round_trips_through_its_text(plan):
 def test_the_text_is_plain_toml_without_the_choices_left_open(plan):
     raw = tomllib.loads(plan.to_text())
     assert raw.pop("hotlap_plan") == FORMAT
-    given = {part: {k: v for k, v in values.items() if v is not None} for part, values in plan.to_dict().items()}
+    parts = plan.to_dict().items()
+    given = {part: {k: v for k, v in values.items() if v not in (None, [])} for part, values in parts}
     assert raw == given
 
 

@@ -115,6 +115,11 @@ def test_fused_is_supported_where_torch_has_the_kernel(name):
     assert why_not_fused(getattr(torch.optim, name)(small_mlp().parameters())) is None
 
 
+def test_leaving_out_a_trick_of_scripts_is_refused_with_the_reason():
+    reason = "execution.without=['early-item'] is for scripts under `hotlap run` alone"
+    assert make_rig().supports(Plan().but(without=["early-item"])) == reason
+
+
 def test_fused_is_refused_with_the_reason_where_torch_has_no_kernel():
     assert "RMSprop has no fused kernel" in make_rig(optimizer=torch.optim.RMSprop).supports(
         Plan().but(optimizer="fused")

@@ -3,11 +3,10 @@
 import copy
 import itertools
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
-from optimizing import at_work
+from optimizing import FakeGraph, FakeRecorder, at_work
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
@@ -21,49 +20,6 @@ from hotlap.script.update.updates import Updates
 from hotlap.store.plans import save_plan
 
 STEPS = 12
-
-
-class FakeRecorder:
-    """Records by keeping the work, and replays by doing it again, as it was set and in the memory it was given."""
-
-    def __init__(self, device):
-        self.graphs = []
-
-    @contextmanager
-    def aside(self):
-        yield
-
-    def record(self, work):
-        self.graphs.append(FakeGraph(work))
-        return self.graphs[-1]
-
-
-class FakeGraph:
-    def __init__(self, work):
-        self.work, self.replays = work, 0
-        self.of = getattr(work, "__self__", None)
-        if isinstance(self.of, UpdateGraph):
-            self.settings = [dict(group) for group in self.of._optimizer.param_groups]
-            self.reads = [parameter.grad for parameter in self.of._used]
-
-    def replay(self):
-        self.replays += 1
-        if not isinstance(self.of, UpdateGraph):
-            self.work()
-            return
-        groups = self.of._optimizer.param_groups
-        now = [dict(group) for group in groups], [p.grad for p in self.of._used]
-        for group, settings in zip(groups, self.settings, strict=True):
-            group.update(settings)
-        for parameter, read in zip(self.of._used, self.reads, strict=True):
-            parameter.grad = read
-        versions = [p._version for p in self.of._used]
-        self.work()
-        for parameter, grad, version in zip(self.of._used, now[1], versions, strict=True):
-            parameter.grad = grad
-            torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))  # as on a GPU
-        for group, settings in zip(groups, now[0], strict=True):
-            group.update(settings)
 
 
 class Scripted:

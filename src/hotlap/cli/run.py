@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import typer
 
 from hotlap.core.terminal import say
+from hotlap.core.tricks import TRICKS
 
 USAGE = "hotlap run [OPTIONS] train.py ARGS…, or hotlap run [OPTIONS] -m MODULE ARGS…"
 
@@ -47,6 +48,9 @@ def run(
     ),
     out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
     tune_seconds: float | None = typer.Option(None, min=0.0, help="What tuning may cost at most, in seconds."),
+    without: list[str] = typer.Option(
+        [], metavar="NAME", help=f"Leave out one of hotlap's tricks; may be repeated. Names: {', '.join(TRICKS)}."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Tell the figures at the end as JSON, on stderr too."),
 ) -> None:
     """Run a training script as python would, and make it faster meanwhile. hotlap's own words go to stderr.
@@ -62,6 +66,7 @@ def run(
         f"--plan {plan}": plan not in (None, "off"),
         "--out": out is not None,
         "--tune-seconds": tune_seconds is not None,
+        "--without": bool(without),
         "--json": as_json,
     }
     others = ", ".join(word for word, given in named.items() if given)
@@ -69,6 +74,9 @@ def run(
         _refuse(f"{'--off' if off else '--plan off'} leaves the script alone, and goes with no {others}")
     if compare and as_json:
         _refuse("--compare has no --json")
+    unknown = [name for name in without if name not in TRICKS]
+    if unknown:
+        _refuse(f"--without {unknown[0]}: no trick has this name; use {', '.join(TRICKS)}")
     target = running.Target(args=script[1:], **{"module" if module else "path": script[0]})
     seed = _seed()
     wanted = "off" if off else plan or os.environ.get("HOTLAP_PLAN") or "auto"
@@ -86,11 +94,14 @@ def run(
 
         options = {"--plan": plan, "--tune-seconds": tune_seconds}
         words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+        words += [word for name in without for word in ("--without", name)]
         raise ToRun(partial(run_both, target, words, seed=seed or 0, out=out, rounds=rounds))
     # The script may change the working directory before the folder is made.
     out = out.absolute() if out else None
     plan = wanted if wanted != "auto" else None
-    watched = _Watched(name=target.name, plan=plan, out=out, tune_s=tune_seconds, as_json=as_json)
+    watched = _Watched(
+        name=target.name, plan=plan, out=out, tune_s=tune_seconds, without=tuple(without), as_json=as_json
+    )
     raise ToRun(partial(running.run, target, watched, seed))
 
 

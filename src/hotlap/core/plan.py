@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hotlap.core.errors import PlanError, did_you_mean, shown
+from hotlap.core.tricks import TRICKS
 
 FORMAT = 1
 """Version of the plan file; a file of a newer one is refused."""
@@ -130,9 +131,12 @@ class Execution:
     """Let cuDNN time its convolutions for each shape and keep the fastest."""
     compile: str = "no"
     """`no`: the model as it is; `model`: all of it by torch.compile; `blocks`: each of the blocks that it repeats."""
+    without: tuple[str, ...] = ()
+    """Tricks of `hotlap run` to leave out, by their names in `TRICKS`. May be given in any order, and as a list."""
 
     def __post_init__(self) -> None:
         wrong = [
+            *_tricks("execution.without", self.without),
             *_one_of("execution.mode", self.mode, MODES),
             *_whole("execution.replay_steps", self.replay_steps, least=1, most=MOST_REPLAY_STEPS),
             *_flag("execution.autotune", self.autotune),
@@ -141,6 +145,7 @@ class Execution:
         if not wrong and self.replay_steps > 1 and self.mode != "captured":
             wrong.append(f"execution.replay_steps={self.replay_steps} needs execution.mode='captured'")
         _refuse(wrong)
+        object.__setattr__(self, "without", tuple(sorted(set(self.without))))  # equal plans are equal, in any order
 
 
 Part = Feed | Numerics | Memory | Execution
@@ -215,7 +220,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The parts as plain dictionaries."""
-        return {part: dict(vars(getattr(self, part))) for part in PARTS}
+        return {part: {name: _plain(v) for name, v in vars(getattr(self, part)).items()} for part in PARTS}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
@@ -241,11 +246,11 @@ class Plan:
         return cls(**parts)
 
     def to_text(self) -> str:
-        """The plan as a TOML file; a choice left open (None) is left out."""
+        """The plan as a TOML file; a choice left open (None, or no names) is left out."""
         lines = ["# How hotlap runs a training. Use it again with --plan FILE.", f"hotlap_plan = {FORMAT}"]
         for part, values in self.to_dict().items():
             lines += ["", f"[{part}]"]
-            lines += [f"{name} = {_toml(value)}" for name, value in values.items() if value is not None]
+            lines += [f"{name} = {_toml(value)}" for name, value in values.items() if value not in (None, [])]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -288,6 +293,8 @@ class Plan:
             execution += ", cuDNN autotuned"
         if self.execution.compile != "no":
             execution += f", {self.execution.compile} compiled"
+        if self.execution.without:
+            execution += f", without {', '.join(self.execution.without)}"
         return " · ".join((feed, numbers, f"{self.numerics.optimizer} optimizer", pieces, execution))
 
 
@@ -315,7 +322,20 @@ def _flag(name: str, value: object) -> list[str]:
     return [] if isinstance(value, bool) else [f"{name}={shown(value)} must be True or False"]
 
 
+def _tricks(name: str, value: object) -> list[str]:
+    if not isinstance(value, (list, tuple)):
+        return [f"{name}={shown(value)} must be a list of names; known: {', '.join(TRICKS)}"]
+    unknown = [one for one in value if not isinstance(one, str) or one not in TRICKS]
+    return [f"{name}: no trick is called {shown(one)}{did_you_mean(one, TRICKS)}" for one in unknown[: len(TRICKS)]]
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _toml(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     # Choices are words and numbers of hotlap's own, so a plain quoted string is always valid TOML.

@@ -172,6 +172,8 @@ class Rig:
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
         feed, numerics = plan.feed, plan.numerics
+        if plan.execution.without:
+            return f"execution.without={list(plan.execution.without)} is for scripts under `hotlap run` alone"
         if self._route is not None:
             reason = why_not(self._route.course.source, feed, device=self.device)
             if reason is None and feed.kind == "resident":

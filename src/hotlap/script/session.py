@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from hotlap.core.errors import HotlapError
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
+from hotlap.core.tricks import REPLAYED_CLIPPING, SHORT_STEP
 from hotlap.machine.kernels import first_line
 from hotlap.script.advise.attending import Attending
 from hotlap.script.advise.waits import Waits
@@ -73,6 +74,8 @@ class Settings:
     """The run folder; None: a fresh one under `runs/`."""
     tune_s: float | None = None
     """What tuning may cost at most, in seconds."""
+    without: Sequence[str] = ()
+    """Tricks to leave out, by their names in `core.tricks`."""
     as_json: bool = False
     """Tell the table at the end as JSON."""
 
@@ -415,12 +418,7 @@ class Session:
             self._watch_calls()
         else:
             self._patches.take_out(CALLS)
-        if steering.training.updates.clipping is not None:
-            self._shortcuts.put(steering.training.optimizers)
-            for name, make in stand_ins(self._clipping):
-                self._patches.put(clip_grad, name, make)
-        else:
-            self._take_out_shortcuts()
+        self._put_shortcuts(steering.training)
 
     def _turn_to(self, optimizer: Optimizer) -> None:
         """The script trains with another optimizer now: a new one, or one that it comes back to."""
@@ -438,7 +436,8 @@ class Session:
         self._rest = Rest(loop.optimizers)  # until all is well
         self._advice = self._attending.advice()
         earlier = self._earlier.get(loop.optimizers[0])
-        training = ScriptTraining(loop, loop.loaders, earlier.ledger if isinstance(earlier, Trained) else Ledger())
+        ledger = earlier.ledger if isinstance(earlier, Trained) else Ledger()
+        training = ScriptTraining(loop, loop.loaders, ledger, self.settings.without)
         training.before += earlier.updates if isinstance(earlier, Trained) else 0
         if self._compiling.has_begun:
             training.leave_calls(COMPILES)
@@ -505,8 +504,24 @@ class Session:
         if self._sending is not None:
             self._sending.remove()
 
+    def _put_shortcuts(self, training: ScriptTraining) -> None:
+        """Stand in for what torch does around steps and clippings, as far as the plan in force has it."""
+        is_captured = training.updates.clipping is not None
+        if is_captured and training.may(SHORT_STEP):
+            self._shortcuts.put(training.optimizers)
+        else:
+            self._shortcuts.take_out()
+        if is_captured and training.may(REPLAYED_CLIPPING):
+            for name, make in stand_ins(self._clipping):
+                self._patches.put(clip_grad, name, make)
+        else:
+            self._take_out_clipping()
+
     def _take_out_shortcuts(self) -> None:
         self._shortcuts.take_out()
+        self._take_out_clipping()
+
+    def _take_out_clipping(self) -> None:
         for name in (NORM, SCALE):
             self._patches.take_out(f"{clip_grad.__name__}.{name}")
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed, Plan
+from hotlap.core.tricks import EVALUATION_FEED
 from hotlap.moves.every import everything
 from hotlap.script.busy import Busy
 from hotlap.script.feed.evaluating import Evaluating
@@ -118,7 +119,8 @@ class Steering:
         """Told that a loader begins an epoch; with one that is no part of the loop, something else begins."""
         if serving not in self.training.servings:
             self._pause()
-            self.evaluating.begun(serving, self.plan.feed)
+            if self.training.may(EVALUATION_FEED):
+                self.evaluating.begun(serving, self.plan.feed)
 
     def ended(self, serving: Serving) -> None:
         """Told that a loader has no more batches in this epoch."""
@@ -197,8 +199,14 @@ class Steering:
             steps=training.steps,
             began=self.began,
             last=self._last,
-            notes=self.evaluating.lines,
+            notes=[*self._left_out, *self.evaluating.lines],
         )
+
+    @property
+    def _left_out(self) -> list[str]:
+        """The tricks that are left out, in a line for people."""
+        names = self.plan.execution.without
+        return [f"left out: {', '.join(names)}"] if names else []
 
     def _pause(self) -> None:
         if self._paused_from is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hotlap.core.errors import PlanError
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Execution, Feed, Numerics, Plan
+from hotlap.core.tricks import EARLY_ITEM, ONE_THREAD_BACKWARD, REPLAYED_LOSS
 from hotlap.data.source import Source
 from hotlap.engine.route import Place
 from hotlap.machine.kernels import first_line
@@ -35,7 +36,8 @@ ENDLESS = 2**62
 class ScriptTraining:
     """A loop that somebody else's script makes; what it calls underneath obeys the plan."""
 
-    def __init__(self, loop: Loop, servings: list[Serving], ledger: Ledger) -> None:
+    def __init__(self, loop: Loop, servings: list[Serving], ledger: Ledger, without: Sequence[str] = ()) -> None:
+        """Under every plan, the tricks of these names are left out."""
         self._loop, self.servings, self.ledger = loop, servings, ledger
         first = next(p for group in loop.optimizers[0].param_groups for p in group["params"])
         self.device: torch.device = first.device
@@ -50,7 +52,9 @@ class ScriptTraining:
         self.own = self._plan = Plan(
             feed=own,
             numerics=Numerics(optimizer=self.updates.own),
-            execution=Execution(autotune=self.device.type == "cuda" and torch.backends.cudnn.benchmark),
+            execution=Execution(
+                autotune=self.device.type == "cuda" and torch.backends.cudnn.benchmark, without=tuple(without)
+            ),
         )
         """The script's own plan."""
         self.computes_otherwise = False
@@ -148,8 +152,18 @@ class ScriptTraining:
         return None
 
     def obeyed(self, plan: Plan) -> Plan:
-        """The plan as the data allows it: a feed that was left since the data changed stays the script's own."""
+        """The plan as the data and the user allow it.
+
+        A feed that was left since the data changed stays the script's own, and tricks that the user left out stay out.
+        """
+        without = self.own.execution.without
+        if not {*without} <= {*plan.execution.without}:
+            plan = plan.but(without=(*plan.execution.without, *without))
         return plan.with_feed(self.own.feed) if plan.feed == self._left else plan
+
+    def may(self, trick: str) -> bool:
+        """Whether the plan in force leaves a trick in."""
+        return trick not in self._plan.execution.without
 
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
@@ -183,10 +197,8 @@ class ScriptTraining:
 
     def changes_calls(self, plan: Plan) -> bool:
         """Whether the modules compute otherwise under a plan than under the script's own."""
-        numerics = plan.numerics, self.own.numerics
-        return plan.execution != self.own.execution or any(
-            getattr(numerics[0], name) != getattr(numerics[1], name) for name in ("precision", "layout")
-        )
+        mine, own = plan.choices(), self.own.choices()
+        return any(mine[name] != own[name] for name in ("precision", "layout", "mode", "autotune"))
 
     def _why_not_fed(self, feed: Feed) -> str | None:
         if not self.servings:
@@ -205,11 +217,12 @@ class ScriptTraining:
         self.computes_otherwise = self.changes_calls(plan)
         if plan.feed != before.feed:
             self._feed_by(plan.feed)
-        self.updates.use(plan.numerics.optimizer, captured=plan.execution.mode == "captured")
-        self._backwards.use(here=plan.execution.mode == "captured")
-        self.readings.use(early=plan.execution.mode == "captured")
-        if plan.execution.mode == "captured":
-            self.endings.put()
+        captured = plan.execution.mode == "captured"
+        self.updates.use(plan.numerics.optimizer, captured=captured)
+        self._backwards.use(here=captured and self.may(ONE_THREAD_BACKWARD))
+        self.readings.use(early=captured and self.may(EARLY_ITEM))
+        if captured and (self.may(REPLAYED_LOSS) or self.may(EARLY_ITEM)):
+            self.endings.put(replays=self.may(REPLAYED_LOSS))
         else:
             self.endings.take_out()
         for call in self.calls:

@@ -149,8 +149,11 @@ class Call:
             eager = EagerCall(
                 self.module, numerics, execution, self.device, forms=self._forms, layout=layout, scale=scale
             )
-            captured = execution.mode == "captured"
-            way = CapturedCall(eager, self.module, self.device, self._lanes, self._endings) if captured else eager
+            way: EagerCall | CapturedCall = eager
+            if execution.mode == "captured":
+                way = CapturedCall(
+                    eager, self.module, self.device, self._lanes, self._endings, without=execution.without
+                )
             self._ways[key] = way
         return self._ways[key]
 
@@ -327,9 +330,9 @@ class Call:
         return torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
 
 
-def _key(numerics: Numerics, execution: Execution) -> tuple[str, str, str, bool]:
+def _key(numerics: Numerics, execution: Execution) -> tuple[str, str, str, bool, tuple[str, ...]]:
     """What of a plan belongs to calls."""
-    return numerics.precision, numerics.layout, execution.mode, execution.autotune
+    return numerics.precision, numerics.layout, execution.mode, execution.autotune, execution.without
 
 
 def _wanting(outputs: Any) -> list[Tensor]:

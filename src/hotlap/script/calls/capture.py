@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hotlap.core.tricks import GRADIENTS_IN_PLACE, REPLAYED_EVALUATION
 from hotlap.data.columns import tensors_in
 from hotlap.engine.capture import MOST_GRAPHS, PATIENCE
 from hotlap.engine.encoders import adapt
@@ -112,8 +113,10 @@ class CapturedCall:
         device: torch.device,
         lanes: Lanes,
         endings: Endings | None = None,
+        *,
+        without: Collection[str] = (),
     ) -> None:
-        """`endings` is told of what replays give to the script."""
+        """`endings` is told of what replays give to the script; `without` names tricks that are left out."""
         self._eager, self._module, self._device, self._lanes = eager, module, device, lanes
         self._endings = endings
         self._key = functools.partial(_key_of, device)
@@ -122,7 +125,8 @@ class CapturedCall:
         self._now = Recordings()
         self._before: Recordings | None = None
         self._rooms: GradientRooms | None = None
-        self._lends = True
+        self._lends = GRADIENTS_IN_PLACE not in without
+        self._replays_evaluations = REPLAYED_EVALUATION not in without
         self._calls = 0
         self._is_warm = False
         self._in_vain = 0
@@ -184,7 +188,8 @@ class CapturedCall:
 
     def plainly(self, original: Original, args: Any, kwargs: Any) -> Any:
         """As `EagerCall.plainly`; evaluations without gradients are replayed, too, once they come often."""
-        if torch.is_grad_enabled() or self._module.training or self.given_up is not None:
+        trains = torch.is_grad_enabled() or self._module.training
+        if trains or self.given_up is not None or not self._replays_evaluations:
             return self._eager.plainly(original, args, kwargs)
         return self._evaluations(original, args, kwargs)
 

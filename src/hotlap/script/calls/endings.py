@@ -79,7 +79,7 @@ class Endings:
         self._patches, self._readings = Patches(), readings
         self._given: _Given | None = None
         self._noted: _Noted | None = None
-        self._is_in = False
+        self._is_in = self._replays = False
         self._last: weakref.ref[Replayed] | None = None
         self._kept = 0
         self.made = 0
@@ -87,12 +87,13 @@ class Endings:
         self.on_pass: Callable[[], None] | None = None
         """Told of each of these."""
 
-    def put(self) -> None:
-        """Stand in for them."""
-        if self._is_in:
+    def put(self, *, replays: bool = True) -> None:
+        """Stand in for them; without `replays`, only to tell of each loss whose backward pass begins."""
+        if self._is_in and self._replays == replays:
             return
-        self._is_in = True
-        for name in LOSSES:
+        self.take_out()
+        self._is_in, self._replays = True, replays
+        for name in LOSSES if replays else ():
             self._patches.put(F, name, functools.partial(self._loss, name))
         self._patches.put(Tensor, "backward", self._backward)
 

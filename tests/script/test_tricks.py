@@ -1,0 +1,172 @@
+"""Tricks of `hotlap run`: each is in use under a captured plan, and only the one that is left out is not."""
+
+import functools
+from types import SimpleNamespace
+
+import calling
+import numpy as np
+import optimizing
+import pytest
+import torch
+from evaluations import Recorder, Replays
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, TensorDataset
+
+from hotlap.core.plan import Feed, Plan
+from hotlap.core.tricks import (
+    EARLY_ITEM,
+    EVALUATION_FEED,
+    GRADIENTS_IN_PLACE,
+    ONE_THREAD_BACKWARD,
+    REPLAYED_CLIPPING,
+    REPLAYED_EVALUATION,
+    REPLAYED_LOSS,
+    SHORT_STEP,
+    TRICKS,
+)
+from hotlap.script import training as script_training
+from hotlap.script.calls.call import Call
+from hotlap.script.calls.readings import Readings
+from hotlap.script.feed import evaluating
+from hotlap.script.feed.serving import Serving
+from hotlap.script.session import Session, Settings
+from hotlap.script.update.graphs import UpdateGraph
+from hotlap.script.update.updates import Updates
+from hotlap.store.plans import load_plan, save_plan
+from hotlap.store.run_folder import RunFolder
+
+EPOCHS = 6
+NEEDED_BY = {GRADIENTS_IN_PLACE: [REPLAYED_LOSS]}
+"""Tricks that cannot be had without another."""
+
+
+class Copied:
+    """A place for one number that needs no page-locked memory."""
+
+    def take(self, number):
+        self._number = number.detach().clone()
+
+    def value(self):
+        return self._number.tolist()
+
+
+def train(seen=None):
+    """A loop in which each trick has its chance: the losses, and how many evaluations were right."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(96, 6, generator=torch.Generator().manual_seed(5))
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    loader, valid = DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=16)
+    criterion, losses, right = nn.CrossEntropyLoss(), [], []
+    for _ in range(EPOCHS):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(inputs), labels)
+            loss.backward()
+            if seen is not None:
+                seen(model)
+            clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            losses.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            right.append(sum((model(inputs).argmax(1) == labels).sum().item() for inputs, labels in valid))
+        model.train()
+    return losses, right
+
+
+@pytest.fixture
+def used(tmp_path, monkeypatch):
+    """Trains under a plan that is captured, where recordings are pretended; the tricks that were in use."""
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    # Nothing of what an evaluation's feed is worth hangs on a clock.
+    monkeypatch.setattr(Serving, "holding_s", lambda self, feed=None: 0.0)
+    monkeypatch.setattr(evaluating, "PROBED", 0)
+    monkeypatch.setattr(evaluating, "LEAST_S", 0.0)
+    monkeypatch.setattr(evaluating._Epochs, "batch_s", property(lambda self: 1.0))
+    monkeypatch.setattr("hotlap.engine.watch.HostRandomness", calling.OfPythonAndNumpy)
+    recorders = []
+
+    def recorder_of(kind, device):
+        recorders.append(kind(device))
+        return recorders[-1]
+
+    of_calls = functools.partial(recorder_of, Recorder)
+    of_updates = functools.partial(recorder_of, optimizing.FakeRecorder)
+    monkeypatch.setattr(script_training, "Call", functools.partial(Call, make_recorder=of_calls))
+    monkeypatch.setattr(script_training, "Updates", functools.partial(Updates, make_recorder=of_updates))
+    monkeypatch.setattr(script_training, "Readings", functools.partial(Readings, make_place=Copied))
+    monkeypatch.setattr(Readings, "_note_sent", lambda *_: None)  # or each copy on the CPU were one to the host
+
+    def run(*without, in_file=()):
+        plan = Plan(feed=Feed(kind="gather")).but(mode="captured", without=in_file)
+        save_plan(plan, tmp_path / "plan.toml")
+        found, seen = [], SimpleNamespace(shared=0, here=0, shortcuts=0)
+        own = train()
+        settings = Settings(
+            name="test",
+            out=tmp_path / f"run-{len(list(tmp_path.iterdir()))}",
+            plan=lambda training: found.append(training) or str(tmp_path / "plan.toml"),
+            without=without,
+        )
+        with Session(settings) as session:
+            replayed = session._shortcuts._replayed
+
+            def counted(optimizer):
+                seen.shortcuts += 1
+                return replayed(optimizer)
+
+            def after_backward(model):
+                seen.here += not torch._C._is_multithreading_enabled()
+                held = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+                seen.shared += len(held) == 1  # rooms for gradients lie side by side
+
+            session._shortcuts._replayed = counted
+            made = train(after_backward)
+        np.testing.assert_allclose(made[0], own[0], rtol=1e-4, atol=1e-6)
+        assert made[1] == own[1]
+        training, graphs = found[0], [graph for recorder in recorders for graph in recorder.graphs]
+        recorders.clear()
+        assert any(isinstance(getattr(graph, "of", None), UpdateGraph) and graph.replays for graph in graphs)
+        entries = RunFolder.open(settings.out).read_ledger()
+        in_use = {
+            REPLAYED_LOSS: training.endings.made,
+            EARLY_ITEM: training.readings.answered,
+            REPLAYED_CLIPPING: sum(g.replays for g in graphs if type(getattr(g, "of", g)) is type(None)),
+            SHORT_STEP: seen.shortcuts,
+            ONE_THREAD_BACKWARD: seen.here,
+            GRADIENTS_IN_PLACE: seen.shared,
+            REPLAYED_EVALUATION: sum(g.replays for g in graphs if isinstance(g, Replays)),
+            EVALUATION_FEED: sum(entry.what == evaluating.WHAT for entry in entries),
+        }
+        assert {*in_use} == {*TRICKS}
+        return {name for name, times in in_use.items() if times}, settings.out
+
+    return run
+
+
+def test_all_of_them_are_in_use(used, capsys):
+    assert used()[0] == {*TRICKS}
+    assert "left out" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_one_that_is_left_out_is_not_used_and_all_others_are(used, capsys, trick):
+    others = {*TRICKS} - {trick, *NEEDED_BY.get(trick, ())}
+    in_use, folder = used(trick)
+    assert in_use == others
+    assert f"left out: {trick}\n" in capsys.readouterr().err
+    assert load_plan(folder / "plan.toml").execution.without == (trick,)
+    assert used(in_file=[trick])[0] == others
+
+
+def test_those_of_a_plan_file_and_of_the_command_line_are_both_left_out(used):
+    in_use, folder = used(REPLAYED_LOSS, SHORT_STEP, in_file=[EARLY_ITEM])
+    assert in_use == {*TRICKS} - {REPLAYED_LOSS, SHORT_STEP, EARLY_ITEM}
+    assert load_plan(folder / "plan.toml").execution.without == (EARLY_ITEM, REPLAYED_LOSS, SHORT_STEP)
+
+
+def test_all_of_them_can_be_left_out(used):
+    assert used(*TRICKS)[0] == set()
