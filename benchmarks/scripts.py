@@ -2,6 +2,7 @@
 
     python -m benchmarks.scripts [--seconds 60] [--only NAME …] [--runs 1] [--once] [--json FILE]
     python -m benchmarks.scripts --seeds 3 --epochs 35 [--only NAME …]
+    python -m benchmarks.scripts --tricks [NAME …] [--seconds 60] [--runs 3] [--only NAME …] [--json FILE]
     python -m benchmarks.scripts --idle [--runs 5] [--epochs 400]
 
 Each script in `benchmarks/user_scripts` is run for as many epochs as take it `--seconds` by itself, then under hotlap
@@ -12,6 +13,11 @@ Exit code 1 where one failed.
 
 With `--seeds` it is looked at what 16-bit precision does to their figures: each is trained so often under one captured
 plan in fp32 and under the same in bf16, with the same seeds.
+
+With `--tricks` each script is run under one captured plan in fp32, with all tricks of `hotlap run` and without each one
+(or each one named), in turns: a run with all of them before and after each run without one. Shown is how many times as
+fast the training is with a trick as without it: the mean over `--runs` rounds, at least two, and the lowest and highest
+of them. Needs a GPU; exit code 1 where a script failed, or hotlap left it as it was.
 
 With `--idle` it is looked at what hotlap costs where there is nothing to gain: `benchmarks/idle_script.py`, tiny steps
 on the CPU, by itself and under hotlap in pairs, in turns. Told are CPU and wall seconds of a step in the first half of
@@ -37,6 +43,7 @@ from pathlib import Path
 
 from benchmarks.versions import versions
 from hotlap.core.plan import Feed, Plan
+from hotlap.core.tricks import TRICKS
 from hotlap.store.plans import save_plan
 
 HOME = Path(__file__).parent / "user_scripts"
@@ -59,14 +66,22 @@ class Ran:
     said: str
 
 
-def ran(name: str, epochs: int, kind: str, bytecode: Path, *, seed: int | None = None) -> Ran:
-    """Run a script in a process of its own, with an empty cache of hotlap's; `kind` may be a precision."""
+def ran(
+    name: str, epochs: int, kind: str, bytecode: Path, *, seed: int | None = None, without: str | None = None
+) -> Ran:
+    """Run a script in a process of its own, with an empty cache of hotlap's; `kind` may be a precision.
+
+    A run without a trick is called by the name of that.
+    """
     with tempfile.TemporaryDirectory(prefix="hotlap-scripts-") as folder:
         hotlap = [] if kind == "alone" else ["-m", "hotlap", "run", "--out", f"{folder}/run"]
         if kind in PRECISIONS:
             plan = Plan(feed=Feed(kind="resident")).but(mode="captured", optimizer="fused", precision=kind)
             save_plan(plan, f"{folder}/plan.toml")
             hotlap += ["--plan", f"{folder}/plan.toml"]
+        if without is not None:
+            hotlap += ["--without", without]
+            kind = without
         command = [sys.executable, *hotlap, str(HOME / f"{name}.py"), "--epochs", str(epochs)]
         command += [] if seed is None else ["--seed", str(seed)]
         fresh = {key: value for key, value in os.environ.items() if key not in UNSET} | {
@@ -150,6 +165,39 @@ def precisions(options: argparse.Namespace, bytecode: Path) -> int:
     return int(failed)
 
 
+def tricks(options: argparse.Namespace, bytecode: Path) -> int:
+    """How many times as fast the training of each script is with each trick as without it."""
+    rounds, facts = max(2, options.runs), {"versions": versions(), "seconds": options.seconds, "scripts": {}}
+    for name in options.only:
+        epochs = epochs_for(name, options.seconds, bytecode)
+        print(f"\n{name}: {epochs} epochs under a captured plan in fp32, with each trick beside without it", flush=True)
+        found: dict[str, list[float]] = {trick: [] for trick in options.tricks or TRICKS}
+        for number in range(rounds):
+            turns = list(found)[:: -1 if number % 2 else 1]
+            runs = [ran(name, epochs, PRECISIONS[0], bytecode)]
+            for trick in turns:
+                runs.append(ran(name, epochs, PRECISIONS[0], bytecode, without=trick))
+                runs.append(ran(name, epochs, PRECISIONS[0], bytecode))
+            wrong = next((one for one in runs if one.code or (one.kind in found and not _left_out(one))), None)
+            if wrong is not None:
+                report(f"{name}: nothing is known of {wrong.kind}, since it failed or hotlap left the script as it was")
+                return 1
+            for trick, faster in zip(turns, gains(runs, own_seconds), strict=True):
+                found[trick].append(1 / faster)
+        for trick, ratios in found.items():
+            mean = statistics.geometric_mean(ratios)
+            print(f"  {trick:<20} {mean:.3f}x [{min(ratios):.3f}, {max(ratios):.3f}]", flush=True)
+        facts["scripts"][name] = {"epochs": epochs, "tricks": found}  # type: ignore[index]
+        if options.json is not None:
+            options.json.write_text(json.dumps(facts, indent=1, ensure_ascii=False))
+    return 0
+
+
+def _left_out(one: Ran) -> bool:
+    """Whether hotlap tells that it trained without the trick."""
+    return f"left out: {one.kind}\n" in f"{one.said}\n"
+
+
 def idle(options: argparse.Namespace, bytecode: Path) -> int:
     """What a step of tiny steps takes by itself and under hotlap, pair by pair."""
     found: dict[str, list[dict[str, list[float]]]] = {"alone": [], "hotlap": []}
@@ -190,6 +238,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--epochs", type=int, default=35, help="with --seeds and --idle")
+    parser.add_argument("--tricks", nargs="*", choices=list(TRICKS), metavar="NAME")
     parser.add_argument("--idle", action="store_true")
     options = parser.parse_args()
     facts: dict[str, object] = {"versions": versions(), "seconds": options.seconds, "scripts": {}}
@@ -198,6 +247,8 @@ def main() -> int:
         compile_hotlap(Path(bytecode))
         if options.idle:
             return idle(options, Path(bytecode))
+        if options.tricks is not None:
+            return tricks(options, Path(bytecode))
         if options.seeds:
             return precisions(options, Path(bytecode))
         for name in options.only:
