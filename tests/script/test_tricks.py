@@ -1,6 +1,7 @@
 """Tricks of `hotlap run`: each is in use under a captured plan, and only the one that is left out is not."""
 
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 
 import calling
@@ -100,15 +101,16 @@ def used(tmp_path, monkeypatch):
     monkeypatch.setattr(script_training, "Readings", functools.partial(Readings, make_place=Copied))
     monkeypatch.setattr(Readings, "_note_sent", lambda *_: None)  # or each copy on the CPU were one to the host
 
-    def run(*without, in_file=()):
+    def run(*without, in_file=(), as_in=None):
         plan = Plan(feed=Feed(kind="gather")).but(mode="captured", without=in_file)
         save_plan(plan, tmp_path / "plan.toml")
+        asked = str(as_in or tmp_path / "plan.toml")
         found, seen = [], SimpleNamespace(shared=0, here=0, shortcuts=0)
         own = train()
         settings = Settings(
             name="test",
             out=tmp_path / f"run-{len(list(tmp_path.iterdir()))}",
-            plan=lambda training: found.append(training) or str(tmp_path / "plan.toml"),
+            plan=lambda training: found.append(training) or asked,
             without=without,
         )
         with Session(settings) as session:
@@ -166,6 +168,17 @@ def test_those_of_a_plan_file_and_of_the_command_line_are_both_left_out(used):
     in_use, folder = used(REPLAYED_LOSS, SHORT_STEP, in_file=[EARLY_ITEM])
     assert in_use == {*TRICKS} - {REPLAYED_LOSS, SHORT_STEP, EARLY_ITEM}
     assert load_plan(folder / "plan.toml").execution.without == (EARLY_ITEM, REPLAYED_LOSS, SHORT_STEP)
+
+
+def test_a_run_that_is_replayed_leaves_out_what_it_left_out_and_more(used):
+    _, folder = used(SHORT_STEP)
+    assert used(as_in=folder)[0] == {*TRICKS} - {SHORT_STEP}
+    assert used(EARLY_ITEM, as_in=folder)[0] == {*TRICKS} - {SHORT_STEP, EARLY_ITEM}
+
+
+def test_the_guide_has_a_line_for_each():
+    guide = (Path(__file__).parents[2] / "docs/guide.md").read_text()
+    assert [name for name, what in TRICKS.items() if f"| `{name}` | {what} |\n" not in guide] == []
 
 
 def test_all_of_them_can_be_left_out(used):
