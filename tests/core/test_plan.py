@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import (
     COMPILED,
+    DEPTHWISE,
     FEEDS,
     FORMAT,
     HOME,
@@ -45,6 +46,7 @@ def plans(draw):
         pinned=draw(st.booleans()) if kind == "loader" else False,
         precision=draw(st.sampled_from(PRECISIONS)),
         layout=draw(st.sampled_from(LAYOUTS)),
+        depthwise=draw(st.sampled_from(DEPTHWISE)),
         optimizer=draw(st.sampled_from(OPTIMIZERS)),
         micro_batch=draw(st.none() | st.integers(1, 2**31 - 1)),
         checkpoint=draw(st.integers(0, 99)),
@@ -64,6 +66,7 @@ values = {
     "pinned": st.booleans(),
     "precision": st.sampled_from(PRECISIONS),
     "layout": st.sampled_from(LAYOUTS),
+    "depthwise": st.sampled_from(DEPTHWISE),
     "optimizer": st.sampled_from(OPTIMIZERS),
     "micro_batch": st.none() | st.integers(1, 3),
     "checkpoint": st.integers(0, 3),

@@ -220,7 +220,7 @@ def test_torch_before_the_new_switches_is_switched_by_the_old_ones(monkeypatch):
 )
 def test_forward_passes_compute_in_the_precision_and_weights_stay_as_they_are(precision, dtype):
     layer = nn.Linear(4, 3)
-    context = precision_context(precision, CPU, [layer])
+    context = precision_context(Numerics(precision=precision), CPU, [layer])
     for _ in range(2):
         with context():
             output = layer(torch.ones(2, 4))

@@ -126,7 +126,7 @@ def test_forward_passes_compute_in_the_precision(precision, dtype):
         assert not has_tf32()
         return
     layer = nn.Linear(4, 3, device=DEVICE)
-    with precision_context(precision, DEVICE, [layer])():
+    with precision_context(Numerics(precision=precision), DEVICE, [layer])():
         assert layer(torch.ones(2, 4, device=DEVICE)).dtype is dtype
 
 
@@ -153,7 +153,7 @@ OVERFLOWS = (3, 4, 11)
 
 def scaled_step(model, optimizer, scale, x, y, *, clip=None):
     optimizer.zero_grad()
-    with precision_context("fp16", DEVICE, [model])():
+    with precision_context(Numerics(precision="fp16"), DEVICE, [model])():
         loss = nn.functional.cross_entropy(model(x), y)
     scale.scaled(loss).backward()
     scale.unscale_([p.grad for p in model.parameters()])

@@ -1,13 +1,14 @@
-"""What convolutions of one channel each cost before they are fast."""
+"""Moves for networks whose depthwise convolutions cuDNN would have to compile first."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
 from hotlap.core.plan import Plan
-from hotlap.moves import layout, precision
-from hotlap.moves.depthwise import depthwise
+from hotlap.machine import DtypeFact, Support
+from hotlap.moves import depthwise, layout, precision
 
 
 def separable(*kernels):
@@ -16,16 +17,32 @@ def separable(*kernels):
     return nn.Sequential(*(one for pair in layers for one in pair))
 
 
-def test_each_kind_counts_once_and_others_do_not():
-    assert depthwise([separable(3, 3, 5), separable(5)]) == 2
-    assert depthwise([nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.Linear(4, 4)]) == 0
+def training(model, device="cuda"):
+    return SimpleNamespace(device=torch.device(device), modules=[model])
 
 
-def test_moves_that_make_cudnn_compile_kernels_say_what_that_takes():
-    def setup_s(move, device, model):
-        return move.setup_s(Plan(), SimpleNamespace(device=torch.device(device), modules=[model]))
+@pytest.fixture
+def has_bf16(monkeypatch):
+    fact = DtypeFact(support=Support.HARDWARE, reason="", kernel="ran")
+    monkeypatch.setattr("hotlap.machine.dtype_fact", lambda device, name: fact)
 
-    for move in (precision.MOVE, layout.MOVE):
-        plain = setup_s(move, "cuda", nn.Conv2d(3, 8, 3))
-        assert setup_s(move, "cuda", separable(3, 5)) > plain + 0.5
-        assert setup_s(move, "cpu", separable(3, 5)) == setup_s(move, "cpu", nn.Conv2d(3, 8, 3))
+
+@pytest.mark.parametrize("move", [precision.MOVE, layout.MOVE], ids=["16 bits", "channels last"])
+def test_nothing_waits_for_cudnn_to_compile_them(move, has_bf16):
+    found = move.propose(Plan(), training(separable(3, 5)))
+    assert found.numerics.depthwise == "torch"
+    assert move.setup_s(found, training(separable(3, 5))) == move.setup_s(found, training(nn.Conv2d(3, 8, 3)))
+
+
+@pytest.mark.parametrize("move", [precision.MOVE, layout.MOVE], ids=["16 bits", "channels last"])
+def test_other_networks_and_devices_are_left_to_torchs_choice(move, has_bf16):
+    assert move.propose(Plan(), training(nn.Conv2d(3, 8, 3))).numerics.depthwise == "library"
+    assert move.propose(Plan(), training(separable(3), "cpu")).numerics.depthwise == "library"
+
+
+def test_cudnn_comes_later_and_says_what_compiling_takes():
+    plan = Plan().but(layout="channels_last", depthwise="torch")
+    found = depthwise.MOVE.propose(plan, training(separable(3, 3, 5)))
+    assert found == plan.but(depthwise="library")
+    assert depthwise.MOVE.setup_s(found, training(separable(3, 3, 5))) == 2 * depthwise.COMPILING_S
+    assert isinstance(depthwise.MOVE.propose(Plan(), training(separable(3))), str)

@@ -31,6 +31,7 @@ cores of the machine that a plan is used on."""
 FEEDS = ("loader", "gather", "stream", "resident")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 LAYOUTS = ("as given", "channels_last")
+DEPTHWISE = ("library", "torch")
 OPTIMIZERS = ("plain", "fused")
 MODES = ("eager", "captured")
 COMPILED = ("no", "model", "blocks")
@@ -87,6 +88,9 @@ class Numerics:
     autocast to that format, weights and updates stay as they are; fp16 with a scaled loss."""
     layout: str = "as given"
     """`as given`: tensors as the model has them; `channels_last`: images and their convolutions that way round."""
+    depthwise: str = "library"
+    """`library`: depthwise convolutions by the library that torch chooses, with channels last cuDNN, which compiles for
+    seconds; `torch`: by torch's own kernels."""
     optimizer: str = "plain"
     """`plain`: the optimizer's own loop; `fused`: one kernel for the whole update, where torch has it."""
 
@@ -95,6 +99,7 @@ class Numerics:
             [
                 *_one_of("numerics.precision", self.precision, PRECISIONS),
                 *_one_of("numerics.layout", self.layout, LAYOUTS),
+                *_one_of("numerics.depthwise", self.depthwise, DEPTHWISE),
                 *_one_of("numerics.optimizer", self.optimizer, OPTIMIZERS),
             ]
         )
@@ -287,6 +292,8 @@ class Plan:
         numbers, execution = self.numerics.precision, self.execution.mode
         if self.numerics.layout != "as given":
             numbers += f", {self.numerics.layout}"
+        if self.numerics.depthwise != "library":
+            numbers += f", depthwise by {self.numerics.depthwise}"
         if self.execution.replay_steps > 1:
             execution += f", {self.execution.replay_steps} steps a replay"
         if self.execution.autotune:

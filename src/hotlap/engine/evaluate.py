@@ -125,7 +125,7 @@ class Evaluator:
         self, course: Course, feeding: Feeding, metrics: Sequence[str] | Mapping[str, Any], plan: Plan
     ) -> dict[str, float]:
         objective, device = self._objective, self._device
-        context = precision_context(plan.numerics.precision, device, objective.modules)
+        context = precision_context(plan.numerics, device, objective.modules)
         totals, gathered = Totals(device), make_metrics(metrics, objective.loss)
         if "loss" in gathered:
             raise HotlapError("a metric called 'loss' hides the loss; give it another name")
@@ -168,7 +168,7 @@ class Evaluator:
 
     def _outputs(self, plan: Plan, *, predicting: bool = False) -> Callable[[Any], tuple[Any, Any]]:
         """Outputs and targets of a batch, computed as the plan says; `predicting`, also of one without targets."""
-        context = precision_context(plan.numerics.precision, self._device, self._objective.modules)
+        context = precision_context(plan.numerics, self._device, self._objective.modules)
 
         def eager(batch: Any) -> tuple[Any, Any]:
             ready = self._ready(batch, plan)

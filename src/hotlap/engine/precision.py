@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.attention import GoodMasks, WithoutPoorMasks
+from hotlap.engine.depthwise import by_torch, depthwise_kinds
 from hotlap.engine.fingerprint import INSIDE
 from hotlap.machine.tf32 import Tf32
 
@@ -32,23 +33,24 @@ _DEPTH = 3
 
 
 def precision_context(
-    precision: str, device: torch.device, modules: Sequence[nn.Module]
+    numerics: Numerics, device: torch.device, modules: Sequence[nn.Module]
 ) -> Callable[[], AbstractContextManager[Any]]:
     """What forward passes of these modules run inside, made anew for each.
 
     Tensors that a module keeps from call to call, the state of an LSTM for example, get their own dtype back at the
     end: the next call may be one in another precision, which would raise.
     """
-    dtype = AUTOCAST.get(precision)
+    dtype = AUTOCAST.get(numerics.precision)
+    convolving = by_torch if numerics.depthwise == "torch" and depthwise_kinds(modules) else nullcontext
     if dtype is None:  # TF32 is a switch of the process, set around the whole step
-        return nullcontext
+        return convolving
     kept = _Kept(modules)
 
     @contextmanager
     def cast() -> Iterator[None]:
         kept.look()
         try:
-            with torch.autocast(device.type, dtype=dtype):
+            with torch.autocast(device.type, dtype=dtype), convolving():
                 yield
         finally:
             kept.widen()

@@ -96,8 +96,8 @@ class EagerStep:
         self.rates = rates
         self._device = device
         self._moves = device.type != "cpu"
-        self._context = precision_context(numerics.precision, device, self.modules)
-        self._casts = numerics.precision in ("bf16", "fp16")
+        self._context = precision_context(numerics, device, self.modules)
+        self._has_context = self._context is not nullcontext
         self._changes_batches = objective.changes_batches
         self.switches = Switches(numerics, execution, device)
         self._plain = rates is None and not self.switches
@@ -200,7 +200,7 @@ class EagerStep:
 
     def _whole(self, piece: Batch, samples: int, all_count: bool) -> tuple[Tensor, list[Scored]]:
         batch, same_target = self._here(piece)
-        if self._casts:
+        if self._has_context:
             with self._context():
                 scored = self._objective.whole(batch, samples, all_count=all_count and same_target)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hotlap.core.plan import Feed, Plan
+from hotlap.core.plan import Feed, Numerics, Plan
 from hotlap.data.batches import map_tensors
 from hotlap.engine.precision import precision_context
 from hotlap.kit.looks import Wish
@@ -96,8 +96,9 @@ class Obeying:
         """From here on modules are cast by this: a session leaves their calls alone while operations are looked at."""
         precision, training = self._wish.precision, self._training
         if precision is not None and training is not None:
+            numerics = Numerics(precision=precision)
             for module in training.modules:
-                vars(module)["forward"] = _cast(module.forward, precision_context(precision, training.device, [module]))
+                vars(module)["forward"] = _cast(module.forward, precision_context(numerics, training.device, [module]))
 
     def why_given_up(self) -> str | None:
         """Why the script does not obey, as far as that shows at once; None where it does, or may yet."""

@@ -28,7 +28,8 @@ def _propose(plan: Plan, rig: Driven) -> Plan | str:
     # A block of one layer leaves nothing to fuse. Blocks share what is compiled for one of them.
     inside = sum(_layers(block) for block in blocks)
     is_worth = inside > len(blocks) and inside >= BLOCKS * _layers(model)
-    return plan.but(compile="blocks" if is_worth else "model")
+    # Its own kernels, and cuDNN's, are compiled at once.
+    return plan.but(compile="blocks" if is_worth else "model", depthwise="library")
 
 
 def _layers(module: nn.Module) -> int:

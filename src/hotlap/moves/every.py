@@ -11,6 +11,7 @@ from hotlap.moves import (
     autotune,
     capture,
     compiled,
+    depthwise,
     fused,
     gather,
     layout,
@@ -36,7 +37,7 @@ MOVES: tuple[Move, ...] = (
 )
 """In the order in which a plan's parts rest on each other, but for the optimizer, which decides how fp16 skips."""
 
-OTHERS: tuple[Move, ...] = (longer.MOVE, workers.MOVE, compiled.MOVE)
+OTHERS: tuple[Move, ...] = (longer.MOVE, workers.MOVE, depthwise.MOVE, compiled.MOVE)
 """Moves that take the place of one of these, or build upon it, or are too dear to be tried beside others."""
 
 

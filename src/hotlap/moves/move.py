@@ -29,3 +29,5 @@ class Move:
     """About how many seconds it takes until the changed plan is at its pace."""
     helps: tuple[str, ...] = ()
     """What bounds a training that it may make faster; as `Diagnosis.bound` names it."""
+    is_rare: bool = False
+    """Whether most trainings have nothing to do with it: where it has nothing to change, the ledger leaves it out."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 from hotlap import machine
 from hotlap.core.plan import Plan
 from hotlap.engine.driven import Driven
-from hotlap.moves.depthwise import depthwise
+from hotlap.moves.depthwise import without_compiling
 from hotlap.moves.move import Move
-
-DEPTHWISE_S = 0.6
-"""What cuDNN takes to compile one in 16 bits, forward and backward: 0.4 to 1.2 s on an H200."""
 
 
 def _propose(plan: Plan, rig: Driven) -> Plan | str:
@@ -18,12 +15,12 @@ def _propose(plan: Plan, rig: Driven) -> Plan | str:
     # bf16 has the range of fp32 and needs no scaling; fp16 comes second.
     for precision in ("bf16", "fp16"):
         if machine.dtype_fact(rig.device, precision).support is machine.Support.HARDWARE:
-            return plan.but(precision=precision)
+            return without_compiling(plan.but(precision=precision), rig)
     return f"this {rig.device.type} has no 16-bit number format in hardware"
 
 
 def _setup_s(plan: Plan, rig: Driven) -> float:
-    return 0.3 + DEPTHWISE_S * depthwise(rig.modules) if rig.device.type == "cuda" else 0.02
+    return 0.3 if rig.device.type == "cuda" else 0.02
 
 
 MOVE = Move(

@@ -144,7 +144,8 @@ class Probe:
         floor_s = min(
             (floors.get(name, 0.0) for name in {proposed.numerics.precision, "tf32"} & set(floors)), default=0
         )
-        most = COMPILED if changed == {"compile"} and plan.execution.mode == "captured" else float("inf")
+        compiles = "compile" in changed <= {"compile", "depthwise"}
+        most = COMPILED if compiles and plan.execution.mode == "captured" else float("inf")
         if floor_s <= 0:
             return most, ""
         most = min(most, MARGIN * lap.step_s / floor_s)

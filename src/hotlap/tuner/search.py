@@ -496,7 +496,8 @@ class Search:
         proposed = move.propose(self.plan, self._rig)
         reason = proposed if isinstance(proposed, str) else self._rig.supports(proposed)
         if isinstance(proposed, str) or reason:
-            self._trials.refuse(move, "not tried", str(reason), unfit=1.0)
+            if not move.is_rare:
+                self._trials.refuse(move, "not tried", str(reason), unfit=1.0)
             return
         doubt = self._doubt(move)
         if doubt is not None:

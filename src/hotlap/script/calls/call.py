@@ -330,9 +330,11 @@ class Call:
         return torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
 
 
-def _key(numerics: Numerics, execution: Execution) -> tuple[str, str, str, bool, tuple[str, ...]]:
+def _key(numerics: Numerics, execution: Execution) -> tuple[str, str, str, bool, tuple[str, ...], str]:
     """What of a plan belongs to calls."""
-    return numerics.precision, numerics.layout, execution.mode, execution.autotune, execution.without
+    return (
+        numerics.precision, numerics.layout, execution.mode, execution.autotune, execution.without, numerics.depthwise,
+    )  # fmt: skip
 
 
 def _wanting(outputs: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -65,7 +66,8 @@ class EagerCall:
     ) -> None:
         self._module, self._device, self._forms = module, device, forms
         self._casts = numerics.precision in ("bf16", "fp16")
-        self._context = precision_context(numerics.precision, device, [module])
+        self._context = precision_context(numerics, device, [module])
+        self._laid_out = precision_context(dataclasses.replace(numerics, precision="fp32"), device, [module])
         self.switches = Switches(numerics, execution, device)
         self._layout = layout
         self.scale = scale
@@ -113,7 +115,8 @@ class EagerCall:
         if self._layout is None:
             return original(*args, **kwargs)
         inner_args, inner_kwargs = self._layout((args, kwargs))
-        outputs = original(*inner_args, **inner_kwargs)
+        with self._laid_out():
+            outputs = original(*inner_args, **inner_kwargs)
         form = self._forms.of(args, kwargs) or self._forms.note(args, kwargs, outputs, laid_out=True)
         return in_form(outputs, form)
 
