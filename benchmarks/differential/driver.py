@@ -8,14 +8,17 @@ To take apart an interpreter that has loaded torch takes ten times as long as on
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -34,29 +37,64 @@ LAP_S = 0.004
 
 
 def disturb(epsilon: float, seed: int) -> None:
-    """Multiply each weight by 1 + epsilon × a normal number after every update, to see how far a script drifts by that.
+    """Multiply each weight by 1 + epsilon × a normal number at every update, to see how far a script drifts by that.
 
-    The numbers come from a generator that the script does not see. With a negative seed the GPU's generator is moved
-    before the first step too: other masks of dropout, as a captured plan may draw them.
+    An update is the step of an optimizer. A script without an optimizer updates its weights itself after `backward()`,
+    so its weights are disturbed there. The numbers come from a generator that the script does not see. With a negative
+    seed the GPU's generator is moved before the first update too: other masks of dropout, as a captured plan may draw
+    them.
     """
     generator = torch.Generator().manual_seed(abs(seed))
     moved: list[bool] = []
+    optimizers: list[bool] = []
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
+    def before(*_: Any) -> None:
         if not moved and seed < 0 and torch.cuda.is_initialized():
             torch.cuda.manual_seed(abs(seed))
         moved.append(True)
 
-    @torch.no_grad()
-    def after(optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.is_floating_point():
-                    noise = torch.randn(p.shape, generator=generator).to(p)
-                    p.mul_(1 + epsilon * noise)
+    def disturbed(parameters: Iterable[torch.Tensor]) -> None:
+        for p in parameters:
+            if p.is_floating_point():
+                noise = torch.randn(p.shape, generator=generator).to(p)
+                p.data.mul_(1 + epsilon * noise)
 
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        disturbed(p for group in optimizer.param_groups for p in group["params"])
+
+    @functools.wraps(Optimizer.__init__)
+    def made(self: Optimizer, *words: Any, **named: Any) -> None:
+        optimizers.append(True)
+        initialize(self, *words, **named)
+
+    @functools.wraps(torch.autograd.backward)
+    def differentiated(tensors: Any, *words: Any, **named: Any) -> None:
+        backward(tensors, *words, **named)
+        if not optimizers:
+            before()
+            disturbed(weights_of([tensors] if isinstance(tensors, torch.Tensor) else tensors))
+
+    initialize, backward = Optimizer.__init__, torch.autograd.backward
+    Optimizer.__init__, torch.autograd.backward = made, differentiated  # type: ignore[method-assign, assignment]
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def weights_of(tensors: Iterable[torch.Tensor]) -> list[nn.Parameter]:
+    """The parameters that tensors were computed from, in the order of their graph."""
+    found: list[nn.Parameter] = []
+    ahead: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = {None}
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            found.append(leaf)
+        ahead += [following for following, _ in node.next_functions]
+    return found
 
 
 def main() -> NoReturn:

@@ -7,7 +7,7 @@ from benchmarks.differential.cases import Case, Finding, Way, examined, shrink
 from benchmarks.differential.comparing import beyond_rounding, differences, facts_of
 from benchmarks.differential.jobs import JobSketch
 from benchmarks.differential.running import Outcome, Runner
-from benchmarks.differential.script import compose, sketch
+from benchmarks.differential.script import FIELDS, Sketch, compose, sensible, sketch
 
 SEEDS = (0, 3, 5, 8, 9, 10, 11, 13, 15, 16, 17, 19)
 """Of quick scripts: no workers, nothing compiled."""
@@ -60,6 +60,72 @@ def test_a_line_of_another_shape_is_a_difference_whatever_the_drift():
     mine, drifted = {"stdout 0": "loss 1.5"}, [{"stdout 0": "loss 2.5"}]
     assert beyond_rounding(mine, {"stdout 0": "loss 3.5"}, drifted) == []
     assert len(beyond_rounding(mine, {"stdout 0": "caught 1.5"}, drifted)) == 1
+
+
+def script_of(seed, model, **choices):
+    """The plainest script, but for these choices."""
+    plainest = {name: options[0] for name, options in FIELDS.items()}
+    return sensible(Sketch(seed, plainest | choices, model=model))
+
+
+@pytest.mark.parametrize("optimizer", ["by_hand", "sgd", "two", "lbfgs"])
+def test_disturbed_runs_are_disturbed_with_an_optimizer_and_without(runner, tmp_path, optimizer):
+    case = Case(script_of(1, "mlp", optimizer=optimizer), runner, "cpu", tmp_path)
+    outcome, facts = case.plain
+    path = tmp_path / "disturbed"
+    disturbed = facts_of(runner.disturbed(case.script, path, 4e-7, 1))
+    assert outcome.code == 0
+    assert facts["stdout 0"] == disturbed["stdout 0"]  # the first loss comes before the first update
+    weights = [name for name in facts if name.startswith("final.pt.state.modules.0.") and "keys" not in name]
+    moved = [name for name in weights if differences({name: facts[name]}, {name: disturbed[name]})]
+    assert moved == weights
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_no_difference_without_an_optimizer(runner, tmp_path):
+    case = Case(script_of(188, "cnn_norm", inputs="pictures", optimizer="by_hand"), runner, "cpu", tmp_path)
+    bias = "final.pt.gradients.4"  # of a convolution before a batch norm
+    assert case.plain[1][bias].abs().max() < 1e-6 < 1e-3 < case.plain[1]["final.pt.gradients.3"].abs().max()
+    how, wrong, outcome = case.check(Way("plan", {"layout": "channels_last"}))
+    assert (how, wrong) == ("rounded", []), outcome.told
+
+
+UPDATE = "p.data.sub_(0.05 * p.grad.to_dense())"
+GRADIENTS = "p.grad.to_dense() for p in PARAMETERS"
+
+
+class Faulty:
+    """A runner under which a plan of another layout trains with a fault."""
+
+    def __init__(self, runner, right, wrong):
+        self._runner, self._right, self._wrong = runner, right, wrong
+        self.alone, self.disturbed = runner.alone, runner.disturbed
+
+    def under(self, script, folder, plan):
+        text = script.read_text()
+        assert text.count(self._right) == 1
+        faulty = script.with_name("faulty.py")
+        faulty.write_text(text.replace(self._right, self._wrong))
+        outcome = self._runner.alone(faulty, folder)
+        outcome.plans = [{"numerics.layout": "channels_last"}]
+        return outcome
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (UPDATE, UPDATE),
+        (UPDATE, f"{UPDATE} if p.ndim > 1 else {UPDATE.replace('0.05', '0.05 * 1.01')}"),
+        (UPDATE, f"{UPDATE} if p is not PARAMETERS[1] else None"),
+        (UPDATE, f"{UPDATE} if p is not PARAMETERS[1] or updates != 15 else None"),
+        (GRADIENTS, f"(p is not PARAMETERS[1]) * {GRADIENTS}"),
+    ],
+    ids=["no fault", "biases updated by 1 % too much", "a bias not updated", "one update lost", "a gradient lost"],
+)
+def test_faults_of_a_bias_are_differences_without_an_optimizer(runner, tmp_path, right, wrong):
+    for model, inputs in (("mlp", "vectors"), ("cnn", "pictures")):
+        one = script_of(2, model, inputs=inputs, optimizer="by_hand")
+        how, found, outcome = Case(one, Faulty(runner, right, wrong), "cpu", tmp_path).check(Way("max"))
+        assert (how, outcome.code, bool(found)) == ("rounded", 0, wrong != right), found
 
 
 class Planted:
