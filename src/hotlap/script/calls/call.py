@@ -33,7 +33,7 @@ from hotlap.script.calls.refusals import (
     why_not_changed,
     why_not_in_precision,
 )
-from hotlap.script.calls.switches import leave_broken_passes
+from hotlap.script.calls.switches import leave_broken_passes, own_switches
 from hotlap.script.calls.traces import Untouched
 from hotlap.script.calls.trees import leaves, looked_at, marks
 
@@ -161,8 +161,11 @@ class Call:
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of the script's; `original` makes its own."""
-        if self._inside or self._is_transformed() or _is_checkpointed():
+        if self._inside or self._is_transformed():
             return original(*args, **kwargs)
+        if _is_checkpointed():
+            with own_switches():
+                return original(*args, **kwargs)
         if torch.is_autocast_enabled(self._kind):
             self._autocasts = True
         trains = self.module.training and torch.is_grad_enabled()

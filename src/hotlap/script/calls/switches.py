@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -22,6 +23,19 @@ def switch_in_backward(outputs: Iterable[Tensor], switches: Switches) -> None:
     for output in outputs:
         if output.grad_fn is not None:
             output.register_hook(partial(_enter, switches))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def own_switches() -> Iterator[None]:
+    """Inside, a backward pass runs under the script's own switches, as a call did that it makes once more."""
+    entered = list(_entered.get(torch._C._current_graph_task_id(), ()))
+    for switches in reversed(entered):
+        switches.__exit__()
+    try:
+        yield
+    finally:
+        for switches in entered:
+            switches.__enter__()
 
 
 def leave_broken_passes() -> None:
