@@ -50,8 +50,12 @@ class LikeLoader:
         feed = within_cores(feed, loader.num_workers)
         is_pinned = loader.pin_memory and torch.accelerator.is_available()
         self._version: int | None = None
-        if loader.collate_fn is default_collate and not is_pinned and bool(feed.workers) != bool(loader.num_workers):
-            self._version = int(loader.num_workers > 0)  # a collate function of the user's own may write to its batches
+        self._collate = loader.collate_fn
+        if not is_pinned and bool(feed.workers) != bool(loader.num_workers):
+            if loader.collate_fn is default_collate:
+                self._version = int(loader.num_workers > 0)
+            elif feed.workers:  # a collate function of the user's own may write to its batches
+                self._collate = _Counting(loader.collate_fn)
         settings: dict[str, Any] = {}
         if feed.workers:
             settings = {
@@ -65,7 +69,7 @@ class LikeLoader:
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=self._requests,
-            collate_fn=loader.collate_fn,
+            collate_fn=self._collate,
             pin_memory=is_pinned,
             # A generator of its own: a seed is drawn at each start, and must not move the script's.
             generator=torch.Generator().manual_seed(0),
@@ -84,6 +88,8 @@ class LikeLoader:
 
     def as_own(self, batch: Batch) -> Batch:
         """A batch that counts as many writes as the script's own."""
+        if isinstance(self._collate, _Counting):
+            return self._collate.counted(batch)
         if self._version is not None:
             set_versions(tensors_in(batch), self._version)
         return batch
@@ -94,6 +100,30 @@ class LikeLoader:
         if iterator is not None:
             iterator._shutdown_workers()
             self._loader._iterator = None
+
+
+class _Counting:
+    """A collate function for workers that sends the version counters along: a tensor loses its own on the way."""
+
+    def __init__(self, collate: Callable[[Any], Batch]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> tuple[Batch, list[int | None]]:
+        """The batch, and the counters of its tensors; none of what holds them in a way of its own."""
+        batch, versions = self._collate(samples), []
+        with suppress(Exception):  # of a class of the user's
+            versions = [None if tensor.is_inference() else tensor._version for tensor in tensors_in(batch)]
+        return batch, versions
+
+    @staticmethod
+    def counted(sent: tuple[Batch, list[int | None]]) -> Batch:
+        """The batch as it was before it was sent."""
+        batch, versions = sent
+        with suppress(Exception):
+            for tensor, version in zip(tensors_in(batch), versions, strict=True):
+                if version is not None:
+                    set_versions([tensor], version)
+        return batch
 
 
 class _Requests:
