@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import unsynced  # noqa: F401
 from dispositions import heeded
 
 os.environ["HOTLAP_PLAN"] = "off"

@@ -33,7 +33,7 @@ SHORT = """
 @pytest.fixture(scope="module")
 def run_python(tmp_path_factory):
     """Runs a text as python does; its exit code, and what it said."""
-    python = Preloaded("hotlap.cli", "hotlap.stress.trials", "torch._dynamo", environment=environment())
+    python = Preloaded("unsynced", "hotlap.cli", "hotlap.stress.trials", "torch._dynamo", environment=environment())
 
     def run(script, *arguments):
         done = python.run("-c", textwrap.dedent(script), *arguments, cwd=tmp_path_factory.mktemp("work"))
