@@ -269,6 +269,17 @@ def test_a_short_run_is_left_alone():
     assert outcomes(rig)["all moves"][0] == "not tried"
 
 
+@pytest.mark.parametrize("feed_s", [0.07, 0.0], ids=["batches are slow", "batches are quick"])
+def test_a_run_of_few_slow_updates_is_looked_at_where_its_batches_are_slow(feed_s):
+    rig = rig_for()
+    feed = {"loader": feed_s, "gather": feed_s / 10, "resident": feed_s / 10}
+    gate = Gatekeeper()
+    gate.updates = 4
+    asked = drive(searching(rig, 900, gate=gate), lambda plan: cost_of(plan, feed=feed, base=0.1 - feed_s))
+    assert any(plan != asked[0] for plan in asked) is (feed_s > 0)
+    assert (rig.plan.feed.kind == "resident") is (feed_s > 0)
+
+
 def test_what_feeding_cannot_give_is_not_tried():
     rig = rig_for()
     step = lambda plan: cost_of(plan, feed={"loader": 0.0001, "gather": 0.0001, "resident": 0.0001})  # noqa: E731

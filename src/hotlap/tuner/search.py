@@ -39,6 +39,8 @@ MORE_THAN = 2
 """Epochs that have to be left for it to pay to keep samples as they come by."""
 LOOK_UPDATES = 16
 """A run that may spend less time than so many of its own updates take is left alone."""
+FEEDING_S = 0.3
+"""What a run has to be able to spend where its batches are slow, however long one of its updates takes."""
 ARITHMETIC = (precision.MOVE, layout.MOVE)
 """Moves that change how convolutions are computed: each alone may be slower, both together are not."""
 BOUND_BY_DEVICE = ("arithmetic", "memory traffic")
@@ -122,7 +124,10 @@ class Search:
         trials = self._trials = Trials(self._rig, self.gate, budget, self.baseline)
         self._now.begin(trials, lap)
         budget.is_hopeful = self._rig.device.type == "cuda"  # until it has been looked at
-        if not (yield from self._until_it_pays(LOOK_UPDATES * lap.step_s)):
+        needed_s = LOOK_UPDATES * lap.step_s
+        if self._probe.hope_of_feeding(lap) > 1:  # bringing batches another way takes few updates to try
+            needed_s = min(needed_s, FEEDING_S)
+        if not (yield from self._until_it_pays(needed_s)):
             self._write_too_short(self._length().updates)
             return
         self._looked, lap = True, self._now.lap
