@@ -253,3 +253,20 @@ def test_what_workers_have_ready_says_nothing_of_their_pace(feed_s, looks, glanc
     assert (probe.glance(rig.plan.but(optimizer="fused")) is not None) == looks
     assert probe.glance(rig.plan.with_feed(Feed(kind="resident"))) is not None
     rig.close()
+
+
+def test_what_was_seen_at_a_glance_pays_for_its_trial_whatever_it_took_to_see_it():
+    budget = Budget(base_s=0.03, length=lambda: Length(700))
+    budget.is_hopeful, budget.spent_s = True, 1.85
+    assert budget.left_s < 0
+    budget.hoped_s = 8.0
+    assert budget.left_s == pytest.approx(0.04 * 21 + 0.25 * 8 - 1.85), "what is only hoped for pays for no more"
+    budget.is_seen = True
+    assert budget.left_s == pytest.approx(0.25 * 8)
+    budget.spent_s = 0.5
+    assert budget.left_s == pytest.approx(0.04 * 21 - 0.5 + 0.25 * 8)
+    budget.spent_s = 59.0
+    assert budget.left_s == pytest.approx(1.0), "and never more than all that may be spent"
+    asked = Budget(base_s=0.03, length=lambda: Length(700), most_s=2.0)
+    asked.is_seen, asked.hoped_s, asked.spent_s = True, 8.0, 1.5
+    assert asked.left_s == pytest.approx(0.5), "unless the user says how much it may be"

@@ -718,6 +718,21 @@ def test_what_is_much_faster_at_a_glance_may_cost_more_to_try(dear_moves):
     assert "at a glance 4x by fused optimizer, 16-bit precision" in outcomes(rig)["baseline"][1]
 
 
+def test_what_was_made_for_a_glance_is_not_paid_for_again(dear_moves, monkeypatch):
+    """Its kernels are loaded, and what it holds or has recorded stays: a trial of it takes its gate alone."""
+    rig, gate, needed = rig_for(), Gatekeeper(), []
+    search = searching(rig, 20_000, gate=gate, probe=Glancing(rig, narrower(4.0)))
+    check = gate.check
+
+    def costs(plan):
+        needed.append({move.name: search._now.setup_s(move) for move in (precision.MOVE, resident.MOVE)})
+        return check(plan)
+
+    gate.check = costs
+    drive(search, narrower(4.0))
+    assert needed[0] == {"16-bit precision": 0.0, "data held on the device": 6.0}, "held data was not part of it"
+
+
 @pytest.mark.parametrize("gain", [1.0, 1.2])
 def test_where_a_glance_shows_little_nothing_more_is_spent(gain, dear_moves):
     rig, gate = rig_for(), Gatekeeper()

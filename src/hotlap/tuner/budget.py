@@ -57,10 +57,7 @@ class Budget:
         """What may be spent in all, as things stand."""
         if self._most_s is not None:
             return self._most_s
-        share = HOPEFUL_SHARE if self.is_hopeful else SHARE
-        share_s = share * self.base_s * self._length().updates
-        gains_s = OF_SAVED * self.saved_s + OF_COMING * self.coming_s + OF_HOPED * self.hoped_s
-        return min(self.most_s, share_s + gains_s)
+        return min(self.most_s, self._earned_s + OF_HOPED * self.hoped_s)
 
     @property
     def most_s(self) -> float:
@@ -68,9 +65,19 @@ class Budget:
         return self._most_s if self._most_s is not None else MOST_S
 
     @property
+    def _earned_s(self) -> float:
+        """What may be spent whatever is hoped for: a share of the run, and of what was gained."""
+        share = HOPEFUL_SHARE if self.is_hopeful else SHARE
+        share_s = share * self.base_s * self._length().updates
+        return share_s + OF_SAVED * self.saved_s + OF_COMING * self.coming_s
+
+    @property
     def left_s(self) -> float:
-        """What may still be spent."""
-        return self.all_s - self.spent_s
+        """What may still be spent. What was seen at a glance pays for one trial, whatever it took to see it."""
+        if self._most_s is not None or not self.is_seen or not self.hoped_s:
+            return self.all_s - self.spent_s
+        left_s = max(0.0, self._earned_s - self.spent_s) + OF_HOPED * self.hoped_s
+        return min(left_s, self.most_s - self.spent_s)
 
     @property
     def sure_s(self) -> float:

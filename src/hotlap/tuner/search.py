@@ -143,7 +143,7 @@ class Search:
                 budget.hoped_s = self._saved_s(max(seen, HOPE) if self._is_wide_arithmetic() else seen)
                 self._glance = at_a_glance(self._rig, self._now, self._probe, self._at_first())
                 if self._glance.was_taken:
-                    seen = self._glance.gain
+                    seen, self._now.seen = self._glance.gain, self._glance.moves
                     budget.is_seen = bool(self._glance.moves)
                     budget.is_hopeful = self._probe.is_hopeful or budget.is_seen
                 budget.hoped_s = self._saved_s(seen)

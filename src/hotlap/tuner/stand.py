@@ -44,6 +44,8 @@ class Stand:
         self.baseline = self.plan = rig.plan
         """The user's own plan, and the one that has been settled on."""
         self.kept: list[Move] = []
+        self.seen: Sequence[Move] = ()
+        """Moves that were made for a glance: they are set up already."""
 
     def begin(self, trials: Trials, lap: Lap) -> None:
         """From now on the pace of the user's own plan is known."""
@@ -61,6 +63,8 @@ class Stand:
 
     def setup_s(self, move: Move, beside: Sequence[Move] = ()) -> float:
         """What it takes to set up the plan that a move makes, beside others."""
+        if move in self.seen:
+            return 0.0
         return move.setup_s(self.with_moves([*beside, move]), self._rig)
 
     def why_not_worth(self, move: Move, beside_s: float = 0.0) -> Doubt | None:
@@ -68,7 +72,7 @@ class Stand:
         proposed = move.propose(self.plan, self._rig)
         if isinstance(proposed, str):
             return Doubt(proposed)
-        cost_s = move.setup_s(proposed, self._rig) + self.gate_s([move])
+        cost_s = (0.0 if move in self.seen else move.setup_s(proposed, self._rig)) + self.gate_s([move])
         most, why = self._probe.most_gain(self.plan, proposed, self.lap)
         can_save_s = self.left_s * (1 - 1 / most)
         if most < LEAST_GAIN:
@@ -83,7 +87,7 @@ class Stand:
 
     def gate_s(self, moves: Sequence[Move]) -> float:
         """About what a gate takes that judges these moves: as the cheapest of its kind so far, at least."""
-        is_first = self._rig.device.type == "cuda" and not self.trials.gate_s
+        is_first = self._rig.device.type == "cuda" and not self.trials.gate_s and not self.seen
         guessed_s = self.trials.gate_updates * self.budget.base_s + (FIRST_GATE_S if is_first else 0.0)
         return max(guessed_s, self.trials.cheapest_gate_s(moves))
 
