@@ -60,6 +60,49 @@ def has_sparse_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None and p.grad.is_sparse for group in optimizer.param_groups for p in group["params"])
 
 
+class LayoutCheck:
+    """Compares the memory layout of the gradients and the state of an optimizer with that of its weights.
+
+    Fused CPU kernels read all of them in the order of memory. Where the layouts differ, they update the wrong elements
+    without an error. `backward()` gives a gradient the layout of its weight; `autograd.grad` and scripts may not.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state: Any = None
+        self._strides: list[Any] = []
+        """Of the weights whose state was checked last."""
+
+    def matches_weights(self) -> bool:
+        """Whether each present gradient and its state have the layout of their weight; no gradient may be sparse.
+
+        Checks the state again after it was loaded, where other weights have gradients, and after a False.
+        """
+        weights = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        strides = [*map(_stride, weights)]
+        grads = [p.grad for p in weights]
+        if [*map(_stride, grads)] != strides and not all(map(_is_laid_out_as, weights, grads)):
+            self._state = None
+            return False
+        state = self._optimizer.state
+        if state is not self._state or strides != self._strides:
+            kept = [(p, one) for p in weights for one in state.get(p, {}).values() if isinstance(one, Tensor)]
+            self._state = state if all(_is_laid_out_as(p, one) for p, one in kept) else None
+            self._strides = strides
+        return self._state is state
+
+
+_stride = Tensor.stride
+
+
+def _is_laid_out_as(weight: Tensor, other: Tensor) -> bool:
+    """Whether a tensor has the layout of a weight; true for tensors of another shape, such as counts."""
+    strides, others = weight.stride(), other.stride()
+    if strides == others or weight.shape != other.shape:
+        return True
+    return all(a == b for a, b, size in zip(strides, others, weight.shape, strict=True) if size != 1)
+
+
 def twin_of(optimizer: Optimizer, *, only: Tensor | None = None, **flags: Any) -> Optimizer:
     """A small optimizer of the same kind, settings and state, without hooks, whose steps change nothing real.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hotlap.engine.optimizers import Fusion, has_sparse_gradients, is_fused, settle_counts, why_not_fused
+from hotlap.engine.optimizers import Fusion, LayoutCheck, has_sparse_gradients, is_fused, settle_counts, why_not_fused
 from hotlap.engine.recording import Recorder
 from hotlap.engine.rooms import Rooms
 from hotlap.script.calls.graphs import Recording
@@ -33,6 +33,7 @@ class _Way:
     changes: bool
     """Whether its kind is not the script's own."""
     captured: CapturedUpdate | None
+    layout: LayoutCheck
 
     def set(self, optimizer: Optimizer) -> None:
         """Have the optimizer's next step made so."""
@@ -104,7 +105,7 @@ class Updates:
                 continue
             if id(one) not in self._fusions:
                 self._fusions[id(one)] = Fusion(one, self._rooms_of(one))
-            self._ways[id(one)] = _Way(self._fusions[id(one)], fused, changes, update)
+            self._ways[id(one)] = _Way(self._fusions[id(one)], fused, changes, update, LayoutCheck(one))
             self._hooks.append(one.register_state_dict_pre_hook(self._as_the_script_has_it))
 
     @property
@@ -185,7 +186,7 @@ class Updates:
             return None
         if self._before is not None:
             self._put_back()  # a step has raised
-        if way.changes and has_sparse_gradients(optimizer):
+        if way.changes and (has_sparse_gradients(optimizer) or not way.layout.matches_weights()):
             return None  # no fused kernel takes them
         update = way.update
         is_alone = (len(args) <= 1 and not kwargs) or all(arg is None for arg in (*args[1:], *(kwargs or {}).values()))
