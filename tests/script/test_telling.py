@@ -1,6 +1,9 @@
 """The first line at the end of `hotlap run` says what came of it, in words and figures that anyone understands."""
 
 import json
+import re
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,3 +108,14 @@ def test_a_fault_of_hotlaps_comes_first_where_nothing_was_gained(capsys, tmp_pat
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "hotlap: left as it was, because hotlap failed: RuntimeError: it fell"
     assert any("had to stop: RuntimeError: it fell" in line for line in lines[1:])
+
+
+@pytest.mark.parametrize(("is_alone", "seconds"), [(True, "100"), (False, "0")])
+def test_the_seconds_of_a_script_begin_with_its_process(is_alone, seconds, monkeypatch):
+    """Who waits for a script waits for its imports, too; a notebook's process began long before."""
+    began = time.time() - 100
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(create_time=lambda: began))
+    teller = Teller(name="train.py", out=None, as_json=False, is_alone=is_alone)
+    teller._trainings.append((kept(100.0), []))
+    took = re.search(r"as fast: (\d+)(?:\.\d+)? (?:s|ms|µs) instead", teller.headline())
+    assert (took.group(1) == seconds) is is_alone

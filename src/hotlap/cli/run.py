@@ -100,7 +100,13 @@ def run(
     out = out.absolute() if out else None
     plan = wanted if wanted != "auto" else None
     watched = _Watched(
-        name=target.name, plan=plan, out=out, tune_s=tune_seconds, without=tuple(without), as_json=as_json
+        name=target.name,
+        plan=plan,
+        out=out,
+        tune_s=tune_seconds,
+        without=tuple(without),
+        as_json=as_json,
+        is_alone=True,
     )
     raise ToRun(partial(running.run, target, watched, seed))
 

@@ -78,6 +78,8 @@ class Settings:
     """Tricks to leave out, by their names in `core.tricks`."""
     as_json: bool = False
     """Tell the table at the end as JSON."""
+    is_alone: bool = False
+    """Whether the process does nothing but run the script."""
 
 
 class Session:
@@ -90,7 +92,13 @@ class Session:
         self.settings = settings
         self._patches = Patches()
         is_fixed = settings.plan not in (None, "auto")
-        self._teller = Teller(name=settings.name, out=settings.out, as_json=settings.as_json, is_fixed=is_fixed)
+        self._teller = Teller(
+            name=settings.name,
+            out=settings.out,
+            as_json=settings.as_json,
+            is_fixed=is_fixed,
+            is_alone=settings.is_alone,
+        )
         self._servings: WeakKeyDictionary[DataLoader[Any], Serving] = WeakKeyDictionary()
         self._finder: Finder | None = Finder()
         self._passes, self._counts_passes = Passes(), False

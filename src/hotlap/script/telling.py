@@ -31,7 +31,10 @@ FASTER = 1.005
 class Teller:
     """Collects what there is to tell of a script. All of it goes to stderr, at the end."""
 
-    def __init__(self, *, name: str, out: Path | None, as_json: bool, is_fixed: bool = False) -> None:
+    def __init__(
+        self, *, name: str, out: Path | None, as_json: bool, is_fixed: bool = False, is_alone: bool = False
+    ) -> None:
+        """`is_alone`: the process does nothing but run the script, whose time is that of the process."""
         self._name, self._out, self._as_json, self._is_fixed = name, out, as_json, is_fixed
         self._home = Path().absolute()  # which the script may change
         self._trainings: list[tuple[Ledger, list[str]]] = []
@@ -39,7 +42,7 @@ class Teller:
         self._folders: dict[int, RunFolder] = {}
         self._faults: list[str] = []
         self._refusals: list[str] = []
-        self._began = time.perf_counter()
+        self._began = time.perf_counter() - (_process_age_s() if is_alone else 0.0)
 
     def fault(self, error: Exception) -> None:
         """Something in hotlap went wrong."""
@@ -130,6 +133,13 @@ class Teller:
         if error is not None and "CUDA error" in str(error):
             lines.append("hotlap  whether this comes without hotlap too: hotlap run --off …")
         say(*lines)
+
+
+def _process_age_s() -> float:
+    """Seconds since this process began: imports are a part of what a user waits for."""
+    import psutil
+
+    return max(0.0, time.time() - float(psutil.Process().create_time()))
 
 
 def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False) -> str:
