@@ -89,6 +89,8 @@ def beyond_rounding(
             continue
         other = theirs[name]
         distance, scale = _distance(one, other, counts=isinstance(one, str) and one.startswith(COUNTED))
+        if isinstance(one, str):
+            scale = _largest_fraction(one)
         allowed = times_drift * tolerances.get(name, 0.0) + FLOOR * scale
         if not distance <= allowed:
             found.append(f"{name}: {_shown(one)} / {_shown(other)}, off by {distance:.3g}, allowed {allowed:.3g}")
@@ -179,6 +181,12 @@ def _distance(one: Any, other: Any, *, counts: bool = False) -> tuple[float, flo
 
 def _numbers(line: str) -> list[float]:
     return [float(number) for number in NUMBER.findall(line)]
+
+
+def _largest_fraction(line: str) -> float:
+    """Of the numbers that a line shows with a point: how many steps or bytes there are says nothing of a loss."""
+    sizes = [abs(float(number)) for number in NUMBER.findall(line) if "." in number or "e" in number]
+    return max((size for size in sizes if math.isfinite(size)), default=0.0)
 
 
 def _shown(value: Any) -> str:

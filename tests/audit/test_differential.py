@@ -56,6 +56,13 @@ def test_one_bit_is_a_difference_and_rounding_is_measured_by_the_drift():
     assert beyond_rounding(mine, far, [{"final.pt.weight": weights + 1e-4}]) == []
 
 
+def test_a_count_in_a_line_does_not_make_up_for_a_loss_that_is_off():
+    mine = {"stdout 0": "loss 1000 0.5"}
+    assert len(beyond_rounding(mine, {"stdout 0": "loss 1000 0.505"}, [mine])) == 1
+    assert beyond_rounding(mine, {"stdout 0": "loss 1000 0.500005"}, [mine]) == []
+    assert len(beyond_rounding({"stdout 0": "bytes 98304"}, {"stdout 0": "bytes 98305"}, [])) == 1
+
+
 def test_a_line_of_another_shape_is_a_difference_whatever_the_drift():
     mine, drifted = {"stdout 0": "loss 1.5"}, [{"stdout 0": "loss 2.5"}]
     assert beyond_rounding(mine, {"stdout 0": "loss 3.5"}, drifted) == []
