@@ -790,6 +790,14 @@ def test_more_shapes_than_there_is_place_for_run_eagerly(monkeypatch):
     assert model.replays > 3 * 2
 
 
+def test_arguments_that_never_come_again_end_no_capture_while_others_do():
+    model = Scripted(nn.Linear(6, 3), CAPTURED)
+    for number in range(420):
+        model(torch.randn(4 if number % 2 else 10 + number, 6)).sum().backward()
+    assert model.call.given_up is None
+    assert model.replays > 200
+
+
 def test_arguments_that_are_always_new_end_the_capture():
     module = Nested("tuple")
     model = Scripted(module, CAPTURED)

@@ -104,7 +104,9 @@ class CapturedStep:
                 self._note("batches that hold more than tensors and plain values run eagerly")
             return self._eager(window)
         graph = self._graphs.pop(key, None)
-        if graph is None:
+        if graph is not None:
+            self._in_vain = 0
+        else:
             self.firsts += 1
             self._in_vain = 0 if key in self._seen else self._in_vain + 1
             self._seen[key] += window.updates

@@ -168,7 +168,9 @@ class CapturedCall:
         if lane is None:
             return self._eager(original, args, kwargs)
         graph = self._now.graphs.get((lane, key))
-        if graph is None:
+        if graph is not None:
+            self._in_vain = 0
+        else:
             habits = self._habits_of(key)
             if not habits.are_known:
                 self._firsts += 1

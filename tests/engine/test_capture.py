@@ -1,0 +1,56 @@
+"""Which windows a captured step records and replays, with graphs that a test makes up."""
+
+import functools
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hotlap import Rig
+from hotlap.engine import capture
+from hotlap.engine.capture import PATIENCE, CapturedStep
+from hotlap.engine.graph import Left
+from hotlap.engine.step import Window
+
+CPU = torch.device("cpu")
+
+
+class Replaying(CapturedStep):
+    """Counts replays, of which a CPU makes none."""
+
+    replays = 0
+
+    def _replay(self, graph, window):
+        self.replays += 1
+        return torch.zeros(())
+
+
+@pytest.fixture
+def step(monkeypatch):
+    monkeypatch.setattr(capture, "StepGraph", lambda *given, **named: object())
+    rig = Rig(nn.Linear(6, 1), functools.partial(torch.optim.SGD, lr=0.1), nn.MSELoss(), device="cpu")
+    recorder = SimpleNamespace(aside=nullcontext)
+    return Replaying(
+        rig._step, device=CPU, recorder=recorder, left=Left(CPU), why_split=None, attention=nullcontext(),
+        note=lambda why: None,
+    )  # fmt: skip
+
+
+def window(size):
+    return Window([(torch.randn(size, 6), torch.randn(size, 1))], [size])
+
+
+def test_capturing_goes_on_where_shapes_that_never_come_again_are_among_others(step):
+    for number in range(2 * (PATIENCE + 10)):
+        step(window(4 if number % 2 else 10 + number))
+    assert step.given_up is None
+    assert step.replays > PATIENCE
+
+
+def test_it_is_given_up_where_no_shape_ever_comes_again(step):
+    for number in range(PATIENCE + 10):
+        step(window(10 + number))
+    assert "no shape of batch comes again" in step.given_up
+    assert step.replays == 0
