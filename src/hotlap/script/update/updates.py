@@ -186,12 +186,14 @@ class Updates:
             return None
         if self._before is not None:
             self._put_back()  # a step has raised
-        if way.changes and (has_sparse_gradients(optimizer) or not way.layout.matches_weights()):
+        if way.changes and has_sparse_gradients(optimizer):
             return None  # no fused kernel takes them
         update = way.update
         is_alone = (len(args) <= 1 and not kwargs) or all(arg is None for arg in (*args[1:], *(kwargs or {}).values()))
         if update is not None and is_alone and update.replayed():
             return (update.idle,), {}
+        if way.changes and not way.layout.matches_weights():  # a replay looks at its gradients' places by itself
+            return None
         self._before = Look(optimizer)
         way.set(optimizer)
         if update is not None and is_alone and self._replayed_after_all(optimizer, way, update):
