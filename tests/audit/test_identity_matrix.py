@@ -19,14 +19,23 @@ from hotlap import Job, Rig, fit
 from hotlap.data.course import evaluation_course, training_course
 
 ROOT = Path(__file__).parents[2]
+MATRIX = """
+import gc, sys
+import torch._dynamo, unsynced
+from benchmarks import identity
+
+gc.freeze()  # or each fork would look through all of it for garbage, and copy it
+sys.exit(identity.main())
+"""
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """All variations by name. They are forked from a process of their own, which has no threads but its first."""
     file = tmp_path_factory.mktemp("matrix") / "rows.json"
-    words = [sys.executable, "-m", "benchmarks.identity", "--json", str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    words = [sys.executable, "-c", MATRIX, "--json", str(file)]
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tests" / "support")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     subprocess.run(words, cwd=ROOT, env=environment, check=False, capture_output=True, timeout=900)
     return {row["name"]: row for row in json.loads(file.read_text())}
 

@@ -1,12 +1,13 @@
 """Looks at scripts run in forks of a process that has loaded torch: each of them would load it anew.
 
-Those that a fixture for a whole file makes are processes of their own, as they are for users.
+Those that a fixture for a whole file makes are processes of their own, as they are for users, unless it asks for forks.
 """
 
 import itertools
 import os
 import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +23,14 @@ class Forks:
 
     DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
 
-    def __init__(self, preloaded):
-        self._preloaded = preloaded
+    def __init__(self, preloaded, after=0):
+        """The first looks, `after` of them, take processes of their own, as they do for users."""
+        self._preloaded, self._real = preloaded, after
 
     def run(self, command, *, stdin, stdout, stderr, timeout, check):
+        self._real -= 1
+        if self._real >= 0:
+            return subprocess.run(command, stdin=stdin, stdout=stdout, stderr=stderr, timeout=timeout, check=check)
         done = self._preloaded.run(*command[1:], cwd=Path.cwd(), timeout_s=timeout, **os.environ)
         stdout.write((done.stdout + done.stderr).encode())
         return done
@@ -38,10 +43,24 @@ def preloaded():
     made.close()
 
 
+@pytest.fixture(scope="session")
+def looks_are_forks(preloaded):
+    """Inside, they are, but with a GPU: no fork could use what was loaded."""
+
+    @contextmanager
+    def inside(after=0):
+        with pytest.MonkeyPatch.context() as patch:
+            if not torch.cuda.is_available():
+                patch.setattr(visiting, "subprocess", Forks(preloaded, after))
+            yield
+
+    return inside
+
+
 @pytest.fixture(autouse=True)
-def _looks_are_forks(preloaded, monkeypatch):
-    if not torch.cuda.is_available():  # of which no fork could use what was loaded
-        monkeypatch.setattr(visiting, "subprocess", Forks(preloaded))
+def _looks_are_forks(looks_are_forks):
+    with looks_are_forks():
+        yield
 
 
 @pytest.fixture(autouse=True)

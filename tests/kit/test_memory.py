@@ -264,8 +264,9 @@ def script(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found_of_script(script):
-    return memory_of_script(script)
+def found_of_script(script, looks_are_forks):
+    with looks_are_forks(after=1):
+        return memory_of_script(script)
 
 
 def test_a_scripts_memory_is_told_and_what_it_holds_is_found(found_of_script):

@@ -24,6 +24,8 @@ from hotlap.kit.visiting import EndedError, visit
 from hotlap.kit.workers import by
 from hotlap.script.running import Target
 
+PLAIN = "import time, torch\n"
+"""A script that trains nothing: torch loads as much again for an optimizer."""
 HEAD = """
 import time
 import torch
@@ -43,9 +45,9 @@ def update(x, y):
 
 @pytest.fixture
 def target(tmp_path):
-    def made(text):
+    def made(text, head=HEAD):
         path = tmp_path / "mine.py"
-        path.write_text(HEAD + textwrap.dedent(text))
+        path.write_text(head + textwrap.dedent(text))
         return Target(path=str(path))
 
     return made
@@ -158,12 +160,15 @@ def test_a_script_that_never_trains_is_ended_and_told_where_it_was(target, waits
 
 @pytest.mark.skipif(sys.platform != "linux", reason="by Linux alone")
 def test_a_script_ends_with_whoever_looked_at_it(target, tmp_path):
-    mine = target(f"""
+    mine = target(
+        f"""
         import os, pathlib
         pathlib.Path({str(tmp_path / "part")!r}).write_text(str(os.getpid()))
         os.rename({str(tmp_path / "part")!r}, {str(tmp_path / "pid")!r})
         time.sleep(600)
-    """)
+    """,
+        head=PLAIN,
+    )
     looking = _look_at(mine)
     try:
         pid = int(_read_once_there(tmp_path / "pid"))
@@ -312,12 +317,15 @@ def test_files_that_a_script_saves_are_as_before_afterwards(target, tmp_path, mo
 def test_files_are_put_back_where_the_look_is_ended_from_outside(target, tmp_path, name):
     number, best = getattr(signal, name), tmp_path / "best.pt"
     best.write_text("precious")
-    mine = target(f"""
+    mine = target(
+        f"""
         import pathlib
-        torch.save(model.state_dict(), {str(best)!r})
+        torch.save(torch.ones(8), {str(best)!r})
         pathlib.Path({str(tmp_path / "saved")!r}).touch()
         time.sleep(600)
-    """)
+    """,
+        head=PLAIN,
+    )
     with heeded(number):
         looking = _look_at(mine)
     try:
@@ -337,13 +345,16 @@ def test_what_a_killed_look_has_left_is_brought_back_by_the_next(target, tmp_pat
     best, gone = tmp_path / "best.pt", tmp_path / "gone.pt"
     best.write_text("precious")
     gone.write_text("precious too")
-    mine = target(f"""
+    mine = target(
+        f"""
         import os, pathlib
-        torch.save(model.state_dict(), {str(best)!r})
+        torch.save(torch.ones(8), {str(best)!r})
         os.remove({str(gone)!r})
         pathlib.Path({str(tmp_path / "saved")!r}).touch()
         time.sleep(600)
-    """)
+    """,
+        head=PLAIN,
+    )
     looking = _look_at(mine)
     try:
         _read_once_there(tmp_path / "saved")

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 SEED = 7
-EPOCHS = 8
+EPOCHS = 6
 BATCH_SIZE = 64
 ACCUMULATION_STEPS = 4
 LEARNING_RATE = 2e-3

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, DataLoader
 torch.manual_seed(0)
 np.random.seed(0)
 
-EPOCHS = 7
+EPOCHS = 4
 batch_size = 128
 input_size = 24
 output_size = 5

@@ -6,7 +6,7 @@ from torch.utils.data import Dataset, DataLoader
 torch.manual_seed(42)
 
 BATCH_SIZE = 128
-EPOCHS = 7
+EPOCHS = 3
 LR = 1e-3
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,8 +21,8 @@ class Config:
     seed: int = 3407
     epochs: int = EPOCHS
     batch_size: int = 64
-    lr: float = 3e-3
-    patience: int = 4
+    lr: float = 1e-2
+    patience: int = 3
     checkpoint_path: str = "best_model.pth"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -131,12 +131,12 @@ def main():
     torch.manual_seed(config.seed)
     rng = np.random.default_rng(config.seed)
 
-    x = rng.gamma(2.0, 2.0, size=(7000, 13))
+    x = rng.gamma(2.0, 2.0, size=(4000, 13))
     w = rng.normal(size=13)
-    y = 0.3 * (x @ w) + np.sqrt(x[:, 0] * x[:, 1]) + 0.5 * rng.normal(size=7000)
+    y = 0.3 * (x @ w) + np.sqrt(x[:, 0] * x[:, 1]) + 0.5 * rng.normal(size=4000)
 
-    train_loader = DataLoader(HousePrices(x[:6000], y[:6000]), batch_size=config.batch_size, shuffle=True)
-    val_loader = DataLoader(HousePrices(x[6000:], y[6000:]), batch_size=config.batch_size)
+    train_loader = DataLoader(HousePrices(x[:3000], y[:3000]), batch_size=config.batch_size, shuffle=True)
+    val_loader = DataLoader(HousePrices(x[3000:], y[3000:]), batch_size=config.batch_size)
 
     model = MLP(13)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, random_split
 
 parser = argparse.ArgumentParser(description="NCF")
-parser.add_argument("--epochs", default=6, type=int)
+parser.add_argument("--epochs", default=4, type=int)
 parser.add_argument("--batch_size", default=128, type=int)
 parser.add_argument("--emb_lr", default=2.0, type=float)
 parser.add_argument("--lr", default=1e-3, type=float)
