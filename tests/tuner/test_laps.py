@@ -10,10 +10,10 @@ from hotlap.tuner.laps import ENOUGH, LAP_S, MOST_AGAIN, LapClock
 class Driver:
     """A training of steps that take as long as the test says, and its clock."""
 
-    def __init__(self, *, step_s=0.01, epoch=100, period=None):
+    def __init__(self, *, step_s=0.01, epoch=100, period=None, few_windows=0):
         self.plan, self.steps, self.place, self.epoch_windows = Plan(), 0, Place(), epoch
         self.firsts, self.now, self.step_s, self.waits = 0, 0.0, step_s, 0
-        self.laps = LapClock(self, period=period, clock=lambda: self.now)
+        self.laps = LapClock(self, period=period, few_windows=few_windows, clock=lambda: self.now)
 
     def wait(self):
         self.waits += 1
@@ -278,3 +278,37 @@ def test_nothing_is_quiet_before_a_lap_begins_nor_at_its_end():
     assert driver.laps.quiet == 33, "as many as a lap of watched steps has, but the last"
     driver.laps.paused(1.0)
     assert driver.laps.quiet == 0, "it begins anew"
+
+
+class Saving(Driver):
+    """Saves something behind the first step of each epoch, as scripts do."""
+
+    def step(self, **settings):
+        if self.place.window == 1:
+            self.now += 0.2
+        return super().step(**settings)
+
+
+def test_laps_are_whole_epochs_where_these_are_short_and_have_few_windows():
+    driver = Saving(step_s=0.02, epoch=16, few_windows=32)
+    driver.lap()
+    laps = [driver.lap() for _ in range(6)]
+    assert all(lap.step_s == pytest.approx(0.02 + 0.2 / 16) for lap in laps)
+    uneven = Saving(step_s=0.02, epoch=16)
+    uneven.lap()
+    assert len({round(uneven.lap().step_s, 4) for _ in range(6)}) > 1, "some laps have what is saved, others not"
+
+
+@pytest.mark.parametrize(
+    ("epoch", "step_s"), [(33, 0.02), (16, 0.2)], ids=["an epoch of many windows", "an epoch that takes long"]
+)
+def test_other_epochs_hold_several_laps(epoch, step_s):
+    driver = Driver(step_s=step_s, epoch=epoch, few_windows=32)
+    driver.lap()
+    assert driver.lap().updates < 16
+
+
+def test_a_whole_epoch_leaves_out_what_lies_between_it_and_the_next():
+    driver = Driver(step_s=0.02, epoch=16, few_windows=32)
+    driver.lap(evaluation_s=0.5)
+    assert driver.lap(evaluation_s=0.5).step_s == pytest.approx(0.02)

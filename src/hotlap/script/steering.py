@@ -27,6 +27,9 @@ from hotlap.tuner.probe import Probe
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.tuner import Tuner
 
+FEW_WINDOWS = 32
+"""Batches of an epoch up to which laps are whole epochs, where these are short: what a script saves or shows in each
+of them takes as long as many steps."""
 REMEMBERED = 16
 """One step in so many is remembered while gates may be asked: it costs copies of what modules are called with."""
 
@@ -51,6 +54,7 @@ class Steering:
                 training,
                 updates=length,
                 most_s=tune_s,
+                few_windows=FEW_WINDOWS,
                 known=_known(training),
                 gate=ScriptGate(training),
                 probe=ScriptProbe(training),

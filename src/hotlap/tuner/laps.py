@@ -18,6 +18,8 @@ LONG_S = 0.5
 """Unless it takes so long."""
 ENOUGH = 0.8
 """Of that length, what a lap may turn out to have taken; one that was shorter goes on."""
+SHORT_S = 2.0
+"""What an epoch takes at most for it to count as short."""
 MOST_WARM = 64
 """Windows after which a plan is timed, whether it is at its pace or not: some never come to it."""
 MOST_AGAIN = 8
@@ -50,13 +52,20 @@ class LapClock:
 
     A lap lies inside an epoch: one that is cut by its end, by an evaluation or by a save is thrown away. Where the time
     between two of them is shorter than a lap, laps are whole numbers of such periods instead, and what is done between
-    them is left out of the time.
+    them is left out of the time. So they are where epochs are short and have at most `few_windows`: what a script does
+    at one step of each epoch (it saves, or prints) would be in some laps and not in others.
     """
 
     def __init__(
-        self, training: Driven, *, period: int | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        training: Driven,
+        *,
+        period: int | None = None,
+        few_windows: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._training, self._period, self._clock = training, period, clock
+        self._training, self._period, self._few_windows, self._clock = training, period, few_windows, clock
+        self._has_short_epochs = False
         self._whole: set[Plan] = set()
         """Plans under which a lap does not fit between two ends."""
         self._paces: dict[Plan, float] = {}
@@ -97,7 +106,7 @@ class LapClock:
     def paused(self, seconds: float) -> None:
         """Told that so many seconds went by for something else than steps."""
         self._paused_s += seconds
-        if self._timing and self._training.plan not in self._whole:
+        if self._timing and not self._is_whole:
             self._void(0)
 
     @property
@@ -110,7 +119,7 @@ class LapClock:
         if not self._timing or not self._laps or plan not in self._paces:
             return 0
         to_end = self._training.epoch_windows - self._training.place.window
-        if plan in self._whole:
+        if self._is_whole:
             return max(0, to_end - 1)
         windows = max(LEAST_WINDOWS, math.ceil(LAP_S / max(self._paces[plan], 1e-9))) - self._windows
         return max(0, min(windows, to_end) - 1)
@@ -136,11 +145,11 @@ class LapClock:
             self._training.wait()
             self._paces[plan] = self._timed(self._clock()) / self._updates
         took_s = max(self._timed(now), self._paces.get(plan, 0.0) * self._updates)
-        least_s = LAP_S if self._windows >= LEAST_WINDOWS or plan in self._whole else LONG_S
-        if end and plan not in self._whole:
+        least_s = LAP_S if self._windows >= LEAST_WINDOWS or self._is_whole else LONG_S
+        if end and not self._is_whole:
             self._void(1)
             return None
-        if took_s < least_s or (plan in self._whole and not end):
+        if took_s < least_s or (self._is_whole and not end):
             return None
         asked = self._clock()
         self._training.wait()
@@ -156,6 +165,9 @@ class LapClock:
         if self._timed(now) < ENOUGH * least_s:
             return None  # the device is faster than when it was last looked at
         self._timing, self._laps = False, self._laps + 1
+        if self._laps == 1:
+            windows = self._training.epoch_windows
+            self._has_short_epochs = windows <= self._few_windows and windows * step_s <= SHORT_S
         feed_s, issue_s = self._of_host()
         return Lap(
             step_s=step_s,
@@ -182,7 +194,12 @@ class LapClock:
         if self._warmed < self._warm or not at_pace:
             return False
         # Not on the last window of an epoch, nor behind it; whole periods begin nowhere else.
-        return self._last_end == (self._training.plan in self._whole)
+        return self._last_end == self._is_whole
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether laps under the plan in force are whole epochs, or periods."""
+        return self._has_short_epochs or self._training.plan in self._whole
 
     def _begin(self) -> None:
         self._training.wait()

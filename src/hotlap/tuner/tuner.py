@@ -39,7 +39,7 @@ class Tuner:
     `updates` is how many there will be in all; `most_s` how many seconds tuning may cost at most. `period` says after
     how many updates something else than an epoch's end cuts in, such as an evaluation. `found` is a plan that an
     earlier process has found for this very training: then nothing is searched for, and it is only looked after.
-    A training that is no Rig brings what judges its plans, and what probes it.
+    A training that is no Rig brings what judges its plans, and what probes it; `few_windows` is that of `LapClock`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Tuner:
         updates: int | Callable[[], Length],
         most_s: float | None = None,
         period: int | None = None,
+        few_windows: int = 0,
         known: KnownPlans | None = None,
         found: Plan | None = None,
         gate: Judge | None = None,
@@ -61,7 +62,7 @@ class Tuner:
         length = partial(Length, updates) if isinstance(updates, int) else updates
         self._search = Search(rig, length=length, gate=gate, probe=probe, most_s=most_s, known=known)
         self._asks = self._search.run()
-        self._clock = LapClock(rig, period=period)
+        self._clock = LapClock(rig, period=period, few_windows=few_windows)
         self._may_s = math.inf
         """What the lap under way may cost, in seconds beyond the user's own pace."""
         self._rest: Rest | None = None
