@@ -61,6 +61,36 @@ def test_it_sees_what_a_fresh_one_sees_and_ends_like_it(preloaded, environment, 
     assert fork.stderr.splitlines()[-1] == fresh.stderr.splitlines()[-1]
 
 
+LEFT = """
+import sys, threading, time
+sys.stdout.write("no line")
+kept = open("kept", "w")
+kept.write("all of it")
+
+class Ends:
+    def __del__(self):
+        print(" ends", flush=True)
+
+class Knot:
+    def __init__(self):
+        self.self, self.ends = self, Ends()
+
+alone, knot = Ends(), Knot()
+threading.Thread(target=lambda: (time.sleep(0.05), print(" thread"))).start()
+"""
+
+
+@pytest.mark.parametrize("words", [["look.py"], ["-m", "look"], ["-c", LEFT]], ids=["file", "module", "text"])
+@pytest.mark.parametrize("how", ["", "sys.exit(2)"])
+def test_what_a_script_has_left_open_is_closed_in_the_end(preloaded, environment, tmp_path, words, how):
+    (tmp_path / "look.py").write_text(f"{LEFT}\n{how}\n")
+    words = [f"{LEFT}\n{how}\n" if word is LEFT else word for word in words]
+    fork, fresh = both(preloaded, environment, tmp_path, *words)
+    assert (fork.stdout, fork.stderr, fork.returncode) == (fresh.stdout, fresh.stderr, fresh.returncode)
+    assert (tmp_path / "kept").read_text() == "all of it"
+    assert fork.stdout == "no line thread\n ends\n ends\n"
+
+
 def test_what_was_named_is_loaded_and_each_fork_draws_its_own_random_numbers(preloaded, tmp_path):
     text = "import random, sys; print('csv' in sys.modules, random.random())"
     said = [preloaded.run("-c", text, cwd=tmp_path).stdout for _ in range(2)]

@@ -5,6 +5,7 @@ forked imports and does nothing else, so that it has no threads. What a fork doe
 processes of their own.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -130,6 +131,22 @@ def become(words, cwd, environment):
         exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), main.__dict__)
 
 
+def leave(code):
+    """End as python does, but for taking apart what was loaded before: that takes twenty times as long as the fork."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    main = vars(sys.modules["__main__"])
+    main.update(dict.fromkeys(main.keys() - {"__builtins__"}))
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError):
+            code = 120
+    os._exit(code)
+
+
 if __name__ == "__main__":
     for module in sys.argv[2:]:
         importlib.import_module(module)
@@ -137,4 +154,11 @@ if __name__ == "__main__":
     gc.freeze()  # or each fork would look through all of it for garbage, and copy it
     given = serve(socket.socket(fileno=int(sys.argv[1])))
     if given is not None:
-        become(**given)
+        try:
+            become(**given)
+            code = 0
+        except SystemExit as left:
+            if not isinstance(left.code, int | None):
+                raise
+            code = left.code or 0
+        leave(code)
