@@ -41,6 +41,7 @@ def test_losses_by_torchs_own_kernels_are_those_of_cudnn_to_rounding(changes):
     torch.testing.assert_close(losses(plan.but(depthwise="torch")), losses(plan), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("depthwise", ["library", "torch"])
 def test_the_plan_says_whose_kernels_they_are(precision, depthwise):
