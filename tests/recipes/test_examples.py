@@ -1,6 +1,10 @@
-"""The examples run as they are, from a file to predictions; a notebook finds the models that its script has trained."""
+"""The examples run as they are, from a file to predictions; a notebook finds the models that its script has trained.
+
+They run in forks of a process that has loaded torch, and what texts need; the notebook has a process of its own.
+"""
 
 import csv
+import importlib.util
 import os
 import re
 import subprocess
@@ -8,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import Preloaded
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -33,14 +38,29 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def run(folder, cache, *words):
-    own = {"HOTLAP_CACHE": str(cache), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src")}
-    environ = {**os.environ, **own, "CUDA_VISIBLE_DEVICES": "", "HOTLAP_PROGRESS": "lines"}
-    done = subprocess.run(
-        [sys.executable, *words], env=environ, cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def environment(cache):
+    own = {"HOTLAP_CACHE": str(cache), "PYTHONPATH": str(ROOT / "src")}
+    return {**os.environ, **own, "CUDA_VISIBLE_DEVICES": "", "HOTLAP_PROGRESS": "lines"}
+
+
+@pytest.fixture(scope="module")
+def run(environment):
+    """Runs an example in a folder; what it prints."""
+    late = [name for name in ("transformers.models.bert.modeling_bert", "sklearn") if is_there(name)]
+    python = Preloaded("hotlap.recipes.calls", "torch._dynamo", *late, environment=environment)
+
+    def run(folder, name):
+        done = python.run(EXAMPLES / f"{name}.py", cwd=folder, TMPDIR=str(folder))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    yield run
+    python.close()
+
+
+def is_there(name):
+    return importlib.util.find_spec(name.partition(".")[0]) is not None
 
 
 def answers_in(folder):
@@ -81,27 +101,31 @@ def check_pictures(folder, said):
     assert "circle/broken.png,is empty" in broken.read_text()
 
 
-def test_from_folders_of_pictures_to_predictions(tmp_path, cache):
+def test_from_folders_of_pictures_to_predictions(tmp_path, run):
     pytest.importorskip("PIL")
-    check_pictures(tmp_path, run(tmp_path, cache, str(EXAMPLES / "image.py")))
+    check_pictures(tmp_path, run(tmp_path, "image"))
 
 
-def test_from_a_file_of_texts_to_predictions(tmp_path, cache):
+def test_from_a_file_of_texts_to_predictions(tmp_path, run):
     pytest.importorskip("transformers")
-    check_texts(tmp_path, run(tmp_path, cache, str(EXAMPLES / "text.py")))
+    check_texts(tmp_path, run(tmp_path, "text"))
 
 
-def test_from_a_file_of_bars_to_predictions(tmp_path, cache):
-    check_bars(tmp_path, run(tmp_path, cache, str(EXAMPLES / "temporal.py")))
+def test_from_a_file_of_bars_to_predictions(tmp_path, run):
+    check_bars(tmp_path, run(tmp_path, "temporal"))
 
 
-def test_a_notebook_does_the_same_and_shows_pictures(tmp_path, cache):
+def test_a_notebook_does_the_same_and_shows_pictures(tmp_path, environment):
     """One of them: the others have the code of their scripts too, and the same last cell."""
     pytest.importorskip("ipykernel")
     pytest.importorskip("nbclient")
-    said = run(tmp_path, cache, "-c", NOTEBOOK, str(EXAMPLES / "temporal.ipynb"))
-    check_bars(tmp_path, said)
-    assert said.splitlines().count("picture") == 2
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK, str(EXAMPLES / "temporal.ipynb")],
+        env={**environment, "TMPDIR": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    check_bars(tmp_path, done.stdout)
+    assert done.stdout.splitlines().count("picture") == 2
 
 
 @pytest.mark.parametrize("name", ["text", "temporal", "image"])

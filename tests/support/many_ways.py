@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import unsynced  # noqa: F401
+
 from hotlap.kit.saved_files import SavedFiles, put_back
 
 FOLDERS = ("d/e", "f")

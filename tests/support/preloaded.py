@@ -113,6 +113,7 @@ def become(words, cwd, environment):
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.process.ORIGINAL_DIR = cwd
+    tempfile.tempdir = None  # found anew, where this environment has it
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # python's own module does so by itself
     main = sys.modules["__main__"] = ModuleType("__main__")
