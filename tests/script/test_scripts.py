@@ -2,7 +2,7 @@
 
 Every script runs three times, two at a time: by python alone, under a plan that changes nothing but the feed, which
 has to be equal to the last bit, and tuned, which has to be equal within the band of `CLOSE`. But for those in `FRESH`
-they run in forks of a process that has loaded torch, and the library they are written for.
+they run in forks of a process that has loaded torch, and libraries where they are written for one.
 """
 
 import importlib.util
@@ -88,9 +88,10 @@ class Pythons:
         self._preloaded = {}
         if torch.cuda.is_available():
             return  # libraries may have asked for the GPU by the time they are imported: no fork could use it
-        for library in {None, *(PRELOADED[name] for name in PRELOADED if is_there(name))}:
-            modules = ["hotlap.cli", "hotlap.script.session", "torch._dynamo", *([library] if library else [])]
-            self._preloaded[library] = Preloaded(*modules, environment=self._environment)
+        libraries = sorted({PRELOADED[name] for name in PRELOADED if is_there(name)})
+        for more in [[], libraries] if libraries else [[]]:
+            modules = ["hotlap.cli", "hotlap.script.session", "torch._dynamo", *more]
+            self._preloaded[bool(more)] = Preloaded(*modules, environment=self._environment)
 
     def __call__(self, name, folder, *options):
         """One run of a script in a folder of its own, by python with these options before its name."""
@@ -99,7 +100,7 @@ class Pythons:
         target = ["-m", "module_pkg.train"] if name == "module_pkg" else [str(SCRIPTS / name)]
         own = {"HOTLAP_CACHE": str(folder / "cache")}
         if self._preloaded and name not in FRESH:
-            done = self._preloaded[PRELOADED.get(name)].run(*options, *target, cwd=work, **own)
+            done = self._preloaded[name in PRELOADED].run(*options, *target, cwd=work, **own)
         else:
             done = subprocess.run(
                 [sys.executable, *options, *target], capture_output=True, text=True, cwd=work,
