@@ -20,6 +20,8 @@ WORTH_IT = 8
 """Batches of one shape before it is recorded: a short evaluation is over before that pays."""
 MOST_GRAPHS = 16
 """Shapes that are recorded at a time."""
+MOST_IN_VAIN = 3
+"""States of a model in a row whose recordings were hardly replayed before it changed again."""
 
 
 class CapturedOutputs:
@@ -35,6 +37,8 @@ class CapturedOutputs:
         self._eager, self._modules, self._functions, self._device = eager, modules, functions, device
         self._seen: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], tuple[Any, Any]]] = {}
+        self._made_for: Hashable = None
+        self._replays = self._in_vain = 0
         self._recorder = Recorder(device)
         self.given_up: str | None = None
         """Why nothing is captured, once that is known."""
@@ -48,9 +52,13 @@ class CapturedOutputs:
         except Unfit:
             self.given_up = "batches hold more than tensors and plain values"
             return self._eager(batch)
-        key = (shape, fingerprint(self._modules, self._functions))
-        if key in self._graphs:
-            graph, inputs, outputs = self._graphs[key]
+        self._check_validity()
+        if self._in_vain == MOST_IN_VAIN:
+            self.given_up = "the model changes from evaluation to evaluation"
+            return self._eager(batch)
+        if shape in self._graphs:
+            self._replays += 1
+            graph, inputs, outputs = self._graphs[shape]
             for static, tensor in zip(inputs, tensors_in(batch), strict=True):
                 static.copy_(tensor, non_blocking=True)
             graph.replay()
@@ -62,10 +70,20 @@ class CapturedOutputs:
             made = self._eager(batch)
         self.given_up = watch.reason
         if self.given_up is None:
-            self._record(key, batch)
+            self._record(shape, batch)
         return made
 
-    def _record(self, key: Hashable, batch: Batch) -> None:
+    def _check_validity(self) -> None:
+        """Drop what was recorded for another state of the model."""
+        made_for = fingerprint(self._modules, self._functions)
+        if made_for == self._made_for:
+            return
+        if self._graphs:
+            self._in_vain = self._in_vain + 1 if self._replays < WORTH_IT else 0
+            self._graphs.clear()
+        self._made_for, self._replays = made_for, 0
+
+    def _record(self, shape: Hashable, batch: Batch) -> None:
         if len(self._graphs) >= MOST_GRAPHS:
             self._graphs.clear()
         static = map_tensors(batch, lambda tensor: tensor.clone())
@@ -75,4 +93,4 @@ class CapturedOutputs:
         except NotRecordedError as error:
             self.given_up = str(error)
         else:
-            self._graphs[key] = (graph, tensors_in(static), made[0])
+            self._graphs[shape] = (graph, tensors_in(static), made[0])
