@@ -705,14 +705,32 @@ def left(tmp_path, script):
     return run
 
 
+@pytest.fixture(scope="module")
+def left_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("once")
+    (folder / "train.py").write_text(SCRIPT)
+    run = folder / "left"
+    assert in_a_child(command(run, "--out", "--die", script=folder / "train.py")) == -signal.SIGKILL
+    return run
+
+
+@pytest.fixture
+def copy_of_left(tmp_path, script, left_once):
+    """Such a run, where it does not matter that it was made in another folder."""
+    return shutil.copytree(left_once, tmp_path / "left")
+
+
 def weights(run):
     return (run / "model.safetensors").read_bytes()
 
 
-@pytest.fixture
-def expected(tmp_path, script):
-    assert in_a_child(command(tmp_path / "whole", "--out", script=script), tmp_path / "whole.txt") == 0
-    return weights(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights of the script when nobody kills it."""
+    folder = tmp_path_factory.mktemp("expected")
+    (folder / "train.py").write_text(SCRIPT)
+    assert in_a_child(command(folder / "whole", "--out", script=folder / "train.py"), folder / "said") == 0
+    return weights(folder / "whole")
 
 
 def test_the_command_resumes_a_script_with_its_words(tmp_path, script, left, expected):
@@ -808,7 +826,7 @@ def test_without_words_the_command_of_a_script_is_shown_and_nothing_runs(tmp_pat
     ],
     ids=str,
 )
-def test_nothing_that_a_folder_says_is_ever_run(tmp_path, left, words):
+def test_nothing_that_a_folder_says_is_ever_run(tmp_path, copy_of_left, words):
     trap = tmp_path / "sprung"
     (tmp_path / "trap.py").write_text(f"open({str(trap)!r}, 'w')\n")
     filled = (
@@ -816,8 +834,8 @@ def test_nothing_that_a_folder_says_is_ever_run(tmp_path, left, words):
         if isinstance(words, list)
         else words
     )
-    (left / "started.json").write_text(json.dumps({"words": filled, "call": 1}))
-    said = said_by(tmp_path, command("hotlap", "resume", left, cwd=tmp_path), expected=1)
+    (copy_of_left / "started.json").write_text(json.dumps({"words": filled, "call": 1}))
+    said = said_by(tmp_path, command("hotlap", "resume", copy_of_left, cwd=tmp_path), expected=1)
     assert not trap.exists()
     assert said.startswith("hotlap: ")
     assert "Traceback" not in said
@@ -839,10 +857,10 @@ def test_nothing_that_a_folder_says_is_ever_run(tmp_path, left, words):
         (["--json", "train.py"], "--json does not reach train.py"),
     ],
 )
-def test_a_program_that_cannot_be_resumed_is_told_in_one_line(tmp_path, left, words, told):
+def test_a_program_that_cannot_be_resumed_is_told_in_one_line(tmp_path, copy_of_left, words, told):
     (tmp_path / "idle.py").write_text("pass\n")
     code = 1 if words == ["idle.py"] else 2
-    said = said_by(tmp_path, command("hotlap", "resume", left, *words, cwd=tmp_path), expected=code)
+    said = said_by(tmp_path, command("hotlap", "resume", copy_of_left, *words, cwd=tmp_path), expected=code)
     assert told in said
     assert "Traceback" not in said
 

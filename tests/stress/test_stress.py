@@ -4,7 +4,7 @@ import json
 import textwrap
 
 import pytest
-from killed import environment, hotlap_command
+from killed import environment
 from preloaded import Preloaded
 
 import hotlap
@@ -31,20 +31,26 @@ SHORT = """
 
 
 @pytest.fixture(scope="module")
-def run_python(tmp_path_factory):
-    """Runs a text as python does; its exit code, and what it said."""
-    python = Preloaded("unsynced", "hotlap.cli", "hotlap.stress.trials", "torch._dynamo", environment=environment())
+def python(tmp_path_factory):
+    """Runs what is written after `python`; its exit code, and what it said."""
+    forks = Preloaded("unsynced", "hotlap.cli", "hotlap.stress.trials", "torch._dynamo", environment=environment())
 
-    def run(script, *arguments):
-        done = python.run("-c", textwrap.dedent(script), *arguments, cwd=tmp_path_factory.mktemp("work"))
+    def run(*words):
+        done = forks.run(*words, cwd=tmp_path_factory.mktemp("work"))
         return done.returncode, done.stdout, done.stderr
 
     yield run
-    python.close()
+    forks.close()
 
 
-def test_kills_in_and_between_saves_lose_nothing():
-    code, out, err = hotlap_command("stress", "--kills", 4, "--workers", 0, "--json")
+@pytest.fixture(scope="module")
+def run_python(python):
+    """Runs a text as python does; its exit code, and what it said."""
+    return lambda script, *arguments: python("-c", textwrap.dedent(script), *arguments)
+
+
+def test_kills_in_and_between_saves_lose_nothing(python):
+    code, out, err = python("-m", "hotlap", "stress", "--kills", 4, "--workers", 0, "--json")
     assert code == 0, err + out
     figures = json.loads(out)
     assert figures["lost"] == []
