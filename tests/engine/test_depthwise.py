@@ -83,6 +83,14 @@ def test_other_convolutions_are_what_they_were(monkeypatch, layer):
     assert seen[0][1] is layer.weight
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_comes_out_may_be_changed_in_place(images, precision):
+    block = nn.Sequential(layer_of("plain"), nn.ReLU(inplace=True))
+    truth, made = (passes(block, images, precision, depthwise) for depthwise in ("library", "torch"))
+    for one, other in zip(made, truth, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
 def test_gradients_of_gradients_are_those_of_torch():
     layer, x = layer_of("plain").double(), torch.randn(2, 8, 6, 6, dtype=torch.float64, requires_grad=True)
 

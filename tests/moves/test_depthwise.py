@@ -9,6 +9,7 @@ from torch import nn
 from hotlap.core.plan import Plan
 from hotlap.machine import DtypeFact, Support
 from hotlap.moves import depthwise, layout, precision
+from hotlap.moves.every import everything
 
 
 def separable(*kernels):
@@ -46,3 +47,11 @@ def test_cudnn_comes_later_and_says_what_compiling_takes():
     assert found == plan.but(depthwise="library")
     assert depthwise.MOVE.setup_s(found, training(separable(3, 3, 5))) == 2 * depthwise.COMPILING_S
     assert isinstance(depthwise.MOVE.propose(Plan(), training(separable(3))), str)
+
+
+def test_everything_at_once_takes_cudnn_whatever_compiling_takes(has_bf16):
+    rig = training(separable(3))
+    rig.supports, rig.plan = lambda plan: None, Plan()
+    known = [precision.MOVE, layout.MOVE]
+    assert everything(rig, Plan(), known).plan.numerics.depthwise == "torch"
+    assert everything(rig, Plan(), [*known, depthwise.MOVE]).plan.numerics.depthwise == "library"

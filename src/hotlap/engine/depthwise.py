@@ -73,7 +73,9 @@ class _Turned(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
         is_last = tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
         ctx.before = torch.channels_last if is_last else torch.contiguous_format
-        return tensor.contiguous(memory_format=memory_format).view_as(tensor)
+        made = tensor.contiguous(memory_format=memory_format)
+        # Nobody could change in place what is a view of something made in here.
+        return made.view_as(tensor) if made is tensor else made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
