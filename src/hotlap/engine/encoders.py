@@ -114,7 +114,7 @@ _LOOKS = "_detect_is_causal_mask"
 
 
 def _as_hinted(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether a mask is said to be causal."""
+    """Whether a mask is marked as causal."""
     return bool(is_causal)
 
 

@@ -73,7 +73,7 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """What may still be spent. What was seen at a glance pays for one trial, whatever it took to see it."""
+        """What may still be spent. The cost of a glance does not reduce what its gain allows for the trial."""
         if self._most_s is not None or not self.is_seen or not self.hoped_s:
             return self.all_s - self.spent_s
         left_s = max(0.0, self._earned_s - self.spent_s) + OF_HOPED * self.hoped_s

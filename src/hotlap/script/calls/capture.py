@@ -116,7 +116,7 @@ class CapturedCall:
         *,
         without: Collection[str] = (),
     ) -> None:
-        """`endings` is told of what replays give to the script; `without` names tricks that are left out."""
+        """`endings` follows what replays give to the script; `without` names the tricks to leave out."""
         self._eager, self._module, self._device, self._lanes = eager, module, device, lanes
         self._endings = endings
         self._key = functools.partial(_key_of, device)
