@@ -269,7 +269,7 @@ for epoch in range(EPOCHS):
             summed += loss.item() * weight
             seen += weight
         if CLIP is not None:
-            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP)
+            nn.utils.clip_grad_norm_(PARAMETERS, CLIP)  # the model's order, in which their squares are added
         optimizer.step()
         moved += 1
         if schedule is not None and not {per_epoch}:
