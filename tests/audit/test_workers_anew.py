@@ -34,3 +34,16 @@ def test_data_is_not_gathered_on_where_workers_that_stay_would_not_see_what_was_
     serving.close()
     assert seen == [[0.0]] * 6
     assert "written to" in serving.supports(Feed(kind="gather"))
+
+
+def test_workers_that_stay_are_started_with_the_first_epoch_also_where_it_is_gathered():
+    data = TensorDataset(torch.zeros(12))
+    loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1, persistent_workers=True)
+    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    serving.use(Feed(kind="gather"))
+    seen = [x.unique().tolist() for (x,) in serving.iterate()]
+    assert serving.feed == Feed(kind="gather")
+    data.tensors[0].fill_(1)
+    seen += [x.unique().tolist() for (x,) in serving.iterate()]
+    serving.close()
+    assert seen == [[0.0]] * 12

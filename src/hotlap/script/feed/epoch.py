@@ -69,8 +69,10 @@ class Served(_BaseDataLoaderIter):
         self._fault: Exception | None = None
         self.is_over = False
         """Whether it has given all of its batches."""
-        if indices is not None or serving.wanted != serving.own:
-            self._change(self._over_taken())
+        if indices is not None:
+            self._change(indices)
+        elif serving.wanted != serving.own:
+            self._take_over()
         elif serving.learned is not None:
             self._over_taken()
 
@@ -103,12 +105,15 @@ class Served(_BaseDataLoaderIter):
     def turn(self) -> None:
         """Go over to the feed that is wanted, once all that is under way has been given out."""
         if self._serving.wanted != self._serving.feed or self.is_waiting:
-            indices = self._over_taken()
-            if indices.under_way:
-                indices.is_shut = True
-            else:
-                self._change(indices)
-                self._report(indices)
+            self._take_over()
+
+    def _take_over(self) -> None:
+        indices = self._over_taken()
+        if indices.under_way:
+            indices.is_shut = True
+        else:
+            self._change(indices)
+            self._report(indices)
 
     def follow(self) -> None:
         """Know from now on which samples are in the batches of the script's own feed."""

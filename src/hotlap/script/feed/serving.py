@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
@@ -166,9 +165,9 @@ class Serving:
         """Whether torch would start workers, or use those it has, for batches that come by another feed."""
         if not loader.num_workers or self._why_own_only is not None:
             return False
-        begun = loader._iterator if loader.persistent_workers else None
-        stands_in = begun is not None and not isinstance(begun, _MultiProcessingDataLoaderIter)
-        return self.feed != self.own or stands_in
+        if loader.persistent_workers and loader._iterator is None:
+            return False  # they keep the data as it is when they are started, and may be needed once it has changed
+        return self.feed != self.own
 
     def _begun_without_workers(self, loader: DataLoader[Any]) -> Iterator[Any]:
         generator = generator_of(loader.batch_sampler)
@@ -179,15 +178,12 @@ class Serving:
             order = order_of(loader.batch_sampler, sampler)
             indices = Indices(order or sampler, ahead=batches_ahead(loader), batch_sampler=loader.batch_sampler)
             indices.begin()
-            epoch = self._noted(Served(self, made, loader, indices))
+            return self._noted(Served(self, made, loader, indices))
         except Exception:
             before.restore()
             for one, state in states:
                 one.set_state(state)
             raise
-        if loader.persistent_workers and loader._iterator is None:
-            loader._iterator = made  # stands for the one that torch would have by now
-        return epoch
 
     def _made_without_workers(self, loader: DataLoader[Any]) -> tuple[Any, Iterator[Any]]:
         """torch's iterator of an epoch and the sampler's, after all the draws that torch makes with workers."""
