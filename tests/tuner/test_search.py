@@ -1,6 +1,7 @@
 """The search, driven by laps that a test makes up: what it asks for, keeps, refuses and writes down."""
 
 import dataclasses
+import math
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -59,8 +60,8 @@ class Gatekeeper:
         return Outcome(ok=False, why="gradients differ") if self.refuses(plan) else Outcome()
 
 
-def rig_for(data=None):
-    rig = Rig(small_mlp(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu")
+def rig_for(data=None, plan=None):
+    rig = Rig(small_mlp(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.CrossEntropyLoss(), device="cpu", plan=plan)
     rig.feed(Computed() if data is None else data, batch_size=8, epochs=1000)
     return rig
 
@@ -918,6 +919,29 @@ def test_where_bringing_batches_bounds_a_training_nothing_is_spent_before_the_sa
     drive(searching(rig, 4_000, gate=gate), hidden)
     assert min(asked_at) >= 600
     assert rig.plan.feed.kind == "resident"
+
+
+def brought_by_workers(plan):
+    """Workers take as long as the step: neither a faster step nor held data shows anything alone."""
+    return (0.0, 0.001) if plan.feed.kind == "resident" and plan.numerics.optimizer == "fused" else (0.0, 0.01)
+
+
+@pytest.mark.parametrize(("workers", "until", "is_waited_for"), [(2, 300, True), (0, 300, False), (2, 3_000, False)])
+def test_where_workers_bring_batches_samples_that_soon_have_come_by_are_waited_for(
+    workers, until, is_waited_for, monkeypatch
+):
+    rig = rig_for(plan=Plan().but(kind="loader", workers=workers))
+    asked = []
+    gate = Gatekeeper()
+    check = gate.check
+    gate.check = lambda plan: (asked.append(rig.steps), check(plan))[1]
+    Learning(monkeypatch, rig, whole_s=50.0, until=until)
+    monkeypatch.setattr(Rig, "epoch_windows", 300)
+    monkeypatch.setattr(CountingProbe, "bound", "launching")
+    monkeypatch.setattr(CountingProbe, "most_gain", lambda self, plan, proposed, lap: (math.inf, ""))  # as on a GPU
+    drive(searching(rig, 6_000, gate=gate), brought_by_workers)
+    assert (min(asked) >= until) == is_waited_for
+    assert not is_waited_for or rig.plan.feed.kind == "resident"
 
 
 @pytest.mark.parametrize(("epoch", "is_asked"), [(1_000, True), (3_000, False)])

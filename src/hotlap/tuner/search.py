@@ -37,6 +37,8 @@ FEEDS = (*HELD, workers.MOVE)
 """Moves that bring batches another way."""
 MORE_THAN = 2
 """Epochs that have to be left for it to pay to keep samples as they come by."""
+SOON = 0.1
+"""Of the updates that are left, how many may be waited for until the samples have come by, in any case."""
 LOOK_UPDATES = 16
 """A run that may spend less time than so many of its own updates take is left alone."""
 FEEDING_S = 0.3
@@ -237,10 +239,14 @@ class Search:
         return any(self._now.setup_s(move) > self._trials.budget.left_s for move in held)
 
     def _until_learned(self) -> Laps:
-        """Where bringing batches bounds the training, nothing else is tried before the samples have come by."""
-        while self._probe.bound == "feeding" and self._is_holding_dear():
+        """Where bringing batches may bound the training, nothing else is tried before the samples have come by.
+
+        Where workers bring them, that is not seen: they may be as slow as the step, and hide what makes it faster.
+        """
+        while self._is_holding_dear():
             updates = self._learns_until()
-            if updates is None:
+            is_soon = updates is not None and bool(self.plan.feed.workers) and updates < SOON * self._now.updates_left
+            if updates is None or not (is_soon or self._probe.bound == "feeding"):
                 return
             yield Rest(max(LEAST_REST, updates))
 
