@@ -1,4 +1,4 @@
-"""Depthwise convolutions by torch's own kernels: the same numbers, and which kernels torch is asked for."""
+"""Depthwise convolutions without cuDNN: the same numbers, and which kernels torch is asked for."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 from hotlap import Plan, PlanError, Rig
 from hotlap.core.plan import Numerics
-from hotlap.engine.depthwise import by_torch, depthwise_kinds
+from hotlap.engine.depthwise import depthwise_directly, depthwise_kinds
 from hotlap.engine.precision import precision_context
 
 CASES = {
@@ -47,7 +47,7 @@ def passes(layer, x, precision, depthwise):
 def test_passes_are_those_of_torch_and_lie_in_memory_as_they_would(images, case, precision):
     layer = layer_of(case)
     truth = passes(layer, images, precision, "library")
-    made = passes(layer, images, precision, "torch")
+    made = passes(layer, images, precision, "direct")
     near = {"rtol": 2e-2, "atol": 2e-2} if precision == "bf16" else {"rtol": 1e-5, "atol": 1e-5}
     for one, other in zip(made, truth, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -67,7 +67,7 @@ def test_torch_is_asked_for_channels_first_whose_strides_leave_nothing_open(monk
     monkeypatch.setattr(F, "conv2d", lambda *given: (seen.append(given), own(*given))[1])
     layer = layer_of("plain")
     assert layer.weight.stride() != strides(layer.weight.shape)
-    passes(layer, torch.randn(4, 8, size, size).to(memory_format=torch.channels_last), "bf16", "torch")
+    passes(layer, torch.randn(4, 8, size, size).to(memory_format=torch.channels_last), "bf16", "direct")
     for tensor in seen[0][:2]:
         assert tensor.stride() == strides(tensor.shape)
 
@@ -77,7 +77,7 @@ def test_other_convolutions_are_what_they_were(monkeypatch, layer):
     seen, own = [], F.conv2d
     monkeypatch.setattr(F, "conv2d", lambda *given: (seen.append(given), own(*given))[1])
     x = torch.randn(4, 8, 10, 10).to(memory_format=torch.channels_last)
-    with by_torch():
+    with depthwise_directly():
         layer(x)
     assert seen[0][0] is x
     assert seen[0][1] is layer.weight
@@ -86,7 +86,7 @@ def test_other_convolutions_are_what_they_were(monkeypatch, layer):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_comes_out_may_be_changed_in_place(images, precision):
     block = nn.Sequential(layer_of("plain"), nn.ReLU(inplace=True))
-    truth, made = (passes(block, images, precision, depthwise) for depthwise in ("library", "torch"))
+    truth, made = (passes(block, images, precision, depthwise) for depthwise in ("library", "direct"))
     for one, other in zip(made, truth, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
@@ -99,7 +99,7 @@ def test_gradients_of_gradients_are_those_of_torch():
         return torch.autograd.grad(grad.square().sum(), [x, layer.weight])
 
     truth = penalty()
-    with by_torch():
+    with depthwise_directly():
         made = penalty()
     for one, other in zip(made, truth, strict=True):
         torch.testing.assert_close(one, other)
@@ -108,13 +108,13 @@ def test_gradients_of_gradients_are_those_of_torch():
 def test_under_vmap_all_is_left_to_torch():
     layer, x = layer_of("plain"), torch.randn(3, 2, 8, 6, 6)
     truth = torch.vmap(layer)(x)
-    with by_torch():
+    with depthwise_directly():
         torch.testing.assert_close(torch.vmap(layer)(x), truth)
 
 
 def test_torchs_function_is_back_whatever_happens_inside():
     before = F.conv2d
-    with pytest.raises(KeyError), by_torch():
+    with pytest.raises(KeyError), depthwise_directly():
         raise KeyError
     assert F.conv2d is before
 
@@ -126,7 +126,7 @@ def test_kinds_are_counted_once_and_other_convolutions_not_at_all():
 
 
 def test_models_without_them_run_in_no_context_more():
-    numerics, device = Numerics(depthwise="torch"), torch.device("cpu")
+    numerics, device = Numerics(depthwise="direct"), torch.device("cpu")
     with precision_context(numerics, device, [nn.Conv2d(8, 8, 3)])():
         assert F.conv2d is torch.conv2d
 
@@ -141,6 +141,6 @@ def test_a_training_obeys_and_refuses_it_where_its_model_is_compiled():
         return torch.stack([rig.step((x, y)) for _ in range(4)])
 
     plain = {"kind": "loader"}
-    torch.testing.assert_close(losses(layout="channels_last", depthwise="torch"), losses(layout="channels_last"))
+    torch.testing.assert_close(losses(layout="channels_last", depthwise="direct"), losses(layout="channels_last"))
     with pytest.raises(PlanError, match="not compiled"):
-        losses(**plain, depthwise="torch", compile="model")
+        losses(**plain, depthwise="direct", compile="model")

@@ -31,7 +31,7 @@ def has_bf16(monkeypatch):
 @pytest.mark.parametrize("move", [precision.MOVE, layout.MOVE], ids=["16 bits", "channels last"])
 def test_nothing_waits_for_cudnn_to_compile_them(move, has_bf16):
     found = move.propose(Plan(), training(separable(3, 5)))
-    assert found.numerics.depthwise == "torch"
+    assert found.numerics.depthwise == "direct"
     assert move.setup_s(found, training(separable(3, 5))) == move.setup_s(found, training(nn.Conv2d(3, 8, 3)))
 
 
@@ -42,7 +42,7 @@ def test_other_networks_and_devices_are_left_to_torchs_choice(move, has_bf16):
 
 
 def test_cudnn_comes_later_and_says_what_compiling_takes():
-    plan = Plan().but(layout="channels_last", depthwise="torch")
+    plan = Plan().but(layout="channels_last", depthwise="direct")
     found = depthwise.MOVE.propose(plan, training(separable(3, 3, 5)))
     assert found == plan.but(depthwise="library")
     assert depthwise.MOVE.setup_s(found, training(separable(3, 3, 5))) == 2 * depthwise.COMPILING_S
@@ -53,5 +53,5 @@ def test_everything_at_once_takes_cudnn_whatever_compiling_takes(has_bf16):
     rig = training(separable(3))
     rig.supports, rig.plan = lambda plan: None, Plan()
     known = [precision.MOVE, layout.MOVE]
-    assert everything(rig, Plan(), known).plan.numerics.depthwise == "torch"
+    assert everything(rig, Plan(), known).plan.numerics.depthwise == "direct"
     assert everything(rig, Plan(), [*known, depthwise.MOVE]).plan.numerics.depthwise == "library"

@@ -31,7 +31,7 @@ cores of the machine that a plan is used on."""
 FEEDS = ("loader", "gather", "stream", "resident")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 LAYOUTS = ("as given", "channels_last")
-DEPTHWISE = ("library", "torch")
+DEPTHWISE = ("library", "direct")
 OPTIMIZERS = ("plain", "fused")
 MODES = ("eager", "captured")
 COMPILED = ("no", "model", "blocks")
@@ -90,7 +90,7 @@ class Numerics:
     """`as given`: tensors as the model has them; `channels_last`: images and their convolutions that way round."""
     depthwise: str = "library"
     """`library`: depthwise convolutions by the library that torch chooses, with channels last cuDNN, which compiles for
-    seconds; `torch`: by torch's own kernels."""
+    seconds; `direct`: by kernels that are ready at once, hotlap's own or torch's."""
     optimizer: str = "plain"
     """`plain`: the optimizer's own loop; `fused`: one kernel for the whole update, where torch has it."""
 
@@ -293,7 +293,7 @@ class Plan:
         if self.numerics.layout != "as given":
             numbers += f", {self.numerics.layout}"
         if self.numerics.depthwise != "library":
-            numbers += f", depthwise by {self.numerics.depthwise}"
+            numbers += f", depthwise {self.numerics.depthwise}"
         if self.execution.replay_steps > 1:
             execution += f", {self.execution.replay_steps} steps a replay"
         if self.execution.autotune:

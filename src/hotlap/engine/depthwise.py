@@ -1,8 +1,9 @@
-"""Depthwise convolutions by torch's own kernels, where those of cuDNN would first have to be compiled.
+"""Depthwise convolutions by kernels that are ready at once, where those of cuDNN would first have to be compiled.
 
 With channels last torch leaves them to cuDNN, which compiles kernels for each kind of layer and each size of batch when
-they are first used: on an H200 half a second for each, 12.5 s for a MobileNetV3. Torch's own kernels take longer for a
-step and need no compiling. They want channels first, so images are turned before and after.
+they are first used: on an H200 half a second for each, 12.5 s for a MobileNetV3. hotlap's own are compiled in half a
+second for all layers. Where they do not fit, torch's own take longer for a step and need no compiling; they want
+channels first, so images are turned before and after.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hotlap.engine.depthwise_kernels import convolved
 
 
 def depthwise_kinds(modules: Iterable[nn.Module]) -> int:
@@ -29,8 +32,8 @@ def depthwise_kinds(modules: Iterable[nn.Module]) -> int:
 
 
 @contextmanager
-def by_torch() -> Iterator[None]:
-    """Inside, `torch.nn.functional.conv2d` makes depthwise convolutions by torch's own kernels."""
+def depthwise_directly() -> Iterator[None]:
+    """Inside, `torch.nn.functional.conv2d` makes depthwise convolutions without anything of cuDNN."""
     there = vars(F)["conv2d"]
 
     def conv2d(
@@ -43,11 +46,16 @@ def by_torch() -> Iterator[None]:
         groups: int = 1,
     ) -> Tensor:
         is_depthwise = groups > 1 and input.dim() == 4 and groups == input.shape[1]
-        if not is_depthwise or torch._C._functorch.peek_interpreter_stack() is not None:
+        is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        if not is_depthwise or is_traced:
             made: Tensor = there(input, weight, bias, stride, padding, dilation, groups)
             return made
-        made = there(_first(input), _first(weight), bias, stride, padding, dilation, groups)
         is_last = input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous()
+        if is_last and input.is_cuda:
+            ours = convolved(input, weight, bias, stride, padding, dilation)
+            if ours is not None:
+                return ours
+        made = there(_first(input), _first(weight), bias, stride, padding, dilation, groups)
         return _Turned.apply(made, torch.channels_last) if is_last else made  # type: ignore[no-untyped-call]
 
     F.conv2d = conv2d  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.attention import GoodMasks, WithoutPoorMasks
-from hotlap.engine.depthwise import by_torch, depthwise_kinds
+from hotlap.engine.depthwise import depthwise_directly, depthwise_kinds
 from hotlap.engine.fingerprint import INSIDE
 from hotlap.machine.tf32 import Tf32
 
@@ -41,7 +41,7 @@ def precision_context(
     end: the next call may be one in another precision, which would raise.
     """
     dtype = AUTOCAST.get(numerics.precision)
-    convolving = by_torch if numerics.depthwise == "torch" and depthwise_kinds(modules) else nullcontext
+    convolving = depthwise_directly if numerics.depthwise == "direct" and depthwise_kinds(modules) else nullcontext
     if dtype is None:  # TF32 is a switch of the process, set around the whole step
         return convolving
     kept = _Kept(modules)

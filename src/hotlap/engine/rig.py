@@ -187,8 +187,8 @@ class Rig:
         if plan.execution.compile != "no":
             if plan.memory.checkpoint:
                 return f"memory.checkpoint={plan.memory.checkpoint} is for blocks that are not compiled"
-            if numerics.depthwise == "torch":
-                return "numerics.depthwise='torch' is for steps that are not compiled"
+            if numerics.depthwise == "direct":
+                return "numerics.depthwise='direct' is for steps that are not compiled"
             reason = self._compiling.why_not(plan.execution.compile)
             if reason:
                 return reason

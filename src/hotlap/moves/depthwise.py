@@ -1,4 +1,4 @@
-"""Depthwise convolutions by cuDNN's kernels, once they may be compiled: they are faster than torch's own."""
+"""Depthwise convolutions by cuDNN's kernels, where compiling them may be paid for: they can be a little faster."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ COMPILING_S = 0.6
 def without_compiling(plan: Plan, rig: Driven) -> Plan:
     """The plan, in which channels last or 16 bits make nothing wait for cuDNN to compile."""
     is_slow_to_start = rig.device.type == "cuda" and depthwise_kinds(rig.modules) > 0
-    return plan.but(depthwise="torch") if is_slow_to_start else plan
+    return plan.but(depthwise="direct") if is_slow_to_start else plan
 
 
 def _propose(plan: Plan, rig: Driven) -> Plan | str:
-    if plan.numerics.depthwise == "torch":
+    if plan.numerics.depthwise == "direct":
         return plan.but(depthwise="library")
-    return "they are torch's own choice"
+    return "they are the library's already"
 
 
 MOVE = Move(

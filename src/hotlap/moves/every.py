@@ -56,9 +56,8 @@ def everything(rig: Driven, plan: Plan | None = None, moves: Sequence[Move] | No
     Without any named, all of them, and workers only where samples have to be fetched one by one.
     """
     if moves is None:
-        at_once = (*MOVES, depthwise.MOVE)
-        found = everything(rig, plan, at_once)
-        return found if found.plan.feed.kind != "loader" else everything(rig, plan, (*at_once, workers.MOVE))
+        found = everything(rig, plan, MOVES)
+        return found if found.plan.feed.kind != "loader" else everything(rig, plan, (*MOVES, workers.MOVE))
     plan, made, not_made = plan or rig.plan, [], []
     for move in moves:
         proposed = move.propose(plan, rig)
