@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hotlap.engine import depthwise_kernels
-from hotlap.engine.depthwise_kernels import BITS, THREADS, convolved
+from hotlap.engine.depthwise_kernels import BITS, NAMES, THREADS, convolved
 
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
@@ -63,9 +63,8 @@ def on_the_processor(monkeypatch, tmp_path):
             subprocess.run(
                 [COMPILER, "-fno-strict-aliasing", "-shared", "-fPIC", "-w", "-o", library, source], check=True
             )
-        names = [f"depthwise_{name}" for name in ("forward", "input_gradient", "weight_gradient")]
-        found = {name: OneAfterTheOther(ctypes.CDLL(str(library)), name) for name in names}
-        return {name: lambda name=name, **given: (launched.append(name), found[name](**given)) for name in names}
+        found = {name: OneAfterTheOther(ctypes.CDLL(str(library)), name) for name in NAMES}
+        return {name: lambda name=name, **given: (launched.append(name), found[name](**given)) for name in NAMES}
 
     class Anywhere:
         def __init__(self, device):

@@ -43,6 +43,13 @@ def test_a_cpu_gives_none():
     assert not probed("cpu", behind_s=0.0, feed_s=0.009).is_hopeful
 
 
+@pytest.mark.parametrize(("busy_s", "is_busy"), [(None, False), (0.007, False), (0.009, True)])
+def test_a_device_that_computes_for_most_of_a_step_is_busy(busy_s, is_busy):
+    probe = probed("cuda", behind_s=0.001, feed_s=0.001)  # its step takes 10 ms
+    probe.busy_s = busy_s
+    assert probe.is_busy is is_busy
+
+
 @pytest.mark.parametrize(
     ("busy_s", "feed_s", "feed_stays", "hope"),
     [

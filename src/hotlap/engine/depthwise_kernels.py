@@ -7,6 +7,7 @@ cuDNN takes half a second for each. On an H200 all such layers of an EfficientNe
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from importlib.resources import files
 from typing import Any
@@ -18,6 +19,8 @@ from hotlap.core.terminal import logger
 
 log = logger(__name__)
 
+NAMES = ("depthwise_forward", "depthwise_input_gradient", "depthwise_weight_gradient")
+SOURCE = files("hotlap.engine").joinpath("depthwise.cu")
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 15}
 """What the kernels call number formats: `BITS`."""
 SIZES = range(2, 8)
@@ -120,19 +123,35 @@ def _launch(name: str, x: Tensor, size: int, stride: int, count: int, given: lis
 @functools.cache
 def _kernels(device: torch.device, dtype: torch.dtype, size: int, stride: int) -> dict[str, Any] | None:
     """The three kernels; None where they cannot be had, for instance since this torch has no NVRTC."""
-    names = ["depthwise_forward", "depthwise_input_gradient", "depthwise_weight_gradient"]
+    defined = {"BITS": BITS[dtype], "K": size, "STRIDE": stride}
     try:
-        from torch.cuda._utils import _cuda_load_module, _nvrtc_compile
-
-        source = files("hotlap.engine").joinpath("depthwise.cu").read_text()
-        named = f"#define BITS {BITS[dtype]}\n#define K {size}\n#define STRIDE {stride}\n{source}"
         with torch.cuda.device(device):
-            compiled, _ = _nvrtc_compile(named, names[0])
-            module = _cuda_load_module(compiled)
-            return {name: getattr(module, name) for name in names}
+            module = torch.cuda._utils._cuda_load_module(_compiled(defined, torch.cuda.get_device_capability(device)))
+            return {name: getattr(module, name) for name in NAMES}
     except Exception as error:  # whatever a driver or another torch makes of it
         log.info("no kernels for depthwise convolutions: %s", error)
         return None
+
+
+def _compiled(defined: dict[str, int], capability: tuple[int, int]) -> bytes:
+    """The kernels for a device. What torch has for this imports setuptools first, which takes longer than compiling."""
+    nvrtc, program, size = torch.cuda._utils._get_nvrtc_library(), ctypes.c_void_p(), ctypes.c_size_t()
+
+    def ask(name: str, *given: Any) -> None:
+        if getattr(nvrtc, name)(*given) != 0:
+            raise RuntimeError(f"{name} failed")
+
+    lines = [*(f"#define {name} {value}" for name, value in defined.items()), SOURCE.read_text()]
+    ask("nvrtcCreateProgram", ctypes.byref(program), "\n".join(lines).encode(), b"depthwise.cu", 0, None, None)
+    try:
+        options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode())
+        ask("nvrtcCompileProgram", program, 1, options)
+        ask("nvrtcGetCUBINSize", program, ctypes.byref(size))
+        made = ctypes.create_string_buffer(size.value)
+        ask("nvrtcGetCUBIN", program, made)
+        return made.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _by_tap(weight: Tensor) -> Tensor:

@@ -89,6 +89,11 @@ class Probe:
         return found if found >= HOPE else 1.0
 
     @property
+    def is_busy(self) -> bool:
+        """Whether the device was seen to compute for most of a step: no more is to be had by waiting less."""
+        return self.busy_s is not None and HOPE * self.busy_s > self._step_s > 0
+
+    @property
     def is_hopeful(self) -> bool:
         """Whether the device was seen to wait for what moves can spare the host."""
         return self._behind < IDLE and self.bound in ("feeding", "launching")

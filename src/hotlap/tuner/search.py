@@ -191,7 +191,8 @@ class Search:
 
     def _is_wide_arithmetic(self) -> bool:
         """Whether a GPU is busy in fp32 for which it has units of 16 bits; a glance at those is worth more."""
-        if self._rig.device.type != "cuda" or self._probe.bound not in BOUND_BY_DEVICE:
+        is_bound = self._probe.bound in BOUND_BY_DEVICE or self._probe.is_busy
+        if self._rig.device.type != "cuda" or not is_bound:
             return False
         weights = (weight for module in self._rig.modules for weight in module.parameters())
         in_fp32 = any(weight.dtype == torch.float32 for weight in weights)
