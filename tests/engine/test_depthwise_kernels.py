@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from hotlap.engine import depthwise_kernels
-from hotlap.engine.depthwise_kernels import BITS, NAMES, THREADS, convolved
+from hotlap.engine.depthwise_kernels import BITS, NAMES, THREADS, compile_kernels, convolved
 
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
@@ -132,6 +133,16 @@ def test_gradients_of_gradients_are_those_of_torch(on_the_processor):
 
     truth = penalty(F.conv2d(x, weight, None, 1, 1, 1, 8))
     torch.testing.assert_close(penalty(convolved(x, weight, None, 1, 1, 1)), truth, rtol=1e-3, atol=1e-3)
+
+
+def test_all_kinds_of_layers_are_compiled_once_and_what_has_no_kernel_is_not(monkeypatch):
+    asked = []
+    monkeypatch.setattr(depthwise_kernels, "_kernels", lambda *kind: asked.append(kind))
+    sizes = [(3, 1), (3, 1), (5, 2), (9, 1), (3, 3)]
+    layers = [nn.Conv2d(8, 8, size, stride, groups=8) for size, stride in sizes]
+    others = [nn.Conv2d(8, 8, 3), nn.Conv2d(8, 16, 3, groups=8), nn.Linear(8, 8)]
+    compile_kernels([nn.Sequential(*layers), nn.Sequential(*others)], torch.device("cpu"), torch.bfloat16)
+    assert sorted(asked, key=str) == [(torch.device("cpu"), torch.bfloat16, *kind) for kind in ((3, 1), (5, 2))]
 
 
 REFUSED = {

@@ -1,5 +1,6 @@
 // Depthwise convolutions of images whose channels lie last. A thread has 16 bytes of channels; sums are in fp32.
-// Compiled for one number format (BITS), one size of a kernel (K) and one STRIDE: all loops over these are unrolled.
+// Compiled for one number format (BITS), one size of a kernel (K) and one STRIDE. Loops over the rows of a kernel are not
+// unrolled: that takes three times as long to compile.
 
 #if BITS == 32
 typedef float Number;
@@ -70,7 +71,7 @@ extern "C" __global__ void depthwise_forward(const Number* x, const float* w, co
   float sums[OUTPUTS][LANES];
 #pragma unroll
   for (int r = 0; r < OUTPUTS; r++) load_floats(start + c, sums[r]);
-#pragma unroll
+#pragma unroll 1
   for (int a = 0; a < K; a++) {
     int i = row * STRIDE + a - pad;
     if (i < 0 || i >= height) continue;
@@ -107,7 +108,7 @@ extern "C" __global__ void depthwise_input_gradient(const Number* grad, const fl
   int c = at % groups * LANES, pixel = at / groups;
   int j = pixel % width, i = pixel / width % height, n = pixel / width / height;
   float sums[LANES] = {};
-#pragma unroll
+#pragma unroll 1
   for (int a = 0; a < K; a++) {
     int row = i + pad - a;
     if (row < 0 || row % STRIDE || row / STRIDE >= out_height) continue;

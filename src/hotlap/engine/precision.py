@@ -17,6 +17,7 @@ from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.attention import GoodMasks, WithoutPoorMasks
 from hotlap.engine.depthwise import depthwise_directly, depthwise_kinds
+from hotlap.engine.depthwise_kernels import compile_kernels
 from hotlap.engine.fingerprint import INSIDE
 from hotlap.machine.tf32 import Tf32
 
@@ -41,7 +42,10 @@ def precision_context(
     end: the next call may be one in another precision, which would raise.
     """
     dtype = AUTOCAST.get(numerics.precision)
-    convolving = depthwise_directly if numerics.depthwise == "direct" and depthwise_kinds(modules) else nullcontext
+    is_direct = numerics.depthwise == "direct" and depthwise_kinds(modules) > 0
+    convolving = depthwise_directly if is_direct else nullcontext
+    if is_direct and dtype is not None and numerics.layout == "channels_last" and device.type == "cuda":
+        compile_kernels(modules, device, dtype)
     if dtype is None:  # TF32 is a switch of the process, set around the whole step
         return convolving
     kept = _Kept(modules)
