@@ -137,12 +137,13 @@ def test_gradients_of_gradients_are_those_of_torch(on_the_processor):
 
 def test_all_kinds_of_layers_are_compiled_once_and_what_has_no_kernel_is_not(monkeypatch):
     asked = []
-    monkeypatch.setattr(depthwise_kernels, "_kernels", lambda *kind: asked.append(kind))
+    monkeypatch.setattr(depthwise_kernels, "_compiled", lambda *kind: asked.append(kind))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     sizes = [(3, 1), (3, 1), (5, 2), (9, 1), (3, 3)]
     layers = [nn.Conv2d(8, 8, size, stride, groups=8) for size, stride in sizes]
     others = [nn.Conv2d(8, 8, 3), nn.Conv2d(8, 16, 3, groups=8), nn.Linear(8, 8)]
-    compile_kernels([nn.Sequential(*layers), nn.Sequential(*others)], torch.device("cpu"), torch.bfloat16)
-    assert sorted(asked, key=str) == [(torch.device("cpu"), torch.bfloat16, *kind) for kind in ((3, 1), (5, 2))]
+    compile_kernels([nn.Sequential(*layers), nn.Sequential(*others)], torch.device("cuda"), torch.bfloat16)
+    assert sorted(asked) == [((9, 0), 16, 3, 1), ((9, 0), 16, 5, 2)]
 
 
 REFUSED = {

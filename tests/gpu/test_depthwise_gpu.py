@@ -7,6 +7,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hotlap import Plan, Rig
+from hotlap.engine import depthwise_kernels
 from hotlap.engine.depthwise_kernels import convolved
 
 FAST = Plan().but(kind="resident", mode="captured", optimizer="fused", precision="bf16", layout="channels_last")
@@ -81,6 +82,16 @@ def test_outputs_and_gradients_of_hotlaps_kernels_are_those_of_torch(size, strid
     for one, other in zip((made, *grads), (truth, *true_grads), strict=True):
         assert one.dtype == dtype
         assert float((one - other).detach().abs().max() / other.detach().abs().max()) < near
+
+
+def test_kernels_that_threads_have_compiled_are_at_hand():
+    depthwise_kernels._kernels.cache_clear()
+    depthwise_kernels._compiled.cache_clear()
+    depthwise_kernels.compile_kernels([separable()], torch.device("cuda"), torch.bfloat16)
+    assert depthwise_kernels._compiled.cache_info().currsize == 2
+    for kind in ((5, 1), (3, 2)):
+        assert depthwise_kernels._kernels(torch.device("cuda", 0), torch.bfloat16, *kind) is not None
+    assert depthwise_kernels._compiled.cache_info().misses == 2
 
 
 def test_sums_of_hotlaps_kernels_are_the_same_every_time():

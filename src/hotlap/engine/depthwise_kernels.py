@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
@@ -63,9 +64,9 @@ def compile_kernels(modules: Iterable[nn.Module], device: torch.device, dtype: t
     kinds = {(layer.kernel_size[0], layer.stride[0]) for layer in depthwise}
     known = sorted(kind for kind in kinds if kind[0] in SIZES and kind[1] in STRIDES)
     if known:
-        device = torch.empty(0, device=device).device  # with its number, as tensors have it
-        with ThreadPoolExecutor(len(known)) as threads:
-            list(threads.map(lambda kind: _kernels(device, dtype, *kind), known))
+        capability = torch.cuda.get_device_capability(device)
+        with suppress(Exception), ThreadPoolExecutor(len(known)) as threads:  # who asks for a kernel is told
+            list(threads.map(lambda kind: _compiled(capability, BITS[dtype], *kind), known))
 
 
 class _Convolved(torch.autograd.Function):
@@ -137,31 +138,32 @@ def _launch(name: str, x: Tensor, size: int, stride: int, count: int, given: lis
 @functools.cache
 def _kernels(device: torch.device, dtype: torch.dtype, size: int, stride: int) -> dict[str, Any] | None:
     """The three kernels; None where they cannot be had, for instance since this torch has no NVRTC."""
-    defined = {"BITS": BITS[dtype], "K": size, "STRIDE": stride}
     try:
         with torch.cuda.device(device):
-            module = torch.cuda._utils._cuda_load_module(_compiled(defined, torch.cuda.get_device_capability(device)))
+            compiled = _compiled(torch.cuda.get_device_capability(device), BITS[dtype], size, stride)
+            module = torch.cuda._utils._cuda_load_module(compiled)
             return {name: getattr(module, name) for name in NAMES}
     except Exception as error:  # whatever a driver or another torch makes of it
         log.info("no kernels for depthwise convolutions: %s", error)
         return None
 
 
-def _compiled(defined: dict[str, int], capability: tuple[int, int]) -> bytes:
+@functools.cache
+def _compiled(capability: tuple[int, int], bits: int, size: int, stride: int) -> bytes:
     """The kernels for a device. What torch has for this imports setuptools first, which takes longer than compiling."""
-    nvrtc, program, size = torch.cuda._utils._get_nvrtc_library(), ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc, program, length = torch.cuda._utils._get_nvrtc_library(), ctypes.c_void_p(), ctypes.c_size_t()
 
     def ask(name: str, *given: Any) -> None:
         if getattr(nvrtc, name)(*given) != 0:
             raise RuntimeError(f"{name} failed")
 
-    lines = [*(f"#define {name} {value}" for name, value in defined.items()), SOURCE.read_text()]
-    ask("nvrtcCreateProgram", ctypes.byref(program), "\n".join(lines).encode(), b"depthwise.cu", 0, None, None)
+    source = f"#define BITS {bits}\n#define K {size}\n#define STRIDE {stride}\n{SOURCE.read_text()}"
+    ask("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"depthwise.cu", 0, None, None)
     try:
         options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode())
         ask("nvrtcCompileProgram", program, 1, options)
-        ask("nvrtcGetCUBINSize", program, ctypes.byref(size))
-        made = ctypes.create_string_buffer(size.value)
+        ask("nvrtcGetCUBINSize", program, ctypes.byref(length))
+        made = ctypes.create_string_buffer(length.value)
         ask("nvrtcGetCUBIN", program, made)
         return made.raw
     finally:

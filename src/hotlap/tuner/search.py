@@ -37,6 +37,8 @@ FEEDS = (*HELD, workers.MOVE)
 """Moves that bring batches another way."""
 MORE_THAN = 2
 """Epochs that have to be left for it to pay to keep samples as they come by."""
+DEAR = 0.25
+"""Of what may be spent, what holding the data may take before it is worth to keep samples: other moves cost, too."""
 SOON = 0.1
 """Of the updates that are left, how many may be waited for until the samples have come by, in any case."""
 LOOK_UPDATES = 16
@@ -185,7 +187,7 @@ class Search:
         self._possible = everything(self._rig, self.plan, (*MOVES, *OTHERS)).made
         self._probe.look(lap, may_s=budget.left_s)
         budget.is_hopeful = self._probe.is_hopeful or self._hope() > 1 or self._is_wide_arithmetic()
-        if self._is_holding_dear():
+        if self._is_holding_dear(DEAR):
             self._learns_until()
         budget.made(0, time.perf_counter() - began)
 
@@ -234,20 +236,22 @@ class Search:
         """Updates until more of the data has come by and was kept; None where that is of no use to the rest."""
         return self._rig.learn() if self._now.updates_left > MORE_THAN * self._rig.epoch_updates else None
 
-    def _is_holding_dear(self) -> bool:
-        """Whether having all samples at hand takes longer than may be spent."""
+    def _is_holding_dear(self, share: float = 1.0) -> bool:
+        """Whether having all samples at hand takes longer than such a share of what may be spent."""
         held = [move for move in self._possible if move in HELD]
-        return any(self._now.setup_s(move) > self._trials.budget.left_s for move in held)
+        return any(self._now.setup_s(move) > share * self._trials.budget.left_s for move in held)
 
     def _until_learned(self) -> Laps:
         """Where bringing batches may bound the training, nothing else is tried before the samples have come by.
 
         Where workers bring them, that is not seen: they may be as slow as the step, and hide what makes it faster.
         """
-        while self._is_holding_dear():
+        while self._is_holding_dear(DEAR):
             updates = self._learns_until()
-            is_soon = updates is not None and bool(self.plan.feed.workers) and updates < SOON * self._now.updates_left
-            if updates is None or not (is_soon or self._probe.bound == "feeding"):
+            if updates is None:
+                return
+            is_soon = bool(self.plan.feed.workers) and updates < SOON * self._now.updates_left
+            if not is_soon and not (self._probe.bound == "feeding" and self._is_holding_dear()):
                 return
             yield Rest(max(LEAST_REST, updates))
 
