@@ -1,6 +1,7 @@
 """The batches of a script's loader by other feeds: to the script nothing is different."""
 
 import gc
+import itertools
 import random
 import weakref
 from collections import OrderedDict, deque, namedtuple
@@ -586,6 +587,31 @@ def test_a_loader_is_not_kept_alive_by_its_serving():
 
 
 # --- what the script sees of it ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feed", [GATHER, TWO, None])
+def test_a_loop_inside_of_a_loop_over_workers_that_stay_takes_its_batches_as_torch_has_it(feed):
+    def seen(loader, begin):
+        found = []
+        for _ in range(3):
+            for number, batch in enumerate(begin(loader)):
+                found.append(batch)
+                if number == 1:
+                    found.extend(itertools.islice(begin(loader), 4))
+        return found
+
+    settings = {"num_workers": 2, "persistent_workers": True}
+    torch.manual_seed(3)
+    wanted = seen(loader_of("tuples", **settings), ORIGINAL)
+    torch.manual_seed(3)
+    loader = loader_of("tuples", **settings)
+    serving = served(loader)
+    serving.use(serving.own if feed is None else feed)
+    made = seen(loader, lambda loader: serving.iterate())
+    serving.close()
+    assert len(made) == len(wanted)
+    for one, other in zip(made, wanted, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 def test_the_iterator_looks_like_torchs_own():

@@ -67,6 +67,7 @@ class Served(_BaseDataLoaderIter):
         self._feeding: Iterator[Batch] = made
         self._opened = serving.own
         self._fault: Exception | None = None
+        self._passes_on = False
         self.is_over = False
         """Whether it has given all of its batches."""
         if indices is not None:
@@ -104,7 +105,7 @@ class Served(_BaseDataLoaderIter):
 
     def turn(self) -> None:
         """Go over to the feed that is wanted, once all that is under way has been given out."""
-        if self._serving.wanted != self._serving.feed or self.is_waiting:
+        if not self._passes_on and (self._serving.wanted != self._serving.feed or self.is_waiting):
             self._take_over()
 
     def _take_over(self) -> None:
@@ -117,7 +118,13 @@ class Served(_BaseDataLoaderIter):
 
     def follow(self) -> None:
         """Know from now on which samples are in the batches of the script's own feed."""
-        self._over_taken()
+        if not self._passes_on:
+            self._over_taken()
+
+    def pass_on(self) -> None:
+        """From now on give what torch's iterator gives: somebody else has begun it anew, and draws from it, too."""
+        self._leave()
+        self._indices, self._feeding, self._opened, self._passes_on = None, self._made, self._serving.own, True
 
     def release(self) -> None:
         """Go on with the script's own feed at once; what is under way by another one is asked for again."""

@@ -136,6 +136,8 @@ class Serving:
         running = self._running()
         if running is not None:
             if self.length is None or self.served < self.length:
+                if loader.persistent_workers:
+                    running.pass_on()  # torch gives the iterator that it made, begun anew
                 return None
             running.end()  # nobody asked it for more, and somebody keeps it: Lightning, for one
         self.epochs, self.served = self.epochs + 1, 0
