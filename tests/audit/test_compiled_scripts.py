@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script.compiling import WHY, Compiling
+from hotlap.script.resting import WHY, Compiling
 from hotlap.script.session import Session, Settings
 from hotlap.store.plans import save_plan
 from hotlap.store.run_folder import RunFolder

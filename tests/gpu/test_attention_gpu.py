@@ -18,7 +18,7 @@ from hotlap.engine.attention_masks import masks_of
 from hotlap.engine.capture import CapturedStep
 from hotlap.engine.precision import Switches
 from hotlap.engine.recording import Recorder
-from hotlap.script.advise.attending import Attending
+from hotlap.script.advise import Attending
 from hotlap.tuner.gates import Gate
 
 DEVICE = torch.device("cuda", 0)

@@ -13,7 +13,7 @@ from hotlap.data import stream
 from hotlap.data.columns import Columns, tensors_in
 from hotlap.data.stream import CudaLane, Stage
 from hotlap.script.feed import feeds as serving_feeds
-from hotlap.script.feed import learning as serving_learning
+from hotlap.script.feed import holding as serving_learning
 from hotlap.script.feed.checks import why_other_batch
 from hotlap.script.feed.sending import KEPT, Sending
 from hotlap.script.feed.serving import Serving

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from hotlap.script.advise import waits as module
-from hotlap.script.advise.waits import Waits
+from hotlap.script import advise as module
+from hotlap.script.advise import Waits
 
 DEVICE = "cuda"
 

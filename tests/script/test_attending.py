@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hotlap.engine.attention_masks import Masks
-from hotlap.script.advise import attending
-from hotlap.script.advise.attending import NODE, Attending, dropping_call
+from hotlap.script import advise as attending
+from hotlap.script.advise import NODE, Attending, dropping_call
 from hotlap.script.session import Session, Settings
 
 GOOD = Masks(distinct=1.0, spread=1.0, limit=1.3)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from hotlap.script.update.backwards import Backwards
+from hotlap.script.update.updates import Backwards
 
 
 @pytest.mark.parametrize("was", [True, False])

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hotlap.core.plan import Feed, Plan
 from hotlap.script import training as script_training
 from hotlap.script.calls.call import Call
-from hotlap.script.find.by_hand import PATIENCE, WAITED, WHY, ByHand, Passes
+from hotlap.script.find.finder import PATIENCE, WAITED, WHY, ByHand, Passes
 from hotlap.script.session import Session, Settings
 from hotlap.script.steering import Steering
 from hotlap.store.plans import save_plan

@@ -32,11 +32,11 @@ from hotlap.core.errors import PlanError
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.fingerprint import fingerprint
 from hotlap.engine.recording import NotRecordedError
+from hotlap.script.calls import eager as call_switches
 from hotlap.script.calls import refusals as call_refusals
-from hotlap.script.calls import switches as call_switches
 from hotlap.script.calls.call import Call
 from hotlap.script.calls.capture import MOST_LANES
-from hotlap.script.calls.switches import leave_broken_passes, switch_in_backward
+from hotlap.script.calls.eager import leave_broken_passes, switch_in_backward
 from hotlap.script.calls.traces import Drawn
 from hotlap.tuner.stepping import without_dropout
 

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.script.feed import evaluating
-from hotlap.script.feed import learning as serving_learning
+from hotlap.script.feed import holding as serving_learning
 from hotlap.script.feed.evaluating import WHAT
-from hotlap.script.feed.learning import Learned
+from hotlap.script.feed.holding import Learned
 from hotlap.script.feed.sending import Sending
 from hotlap.script.feed.serving import Serving
 from hotlap.script.session import Session, Settings

@@ -31,15 +31,13 @@ from hotlap.data.columns import tensors_in
 from hotlap.data.source import as_source
 from hotlap.data.stream import Stage
 from hotlap.script.feed import feeds as serving_feeds
+from hotlap.script.feed import holding as serving_learning
 from hotlap.script.feed import indices as serving_indices
-from hotlap.script.feed import learning as serving_learning
-from hotlap.script.feed import places as serving_places
+from hotlap.script.feed import indices as serving_places
 from hotlap.script.feed import serving as serving_module
 from hotlap.script.feed.checks import why_other_batch
-from hotlap.script.feed.indices import Indices
-from hotlap.script.feed.learning import Learned
-from hotlap.script.feed.orders import Order, order_of
-from hotlap.script.feed.places import Places
+from hotlap.script.feed.holding import Learned
+from hotlap.script.feed.indices import Indices, Order, Places, order_of
 from hotlap.script.feed.sending import Sending
 from hotlap.script.feed.serving import Serving
 

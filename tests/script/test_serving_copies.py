@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hotlap.data.columns import Columns
-from hotlap.script.feed import copies as serving_copies
-from hotlap.script.feed.copies import Copies
-from hotlap.script.feed.places import Block, Places
+from hotlap.script.feed import feeds as serving_copies
+from hotlap.script.feed.feeds import Copies
+from hotlap.script.feed.indices import Block, Places
 
 CPU = torch.device("cpu")
 X = torch.randn(400, 6, generator=torch.Generator().manual_seed(1))

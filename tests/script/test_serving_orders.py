@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from hotlap.script.feed.orders import Order, Rest, draws_as_torch, order_of
+from hotlap.script.feed.indices import Order, Rest, draws_as_torch, order_of
 
 KINDS = ("sequential", "random", "random by a generator", "replaced", "replaced by a generator")
 

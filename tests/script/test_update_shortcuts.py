@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hotlap.script.update.shortcuts import Shortcuts
 from hotlap.script.update.trials import raw_step
+from hotlap.script.update.updates import Shortcuts
 
 
 def trained(steps=3):

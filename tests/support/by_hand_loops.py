@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from hotlap.core.ledger import Ledger
-from hotlap.script.find.by_hand import ByHand
-from hotlap.script.find.finder import Loop
+from hotlap.script.find.finder import ByHand, Loop
 from hotlap.script.judging import ScriptGate
 from hotlap.script.training import ScriptTraining
 

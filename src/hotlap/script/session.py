@@ -26,26 +26,23 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.core.tricks import REPLAYED_CLIPPING, SHORT_STEP
 from hotlap.machine.kernels import first_line
-from hotlap.script.advise.attending import Attending
-from hotlap.script.advise.waits import Waits
+from hotlap.script.advise import Attending, Waits
 from hotlap.script.calls.call import Call
-from hotlap.script.compiling import WHY as COMPILES
-from hotlap.script.compiling import Compiling
 from hotlap.script.feed.feeds import Iterate
 from hotlap.script.feed.sending import Sending
 from hotlap.script.feed.serving import Serving
-from hotlap.script.find.by_hand import ByHand, Passes
-from hotlap.script.find.finder import Finder, Loop
+from hotlap.script.find.finder import ByHand, Finder, Loop, Passes
 from hotlap.script.find.horizon import Horizon
 from hotlap.script.frames import without_text
 from hotlap.script.patches import Patches, untraced
-from hotlap.script.resting import Rest, Trained, is_inner
+from hotlap.script.resting import WHY as COMPILES
+from hotlap.script.resting import Compiling, Rest, Trained, is_inner
 from hotlap.script.steering import Steering
 from hotlap.script.streams import is_capturing
 from hotlap.script.telling import Teller
 from hotlap.script.training import ScriptTraining
 from hotlap.script.update.clipping import NORM, SCALE, Clipping, stand_ins
-from hotlap.script.update.shortcuts import Shortcuts
+from hotlap.script.update.updates import Shortcuts
 from hotlap.tuner.budget import Length
 
 BEFORE, AFTER, CALLS, PASSES = "before", "after", "Module.__call__", "Tensor.backward"

@@ -22,10 +22,8 @@ from hotlap.script.calls.call import Call
 from hotlap.script.calls.endings import Endings
 from hotlap.script.calls.readings import Readings
 from hotlap.script.feed.serving import Serving
-from hotlap.script.find.by_hand import ByHand
-from hotlap.script.find.finder import Loop
-from hotlap.script.update.backwards import Backwards
-from hotlap.script.update.updates import Updates
+from hotlap.script.find.finder import ByHand, Loop
+from hotlap.script.update.updates import Backwards, Updates
 
 FEED_MOVES = tuple(one.MOVE.name for one in (gather, resident, stream, workers))
 """Moves that bring batches another way."""

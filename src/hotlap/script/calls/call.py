@@ -25,7 +25,7 @@ from hotlap.engine.recording import Recorder
 from hotlap.engine.scaling import LossScale
 from hotlap.machine.kernels import first_line
 from hotlap.script.calls.capture import CapturedCall, Lanes
-from hotlap.script.calls.eager import EagerCall, Forms, Original
+from hotlap.script.calls.eager import EagerCall, Forms, Original, leave_broken_passes, own_switches
 from hotlap.script.calls.endings import Endings
 from hotlap.script.calls.graphs import Recording
 from hotlap.script.calls.refusals import (
@@ -33,7 +33,6 @@ from hotlap.script.calls.refusals import (
     why_not_changed,
     why_not_in_precision,
 )
-from hotlap.script.calls.switches import leave_broken_passes, own_switches
 from hotlap.script.calls.traces import Untouched
 from hotlap.script.calls.trees import leaves, looked_at, marks
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hotlap.core.tricks import GRADIENTS_IN_PLACE, REPLAYED_EVALUATION
 from hotlap.data.columns import tensors_in
-from hotlap.engine.capture import MOST_GRAPHS, PATIENCE
+from hotlap.engine.capture import MOST_GRAPHS, PATIENCE, WARM_UPDATES
 from hotlap.engine.encoders import adapt
 from hotlap.engine.fingerprint import Glance, fingerprint
 from hotlap.engine.graph import Unfit, shape_of
@@ -24,11 +24,10 @@ from hotlap.script.calls.endings import SEEN, Endings
 from hotlap.script.calls.evaluations import Evaluations
 from hotlap.script.calls.gradient_rooms import GradientRooms
 from hotlap.script.calls.graphs import CallGraph, Ending, Recording, Replayed
-from hotlap.script.calls.habits import Habits
 from hotlap.script.calls.passage import StandIns, passed
 from hotlap.script.calls.refusals import why_not_captured
 from hotlap.script.calls.traces import Drawn, Untouched, drops_in_recurrence, generator_of, note_recorded
-from hotlap.script.calls.trees import marks
+from hotlap.script.calls.trees import looked_at, marks
 
 MOST_LANES = 2
 """Calls that may wait for their backward pass at a time and are replays: a GAN's of real and of made-up samples."""
@@ -391,3 +390,51 @@ def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, lis
 
 def _words(error: Unfit) -> str:
     return str(error) or "its arguments are more than tensors and plain values"
+
+
+# --- what a script does with the outputs of a module's calls ---------------------------------------------
+
+
+MOST_UNUSED = 16
+"""Calls that are looked at in vain, since none of them is differentiated."""
+
+
+class Habits:
+    """What the script does with the outputs of one kind of call, seen while they are made eagerly."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self.differentiated = 0
+        """Calls whose outputs got gradients."""
+        self.used: tuple[int, ...] = ()
+        """Which outputs of the last one got them."""
+        self.kept = False
+        """Whether a backward pass kept its graph."""
+        self.refused: str | None = None
+        """Why it is not to be recorded."""
+
+    @property
+    def are_known(self) -> bool:
+        """Whether enough calls were seen."""
+        return self.differentiated >= WARM_UPDATES or self._calls > MOST_UNUSED
+
+    def watch(self, outputs: Any) -> Any:
+        """The outputs of a call, looked at for what becomes of them."""
+        self._calls += 1
+        if self._calls > MOST_UNUSED and not self.differentiated:
+            self.refused = "its outputs are not differentiated"
+        passes: dict[int, set[int]] = {}
+
+        def came(number: int, _: Tensor) -> None:
+            this = torch._C._current_graph_task_id()
+            if not passes:
+                self.differentiated += 1
+            passes.setdefault(this, set()).add(number)
+            self.used = tuple(sorted(passes[this]))
+            self.kept |= torch._C._autograd._get_current_graph_task_keep_graph()
+            if len(passes) > 1:
+                self.refused = "its outputs are differentiated more than once"
+            if torch.is_grad_enabled():
+                self.refused = "its gradients are differentiated themselves"
+
+        return looked_at(outputs, came)

@@ -14,9 +14,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
-from hotlap.script.feed.indices import Indices
-from hotlap.script.feed.learning import Learned
-from hotlap.script.feed.orders import order_of
+from hotlap.script.feed.holding import Learned
+from hotlap.script.feed.indices import Indices, order_of
 
 
 class Serves(Protocol):

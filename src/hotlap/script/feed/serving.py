@@ -30,10 +30,8 @@ from hotlap.script.feed.checks import (
 )
 from hotlap.script.feed.epoch import Served, batches_ahead
 from hotlap.script.feed.feeds import Gathered, Iterate, LikeLoader, Resident, Streamed
-from hotlap.script.feed.holding import Holding
-from hotlap.script.feed.indices import Indices, generator_of, why_not_early
-from hotlap.script.feed.learning import Learned
-from hotlap.script.feed.orders import order_of
+from hotlap.script.feed.holding import Holding, Learned
+from hotlap.script.feed.indices import Indices, generator_of, order_of, why_not_early
 from hotlap.script.feed.sending import Receives, Sending
 from hotlap.tuner.allowance import check_allowed
 

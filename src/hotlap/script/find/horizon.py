@@ -14,16 +14,20 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from hotlap.core.terminal import logger
-from hotlap.script.advise.waits import PYTHON, SCRIPT, home_of
+from hotlap.script.advise import PYTHON, SCRIPT, home_of
 from hotlap.script.find.loops import (
+    MOST_EPOCHS,
+    MOST_STEPS,
     Loops,
+    fields_of,
     is_now_and_then,
     locals_of,
     outwards,
+    own_of,
     passes_batches_on,
     statements_around,
+    whole_number,
 )
-from hotlap.script.find.values import MOST_EPOCHS, MOST_STEPS, fields_of, own_of, whole_number
 
 log = logger(__name__)
 

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import linecache
+import math
 import operator
 import sys
 from collections import ChainMap
@@ -16,8 +17,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
-
-from hotlap.script.find.values import MOST_EPOCHS, MOST_STEPS, fields_of, own_of, whole_number
 
 _AROUND_RANGES = {"tqdm", "tqdm_notebook", "enumerate", "list", "iter", "reversed", "track", "master_bar"}
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -176,3 +175,37 @@ def _draws_batches(around: Sequence[ast.AST], *, generates: bool) -> bool | None
         if "next" in called or ("iter" in called and any(isinstance(one, ast.If | ast.ExceptHandler) for one in since)):
             return True
     return None if generates and not loops else False
+
+
+# --- what a script's objects hold, read without running any of its code ----------------------------------
+
+
+MOST_EPOCHS, MOST_STEPS = 100_000, 10**9
+"""What is more says that somebody stops the script otherwise."""
+MOST_FIELDS = 1000
+"""A dict that holds more holds data."""
+
+
+def own_of(thing: Any) -> Mapping[str, Any]:
+    """The attributes that an object itself holds; none of its code runs."""
+    try:
+        found = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def fields_of(thing: Any) -> Mapping[str, Any]:
+    """What settings hold by name, be they a dict, a class or an object; none of their code runs."""
+    if issubclass(type(thing), dict):
+        few = dict.__len__(thing) < MOST_FIELDS
+        return {name: value for name, value in dict.items(thing) if type(name) is str} if few else {}
+    kind = thing if issubclass(type(thing), type) else type(thing)
+    return ChainMap(*(dict(own_of(one)) for one in (thing, *type.mro(kind)) if one is not object))
+
+
+def whole_number(value: Any, *, least: int = 2, most: int = MOST_STEPS) -> int | None:
+    """A number that counts something; `3.0` does, True does not."""
+    if type(value) is float and math.isfinite(value) and value == int(value):
+        value = int(value)
+    return value if type(value) is int and least <= value <= most else None

@@ -1,1 +1,0 @@
-"""What a script could do better, which hotlap only says."""
