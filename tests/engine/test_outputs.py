@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.engine import outputs
-from hotlap.engine.outputs import MOST_IN_VAIN, WORTH_IT, CapturedOutputs
+from hotlap.engine import evaluate
+from hotlap.engine.evaluate import MOST_IN_VAIN, WORTH_IT, CapturedOutputs
 
 
 class Model(nn.Linear):
@@ -31,7 +31,7 @@ def recorded(monkeypatch):
         return SimpleNamespace(replay=lambda: None)
 
     recorder = SimpleNamespace(aside=nullcontext, record=record)
-    monkeypatch.setattr(outputs, "Recorder", lambda device: recorder)
+    monkeypatch.setattr(evaluate, "Recorder", lambda device: recorder)
     return shapes
 
 

@@ -22,9 +22,7 @@ from hotlap.kit import memory as kit
 from hotlap.kit import savings
 from hotlap.kit.growing import FIRST, TURNS, Turns, grown
 from hotlap.kit.looks import Seen
-from hotlap.kit.memory import memory_of_script
-from hotlap.kit.picture import draw_course
-from hotlap.kit.script_savings import ScriptTrials
+from hotlap.kit.memory import ScriptTrials, draw_course, memory_of_script
 from hotlap.script.running import Target
 
 WIDTH, LENGTH, BATCH, BLOCKS = 16, 8, 32, 3

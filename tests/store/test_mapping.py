@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hotlap.core.errors import StoreError
-from hotlap.store.cache import LEFT_OVER_S, Cache, key_of
-from hotlap.store.mapping import mapped
+from hotlap.store.cache import LEFT_OVER_S, Cache, key_of, mapped
 from hotlap.store.tensors import NAMES
 
 

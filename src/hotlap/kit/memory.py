@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
-from hotlap.core.errors import TrainingError
+from hotlap.core.errors import DataError, HotlapError, TrainingError
 from hotlap.core.job import Job
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import clean
@@ -18,15 +20,15 @@ from hotlap.engine.step import Window
 from hotlap.kit.bench import Bench, know_training, opened, parameters_of
 from hotlap.kit.growing import Held, Turns
 from hotlap.kit.live import LiveTensors
-from hotlap.kit.looks import BEGINS_S, Wish
-from hotlap.kit.picture import draw_course
+from hotlap.kit.looks import BEGINS_S, Seen, Wish
 from hotlap.kit.savings import ModelFacts, Saving, Tried, Update, model_facts, savings, table
-from hotlap.kit.script_savings import LAP_S, LAPS, ScriptTrials, words_on
 from hotlap.kit.search import TooShortError
 from hotlap.kit.telling import silent
 from hotlap.kit.visiting import RUNS, visit
 from hotlap.kit.watching import KINDS, Watch
+from hotlap.recipes.pictures import round_marks
 from hotlap.script.running import Target
+from hotlap.store.files import write_text
 
 LAYERS = 10
 """So many layers are shown."""
@@ -305,3 +307,113 @@ def memory_of_script(target: Target, *, seconds: float = 120.0, say: Say = silen
         held=tuple(Held(**one) for one in account["held"]),
         notes=tuple(notes),
     )
+
+
+# ---
+# Memory over one update as a picture: an SVG file of one line, its parts shaded by what was being done.
+
+
+MOST_POINTS = 1500
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 760, 330, 76, 58, 280
+_COLOURS = {"batch": "#8a8f98", "activations": "#2f6fde", "backward": "#c2570c", "update": "#1d8a4a"}
+_WORDS = {"batch": "batch", "activations": "forward", "backward": "backward", "update": "update"}
+
+
+def draw_course(course: Sequence[tuple[str, int]], path: Path, title: str) -> None:
+    """Draw the bytes that lived after each operation of an update. Raises DataError where there is none."""
+    if len(course) < 2:
+        raise DataError("no operation of an update was seen, so there is nothing to draw")
+    every = max(1, len(course) // MOST_POINTS)
+    # Of each part the largest: the peak must not fall between two points.
+    points = [max(course[at : at + every], key=lambda one: one[1]) for at in range(0, len(course), every)]
+    marks = round_marks(0.0, max(size for _, size in points) / 2**20 or 1.0)
+    top = marks[-1] * 2**20
+
+    def x(at: float) -> float:
+        return LEFT + at / max(1, len(points) - 1) * (WIDTH - LEFT - 24)
+
+    def y(size: float) -> float:
+        return BOTTOM - size / top * (BOTTOM - TOP)
+
+    parts = [f'<text x="{LEFT}" y="22" font-weight="600">{escape(title)}</text>']
+    for mark in marks:
+        height = y(mark * 2**20)
+        parts.append(f'<path stroke="#8883" d="M{LEFT} {height:.1f}H{WIDTH - 24}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{height + 4:.1f}" text-anchor="end">{escape(f"{mark:g} MiB")}</text>')
+    for kind, run in groupby(enumerate(points), key=lambda one: one[1][0]):
+        places = [(x(at), y(size)) for at, (_, size) in run]
+        line = "L".join(f"{a:.1f} {b:.1f}" for a, b in places)
+        colour = _COLOURS.get(kind, _COLOURS["batch"])
+        area = f"M{places[0][0]:.1f} {BOTTOM}L{line}L{places[-1][0] + 1:.1f} {BOTTOM}Z"
+        parts.append(f'<path fill="{colour}" fill-opacity=".25" stroke="none" d="{area}"/>')
+        parts.append(f'<path fill="none" stroke="{colour}" stroke-width="1.5" d="M{line}"/>')
+    at, (_, most) = max(enumerate(points), key=lambda one: one[1][1])
+    parts.append(f'<circle cx="{x(at):.1f}" cy="{y(most):.1f}" r="3.5" fill="#d11"/>')
+    side = "end" if at > len(points) / 2 else "start"
+    parts.append(f'<text x="{x(at):.1f}" y="{y(most) - 8:.1f}" text-anchor="{side}">peak {show_bytes(most)}</text>')
+    for number, (kind, words) in enumerate(_WORDS.items()):
+        left = LEFT + 110 * number
+        parts.append(f'<rect x="{left}" y="{HEIGHT - 22}" width="12" height="12" fill="{_COLOURS[kind]}"/>')
+        parts.append(f'<text x="{left + 18}" y="{HEIGHT - 12}">{words}</text>')
+    body = "\n".join(parts)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img"'
+    write_text(
+        path,
+        f'{head} font-family="system-ui, sans-serif" font-size="12">\n'
+        f'<rect width="100%" height="100%" fill="#fff"/>\n{body}\n</svg>\n',
+    )
+
+
+# --- What would bring the memory of somebody's script down, tried in processes of its own ----------------
+
+
+LAPS, LAP_S = 3, 0.05
+"""Laps of each look, of which the middle one counts, and what each takes at least."""
+
+
+class ScriptTrials:
+    """Tries things in a script: each takes a process of its own."""
+
+    def __init__(self, target: Target, own: Seen, say: Callable[[str], None]) -> None:
+        self._target, self._own, self._say = target, own, say
+        self._wish = Wish(laps=LAPS, lap_s=LAP_S, counts=True, loader=own.loader, longest=own.varies)
+
+    def in_pieces(self, size: int) -> Tried:
+        """Batches of this size, with an update after each; gradients stay in memory as while they are accumulated."""
+        wish = replace(self._wish, change={"batch_size": size}, keeps_gradients=True)
+        tried = self._tried(f"micro-batches of {size:,}", wish)
+        norms = "batch norms see micro-batches, so their statistics differ"
+        return replace(tried, changes=norms) if self._own.model["least"] > 1 else tried
+
+    def checkpointed(self, blocks: int) -> Tried:
+        """Updates with all blocks checkpointed."""
+        return self._tried(f"all {blocks} blocks checkpointed", replace(self._wish, checkpoint=True))
+
+    def in_precision(self, precision: str) -> Tried:
+        """Updates under autocast, as `hotlap run --plan` has it."""
+        return self._tried(f"{precision} autocast", replace(self._wish, precision=precision))
+
+    def _tried(self, what: str, wish: Wish) -> Tried:
+        self._say(f"memory     {what}: tried")
+        try:
+            seen = visit(self._target, wish)
+        except HotlapError as error:
+            return Tried(why_not=str(error).partition("\n")[0])
+        over = None if seen.peak_bytes else f"{self._target.name} is over before its memory was looked at"
+        why_not = seen.why_not or seen.out_of_memory or over
+        if why_not is not None:
+            return Tried(why_not=why_not)
+        # Of smaller batches, as many as have the samples of an update.
+        step_s = seen.step_s if seen.sample_s is None else seen.sample_s * self._own.samples_an_update
+        return Tried(peak_bytes=seen.peak_bytes, step_s=step_s)
+
+
+def words_on(found: Iterable[Saving]) -> list[str]:
+    """How somebody gets in a script what was found to be had, in lines."""
+    told = {
+        "micro-batches": "micro-batches: the loader's batch_size, an update every so many (timed with one for each)",
+        "blocks checkpointed": "checkpointing: torch.utils.checkpoint around each block; hotlap run leaves that to you",
+        "autocast": "autocast: hotlap run tries it by itself, and keeps it where it is faster and gradients agree",
+    }
+    had = [one.what for one in found if one.peak_bytes is not None]
+    return [line for word, line in told.items() if any(word in what for what in had)]

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from hotlap.core.errors import StoreError, shown
 from hotlap.core.terminal import logger
 from hotlap.store import disk
-from hotlap.store.entries import TENSORS, Arrays, Entry, content_from, content_of
+from hotlap.store.disk import Piece
+from hotlap.store.encoding import decode, encode, from_json, to_json
 from hotlap.store.keys import key_of
 from hotlap.store.manifest import Manifest, check_files, read_files, read_manifest, write_folder
+from hotlap.store.tensors import MOST_HEADER_BYTES, NAMES, tensor_pieces, tensors_from
 
 __all__ = ["Cache", "Damage", "Entry", "Item", "default_root", "key_of", "make_private"]
 
@@ -310,3 +317,111 @@ def _item(path: Path) -> Item:
         manifest = _own_manifest(kind, key, path)
         size, facts = manifest.bytes, manifest.facts
     return Item(kind=kind, key=key, path=path, bytes=size, used_s=used_s, facts=facts)
+
+
+# ---
+# What a cache entry holds, as files and back: tensors, arrays and plain values, nothing that could run code.
+
+
+Arrays = Mapping[str, Tensor | np.ndarray[Any, Any]]
+TENSORS, VALUES, INNER = "tensors.safetensors", "values.json", "values.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What was stored, every byte as it was written: arrays as arrays, tensors as tensors on the CPU."""
+
+    kind: str
+    key: str
+    tensors: dict[str, Any]
+    values: Any
+    facts: dict[str, Any]
+
+
+def content_of(
+    kind: str, key: str, tensors: Arrays, values: Any, facts: Mapping[str, Any]
+) -> tuple[dict[str, Iterable[Piece]], Entry]:
+    """The files of an entry, and the entry as it will be read; StoreError names what no safe file can hold."""
+    plain = {name: _as_tensor(name, value) for name, value in tensors.items()}
+    inner: dict[str, Tensor] = {}
+    arrays = [name for name, value in tensors.items() if isinstance(value, np.ndarray)]
+    try:
+        coded = encode(values, inner, "values")
+        text = to_json({"arrays": arrays, "values": coded})
+    except StoreError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(f"the values cannot be stored: {error}") from None
+    entry = Entry(
+        kind=kind, key=key, tensors=_given_back(plain, arrays), values=decode(coded, inner), facts=dict(facts)
+    )
+    return {TENSORS: tensor_pieces(plain), VALUES: [text], INNER: tensor_pieces(inner)}, entry
+
+
+def content_from(
+    kind: str, key: str, files: Mapping[str, bytes], facts: dict[str, Any], *, tensors: Path | None = None
+) -> Entry:
+    """The entry of these files; StoreError where they are not an entry's.
+
+    `tensors` is where the file of its tensors lies, if they are to stay on disk; it is not among `files` then.
+    """
+    if {*files, *([TENSORS] if tensors else [])} != {TENSORS, VALUES, INNER}:
+        raise StoreError(f"its files are {', '.join(files) or 'none'}, not those of an entry")
+    found = tensors_from(files[TENSORS], TENSORS) if tensors is None else mapped(tensors)
+    inner = tensors_from(files[INNER], INNER)
+    stored = from_json(files[VALUES], VALUES)
+    try:
+        arrays, coded = list(stored["arrays"]), stored["values"]
+        values = decode(coded, inner)
+        return Entry(kind=kind, key=key, tensors=_given_back(found, arrays), values=values, facts=facts)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise StoreError(f"{VALUES} is not in hotlap's form ({type(error).__name__})") from None
+
+
+def _given_back(tensors: Mapping[str, Tensor], arrays: list[str]) -> dict[str, Any]:
+    return {name: value.numpy() if name in arrays else value for name, value in tensors.items()}
+
+
+def _as_tensor(name: str, value: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    try:
+        # A copy of the same shape: ascontiguousarray makes a row of a single number, and torch wants it writable.
+        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape).copy())
+    except (TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{name} cannot be stored as a tensor: {str(error).splitlines()[0]}") from None
+
+
+# ---
+# Tensors of a file that stay on disk: each part of them is read when it is looked at, and given up under pressure.
+
+
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+def mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; what is written to them never reaches the file.
+
+    The file may be removed meanwhile: its bytes stay until the last tensor goes. Raises StoreError where it is no
+    safetensors file. Whether its bytes are those that were written is for others to check.
+    """
+    try:
+        # A private map: torch refuses none of it, and the file stays as it is.
+        raw = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path.name} cannot be mapped: {error}") from None
+    try:
+        header_bytes = int.from_bytes(bytes(raw[:8].tolist()), "little")
+        if not 0 < header_bytes <= min(MOST_HEADER_BYTES, len(raw) - 8):
+            raise ValueError("its header has no length")
+        header = json.loads(raw[8 : 8 + header_bytes].numpy().tobytes())
+        header.pop("__metadata__", None)
+        body = raw[8 + header_bytes :]
+        return {name: _part(body, **entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise StoreError(f"{path.name} is not a good safetensors file: {str(error).splitlines()[0]}") from None
+
+
+def _part(body: Tensor, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
+    start, end = data_offsets
+    return body[start:end].view(_DTYPES[dtype]).reshape(shape)

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, get_args
 
+import torch
+
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
-from hotlap.core.units import show_seconds
+from hotlap.core.units import show_bytes, show_seconds
 from hotlap.engine.driven import Driven
+from hotlap.machine.cuda import free_for_torch, usable_bytes
 from hotlap.moves.move import Move
 from hotlap.tuner.allowance import SpentError, allowed
 from hotlap.tuner.budget import Budget
 from hotlap.tuner.gates import SAME_MATHS, Judge
 from hotlap.tuner.laps import LAP_S, Lap
-from hotlap.tuner.memory import MemoryWatch
 from hotlap.tuner.stats import LEAST_GAIN, Comparison, Estimate, Outcome
 
 DECIDED = get_args(Outcome)
@@ -287,3 +289,39 @@ class Trials:
             self._rig.use(plan, why=why)
         except HotlapError as error:
             self.write("trial", "fault", why=f"{error}")
+
+
+# --- Whether a plan leaves enough memory: an allocator that has to try again is out of memory soon -------
+
+
+RESERVE = 0.05
+"""Of the GPU's memory, what has to stay free."""
+
+
+class MemoryWatch:
+    """Watches the device's memory while a plan is on trial; on a CPU there is nothing to see."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._retries = 0
+
+    def begin(self) -> None:
+        """From here on retries count."""
+        self._retries = self._count()
+
+    def why_short(self) -> str | None:
+        """Why memory is short under the plan in force, or None where it is not."""
+        if self._device is None:
+            return None
+        retries = self._count() - self._retries
+        if retries > 0:
+            return f"memory is short: the allocator had to start over {retries} times"
+        free, usable = free_for_torch(self._device), usable_bytes(self._device)
+        if free < RESERVE * usable:
+            return f"memory is short: {show_bytes(free)} of {show_bytes(usable)} would be left"
+        return None
+
+    def _count(self) -> int:
+        if self._device is None:
+            return 0
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
