@@ -177,7 +177,7 @@ def test_a_run_that_is_replayed_leaves_out_what_it_left_out_and_more(used):
 
 
 def test_the_guide_has_a_line_for_each():
-    guide = (Path(__file__).parents[2] / "docs/guide.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs/script.md").read_text()
     assert [name for name, what in TRICKS.items() if f"| `{name}` | {what} |\n" not in guide] == []
 
 
