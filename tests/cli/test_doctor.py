@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 import hotlap as package
 from hotlap.cli import app
 from hotlap.machine import examine as real_examine
-from hotlap.machine.cuda import Cuda, CudaGpu
-from hotlap.machine.nvml import Driver
-from hotlap.machine.world import World
+from hotlap.machine.cuda import Cuda, CudaGpu, Driver
+from hotlap.machine.detect import World
 
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

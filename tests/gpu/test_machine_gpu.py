@@ -124,7 +124,7 @@ def test_the_device_is_the_gpu_and_its_formats_are_proven():
 
 
 def test_tf32_really_is_on_while_it_is_probed_and_put_back_afterwards():
-    from hotlap.machine.kernels import run_kernel
+    from hotlap.machine.dtypes import run_kernel
     from hotlap.machine.tf32 import Tf32
 
     if torch.cuda.get_device_capability(0) < (8, 0):

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from hotlap.machine.cuda import Cuda, CudaGpu
+from hotlap.machine.cuda import Cuda, CudaGpu, Driver, DriverGpu
+from hotlap.machine.detect import World
 from hotlap.machine.disk import DiskSpeed, Room
-from hotlap.machine.nvml import Driver, DriverGpu
-from hotlap.machine.world import World
 
 GIB = 1024**3
 TESTED = "2.13.0+cu130"

@@ -7,10 +7,9 @@ import torch
 
 from hotlap.core.errors import MachineError
 from hotlap.machine import choose_device, detect, dtype_fact, dtype_facts
-from hotlap.machine.cuda import Cuda
+from hotlap.machine.cuda import Cuda, Driver
 from hotlap.machine.detect import assemble
 from hotlap.machine.device import facts_on, pick
-from hotlap.machine.nvml import Driver
 
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

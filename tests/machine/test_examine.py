@@ -9,9 +9,8 @@ import pytest
 
 from hotlap.core.errors import MachineError
 from hotlap.machine import examine
-from hotlap.machine.cuda import Cuda
+from hotlap.machine.cuda import Cuda, Driver, GpuProcess
 from hotlap.machine.disk import DiskSpeed
-from hotlap.machine.nvml import Driver, GpuProcess
 
 GIB = 1024**3
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"

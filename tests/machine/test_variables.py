@@ -8,8 +8,7 @@ import pytest
 
 from hotlap.core.errors import MachineError
 from hotlap.machine import environment, workers_wanted
-from hotlap.machine.harms import HARMS
-from hotlap.machine.variables import RECORDED, variable_problems
+from hotlap.machine.variables import HARMS, RECORDED, variable_problems
 
 
 def one(environ, cores=4):

@@ -12,7 +12,7 @@ from hotlap.cli.output import show, show_json
 
 if TYPE_CHECKING:
     from hotlap.machine import DtypeFact, Problem, Report
-    from hotlap.machine.checkup import GpuReport
+    from hotlap.machine.doctor import GpuReport
 
 _WIDTH: Final = 79
 _INDENT: Final = 11

@@ -15,6 +15,7 @@ A message says what happened, the value seen, and what to do, in one line each.
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 
@@ -93,6 +94,15 @@ def shown(value: object, width: int = 60) -> str:
 def kind_of(value: object) -> str:
     """What `value` is, in a few words: its class, and itself as far as it is short."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {shown(value, 40)}"
+
+
+_ACCOUNT = re.compile(r" GPU \d+ has a total capacity of ")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind where it has none; of a full GPU without torch's account of it."""
+    lines = str(error).strip().splitlines()
+    return _ACCOUNT.split(lines[0].strip())[0] if lines else type(error).__name__
 
 
 MOST_COMPARED, MOST_LISTED, LONGEST_COMPARED = 1000, 100, 100

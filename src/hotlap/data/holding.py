@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from hotlap.core.errors import DataError, kind_of
+from hotlap.core.errors import DataError, first_line, kind_of
 from hotlap.core.units import MIB, show_bytes
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.columns import Columns, Selection, Stacked, Took, tensors_in
 from hotlap.data.purity import GRADIENTS, why_not_fixed
 from hotlap.data.samples import Source
 from hotlap.machine.cuda import free_for_torch
-from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import read_memory
 
 Progress = Callable[[int, int], None]

@@ -21,10 +21,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from hotlap.core.errors import DataError, HotlapError, shown
+from hotlap.core.errors import DataError, HotlapError, first_line, shown
 from hotlap.core.terminal import logger
 from hotlap.data.bar import shown_bar
-from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import most_workers, read_cpu
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hotlap.core.errors import DataError, HotlapError, StoreError, kind_of, shown
-from hotlap.machine.kernels import first_line
+from hotlap.core.errors import DataError, HotlapError, StoreError, first_line, kind_of, shown
 
 Numbers = np.ndarray[Any, Any]
 Pairs = Sequence[str] | None

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hotlap.core.errors import first_line
 from hotlap.core.plan import Execution
 from hotlap.core.units import show_seconds
 from hotlap.data.batches import Batch
@@ -35,7 +36,6 @@ from hotlap.engine.objective import Scored
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window
 from hotlap.engine.watch import Watch, meant
-from hotlap.machine.kernels import first_line
 
 BACKEND: Any = "inductor"
 """What makes code of a graph, as torch names it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from hotlap.core.errors import TrainingError
+from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Memory, Plan
 from hotlap.data.columns import tensors_in
@@ -25,7 +25,6 @@ from hotlap.engine.rig import Place, Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window
 from hotlap.fitting.task import Task
-from hotlap.machine.kernels import first_line
 
 TRIES = 2
 """Windows of a shape that have to go through under a plan before it is known to fit: the first update has no state of

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import StoreError, first_line
 from hotlap.core.ledger import Entry
 from hotlap.engine.objective import Taken
 from hotlap.engine.step import Window
@@ -26,7 +26,6 @@ from hotlap.fitting.tuning import Nobody, tuner_for, tuning_line
 from hotlap.fitting.words import told
 from hotlap.guard.signals import StopRequest
 from hotlap.guard.state import import_state
-from hotlap.machine.kernels import first_line
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.tuner import Tuner
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hotlap import machine
-from hotlap.core.errors import TrainingError
+from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.job import Job
 from hotlap.data.batches import Batch, to_device
 from hotlap.data.columns import tensors_in
@@ -30,7 +30,6 @@ from hotlap.fitting.views import Silence
 from hotlap.kit.lengths import longest_first
 from hotlap.kit.live import LiveTensors
 from hotlap.machine.cuda import usable_bytes
-from hotlap.machine.kernels import first_line
 from hotlap.machine.limits import read_memory
 
 WARM, BLOCKS, BLOCK_S = 3, 5, 0.04

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hotlap.core.errors import HotlapError
+from hotlap.core.errors import HotlapError, first_line
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.checkpointing import Checkpointing
@@ -49,7 +49,6 @@ from hotlap.kit.saved_files import SavedFiles
 from hotlap.kit.savings import model_facts
 from hotlap.kit.transforms import costs_of
 from hotlap.kit.watching import Watch
-from hotlap.machine.kernels import first_line
 from hotlap.script.calls.refusals import why_not_changed
 from hotlap.script.feed.epoch import Served
 from hotlap.script.patches import Patches

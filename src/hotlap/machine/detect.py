@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 from hotlap.core.errors import MachineError
 from hotlap.machine.catalogue import GpuModel, find_gpu, recognise
-from hotlap.machine.cuda import Cuda
-from hotlap.machine.limits import Cpu, Memory, read_cpu, read_memory
-from hotlap.machine.nvml import Driver, DriverGpu, same_gpu
+from hotlap.machine.cuda import Cuda, Driver, DriverGpu, free_bytes, read_cuda, read_driver, same_gpu
+from hotlap.machine.disk import DiskSpeed, Room, measure_disk, read_room
+from hotlap.machine.dtypes import run_kernel, times_as_long
+from hotlap.machine.limits import ROOT, Cpu, Memory, read_cpu, read_memory
 from hotlap.machine.runtimes import Runtime, read_runtime
-from hotlap.machine.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Where facts come from; the defaults are this machine."""
+
+    driver: Callable[[], Driver] = read_driver
+    cuda: Callable[[], Cuda] = read_cuda
+    free_bytes: Callable[[int], int | None] = free_bytes
+    kernel: Callable[[str, str], str | None] = run_kernel
+    """Device and format to None, or to one line that says why the kernel failed."""
+    pace: Callable[[str], float] = times_as_long
+    """How many times as long as in fp32 the CPU takes in a format."""
+    room: Callable[[Path], Room | None] = read_room
+    measure_disk: Callable[[Path], DiskSpeed] = measure_disk
+    which: Callable[[str], str | None] = shutil.which
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    root: Path = ROOT
+    folder: Path = field(default_factory=Path.cwd)
+    """Where runs are written."""
+    affinity: int | None = None
+    """Cores the scheduler allows; None asks it."""
+    has_module: Callable[[str], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

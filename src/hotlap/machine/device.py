@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING
 
 from hotlap.core.errors import MachineError
 from hotlap.machine.detect import Gpu, Machine, detect
-from hotlap.machine.dtypes import DTYPES, DtypeFact, Support, on_cpu, on_cuda, paced, pretended, proven
-from hotlap.machine.kernels import proof, times_as_long
+from hotlap.machine.dtypes import (
+    DTYPES,
+    DtypeFact,
+    Support,
+    on_cpu,
+    on_cuda,
+    paced,
+    pretended,
+    proof,
+    proven,
+    times_as_long,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -1,11 +1,21 @@
-"""Which number formats a device really has, and how that is known."""
+"""Which number formats a device has, by design and as a kernel proves it."""
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+from hotlap.core.errors import first_line
+from hotlap.machine.tf32 import Tf32
+
+if TYPE_CHECKING:
+    import torch
+
 
 DTYPES: Final = ("fp32", "tf32", "bf16", "fp16")
 """The formats hotlap may train in, in the order they are shown."""
@@ -123,3 +133,71 @@ def pretended(facts: Mapping[str, DtypeFact] | None, model: Mapping[str, Support
             kernel = real.kernel if real is not None else "not run"
             acted[dtype] = DtypeFact(support=support, reason=f"acting as {name}", kernel=kernel)
     return acted
+
+
+# --- the kernel that proves it ---------------------------------------------------------------------------
+
+
+_SIDE: Final = 128
+_SEED: Final = 20240229
+_LAPS: Final = 4
+_ENOUGH_S: Final = 0.02
+
+# Relative error of the whole product. Wide enough that fp32 passes where a variable forces TF32 on
+# (that is not a broken kernel), narrow enough that a wrong or skipped kernel never does.
+_TOLERANCE: Final = {"fp64": 1e-9, "fp32": 3e-3, "tf32": 3e-3, "fp16": 5e-3, "bf16": 3e-2}
+_TORCH_NAME: Final = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "tf32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+}
+
+
+def run_kernel(device: torch.device | str, dtype: str) -> str | None:
+    """Multiply two small matrices on the device; None if the result is right, else one line why not."""
+    import torch
+
+    number = getattr(torch, _TORCH_NAME[dtype])
+    draw = torch.Generator().manual_seed(_SEED)
+    left = torch.randn(_SIDE, _SIDE, generator=draw, dtype=torch.float64)
+    right = torch.randn(_SIDE, _SIDE, generator=draw, dtype=torch.float64)
+    try:
+        # torch warns at length about a GPU it has no kernels for; the caller says it better.
+        with warnings.catch_warnings(), Tf32(dtype == "tf32", convolutions=False), torch.no_grad():
+            warnings.simplefilter("ignore")
+            product = left.to(device, number) @ right.to(device, number)
+            # Coming back to the host waits for the kernel: errors of the launch surface here.
+            result = product.to("cpu", torch.float64)
+    except Exception as error:
+        return first_line(error)
+    truth = left @ right
+    off = float((result - truth).norm() / truth.norm())
+    if off <= _TOLERANCE[dtype]:
+        return None
+    return f"the kernel ran but its result is wrong (relative error {off:.2g})"
+
+
+@cache
+def proof(device: str, dtype: str) -> str | None:
+    """`run_kernel`, once per process for each device and format."""
+    return run_kernel(device, dtype)
+
+
+@cache
+def times_as_long(dtype: str) -> float:
+    """How many times as long as in fp32 a small product takes on the CPU, both at their fastest; once per process."""
+    import torch
+
+    def fastest_s(name: str) -> float:
+        square = torch.ones(_SIDE, _SIDE, dtype=getattr(torch, _TORCH_NAME[name]))
+        laps: list[float] = []
+        while len(laps) < 2 or (len(laps) < _LAPS and sum(laps) < _ENOUGH_S):
+            began = time.perf_counter()
+            torch.mm(square, square)
+            laps.append(time.perf_counter() - began)
+        return min(laps)
+
+    with torch.no_grad():
+        return fastest_s(dtype) / fastest_s("fp32")

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hotlap import __version__
-from hotlap.machine.detect import Machine, detect
+from hotlap.machine.detect import Machine, World, detect
 from hotlap.machine.problems import Problem, Severity
 from hotlap.machine.variables import recorded
-from hotlap.machine.world import World
 
 TESTED_TORCH: Final = ("2.11", "2.13")
 """The versions of torch hotlap is tested with; others are used as they are, and named."""

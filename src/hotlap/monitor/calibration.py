@@ -22,7 +22,7 @@ from hotlap.core.plan import PRECISIONS
 from hotlap.core.terminal import logger
 from hotlap.core.units import GIB, MIB
 from hotlap.machine.device import cpu_facts
-from hotlap.machine.kernels import proof
+from hotlap.machine.dtypes import proof
 from hotlap.machine.tf32 import Tf32
 from hotlap.store.cache import Cache, key_of
 

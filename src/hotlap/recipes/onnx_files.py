@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import MachineError, TrainingError
-from hotlap.machine.kernels import first_line
+from hotlap.core.errors import MachineError, TrainingError, first_line
 from hotlap.store.files import write_bytes
 
 CLOSE = 1e-4

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from hotlap.core.errors import first_line
 from hotlap.core.plan import Plan
-from hotlap.machine.kernels import first_line
 from hotlap.script.calls.call import Call
 from hotlap.script.calls.traces import Untouched
 from hotlap.script.training import ScriptTraining

@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from hotlap.core.errors import HotlapError
+from hotlap.core.errors import HotlapError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.core.tricks import REPLAYED_CLIPPING, SHORT_STEP
-from hotlap.machine.kernels import first_line
 from hotlap.script.advise import Attending, Waits
 from hotlap.script.calls.call import Call
 from hotlap.script.feed.feeds import Iterate

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import machine
-from hotlap.core.errors import HotlapError
+from hotlap.core.errors import HotlapError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.table import Row, as_json, rows, table
 from hotlap.core.terminal import say
 from hotlap.core.units import show_seconds
-from hotlap.machine.kernels import first_line
 from hotlap.script.resting import Trained
 from hotlap.store.run_folder import RunFolder
 

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hotlap.core.errors import PlanError
+from hotlap.core.errors import PlanError, first_line
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Execution, Feed, Numerics, Plan
 from hotlap.core.tricks import EARLY_ITEM, ONE_THREAD_BACKWARD, REPLAYED_LOSS
 from hotlap.data.source import Source
 from hotlap.engine.route import Place
-from hotlap.machine.kernels import first_line
 from hotlap.moves import gather, resident, stream, workers
 from hotlap.script.busy import Busy
 from hotlap.script.calls.call import Call

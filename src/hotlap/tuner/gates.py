@@ -22,9 +22,9 @@ from typing import Protocol
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hotlap.core.errors import first_line
 from hotlap.core.plan import Execution, Plan
 from hotlap.engine.rig import Place, Rig
-from hotlap.machine.kernels import first_line
 from hotlap.tuner.feed_gate import chosen_windows, why_other_samples
 from hotlap.tuner.gradients import Agreement, percent, shown_cosine
 from hotlap.tuner.likeness import alike, alike_on_average, averaged, least_gap, trained_alike

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import torch
 
+from hotlap.core.errors import first_line
 from hotlap.core.plan import MOST_REPLAY_STEPS, Feed, Plan
 from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
 from hotlap.data.batches import map_tensors
 from hotlap.engine.rig import Rig
 from hotlap.engine.step import Window
-from hotlap.machine.kernels import first_line
 from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
 from hotlap.monitor.calibration import calibration
 from hotlap.monitor.census import census

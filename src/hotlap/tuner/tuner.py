@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from hotlap.core.errors import first_line
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
 from hotlap.engine.driven import Driven
 from hotlap.engine.rig import Place, Rig
-from hotlap.machine.kernels import first_line
 from hotlap.tuner.allowance import SpentError
 from hotlap.tuner.budget import Length, savings
 from hotlap.tuner.canary import Canary

@@ -22,13 +22,13 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
+from hotlap.core.errors import first_line
 from hotlap.data.columns import tensors_in
 from hotlap.engine.capture import PATIENCE
 from hotlap.engine.fingerprint import Glance, fingerprint
 from hotlap.engine.graph import Unfit, shape_of
 from hotlap.engine.watch import Watch
 from hotlap.fitting.rescue import is_out_of_memory
-from hotlap.machine.kernels import first_line
 from hotlap.script.calls.eager import EagerCall, Original
 from hotlap.script.calls.evaluation_graphs import EvaluationGraph, why_other
 from hotlap.script.calls.graphs import Recording

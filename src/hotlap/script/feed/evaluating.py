@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hotlap.core.errors import first_line
 from hotlap.core.plan import Feed
 from hotlap.core.units import show_seconds
-from hotlap.machine.kernels import first_line
 from hotlap.script.feed.serving import Serving
 from hotlap.script.training import ScriptTraining
 from hotlap.tuner.budget import Length

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hotlap.core.errors import PlanError
+from hotlap.core.errors import PlanError, first_line
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
 from hotlap.data.course import loader_feed, own_collate
@@ -19,7 +19,6 @@ from hotlap.data.randomness import HostRandomness
 from hotlap.data.read_state import ReadState
 from hotlap.data.source import Source, as_source
 from hotlap.data.stream import CudaLane
-from hotlap.machine.kernels import first_line
 from hotlap.script.feed.checks import (
     Compared,
     compared_indices,

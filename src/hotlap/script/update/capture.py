@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from hotlap.core.errors import first_line
 from hotlap.engine.optimizers import frozen_hyperparameters, why_not_captured
-from hotlap.machine.kernels import first_line
 from hotlap.script.calls.graphs import Recording
 from hotlap.script.update.graphs import Desk, UpdateGraph, frozen_names, parameters_of
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hotlap.core.errors import first_line
 from hotlap.core.object_memory import Memory
 from hotlap.engine.optimizers import Fusion, is_fused
-from hotlap.machine.kernels import first_line
 from hotlap.script.calls.graphs import Recording
 from hotlap.script.update.capture import CapturedUpdate, hush, unhush
 from hotlap.script.update.graphs import Desk, UpdateGraph

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
-from hotlap.machine import nvml
-from hotlap.machine.nvml import DriverGpu, bus_address, read_driver, same_gpu
+from hotlap.machine import cuda
+from hotlap.machine.cuda import DriverGpu, bus_address, read_driver, same_gpu
 
 
 class FakeNvml:
@@ -97,12 +97,12 @@ def test_the_library_is_started_once_per_process(monkeypatch):
 
     started = []
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: started.append(1))
-    nvml._started.cache_clear()
+    cuda._started.cache_clear()
     try:
-        assert nvml._started() is nvml._started()
+        assert cuda._started() is cuda._started()
         assert started == [1]
     finally:
-        nvml._started.cache_clear()
+        cuda._started.cache_clear()
 
 
 def listed(uuid, bus_id):
