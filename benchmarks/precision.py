@@ -36,7 +36,7 @@ from benchmarks.whole_run import FEW_STEPS
 from benchmarks.work import Normalise, Work, called
 from hotlap.core.table import rows, table
 from hotlap.core.units import show_seconds
-from hotlap.moves import precision
+from hotlap.moves import PRECISION
 from hotlap.tuner.gates import Gate
 from hotlap.tuner.stats import student_t
 
@@ -79,7 +79,7 @@ def fitted(work: Work, device: torch.device, *, steps: int, plan: str, seed: int
     found = {"plan": plan, "seed": seed, "seconds": took, "steps": run.steps, "in_force": str(run.plan)}
     # The plan at every step is in the ledger: the first entry that settles on bf16 is when it paid from.
     since = [e.step for e in run.ledger if e.outcome in ("chosen", "kept") and e.plan.numerics.precision == "bf16"]
-    bf16 = next((row for row in rows(run.ledger) if precision.MOVE.name in row.what), None)
+    bf16 = next((row for row in rows(run.ledger) if PRECISION.name in row.what), None)
     found |= {"bf16": run.plan.numerics.precision == "bf16", "since": min(since, default=None)}
     found |= {"why": f"{bf16.outcome}: {bf16.why}" if bf16 is not None else "", "table": table(run.ledger, 116)}
     return {**found, **scores(work, run.model, device)}

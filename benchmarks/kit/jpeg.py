@@ -26,7 +26,7 @@ from hotlap.core.units import show_rate, show_seconds
 from hotlap.data.decoding import squared
 from hotlap.data.pictures import decoded
 from hotlap.machine.limits import read_cpu
-from hotlap.moves.every import everything
+from hotlap.moves import everything
 
 LEAST_LIMIT, LEAST_GAIN = 0.9, 2.5
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hotlap import Rig
 from hotlap.core.table import rows
 from hotlap.data.samples import Source
-from hotlap.moves import fused, resident
+from hotlap.moves import FUSED, RESIDENT
 from hotlap.script.judging import ScriptGate
 from hotlap.script.session import Session, Settings
 from hotlap.tuner.allowance import SpentError, allowed, check_allowed
@@ -79,7 +79,7 @@ def test_a_lap_is_stopped_once_all_that_may_be_spent_is(monkeypatch):
         monkeypatch,
         updates=10_000,
         pace=lambda plan: 1.0 if plan.feed.kind == "resident" else OWN_S,
-        moves=(resident.MOVE,),
+        moves=(RESIDENT,),
     )
     training.train(400)
     assert training.tuner.done
@@ -91,14 +91,14 @@ def test_a_lap_is_stopped_once_all_that_may_be_spent_is(monkeypatch):
 
 
 def test_laps_of_what_is_already_faster_go_on(monkeypatch):
-    training = Clocked(monkeypatch, updates=1_400, moves=(resident.MOVE,), gate_s=0.5)  # 210 ms may be spent
+    training = Clocked(monkeypatch, updates=1_400, moves=(RESIDENT,), gate_s=0.5)  # 210 ms may be spent
     training.train(1_400)
     assert training.tuner.done
     assert why(training)["data held on the device"][0] == "kept"
 
 
 def test_what_a_broken_trial_took_is_a_cost_too(monkeypatch):
-    training = Clocked(monkeypatch, updates=100_000, moves=(resident.MOVE,))
+    training = Clocked(monkeypatch, updates=100_000, moves=(RESIDENT,))
     while training.rig.plan == training.tuner._search.baseline:
         training.train(1)
     training.now += 0.7
@@ -107,11 +107,11 @@ def test_what_a_broken_trial_took_is_a_cost_too(monkeypatch):
 
 
 def test_the_share_of_a_move_that_takes_long_to_set_up_again_is_not_measured(monkeypatch):
-    dear = dataclasses.replace(resident.MOVE, setup_s=lambda plan, rig: 1.2)
+    dear = dataclasses.replace(RESIDENT, setup_s=lambda plan, rig: 1.2)
     training = Clocked(
         monkeypatch,
         updates=30_000,  # 300 s, of which 4.5 s may be spent
-        moves=(fused.MOVE, dear),
+        moves=(FUSED, dear),
         pace=lambda plan: HELD_S if plan.feed.kind == "resident" else OWN_S,
         gate_s=3.5,
     )

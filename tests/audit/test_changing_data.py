@@ -187,7 +187,7 @@ def test_a_feed_that_was_left_is_told_in_the_table(session, tmp_path):
 
 
 def test_a_kept_feed_that_is_left_becomes_rejected_in_the_table(session, tmp_path, monkeypatch):
-    from hotlap.moves import gather
+    from hotlap.moves import GATHER
     from hotlap.script.training import ScriptTraining
 
     used = ScriptTraining.use
@@ -195,14 +195,14 @@ def test_a_kept_feed_that_is_left_becomes_rejected_in_the_table(session, tmp_pat
     def kept(self, plan, **words):
         used(self, plan, **words)
         if plan.feed.kind == "gather":
-            self.write_down(gather.MOVE.name, "kept", "same maths", figures={"ratio": 3.4})
+            self.write_down(GATHER.name, "kept", "same maths", figures={"ratio": 3.4})
 
     monkeypatch.setattr(ScriptTraining, "use", kept)
     with session("gather"):
         Script("labels of arrays corrected").train()
     found = {row.what: row for row in rows(RunFolder.open(tmp_path / "run").read_ledger())}
-    assert found[gather.MOVE.name].outcome == "rejected"
-    assert "the data changed" in found[gather.MOVE.name].why
+    assert found[GATHER.name].outcome == "rejected"
+    assert "the data changed" in found[GATHER.name].why
 
 
 def test_an_evaluation_whose_data_changes_sees_it(session, monkeypatch):

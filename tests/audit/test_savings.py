@@ -9,7 +9,7 @@ from torch import nn
 from hotlap import Job, fit
 from hotlap.core.table import as_json, table
 from hotlap.fitting.tuning import Nobody, tune, tuning_line
-from hotlap.moves import resident
+from hotlap.moves import RESIDENT
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.budget import savings
 
@@ -129,7 +129,7 @@ def test_a_fit_that_patience_ends_tells_its_tuner_before_the_ledger_is_written(t
 
 
 def test_hotlap_tune_saves_nothing_since_its_updates_are_thrown_away(at_leisure, monkeypatch):
-    monkeypatch.setattr("hotlap.tuner.search.MOVES", (resident.MOVE,))
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (RESIDENT,))
     monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
     found = tune(job_for(steps=10), most_s=3, progress=False)
     assert as_json(found.ledger)["total"]["saved_s"] is None

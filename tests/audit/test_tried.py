@@ -6,7 +6,7 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.table import rows, table
 from hotlap.core.units import show_about
-from hotlap.moves import compiled, resident
+from hotlap.moves import COMPILED, RESIDENT
 from hotlap.tuner.stand import Doubt, Stand
 
 
@@ -18,7 +18,7 @@ def ledger_of(*entries):
 
 
 def test_a_move_that_arithmetic_leaves_no_room_for_was_not_tried(monkeypatch):
-    training = Clocked(monkeypatch, pace=lambda plan: OWN_S, moves=(resident.MOVE,))
+    training = Clocked(monkeypatch, pace=lambda plan: OWN_S, moves=(RESIDENT,))
     monkeypatch.setattr(type(training.tuner._search._probe), "most_gain", lambda *_: (1.01, "at most 1.01x"))
     training.train(500)
     assert training.tuner.done
@@ -38,7 +38,7 @@ def test_moves_of_a_bundle_are_counted_once_each():
 
 
 def test_what_a_trial_would_take_is_told_as_an_estimate(monkeypatch):
-    training = Clocked(monkeypatch, updates=3000, pace=lambda plan: OWN_S, moves=(resident.MOVE, compiled.MOVE))
+    training = Clocked(monkeypatch, updates=3000, pace=lambda plan: OWN_S, moves=(RESIDENT, COMPILED))
     training.train(3000)
     line = next(line for line in table(training.rig.ledger, 200) if "torch.compile" in line)
     assert "not tried  estimated to take about 44 s to try, can save " in line
@@ -47,9 +47,9 @@ def test_what_a_trial_would_take_is_told_as_an_estimate(monkeypatch):
 
 
 def test_a_trial_that_may_not_be_paid_for_says_what_it_needs_and_one_that_cannot_help_does_not(monkeypatch):
-    doubts = {resident.MOVE: Doubt("too dear", 7.5), compiled.MOVE: Doubt("at most 1.01x")}
+    doubts = {RESIDENT: Doubt("too dear", 7.5), COMPILED: Doubt("at most 1.01x")}
     monkeypatch.setattr(Stand, "why_not_worth", lambda self, move, beside_s=0.0: doubts[move])
     training = Clocked(monkeypatch, updates=3000, pace=lambda plan: OWN_S, moves=(*doubts,))
     training.train(3000)
     needs = {row.what: row.needs_s for row in rows(training.rig.ledger) if row.outcome == "not tried"}
-    assert needs == {resident.MOVE.name: 7.5, compiled.MOVE.name: None}
+    assert needs == {RESIDENT.name: 7.5, COMPILED.name: None}

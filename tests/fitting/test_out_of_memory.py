@@ -14,11 +14,10 @@ import torch
 from plain import parameters_of
 from torch import nn
 
-from hotlap import Job, Plan, Rig, TrainingError, fit
+from hotlap import Job, Plan, Rig, TrainingError, fit, moves
 from hotlap.engine.rig import Place
 from hotlap.fitting.rescue import Rescue, is_out_of_memory
-from hotlap.moves import every
-from hotlap.moves.move import Move
+from hotlap.moves import Move
 from hotlap.tuner import budget
 from hotlap.tuner.gates import Gate, Judgement
 
@@ -347,9 +346,8 @@ def at_leisure(monkeypatch, tmp_path):
 
 
 def only(monkeypatch, move):
-    monkeypatch.setattr(every, "MOVES", ())
+    monkeypatch.setattr(moves, "MOVES", ())
     monkeypatch.setattr("hotlap.tuner.search.MOVES", (move,))
-    monkeypatch.setattr("hotlap.tuner.search.ARITHMETIC", ())
     monkeypatch.setattr(Gate, "check", lambda self, plan: Judgement(ok=True, why=""))
 
 

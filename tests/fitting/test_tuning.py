@@ -11,12 +11,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hotlap
-from hotlap import Job, PlanError, fit
+from hotlap import Job, PlanError, fit, moves
 from hotlap.cli import app
 from hotlap.core.table import rows
 from hotlap.fitting.tuning import tune
-from hotlap.moves import every
-from hotlap.moves.move import Move
+from hotlap.moves import Move
 from hotlap.tuner import budget, canary
 from hotlap.tuner.gates import Gate, Judgement
 from hotlap.tuner.stats import Comparison
@@ -98,7 +97,7 @@ def test_what_was_found_is_used_at_once_the_next_time(tmp_path, at_leisure):
 
 def test_a_plan_that_breaks_a_step_is_dropped_and_no_step_is_lost(tmp_path, at_leisure, monkeypatch):
     broken = Move(name="a broken one", kind="A", propose=lambda plan, rig: plan.but(micro_batch=7))
-    monkeypatch.setattr(every, "MOVES", ())
+    monkeypatch.setattr(moves, "MOVES", ())
     monkeypatch.setattr("hotlap.tuner.search.MOVES", (broken,))
     monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
     monkeypatch.setattr(Gate, "check", lambda self, plan: Judgement(ok=True, why=""))

@@ -11,7 +11,7 @@ from plain import Computed, small_mlp
 from torch import nn
 
 from hotlap import Rig, Tuner
-from hotlap.moves import fused, resident
+from hotlap.moves import FUSED, RESIDENT
 from hotlap.tuner.gates import Judgement
 from hotlap.tuner.laps import LapClock
 from hotlap.tuner.probe import CountingProbe
@@ -49,7 +49,7 @@ class Clocked:
         monkeypatch.setattr("hotlap.tuner.tuner.LapClock", functools.partial(LapClock, clock=self))
         monkeypatch.setattr("hotlap.tuner.trials.Random", lambda: Random(coin))
         monkeypatch.setattr("hotlap.tuner.probe.calibration", lambda device, known_only: None)
-        monkeypatch.setattr("hotlap.tuner.search.MOVES", settings.pop("moves", (fused.MOVE, resident.MOVE)))
+        monkeypatch.setattr("hotlap.tuner.search.MOVES", settings.pop("moves", (FUSED, RESIDENT)))
         monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
         monkeypatch.setattr(Rig, "holding_s", lambda rig, feed: 0.0)
         torch.manual_seed(0)

@@ -15,7 +15,8 @@ from torch import nn
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
 from hotlap.machine import DtypeFact, Support
-from hotlap.moves import capture, every, fused, precision, resident
+from hotlap.moves import CAPTURED, FUSED, MOVES, PRECISION, RESIDENT
+from hotlap.tuner import search as search_room
 from hotlap.tuner.budget import Length
 from hotlap.tuner.known import Found
 from hotlap.tuner.laps import Lap
@@ -150,7 +151,7 @@ def has_16_bits(monkeypatch):
     """As a CPU has them that computes in bf16 and fp16."""
     fact = DtypeFact(support=Support.HARDWARE, reason="", kernel="ran")
     has = SimpleNamespace(dtype_fact=lambda device, dtype: fact, Support=Support)
-    monkeypatch.setattr("hotlap.moves.precision.machine", has)
+    monkeypatch.setattr("hotlap.moves.machine", has)
 
 
 def test_what_pays_is_kept_with_its_share_and_the_plan_is_in_force_at_the_end():
@@ -302,8 +303,8 @@ def test_costs_stay_within_the_budget_where_trials_are_dear():
 @pytest.mark.parametrize("slower", [1.0, 1.2])
 def test_what_cannot_be_paid_for_yet_waits_until_enough_is_saved(slower, monkeypatch):
     """Also where less is saved in the meantime than was thought."""
-    dear = dataclasses.replace(fused.MOVE, setup_s=lambda plan, rig: 35.0)
-    monkeypatch.setattr("hotlap.tuner.search.MOVES", (dear, resident.MOVE))
+    dear = dataclasses.replace(FUSED, setup_s=lambda plan, rig: 35.0)
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (dear, RESIDENT))
     monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
     rig = rig_for()
     search = searching(rig, 40_000, gate=Gatekeeper())
@@ -317,8 +318,8 @@ def test_what_cannot_be_paid_for_yet_waits_until_enough_is_saved(slower, monkeyp
 
 @pytest.mark.parametrize("most_s", [30.0, None])
 def test_what_can_never_be_paid_for_is_not_waited_for(most_s, monkeypatch):
-    dear = dataclasses.replace(fused.MOVE, setup_s=lambda plan, rig: 70.0)
-    monkeypatch.setattr("hotlap.tuner.search.MOVES", (dear, resident.MOVE))
+    dear = dataclasses.replace(FUSED, setup_s=lambda plan, rig: 70.0)
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (dear, RESIDENT))
     monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
     rig = rig_for()
     asked = drive(searching(rig, 10_000_000, gate=Gatekeeper(), most_s=most_s), lambda plan: cost_of(plan, fused=0.5))
@@ -464,10 +465,8 @@ def test_a_bundle_that_did_not_pay_is_not_timed_again(has_16_bits, monkeypatch):
 
 def test_a_dear_move_is_left_out_of_the_bundle_and_not_out_of_the_search(monkeypatch):
     """What cannot be paid for beside the others is tried by itself once it can."""
-    from hotlap.moves import resident
-
-    dear = resident.MOVE.__class__(**{**vars(resident.MOVE), "setup_s": lambda plan, rig: 10.0})
-    moves = tuple(dear if move is resident.MOVE else move for move in every.MOVES)
+    dear = RESIDENT.__class__(**{**vars(RESIDENT), "setup_s": lambda plan, rig: 10.0})
+    moves = tuple(dear if move is RESIDENT else move for move in MOVES)
     monkeypatch.setattr("hotlap.tuner.search.MOVES", moves)
     rig = rig_for()
     drive(searching(rig, 200_000, gate=Gatekeeper()), lambda plan: cost_of(plan, fused=0.4, feed={"workers": 0.012}))
@@ -534,7 +533,7 @@ def test_compiling_is_tried_last_and_on_top_of_what_was_found(has_16_bits):
 def found_by(rig, *, gate_s=0.0, rejected=None):
     """A plan as an earlier run may have left it: the data held, and nothing else."""
     plan = rig.plan.with_feed(Feed(kind="resident"))
-    return Found(plan=plan, moves=(resident.MOVE.name,), gain=2.0, gate_s=gate_s, rejected=rejected or {})
+    return Found(plan=plan, moves=(RESIDENT.name,), gain=2.0, gate_s=gate_s, rejected=rejected or {})
 
 
 def pays(plan):
@@ -619,8 +618,8 @@ def test_a_plan_that_a_gate_holds_back_now_is_said_to_be():
 
 def test_what_gave_nothing_while_the_host_was_slow_is_tried_again_once_steps_are_recorded(has_16_bits, monkeypatch):
     """In 16 bits the device is faster, which shows only where nobody waits for the host any more."""
-    recorded = dataclasses.replace(capture.MOVE, propose=lambda plan, rig: plan.but(mode="captured"))
-    monkeypatch.setattr("hotlap.tuner.search.MOVES", (precision.MOVE, recorded))
+    recorded = dataclasses.replace(CAPTURED, propose=lambda plan, rig: plan.but(mode="captured"))
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (PRECISION, recorded))
     monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
     monkeypatch.setattr(CountingProbe, "bound", "arithmetic")
     # No step is made here, and without a GPU none could be recorded.
@@ -690,12 +689,9 @@ class Glancing(CountingProbe):
 @pytest.fixture
 def dear_moves(has_16_bits, monkeypatch):
     """As on a GPU, where what pays takes seconds to try: more than a small share of a run allows."""
-    held = dataclasses.replace(resident.MOVE, setup_s=lambda plan, rig: 6.0)
-    narrow = dataclasses.replace(precision.MOVE, setup_s=lambda plan, rig: 2.0)
-    monkeypatch.setattr(precision, "MOVE", narrow)
-    monkeypatch.setattr(resident, "MOVE", held)
-    monkeypatch.setattr("hotlap.tuner.search.ARITHMETIC", (narrow,))
-    monkeypatch.setattr("hotlap.tuner.search.MOVES", (fused.MOVE, held, narrow))
+    held = dataclasses.replace(RESIDENT, setup_s=lambda plan, rig: 6.0)
+    narrow = dataclasses.replace(PRECISION, setup_s=lambda plan, rig: 2.0)
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (FUSED, held, narrow))
     monkeypatch.setattr("hotlap.tuner.search.OTHERS", ())
 
 
@@ -726,7 +722,7 @@ def test_what_was_made_for_a_glance_is_not_paid_for_again(dear_moves, monkeypatc
     check = gate.check
 
     def costs(plan):
-        needed.append({move.name: search._now.setup_s(move) for move in (precision.MOVE, resident.MOVE)})
+        needed.append({move.name: search._now.setup_s(move) for move in search_room.MOVES if move is not FUSED})
         return check(plan)
 
     gate.check = costs
@@ -784,9 +780,11 @@ def test_a_run_that_cannot_pay_for_a_glance_has_none(dear_moves):
 @pytest.mark.parametrize(("setup_s", "looks"), [(0.1, 1), (4.0, 1), (100.0, 0)])
 def test_nobody_looks_where_a_recorded_step_cannot_be_among_what_is_seen(setup_s, looks, dear_moves, monkeypatch):
     """Beside launches that take as long as ever, another precision shows little."""
-    recorded = dataclasses.replace(fused.MOVE, name="whole step captured", setup_s=lambda plan, rig: setup_s)
-    monkeypatch.setattr(capture, "MOVE", recorded)
-    monkeypatch.setattr("hotlap.tuner.search.MOVES", (precision.MOVE, recorded))
+    recorded = dataclasses.replace(
+        FUSED, name="whole step captured", setup_s=lambda plan, rig: setup_s, at_a_glance="stays"
+    )
+    narrow = dataclasses.replace(PRECISION, setup_s=lambda plan, rig: 2.0)
+    monkeypatch.setattr("hotlap.tuner.search.MOVES", (narrow, recorded))
     rig = rig_for()
     probe = Glancing(rig, narrower(4.0))
     drive(searching(rig, 20_000, gate=Gatekeeper(), probe=probe), narrower(4.0))

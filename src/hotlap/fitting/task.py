@@ -28,7 +28,7 @@ from hotlap.fitting.best import trained_tensors
 from hotlap.fitting.views import View
 from hotlap.fitting.words import Voice
 from hotlap.guard.identity import identity
-from hotlap.moves.every import everything
+from hotlap.moves import everything
 from hotlap.tuner.replay import plan_changes
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.tricks import EVALUATION_FEED
-from hotlap.moves.every import everything
+from hotlap.moves import everything
 from hotlap.script.busy import Busy
 from hotlap.script.feed.evaluating import Evaluating
 from hotlap.script.feed.serving import Serving

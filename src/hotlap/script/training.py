@@ -15,7 +15,7 @@ from hotlap.core.plan import Execution, Feed, Numerics, Plan
 from hotlap.core.tricks import EARLY_ITEM, ONE_THREAD_BACKWARD, REPLAYED_LOSS
 from hotlap.data.source import Source
 from hotlap.engine.route import Place
-from hotlap.moves import gather, resident, stream, workers
+from hotlap.moves import MOVES, OTHERS
 from hotlap.script.busy import Busy
 from hotlap.script.calls.call import Call
 from hotlap.script.calls.endings import Endings
@@ -24,7 +24,7 @@ from hotlap.script.feed.serving import Serving
 from hotlap.script.find.finder import ByHand, Loop
 from hotlap.script.update.updates import Backwards, Updates
 
-FEED_MOVES = tuple(one.MOVE.name for one in (gather, resident, stream, workers))
+FEED_MOVES = tuple(move.name for move in (*MOVES, *OTHERS) if move.feeds)
 """Moves that bring batches another way."""
 ENDLESS = 2**62
 """Windows in an epoch where nobody knows of any."""

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotlap.engine.driven import Driven
-from hotlap.moves import capture, precision, resident
-from hotlap.moves.every import Everything, everything
-from hotlap.moves.move import Move
+from hotlap.moves import Everything, Move, everything
 from hotlap.tuner.allowance import allowed
 from hotlap.tuner.probe import HOPE, UPDATES, Probe
 from hotlap.tuner.stand import Stand
@@ -55,12 +53,15 @@ def _soon_made(rig: Driven, stand: Stand, moves: Sequence[Move]) -> Everything |
     be one.
     """
     made = everything(rig, stand.plan, moves)
-    needed = {precision.MOVE} | ({capture.MOVE} & set(made.made))
+    needed = {move for move in made.made if move.at_a_glance}
+    if not any(move.at_a_glance == "needed" for move in needed):
+        return None
     setups_s = {move: stand.setup_s(move) for move in moves}
     while needed <= set(made.made):
         # Updates that load the kernels of one move load those of the others; data has to be brought besides.
-        held_s = sum(setups_s[move] for move in made.made if move is resident.MOVE)
-        most_s = max(setups_s[move] for move in made.made if move is not resident.MOVE)
+        held = {move for move in made.made if move.feeds == "held" and made.plan.feed.kind == "resident"}
+        held_s = sum(setups_s[move] for move in held)
+        most_s = max(setups_s[move] for move in made.made if move not in held)
         if UPDATES * stand.budget.base_s + held_s + most_s <= stand.budget.left_s:
             return made
         spare = [move for move in made.made if move not in needed]

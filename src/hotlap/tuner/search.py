@@ -18,9 +18,7 @@ import torch
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
 from hotlap.engine.driven import Driven
-from hotlap.moves import compiled, gather, layout, precision, resident, stream, workers
-from hotlap.moves.every import MOVES, OTHERS, everything
-from hotlap.moves.move import Move
+from hotlap.moves import MOVES, OTHERS, Move, everything
 from hotlap.tuner.allowance import SpentError
 from hotlap.tuner.budget import SHARE, Budget, Length
 from hotlap.tuner.gates import Judge
@@ -31,10 +29,6 @@ from hotlap.tuner.probe import HOPE, Probe
 from hotlap.tuner.stand import Doubt, Stand
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
-HELD = (resident.MOVE, stream.MOVE, gather.MOVE)
-"""Moves for which all samples have to be at hand."""
-FEEDS = (*HELD, workers.MOVE)
-"""Moves that bring batches another way."""
 MORE_THAN = 2
 """Epochs that have to be left for it to pay to keep samples as they come by."""
 DEAR = 0.25
@@ -45,8 +39,6 @@ LOOK_UPDATES = 16
 """A run that may spend less time than so many of its own updates take is left alone."""
 FEEDING_S = 0.3
 """What a run has to be able to spend where its batches are slow, however long one of its updates takes."""
-ARITHMETIC = (precision.MOVE, layout.MOVE)
-"""Moves that change how convolutions are computed: each alone may be slower, both together are not."""
 BOUND_BY_DEVICE = ("arithmetic", "memory traffic")
 """Where that is what bounds a training, its host waits for the device."""
 ALIKE = 0.1
@@ -172,7 +164,7 @@ class Search:
 
     def _hope(self) -> float:
         """How many times as fast a step may become, as far as was measured; 1 where that is not much."""
-        feed_stays = not any(move in FEEDS for move in self._possible)
+        feed_stays = not any(move.feeds for move in self._possible)
         return self._probe.hope(self._now.lap.step_s, feed_stays=feed_stays)
 
     def _saved_s(self, gain: float) -> float:
@@ -198,7 +190,12 @@ class Search:
             return False
         weights = (weight for module in self._rig.modules for weight in module.parameters())
         in_fp32 = any(weight.dtype == torch.float32 for weight in weights)
-        return in_fp32 and not isinstance(precision.MOVE.propose(self.plan, self._rig), str)
+        return in_fp32 and self._narrowed() is not None
+
+    def _narrowed(self) -> Plan | None:
+        """The plan in the precision that a glance is about; None where there is none."""
+        proposed = [move.propose(self.plan, self._rig) for move in MOVES if move.at_a_glance == "needed"]
+        return next((plan for plan in proposed if not isinstance(plan, str)), None)
 
     def _pace_of_user(self) -> Laps:
         """Laps of the user's own plan, until three are alike; the middle one."""
@@ -227,9 +224,9 @@ class Search:
 
     def _one_after_the_other(self) -> Laps:
         """All moves: first those that hide each other, together, then each by itself."""
-        yield from self._together([move for move in MOVES if move.kind == "A" and move not in ARITHMETIC])
+        yield from self._together([move for move in MOVES if move.kind == "A" and not move.is_paired])
         self._trials.budget.hoped_s = 0.0
-        yield from self._together(ARITHMETIC)
+        yield from self._together(_paired())
         yield from self._one_by_one()
 
     def _learns_until(self) -> int | None:
@@ -238,7 +235,7 @@ class Search:
 
     def _is_holding_dear(self, share: float = 1.0) -> bool:
         """Whether having all samples at hand takes longer than such a share of what may be spent."""
-        held = [move for move in self._possible if move in HELD]
+        held = [move for move in self._possible if move.feeds == "held"]
         return any(self._now.setup_s(move) > share * self._trials.budget.left_s for move in held)
 
     def _until_learned(self) -> Laps:
@@ -257,7 +254,7 @@ class Search:
 
     def _once_learned(self) -> Laps:
         """Once more what holding the data was too dear for, when the script has brought the samples itself."""
-        while any(move.name in self._unpaid for move in HELD):
+        while any(move.name in self._unpaid for move in (*MOVES, *OTHERS) if move.feeds == "held"):
             updates = self._learns_until()
             if updates is None:
                 return
@@ -308,7 +305,7 @@ class Search:
         bound = self._probe.bound
         if bound not in BOUND_BY_DEVICE or self._glance.moves:
             return
-        yield from self._together(ARITHMETIC)
+        yield from self._together(_paired())
         for move in MOVES:
             is_open = move not in self._now.kept and move.name not in self._trials.refused
             if bound in move.helps and is_open and self._doubt(move) is None:
@@ -319,15 +316,15 @@ class Search:
 
         Each by itself would take a gate of its own, and record what is not used for long.
         """
-        proposed = precision.MOVE.propose(self.plan, self._rig)
-        if isinstance(proposed, str):
+        proposed = self._narrowed()
+        if proposed is None:
             return
         if self._glance.moves or self._probe.is_bound_to_pay(self.plan, proposed):
             yield from self._together(self._at_first(), all_or_none=True)
 
     def _at_first(self) -> list[Move]:
         """What may be tried at once before anything is known."""
-        return [move for move in MOVES if move.kind == "A" or move in ARITHMETIC]
+        return [move for move in MOVES if move.kind == "A" or move.is_paired]
 
     def _together(self, moves: Sequence[Move], *, all_or_none: bool = False) -> Laps:
         """Moves that hide each other, all at once, if they can pay and a gate lets them through."""
@@ -351,7 +348,9 @@ class Search:
             yield from self._try(made[0])
             return
         names = self.plan, frozenset(move.name for move in made)
-        if not made or names in self._bundled or (all_or_none and precision.MOVE not in made):
+        if not made or names in self._bundled:
+            return
+        if all_or_none and not any(move.at_a_glance == "needed" for move in made):
             return
         self._bundled.add(names)
         made = self._let_through(made, all_or_none=all_or_none)
@@ -376,8 +375,7 @@ class Search:
         # What is recorded is not bound by its host any more, and what helps against that comes last.
         is_recorded = self.plan.execution.mode == "captured"
         bounds = set(BOUND_BY_DEVICE) if is_recorded else {self._probe.bound}
-        # Compiling comes last of all: it is made for the plan that is in force by then.
-        for move in sorted(moves, key=lambda move: (move is compiled.MOVE, bounds.isdisjoint(move.helps))):
+        for move in sorted(moves, key=lambda move: (move.comes_last, bounds.isdisjoint(move.helps))):
             if move.name not in self._trials.refused:
                 yield from self._try(move)
         while self._postponed:
@@ -502,7 +500,7 @@ class Search:
     def _doubt(self, move: Move, beside_s: float = 0.0) -> Doubt | None:
         """Why a move is not tried; None where it is. Data that comes by is not fetched for what is only hoped for."""
         doubt = self._now.why_not_worth(move, beside_s)
-        if doubt is None and move in HELD:
+        if doubt is None and move.feeds == "held":
             cost_s = self._now.setup_s(move)
             if cost_s > self._trials.budget.sure_s - beside_s and self._learns_until() is not None:
                 return Doubt(f"estimated to take {show_about(cost_s)} to try, less once its samples came by", cost_s)
@@ -517,7 +515,7 @@ class Search:
             return
         doubt = self._doubt(move)
         if doubt is not None:
-            gets_cheaper = move in HELD and doubt.is_dear and self._learns_until() is not None
+            gets_cheaper = move.feeds == "held" and doubt.is_dear and self._learns_until() is not None
             may_wait = not last and not gets_cheaper
             if may_wait and doubt.cost_s is not None and self._now.updates_until(doubt.cost_s) is not None:
                 self._postponed[move] = doubt.cost_s
@@ -625,6 +623,11 @@ class Search:
     def gate_s(self) -> float:
         """What the last gate took; 0 where there was none."""
         return self._trials.gate_s if self.budget is not None else 0.0
+
+
+def _paired() -> list[Move]:
+    """Moves that are tried together, since each alone may be slower."""
+    return [move for move in MOVES if move.is_paired]
 
 
 def _step_s(lap: Lap | None) -> float:

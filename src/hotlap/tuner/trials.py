@@ -16,7 +16,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.engine.driven import Driven
 from hotlap.machine.cuda import free_for_torch, usable_bytes
-from hotlap.moves.move import Move
+from hotlap.moves import Move
 from hotlap.tuner.allowance import SpentError, allowed
 from hotlap.tuner.budget import Budget
 from hotlap.tuner.gates import SAME_MATHS, Judge
