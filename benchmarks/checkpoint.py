@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import hotlap
 from benchmarks.overhead import mlp
 from hotlap.core.units import show_bytes, show_seconds
-from hotlap.guard.saver import Saver
+from hotlap.guard.saving import Saver
 
 BATCH = 256
 LENGTHS = (1 / 4, 1, 2)

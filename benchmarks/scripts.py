@@ -44,7 +44,7 @@ from pathlib import Path
 from benchmarks.versions import versions
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.tricks import TRICKS
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 
 HOME = Path(__file__).parent / "user_scripts"
 GOALS = {"lstm": 2.5, "transformer": 2.5, "mlp": 4.0}

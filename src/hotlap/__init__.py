@@ -40,9 +40,9 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.kit.calls import workers as workers
     from hotlap.recipes.calls import predict as predict
     from hotlap.recipes.calls import train as train
-    from hotlap.store.loading import load_weights as load_weights
-    from hotlap.store.plans import load_plan as load_plan
-    from hotlap.store.plans import save_plan as save_plan
+    from hotlap.store.files import load_plan as load_plan
+    from hotlap.store.files import save_plan as save_plan
+    from hotlap.store.weights import load_weights as load_weights
     from hotlap.tuner.tuner import Tuner as Tuner
 
 __version__ = "0.1.0"
@@ -74,12 +74,12 @@ _HOME = {
     "batch": "hotlap.kit.calls",
     "decoded": "hotlap.data.pictures",
     "fit": "hotlap.fitting.loop",
-    "load_plan": "hotlap.store.plans",
-    "load_weights": "hotlap.store.loading",
+    "load_plan": "hotlap.store.files",
+    "load_weights": "hotlap.store.weights",
     "memory": "hotlap.kit.calls",
     "parallel_map": "hotlap.data.parallel",
     "predict": "hotlap.recipes.calls",
-    "save_plan": "hotlap.store.plans",
+    "save_plan": "hotlap.store.files",
     "tokenised": "hotlap.data.tokenising",
     "train": "hotlap.recipes.calls",
     "workers": "hotlap.kit.calls",

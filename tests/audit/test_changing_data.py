@@ -10,7 +10,7 @@ from hotlap import Plan, Rig
 from hotlap.core.plan import Feed
 from hotlap.core.table import rows, table
 from hotlap.script.session import Session, Settings
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
 
 COUNT, SIZE, EPOCHS = 48, 8, 6

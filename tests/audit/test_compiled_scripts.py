@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hotlap.core.plan import Feed, Plan
 from hotlap.script.resting import WHY, Compiling
 from hotlap.script.session import Session, Settings
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
 
 EPOCHS = 3

@@ -175,7 +175,7 @@ def test_what_no_checkpoint_holds_is_named_once_in_one_line(tmp_path, capsys, mo
 
 def test_a_checkpoint_of_an_earlier_hotlap_is_still_read(tmp_path, interrupted, monkeypatch):
     from hotlap.fitting import held
-    from hotlap.guard import state
+    from hotlap.guard import saving as state
 
     def earlier(rig, loop, remembered=()):
         loop.pop("order")

@@ -17,7 +17,7 @@ from hotlap.recipes.options import options_of
 from hotlap.recipes.picture_networks import NetworkPlan, begun, made, plan_in
 from hotlap.recipes.text import RECIPE, prepare
 from hotlap.recipes.training import revived
-from hotlap.store.loading import load_weights
+from hotlap.store.weights import load_weights
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

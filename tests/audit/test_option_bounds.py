@@ -19,8 +19,7 @@ from hotlap.recipes.picture_networks import NetworkPlan, _normalising_in, made
 from hotlap.recipes.state_checks import state_problem
 from hotlap.recipes.text import TextOptions
 from hotlap.recipes.training import revived
-from hotlap.store.loading import made_with
-from hotlap.store.weights import save_state
+from hotlap.store.weights import made_with, save_state
 
 KINDS = (TextOptions, TemporalOptions, ImageOptions)
 NUMBERS = [(kind, one.name) for kind in KINDS for one in fields(kind) if get_type_hints(kind)[one.name] in (int, float)]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.script.session import MOST_FAULTS, Session, Settings
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.trials import Rest
 from hotlap.tuner.tuner import Tuner

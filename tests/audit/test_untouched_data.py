@@ -12,7 +12,7 @@ import hotlap
 from hotlap import Plan, Rig
 from hotlap.core.plan import Feed
 from hotlap.script.session import Session, Settings
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 
 COUNT, SIZE = 48, 8
 X = torch.randn(COUNT, 5, generator=torch.Generator().manual_seed(1))

@@ -56,7 +56,7 @@ import os, torch
 from torch import nn
 import hotlap
 from hotlap.store.cache import Cache, key_of
-from hotlap.store.models import model_key, store_model
+from hotlap.store.cache import model_key, store_model
 from plain import class_data, small_mlp
 
 job = hotlap.Job(model=small_mlp(), data=class_data(16), loss=nn.CrossEntropyLoss(),

@@ -11,7 +11,7 @@ from torch import nn
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.script.session import Session, Settings
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 
 DEVICE = torch.device("cuda")
 STEPS = 28

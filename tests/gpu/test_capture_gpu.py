@@ -14,7 +14,7 @@ from hotlap import Job, Plan, Rig, fit
 from hotlap.data.course import training_course
 from hotlap.engine.capture import CapturedStep
 from hotlap.engine.losses import without_waiting
-from hotlap.guard.state import export_state, import_state
+from hotlap.guard.saving import export_state, import_state
 
 DEVICE = "cuda"
 EAGER = Plan()

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hotlap import Plan, Rig
 from hotlap.core.plan import Feed
 from hotlap.script.session import Session, Settings
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 
 DEVICE = torch.device("cuda")
 COUNT, SIZE = 256, 32

@@ -12,7 +12,7 @@ from hotlap.script.feed import evaluating
 from hotlap.script.feed.evaluating import WHAT
 from hotlap.script.feed.serving import Serving
 from hotlap.script.session import Session, Settings
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
 
 EPOCHS = 5

@@ -7,7 +7,7 @@ from torch import nn
 from hotlap.core.plan import Plan
 from hotlap.script.busy import Busy
 from hotlap.script.session import Session, Settings
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 
 DEVICE = torch.device("cuda")
 

@@ -17,7 +17,7 @@ from hotlap.core.tricks import (
     SHORT_STEP,
 )
 from hotlap.script.session import Session, Settings
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 
 DEVICE = torch.device("cuda")
 LOOKED_AT = (

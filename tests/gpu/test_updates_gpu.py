@@ -17,7 +17,7 @@ from hotlap.script.session import Session, Settings
 from hotlap.script.update import capture as update_capture
 from hotlap.script.update.capture import CHECKS, WARM
 from hotlap.script.update.updates import Updates
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 
 DEVICE = torch.device("cuda")
 STEPS = 20

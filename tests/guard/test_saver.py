@@ -12,8 +12,8 @@ from plain import class_data, parameters_of, small_mlp
 from torch import nn
 
 from hotlap import Job, fit
-from hotlap.guard import saver as module
-from hotlap.guard.saver import CAUTION, COST_SHARE, FIRST_BYTES_S, FIRST_SYNCS_S, LEAST_S, Saver
+from hotlap.guard import saving as module
+from hotlap.guard.saving import CAUTION, COST_SHARE, FIRST_BYTES_S, FIRST_SYNCS_S, LEAST_S, Saver
 from hotlap.store import disk
 from hotlap.store.checkpoints import Checkpoints
 

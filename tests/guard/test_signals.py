@@ -15,7 +15,7 @@ from torch import nn
 from hotlap import Job, fit
 from hotlap.cli import main
 from hotlap.fitting.best import Best
-from hotlap.guard.saver import Saver
+from hotlap.guard.saving import Saver
 from hotlap.guard.signals import StopRequest
 from hotlap.store import disk
 from hotlap.store.checkpoints import Checkpoints

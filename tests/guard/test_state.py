@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as schedules
 
 from hotlap import Plan, Rig
 from hotlap.core.errors import StoreError
-from hotlap.guard.state import MODEL, TENSORS, VALUES, export_state, import_state
+from hotlap.guard.saving import MODEL, TENSORS, VALUES, export_state, import_state
 
 STEPS = 5
 DATA = class_data(40, dtype=torch.float32)

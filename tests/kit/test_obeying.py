@@ -6,7 +6,7 @@ import torch
 from hotlap.core.plan import Feed, Numerics, Plan
 from hotlap.kit import obeying as kit
 from hotlap.kit.looks import Wish
-from hotlap.store.plans import load_plan
+from hotlap.store.files import load_plan
 
 OWN = Plan(feed=Feed(kind="loader", workers=2), numerics=Numerics(optimizer="fused"))
 

@@ -21,7 +21,7 @@ from hotlap.script.calls.call import Call
 from hotlap.script.find.finder import PATIENCE, WAITED, WHY, ByHand, Passes
 from hotlap.script.session import Session, Settings
 from hotlap.script.steering import Steering
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
 
 STEPS = 28

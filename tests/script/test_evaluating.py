@@ -19,7 +19,7 @@ from hotlap.script.feed.sending import Sending
 from hotlap.script.feed.serving import Serving
 from hotlap.script.session import Session, Settings
 from hotlap.script.steering import Steering
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
 
 EPOCHS = 5

@@ -23,7 +23,7 @@ from preloaded import Preloaded
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.table import rows
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -34,7 +34,7 @@ from hotlap.script.feed.serving import Serving
 from hotlap.script.session import Session, Settings
 from hotlap.script.update.graphs import UpdateGraph
 from hotlap.script.update.updates import Updates
-from hotlap.store.plans import load_plan, save_plan
+from hotlap.store.files import load_plan, save_plan
 from hotlap.store.run_folder import RunFolder
 
 EPOCHS = 6

@@ -17,7 +17,7 @@ from hotlap.script.update.capture import CHECKS, PATIENCE, WARM, CapturedUpdate
 from hotlap.script.update.clipping import MOST_LIMITS, NORM, SCALE
 from hotlap.script.update.graphs import FOR_GOOD, UpdateGraph
 from hotlap.script.update.updates import Updates
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 
 STEPS = 12
 

@@ -2,10 +2,10 @@ import argparse
 import time
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 
 class SineDataset(Dataset):

@@ -1,5 +1,6 @@
 # Trains with gradient accumulation: batch 64 x 4 = effective batch of 256
 import math
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

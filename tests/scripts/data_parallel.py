@@ -1,8 +1,9 @@
 import time
+
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.utils.data import Dataset, DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 torch.manual_seed(0)
 np.random.seed(0)

@@ -1,4 +1,5 @@
 import argparse
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

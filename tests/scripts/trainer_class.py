@@ -1,6 +1,6 @@
-from dataclasses import dataclass
 import os
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch

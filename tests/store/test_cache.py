@@ -21,8 +21,7 @@ from hypothesis import given
 
 from hotlap.core.errors import StoreError
 from hotlap.store import disk
-from hotlap.store.cache import Cache, default_root, key_of
-from hotlap.store.models import model_key, store_model, stored_model
+from hotlap.store.cache import Cache, default_root, key_of, model_key, store_model, stored_model
 
 A, B, C = key_of("a"), key_of("b"), key_of("c")
 

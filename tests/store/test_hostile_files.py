@@ -27,9 +27,9 @@ from hotlap.store.archives import unpack
 from hotlap.store.cache import Cache, key_of
 from hotlap.store.checkpoints import Checkpoints
 from hotlap.store.encoding import to_json
-from hotlap.store.loading import load_weights
-from hotlap.store.plans import load_plan
+from hotlap.store.files import load_plan
 from hotlap.store.run_folder import RunFolder
+from hotlap.store.weights import load_weights
 
 EXECUTING = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
 _heard: list[str] | None = None

@@ -12,9 +12,8 @@ from torch import nn
 
 import hotlap
 from hotlap.core.errors import StoreError
-from hotlap.store import loading
-from hotlap.store.loading import load_into, load_weights, made_with
-from hotlap.store.weights import save_weights
+from hotlap.store import weights
+from hotlap.store.weights import load_into, load_weights, made_with, save_weights
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_a_model_that_is_made_with_weights_of_a_file_draws_no_others(tmp_path):
     # (torch draws for an orthogonal matrix elsewhere, and copies)
     assert 0 <= made.noise.min() < made.noise.max() < 1
     torch.manual_seed(1)
-    with loading._Undrawn():
+    with weights._Undrawn():
         nn.Linear(3, 4)
         assert torch.equal(torch.empty(3).uniform_(), before)
     assert not torch.equal(nn.Linear(3, 4).weight, nn.Linear(3, 4).weight)

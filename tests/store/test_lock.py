@@ -11,12 +11,12 @@ from killed import code_of, ended, forked, in_a_child, started
 from torch.utils.data import DataLoader, Dataset
 
 from hotlap.core.errors import StoreError
-from hotlap.store.lock import RunLock
+from hotlap.store.run_folder import RunLock
 
 HOLD = """
     import sys, time
     from pathlib import Path
-    from hotlap.store.lock import RunLock
+    from hotlap.store.run_folder import RunLock
     lock = RunLock(Path(sys.argv[1]))
     print("held", flush=True)
     time.sleep(600)
@@ -24,7 +24,7 @@ HOLD = """
 HOLD_WITH_CHILD = """
     import os, sys, time
     from pathlib import Path
-    from hotlap.store.lock import RunLock
+    from hotlap.store.run_folder import RunLock
     lock = RunLock(Path(sys.argv[1]))
     child = os.fork()
     if child == 0:
@@ -162,7 +162,7 @@ def test_a_full_disk_still_locks(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hotlap.store.lock.os.write", full)
+    monkeypatch.setattr("hotlap.store.run_folder.os.write", full)
     lock = RunLock(tmp_path)
     monkeypatch.undo()
     with pytest.raises(StoreError, match="in use"):

@@ -4,7 +4,7 @@ import pytest
 
 from hotlap.core.errors import PlanError, StoreError
 from hotlap.core.plan import Plan
-from hotlap.store.plans import load_plan, save_plan
+from hotlap.store.files import load_plan, save_plan
 
 BUSY = Plan().but(kind="loader", workers=2, prefetch=4, persistent=True, precision="bf16", micro_batch=8)
 

@@ -23,8 +23,8 @@ from hotlap.store.archives import pack, unpack
 from hotlap.store.cache import Cache, key_of
 from hotlap.store.checkpoints import Checkpoints
 from hotlap.store.encoding import to_json
-from hotlap.store.loading import load_weights, what_is
 from hotlap.store.run_folder import RunFolder
+from hotlap.store.weights import load_weights, what_is
 
 KEY = key_of("fuzz")
 FUZZ = settings(deadline=None, max_examples=75, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -138,7 +138,7 @@ PLANTED = """
     import json, random, sys
     import hotlap.engine.rig as rig
     import hotlap.fitting.beginning as beginning
-    import hotlap.guard.state as state
+    import hotlap.guard.saving as state
     import hotlap.store.checkpoints as checkpoints
     from hotlap.store import disk
     from hotlap.stress.trials import Tally, Trials
@@ -180,7 +180,7 @@ def test_what_was_lost_is_told_and_the_command_fails(run_python):
     """One that is killed before its first checkpoint has nothing that a resume could get wrong."""
     script = """
         import sys
-        import hotlap.guard.state as state
+        import hotlap.guard.saving as state
         from hotlap.cli import main
         from hotlap.stress import trials
         trials.UNSAVED = 0.0

@@ -131,7 +131,7 @@ def _check(plan: str, out: Path | None) -> None:
     """Refuse what cannot be read or written as asked, before the script runs for nothing."""
     if plan in ("auto", "max") and out is None:
         return
-    from hotlap.store.plans import load_plan
+    from hotlap.store.files import load_plan
     from hotlap.store.run_folder import RunFolder
 
     if Path(plan).is_dir():

@@ -29,7 +29,7 @@ def tune(
     from hotlap.demo import digits_job
     from hotlap.fitting.tuning import tune as find_plan
     from hotlap.kit.naming import named_job
-    from hotlap.store.plans import save_plan
+    from hotlap.store.files import save_plan
 
     if out.exists() and not overwrite:
         raise StoreError(f"{out} is there already; name another file with --out, or give --overwrite")

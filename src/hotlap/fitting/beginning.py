@@ -20,7 +20,7 @@ from hotlap.fitting.task import Task
 from hotlap.fitting.trail import Trail
 from hotlap.fitting.words import banner
 from hotlap.guard.identity import differences
-from hotlap.guard.state import import_state
+from hotlap.guard.saving import import_state
 from hotlap.store.checkpoints import KEPT
 from hotlap.store.run_folder import RunFolder, finite
 

@@ -6,11 +6,9 @@ import time
 
 from hotlap.fitting.task import Task
 from hotlap.fitting.trail import Trail
-from hotlap.guard.saver import Saver
-from hotlap.guard.state import export_state
+from hotlap.guard.saving import Saver, export_state
 from hotlap.store.checkpoints import Checkpoints
-from hotlap.store.lock import RunLock
-from hotlap.store.run_folder import RunFolder
+from hotlap.store.run_folder import RunFolder, RunLock
 
 
 class HeldFolder:

@@ -31,9 +31,8 @@ from hotlap.fitting.task import EVERYTHING, FIXED, OFF, TUNED, Task, set_up
 from hotlap.fitting.training import train
 from hotlap.fitting.views import open_view
 from hotlap.guard.whole import whole_of
-from hotlap.store.cache import Cache
-from hotlap.store.models import model_key, store_model, stored_model
-from hotlap.store.plans import load_plan
+from hotlap.store.cache import Cache, model_key, store_model, stored_model
+from hotlap.store.files import load_plan
 from hotlap.store.run_folder import RunFolder
 
 _calls = 0

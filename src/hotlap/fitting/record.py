@@ -26,10 +26,9 @@ from hotlap.fitting.forged import counts, records
 from hotlap.store.disk import read_small
 from hotlap.store.encoding import from_json
 from hotlap.store.files import write_text
-from hotlap.store.loading import load_weights
 from hotlap.store.run_folder import RunFolder, finite
 from hotlap.store.tensors import why_not_stored
-from hotlap.store.weights import unwrapped
+from hotlap.store.weights import load_weights, unwrapped
 
 FILE = "record.json"
 MODEL, LOSS = "model.safetensors", "loss.safetensors"

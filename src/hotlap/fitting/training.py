@@ -24,8 +24,9 @@ from hotlap.fitting.task import Task
 from hotlap.fitting.trail import Trail
 from hotlap.fitting.tuning import Nobody, tuner_for, tuning_line
 from hotlap.fitting.words import told
+from hotlap.guard.saving import import_state
 from hotlap.guard.signals import StopRequest
-from hotlap.guard.state import import_state
+from hotlap.machine.kernels import first_line
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.tuner import Tuner
 

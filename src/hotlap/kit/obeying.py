@@ -17,7 +17,7 @@ from hotlap.engine.precision import precision_context
 from hotlap.kit.looks import Wish
 from hotlap.script.session import LOOKED, Session, Settings
 from hotlap.script.training import ScriptTraining
-from hotlap.store.plans import save_plan
+from hotlap.store.files import save_plan
 
 FEEDS = ("gather", "stream", "resident")
 """Ways to bring batches that are not a loader's."""

@@ -23,7 +23,7 @@ from hotlap.kit.saved_files import bring_back, holds_files, put_back
 from hotlap.kit.search import TooShortError
 from hotlap.script.running import Target
 from hotlap.store.cache import default_root, make_private
-from hotlap.store.lock import RunLock
+from hotlap.store.run_folder import RunLock
 
 log = logger(__name__)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from hotlap.core.errors import HotlapError, MachineError, StoreError, shown
 from hotlap.store.files import read_text
-from hotlap.store.loading import load_weights
+from hotlap.store.weights import load_weights
 
 CONFIG = "config.json"
 LONGEST = 200

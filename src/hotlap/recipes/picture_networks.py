@@ -17,7 +17,7 @@ from hotlap.recipes import library_models
 from hotlap.recipes.library_models import CONFIG, LONGEST, library, read_config
 from hotlap.recipes.recipe import Say
 from hotlap.store.files import read_text
-from hotlap.store.loading import load_weights
+from hotlap.store.weights import load_weights
 
 BUILT_IN = ("resnet", "vit")
 TIMM, TRANSFORMERS = "timm:", "transformers:"

@@ -42,9 +42,8 @@ from hotlap.recipes.options import Options, as_file, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
 from hotlap.recipes.state_checks import state_problem
 from hotlap.store.files import read_text, write_text
-from hotlap.store.loading import made_with
 from hotlap.store.run_folder import RunFolder, finite
-from hotlap.store.weights import plain_state, save_state
+from hotlap.store.weights import made_with, plain_state, save_state
 
 STATE, OPTIONS, REPORT, MODEL = "recipe.json", "options.toml", "report.json", "model.safetensors"
 CURVES, CONFUSION = "curves.svg", "confusion.svg"

@@ -18,7 +18,7 @@ from hotlap.script.feed.serving import Serving
 from hotlap.script.judging import ScriptGate
 from hotlap.script.resting import Trained
 from hotlap.script.training import ScriptTraining
-from hotlap.store.plans import load_plan
+from hotlap.store.files import load_plan
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.budget import Length
 from hotlap.tuner.known import KnownPlans

@@ -425,3 +425,25 @@ def mapped(path: Path) -> dict[str, Tensor]:
 def _part(body: Tensor, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
     start, end = data_offsets
     return body[start:end].view(_DTYPES[dtype]).reshape(shape)
+
+
+KIND = "models"
+
+
+def model_key(identity: Mapping[str, Any], initial: Mapping[str, Tensor]) -> str:
+    """The key of a training: what `guard.identity` says of it, and every weight it begins with."""
+    return key_of("a trained model", identity, initial)
+
+
+def stored_model(cache: Cache, key: str) -> tuple[dict[str, Tensor], Any] | None:
+    """Weights and figures of a model trained before, or None; one that is damaged is told in the log and is none."""
+    found = cache.get(KIND, key)
+    return None if found is None else (found.tensors, found.values)
+
+
+def store_model(cache: Cache, key: str, tensors: Mapping[str, Tensor], values: Any, facts: Mapping[str, Any]) -> None:
+    """Keep a trained model: its weights as plain PyTorch has them, and figures such as history and best.
+
+    Raises StoreError where it cannot be kept.
+    """
+    cache.put(KIND, key, tensors=tensors, values=values, facts=facts)

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of one."""
+"""Files that a crash leaves whole: the old one or the new one, never half of one; and plans as files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import PlanError, StoreError
+from hotlap.core.plan import Plan
 
 MOST_TEXT_BYTES = 256 * 1024 * 1024
 
@@ -112,3 +113,16 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write the plan as a readable file."""
+    write_text(Path(path), plan.to_text())
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan file; every mistake in it is named."""
+    try:
+        return Plan.from_text(read_text(Path(path)))
+    except PlanError as error:
+        raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None

@@ -1,11 +1,15 @@
-"""The folder of one run: plan, ledger, metrics, environment, model, and the list of them."""
+"""The folder of one run: plan, ledger, metrics, environment, model and the list of them; and its lock."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import json
 import math
+import os
 import shutil
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,8 +25,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.units import MIB, show_bytes
 from hotlap.store.disk import read_small
 from hotlap.store.encoding import from_json
-from hotlap.store.files import append_line, read_text, write_text
-from hotlap.store.plans import load_plan, save_plan
+from hotlap.store.files import append_line, load_plan, read_text, save_plan, write_text
 from hotlap.store.weights import save_weights
 
 ABOUT = {
@@ -242,3 +245,52 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_locked_here: dict[Path, int] = {}
+"""Folders locked in this process, which has the number beside them: the system's lock is between processes only."""
+_lock_changes = threading.Lock()
+
+
+class RunLock:
+    """Holds a run folder for this process. Raises StoreError where somebody else has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+        self._owner = os.getpid()
+        with _lock_changes:
+            # A child has a copy of the list, but not its parent's locks.
+            if _locked_here.get(self._folder) == self._owner:
+                raise StoreError(f"{folder} is in use by another training in this process; name another folder")
+            self._handle = _locked(self._folder, folder)
+            _locked_here[self._folder] = self._owner
+        with contextlib.suppress(OSError):  # on a full disk nobody learns the number, and the lock holds all the same
+            os.ftruncate(self._handle, 0)
+            os.write(self._handle, f"{self._owner}\n".encode())
+
+    def release(self) -> None:
+        """Let go; the file stays, since removing it would let two others in at once."""
+        with _lock_changes:
+            if self._handle >= 0 and self._owner == os.getpid():
+                _locked_here.pop(self._folder, None)
+                os.close(self._handle)
+                self._handle = -1
+
+
+def _locked(folder: Path, shown: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        handle = os.open(folder / "lock", flags, 0o666)
+    except OSError as error:
+        raise StoreError(f"cannot lock {shown}: {error.strerror or error}") from error
+    try:
+        # Not flock: loader workers would inherit that one, and hold it for seconds after a kill.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(handle, 20).decode(errors="replace").strip()
+        os.close(handle)
+        if not isinstance(error, (BlockingIOError, PermissionError)):
+            raise StoreError(f"cannot lock {shown}: {error.strerror or error}") from error
+        told = f"process {holder}" if holder.isdigit() else "another process"
+        raise StoreError(f"{shown} is in use by {told}; wait for it, or name another folder") from None
+    return handle

@@ -1,19 +1,24 @@
-"""Trained weights as a safetensors file that plain PyTorch loads without hotlap."""
+"""Weights as safetensors files: written so that plain PyTorch loads them, read safely though a stranger wrote them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
-from hotlap.core.errors import StoreError, shown
+from hotlap.core.errors import HotlapError, StoreError, shown
 from hotlap.core.terminal import logger
-from hotlap.store.files import write_atomically
-from hotlap.store.tensors import copied_to_host, tensor_pieces
+from hotlap.core.units import MIB, show_bytes
+from hotlap.store.files import read_text, write_atomically
+from hotlap.store.tensors import copied_to_host, tensor_pieces, tensors_from
 
 log = logger(__name__)
 
@@ -72,3 +77,187 @@ def load_weights_into(model: nn.Module, stored: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in mine.items():
             value.copy_(stored[name])
+
+
+MODEL = "model.safetensors"
+INDEX = f"{MODEL}.index.json"
+MOST_BEYOND = 4
+"""How many times larger a model may be than the weights that it is to have; tied ones are in it several times."""
+MOST_HEADER_BYTES = 100_000_000
+"""As the format itself has it; a header says names and shapes only."""
+
+_CONVERT = (
+    "if you trust where it comes from, turn it into safetensors yourself: "
+    "torch.load(path, weights_only=True), then safetensors.torch.save_file"
+)
+_PICKLES = "a pickle, which can run code when it is opened"
+_KINDS: tuple[tuple[bytes, str], ...] = (
+    (b"PK", "a zip, as torch.save, Keras and numpy write them, which can hold a pickle"),
+    (b"\x80", _PICKLES),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes them, which can hold code"),
+    (b"\x93NUMPY", "a numpy file"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"BZh", "a bzip2 file"),
+    (b"\xfd7zXZ\x00", "an xz file"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file"),
+    (b"7z\xbc\xaf", "a 7z archive"),
+    (b"Rar!", "a rar archive"),
+    (b"GGUF", "a GGUF file, as llama.cpp has them"),
+    (b"\x7fELF", "a program"),
+    (b"#!", "a script"),
+    (b"version https://git-lfs", "a Git LFS pointer, which stands for the weights; fetch them with: git lfs pull"),
+    (b"<", "a web page or XML; a download may have gone wrong"),
+)
+_DRAWS = {"normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_"}
+"""What fills a tensor with random numbers, by name, since libraries put functions of their own in the place of torch's.
+All others of torch's are made of these."""
+_OLD_PICKLES = b"(]}cilpSVFILN"
+"""First bytes of pickles of the oldest protocols, which are plain text."""
+
+
+def load_weights(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or of those in a folder such as a run's or one of transformers, on the CPU.
+
+    In a folder that is `model.safetensors`, or else the files that `model.safetensors.index.json` lists. Nothing else
+    is opened: no pickle, no zip, no link. Raises StoreError that says what it is and what to do.
+    """
+    wanted = Path(path)
+    if os.path.isdir(wanted):  # noqa: PTH112 - a folder above that is closed to us is told below
+        return {name: value for file in _in_folder(wanted) for name, value in _tensors_in(file).items()}
+    return _tensors_in(wanted)
+
+
+def _tensors_in(wanted: Path) -> dict[str, Tensor]:
+    if wanted.name == ".metadata" or wanted.suffix == ".distcp":
+        raise StoreError(f"{wanted} is part of a distributed checkpoint, whose metadata is a pickle: {_dcp()}")
+    try:
+        # Not blocking: opening a pipe would wait for its other end for ever.
+        handle = os.open(wanted, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        told = getattr(error, "strerror", None) or error
+        if os.path.islink(wanted):  # noqa: PTH114
+            told = "it is a link; name the file itself"
+        raise StoreError(f"cannot read the weights {wanted}: {told}") from None
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreError(f"cannot read the weights {wanted}: it is not a regular file")
+        _check_head(file, status.st_size, wanted)
+        try:
+            file.seek(0)
+            return tensors_from(file.read(), str(wanted))
+        except MemoryError:
+            size = show_bytes(status.st_size)
+            raise StoreError(f"{wanted} has {size}, more than the memory holds") from None
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"cannot read the weights {wanted}: {error.strerror or error}") from None
+
+
+def load_into(model: nn.Module, path: str | Path) -> None:
+    """Load weights into a model, each at its place; StoreError lists what does not fit."""
+    load_weights_into(unwrapped(model), load_weights(path))
+
+
+def made_with(make: Callable[[], nn.Module], path: str | Path) -> nn.Module:
+    """A model that `make` makes, with the weights of a file; no first weights are drawn, which takes seconds.
+
+    Raises StoreError, before memory is taken, for a model that is many times larger than its weights.
+    """
+    weights = load_weights(path)
+    size, held = bytes_of(make), sum(one.numel() * one.element_size() for one in weights.values())
+    if size > MOST_BEYOND * held + MIB:
+        raise StoreError(f"{path} has {show_bytes(held)} of weights, and its model would have {show_bytes(size)}")
+    with _Undrawn():
+        model = make()
+    load_weights_into(unwrapped(model), weights)
+    return model
+
+
+def bytes_of(make: Callable[[], nn.Module]) -> int:
+    """How many bytes a model has that `make` makes: found without making its tensors; 0 where that cannot be."""
+    try:
+        with torch.device("meta"):
+            model = make()
+    except HotlapError:
+        raise
+    except Exception:  # a model whose making looks at values: only making it will tell
+        return 0
+    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+
+
+class _Undrawn(TorchFunctionMode):
+    """Inside, parameters that are to be filled with random numbers are left as they are."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        filled = args[0] if args else kwargs.get("tensor")
+        if getattr(function, "__name__", None) in _DRAWS and isinstance(filled, nn.Parameter):
+            return filled
+        return function(*args, **kwargs)
+
+
+def what_is(head: bytes) -> str:
+    """What a file that is not safetensors seems to be by its first 512 bytes, and what to do about it."""
+    if head[257:262] == b"ustar":
+        return f"a tar archive, which can hold a pickle; {_CONVERT}"
+    for magic, kind in _KINDS:
+        if head.startswith(magic):
+            if magic == b"\x93NUMPY" and b"O'" in head[:128]:
+                return f"a numpy file of Python objects, which is {_PICKLES}"
+            return f"{kind}; {_CONVERT}" if "pickle" in kind else kind
+    if head[:1] and head[0] in _OLD_PICKLES and b"\n" in head:
+        return f"it looks like {_PICKLES}; {_CONVERT}"
+    return "its beginning is not that of a safetensors file"
+
+
+def _check_head(file: BinaryIO, size: int, path: Path) -> None:
+    """Look at the first bytes before anything is read or parsed."""
+    head = file.read(512)
+    length = int.from_bytes(head[:8], "little")
+    if size >= 10 and 2 <= length <= size - 8 and head[8:9] == b"{":
+        if length > MOST_HEADER_BYTES:
+            raise StoreError(f"{path} has a header of {length:,} bytes; at most {MOST_HEADER_BYTES:,} are read")
+        return
+    if not size:
+        raise StoreError(f"{path} is not safetensors: it is empty")
+    if head[8:9] == b"{":
+        raise StoreError(f"{path} is not a whole safetensors file: header of {length:,} bytes, file of {size:,}")
+    raise StoreError(f"{path} is not safetensors: {what_is(head)}")
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    if (folder / MODEL).is_file() or (folder / MODEL).is_symlink():
+        return [folder / MODEL]
+    if (folder / INDEX).is_file():
+        return _listed(folder / INDEX)
+    try:
+        here = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise StoreError(f"cannot read {folder}: {error.strerror or error}") from None
+    if ".metadata" in here or any(name.endswith(".distcp") for name in here):
+        raise StoreError(f"{folder} is a distributed checkpoint, whose metadata is a pickle: {_dcp()}")
+    if "plan.toml" in here or "checkpoints" in here:
+        raise StoreError(f"{folder} has no {MODEL}: its training has not ended; go on with: hotlap resume {folder}")
+    raise StoreError(f"{folder} has no {MODEL}")
+
+
+def _listed(index: Path) -> list[Path]:
+    """The files that an index lists: safetensors beside it, and nothing elsewhere."""
+    try:
+        names = dict.fromkeys(json.loads(read_text(index))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise StoreError(f"{index} is no index of safetensors files; save the model again") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise StoreError(f"{index} lists {shown(name)}; it may only list .safetensors files beside it")
+    if not names:
+        raise StoreError(f"{index} lists no files; save the model again")
+    return [index.parent / name for name in names]
+
+
+def _dcp() -> str:
+    return "turn it into a plain file with torch.distributed.checkpoint.format_utils, if you trust it, then safetensors"
