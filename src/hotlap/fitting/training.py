@@ -26,7 +26,6 @@ from hotlap.fitting.tuning import Nobody, tuner_for, tuning_line
 from hotlap.fitting.words import told
 from hotlap.guard.saving import import_state
 from hotlap.guard.signals import StopRequest
-from hotlap.machine.kernels import first_line
 from hotlap.tuner.replay import Replay
 from hotlap.tuner.tuner import Tuner
 
