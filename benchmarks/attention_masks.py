@@ -30,9 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.user_scripts.transformer import Model
 from benchmarks.versions import versions
-from hotlap.engine.attention import NAMES
-from hotlap.engine.attention_kernels import Call
-from hotlap.engine.attention_masks import masks_of
+from hotlap.engine.assists.attention import NAMES, Call, masks_of
 
 SHAPES = [(128, 4, 20, 32), (16, 12, 48, 64), (16, 12, 64, 64), (16, 12, 96, 64), (16, 12, 192, 64), (8, 12, 384, 64)]
 """Samples, heads, places, size of a head."""

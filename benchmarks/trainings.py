@@ -18,8 +18,8 @@ from benchmarks import rivals, text_rivals
 from benchmarks.rivals import Steps
 from benchmarks.texts import TextWork
 from benchmarks.work import Normalise, Work
-from hotlap.engine import overlap
-from hotlap.engine.attention import left_to_torch
+from hotlap.engine.assists import overlap
+from hotlap.engine.assists.attention import left_to_torch
 
 
 def fast_plan(work: Work, device: torch.device) -> hotlap.Plan:

@@ -15,8 +15,8 @@ from hotlap import machine
 from hotlap.core.plan import Feed, Plan
 from hotlap.engine.blocks import repeated_blocks
 from hotlap.engine.depthwise import depthwise_kinds
-from hotlap.engine.driven import Driven
 from hotlap.engine.layout import why_not_channels_last
+from hotlap.engine.protocol import Driven
 from hotlap.machine.limits import read_cpu
 
 NO_SETUP_S = 0.02

@@ -197,7 +197,7 @@ def _without(told):
     "path", [["model", "0", "forward"], ["model", "__class__"], ["nowhere", "x"], ["model", "a b"]]
 )
 def test_a_forged_checkpoint_can_set_no_function_and_nothing_that_is_not_there(path):
-    from hotlap.engine.remembered import changes_of
+    from hotlap.engine.snapshot import changes_of
 
     one = job()
     one.model[0].forward = one.model[0].forward

@@ -7,7 +7,7 @@ import torch
 from calling import CAPTURED, Scripted, assert_equal_states, gradients
 from torch import nn
 
-from hotlap.engine.fingerprint import fingerprint
+from hotlap.engine.capture.fingerprint import fingerprint
 
 LENGTHS = [5] * 11 + [3]
 """Of the batches of an epoch: the last one is shorter."""

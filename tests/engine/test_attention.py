@@ -18,13 +18,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from hotlap import Plan, Rig
-from hotlap.engine import attention, attention_kernels
-from hotlap.engine import capture as capture_module
-from hotlap.engine.attention import Attention, Choice, in_words, left_to_torch
-from hotlap.engine.attention_kernels import Call, alike, as_finite, candidates, fastest, own_kernel
-from hotlap.engine.attention_masks import masks_of
-from hotlap.engine.capture import WARM_UPDATES, CapturedStep
-from hotlap.engine.graph import Left, signature
+from hotlap.engine.assists import attention
+from hotlap.engine.assists.attention import (
+    Attention,
+    Call,
+    Choice,
+    alike,
+    as_finite,
+    candidates,
+    fastest,
+    in_words,
+    left_to_torch,
+    masks_of,
+    own_kernel,
+)
+from hotlap.engine.capture.captured_step import WARM_UPDATES, CapturedStep, Left, signature
+from hotlap.engine.capture.captured_step import captured_step as capture_module
 from hotlap.engine.precision import Switches
 from hotlap.engine.step import Window
 
@@ -39,8 +48,8 @@ class Clock:
     def __init__(self, monkeypatch, *, seconds=(2.0, 1.0), kernel=MATH):
         self.timed, self.seconds, self.kernel = [], seconds, kernel
         monkeypatch.setattr(attention, "_known", {})
-        monkeypatch.setattr(attention_kernels, "candidates", lambda call, own: [self.kernel])
-        monkeypatch.setattr(attention_kernels, "timed", self.time)
+        monkeypatch.setattr(attention, "candidates", lambda call, own: [self.kernel])
+        monkeypatch.setattr(attention, "timed", self.time)
 
     def time(self, call, kernels):
         torch.rand(3)  # as dropout does
@@ -194,7 +203,7 @@ def test_only_so_many_shapes_are_timed(clock, monkeypatch):
 
 def test_on_a_cpu_nothing_is_timed(monkeypatch):
     monkeypatch.setattr(attention, "_known", {})
-    monkeypatch.setattr(attention_kernels, "timed", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(attention, "timed", lambda *_: pytest.fail("timed"))
     query, key, value = tensors()
     with Attention(silent):
         assert torch.equal(F.scaled_dot_product_attention(query, key, value), OWN(query, key, value))
@@ -299,13 +308,15 @@ def test_what_the_user_compiled_has_its_numbers_inside_and_outside(clock):
 @pytest.fixture
 def cudnn(monkeypatch):
     """For each call that torch was left to choose the kernel of: whether it might have been cuDNN's."""
-    may_be = []
+    may_be, own = [], OWN
 
     def noted(*args, **kwargs):
         may_be.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return OWN(*args, **kwargs)
+        return own(*args, **kwargs)
 
-    monkeypatch.setattr(attention_kernels, "TORCHS_OWN", noted)
+    monkeypatch.setattr(attention, "TORCHS_OWN", noted)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    monkeypatch.setitem(globals(), "OWN", noted)
     return may_be
 
 
@@ -350,8 +361,8 @@ def test_where_kernels_are_timed_cudnn_is_none_of_them_if_it_drops(monkeypatch, 
 
 @pytest.mark.parametrize(("dropout", "others"), [(0.0, [EFFICIENT, CUDNN]), (0.5, [EFFICIENT])])
 def test_cudnn_is_a_candidate_only_where_nothing_is_dropped(monkeypatch, dropout, others):
-    monkeypatch.setattr(attention_kernels, "allowed", lambda: [FLASH, EFFICIENT, CUDNN, MATH])
-    monkeypatch.setattr(attention_kernels, "_numbers", lambda call, kernel: [torch.ones(3)])
+    monkeypatch.setattr(attention, "allowed", lambda: [FLASH, EFFICIENT, CUDNN, MATH])
+    monkeypatch.setattr(attention, "_numbers", lambda call, kernel: [torch.ones(3)])
     call = SimpleNamespace(query=SimpleNamespace(device=torch.device("cuda")), dropout=dropout)
     call.made_up, call.blind = lambda: call, lambda: None
     assert candidates(call, FLASH) == others
@@ -453,10 +464,10 @@ def test_the_fastest_is_taken_only_where_it_is_clearly_faster_than_torchs_choice
     if None not in seconds:
         assert kernel is None
     elif kernel is None:
-        assert all(s * attention_kernels.CLEARLY > seconds[None] for k, s in seconds.items() if k is not None)
+        assert all(s * attention.CLEARLY > seconds[None] for k, s in seconds.items() if k is not None)
     else:
         assert seconds[kernel] == min(seconds.values())
-        assert seconds[kernel] * attention_kernels.CLEARLY <= seconds[None]
+        assert seconds[kernel] * attention.CLEARLY <= seconds[None]
 
 
 def test_a_kernel_within_the_margin_is_not_taken(monkeypatch, forced):
@@ -481,17 +492,17 @@ def test_torchs_own_choice_is_known_and_a_cpu_has_no_candidates():
 
 def test_switches_of_the_users_bound_what_is_allowed():
     with sdpa_kernel([EFFICIENT, MATH]):
-        assert attention_kernels.allowed() == [EFFICIENT, MATH]
+        assert attention.allowed() == [EFFICIENT, MATH]
 
 
 def test_numbers_that_round_differently_are_alike_and_others_are_not():
     query, key, value = tensors(16)
     mask = torch.rand(16, 16) > 0.3
     call = call_of(query, key, value, mask)
-    truth = attention_kernels._numbers(call, MATH)
-    rounded = attention_kernels._numbers(call_of(query.bfloat16(), key.bfloat16(), value.bfloat16(), mask), MATH)
+    truth = attention._numbers(call, MATH)
+    rounded = attention._numbers(call_of(query.bfloat16(), key.bfloat16(), value.bfloat16(), mask), MATH)
     assert alike(truth, rounded)
-    assert not alike(truth, attention_kernels._numbers(call_of(query, key, value), MATH))
+    assert not alike(truth, attention._numbers(call_of(query, key, value), MATH))
     assert not alike(truth, [torch.full_like(part, torch.nan) for part in truth])
 
 

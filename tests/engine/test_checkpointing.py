@@ -14,7 +14,7 @@ from torch import nn
 
 from hotlap import Plan, PlanError, Rig
 from hotlap.core.ledger import Ledger
-from hotlap.engine.checkpointing import Checkpointing
+from hotlap.engine.blocks import Checkpointing
 from hotlap.script.training import ScriptTraining
 
 BLOCKS = 4

@@ -13,10 +13,10 @@ from torch import nn
 from hotlap import Plan, Rig
 from hotlap.core.errors import PlanError
 from hotlap.engine import compiling
+from hotlap.engine.assists.norms import counted_at_once
 from hotlap.engine.blocks import repeated_blocks
+from hotlap.engine.capture.recording import Watch
 from hotlap.engine.compiling import CompiledStep, why_not_compiled
-from hotlap.engine.norms import counted_at_once
-from hotlap.engine.watch import Watch
 from hotlap.tuner.laps import LapClock
 
 CPU = torch.device("cpu")

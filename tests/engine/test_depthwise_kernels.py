@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hotlap.engine import depthwise_kernels
-from hotlap.engine.depthwise_kernels import BITS, NAMES, THREADS, compile_kernels, convolved
+from hotlap.engine import depthwise as depthwise_kernels
+from hotlap.engine.depthwise import BITS, NAMES, THREADS, compile_kernels, convolved
 
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")

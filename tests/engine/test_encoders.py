@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hotlap import Plan, Rig
 from hotlap.core.plan import Execution, Numerics
-from hotlap.engine import steps as steps_module
-from hotlap.engine.encoders import adapt
-from hotlap.engine.fingerprint import Glance, fingerprint
+from hotlap.engine import step_cache as steps_module
+from hotlap.engine.assists.rewiring import adapt
+from hotlap.engine.capture.fingerprint import Glance, fingerprint
+from hotlap.engine.capture.recording import Watch
 from hotlap.engine.precision import Switches
-from hotlap.engine.watch import Watch
 from hotlap.script.calls.call import Call
 
 pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hotlap.engine import losses
+from hotlap.engine.assists import rewiring as losses
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
 SHAPES = {"rows": (8, 3), "one row": (3,), "places": (4, 3, 5), "pictures": (2, 3, 4, 5)}

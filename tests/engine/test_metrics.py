@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hotlap.core.errors import TrainingError
-from hotlap.engine.metrics import make_metrics
+from hotlap.engine.evaluate import make_metrics
 
 
 def over_batches(wanted, output, target, size, loss=None):

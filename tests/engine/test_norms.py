@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.engine.norms import NormCounts, counted_at_once
+from hotlap.engine.assists.norms import NormCounts, counted_at_once
 
 
 class Net(nn.Module):

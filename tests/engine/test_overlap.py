@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hotlap.engine import overlap as room
-from hotlap.engine.overlap import Overlap
+from hotlap.engine.assists import overlap as room
+from hotlap.engine.assists.overlap import Overlap
 
 CPU = torch.device("cpu")
 PASSES = 3

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from hotlap.engine.rates import AHEAD, Rates, moves_rates_only
-from hotlap.engine.schedules import Schedule
+from hotlap.engine.schedules import AHEAD, Rates, Schedule, moves_rates_only
 
 CPU = torch.device("cpu")
 SCHEDULES = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.engine.encoders import adapt
-from hotlap.engine.fingerprint import fingerprint
+from hotlap.engine.assists.rewiring import adapt
+from hotlap.engine.capture.fingerprint import fingerprint
 
 WIDTH, LENGTH = 8, 5
 

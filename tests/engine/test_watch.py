@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.engine import watch as watch_module
-from hotlap.engine.fingerprint import Glance, StateGlance, fingerprint
-from hotlap.engine.watch import Watch, meant, stranger_in, why_recording_failed
+from hotlap.engine.capture.captured_step import recording as watch_module
+from hotlap.engine.capture.fingerprint import Glance, StateGlance, fingerprint
+from hotlap.engine.capture.recording import Watch, meant, stranger_in, why_recording_failed
 
 CPU = torch.device("cpu")
 

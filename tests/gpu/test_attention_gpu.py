@@ -11,13 +11,21 @@ from plain import parameters_of
 from torch import nn
 
 from hotlap import Plan, Rig
-from hotlap.engine import attention, attention_kernels
-from hotlap.engine.attention import NAMES, Attention, left_to_torch
-from hotlap.engine.attention_kernels import Call, candidates, own_kernel, timed, without_a_trace
-from hotlap.engine.attention_masks import masks_of
-from hotlap.engine.capture import CapturedStep
+from hotlap.engine.assists import attention
+from hotlap.engine.assists.attention import (
+    NAMES,
+    Attention,
+    Call,
+    candidates,
+    left_to_torch,
+    masks_of,
+    own_kernel,
+    timed,
+    without_a_trace,
+)
+from hotlap.engine.capture.captured_step import CapturedStep
+from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.precision import Switches
-from hotlap.engine.recording import Recorder
 from hotlap.script.advise import Attending
 from hotlap.tuner.gates import Gate
 
@@ -42,7 +50,7 @@ def another(monkeypatch):
         widths.append(call.query.shape[-2])
         return {None: 2.0, **{kernel: 1.0 + number for number, kernel in enumerate(kernels)}}
 
-    monkeypatch.setattr(attention_kernels, "timed", made_up)
+    monkeypatch.setattr(attention, "timed", made_up)
     return widths
 
 
@@ -158,7 +166,7 @@ def test_the_kernels_that_torch_is_left_to_drop_well(kernel, shape):
         pytest.skip(str(error).splitlines()[0])
     print(f"\n{NAMES[kernel]} at {shape}: {found}")
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
-    if kernel is attention_kernels.POOR_MASKS:
+    if kernel is attention.POOR_MASKS:
         return  # whichever it is: it is no candidate where anything is dropped
     assert found.are_good, found
 
@@ -278,7 +286,7 @@ def test_what_is_recorded_draws_and_learns_as_eager_steps_by_the_same_kernels(an
     assert another == [16, 24]
     torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(parameters_of(rig.model), parameters_of(eager.model), rtol=5e-2, atol=5e-2)
-    assert F.scaled_dot_product_attention is attention_kernels.TORCHS_OWN
+    assert F.scaled_dot_product_attention is attention.TORCHS_OWN
     told = lines(rig)
     print(f"\n{told[-1].why}")
     assert told[-1].why.endswith("at widths 16–24")

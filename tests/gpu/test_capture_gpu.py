@@ -12,8 +12,8 @@ from waiting import no_waiting
 
 from hotlap import Job, Plan, Rig, fit
 from hotlap.data.course import training_course
-from hotlap.engine.capture import CapturedStep
-from hotlap.engine.losses import without_waiting
+from hotlap.engine.assists.rewiring import without_waiting
+from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.guard.saving import export_state, import_state
 
 DEVICE = "cuda"

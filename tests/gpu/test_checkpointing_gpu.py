@@ -10,7 +10,7 @@ from plain import parameters_of, twins
 from torch import nn
 
 from hotlap import Job, Plan, Rig, fit
-from hotlap.engine.capture import CapturedStep
+from hotlap.engine.capture.captured_step import CapturedStep
 
 DEVICE = "cuda"
 BLOCKS, WIDTH, LENGTH, BATCH, SAMPLES = 4, 128, 128, 32, 96

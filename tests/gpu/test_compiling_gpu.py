@@ -7,7 +7,7 @@ from torch import nn
 
 from hotlap import Plan, Rig
 from hotlap.engine import compiling
-from hotlap.engine.capture import CapturedStep
+from hotlap.engine.capture.captured_step import CapturedStep
 
 DEVICE = "cuda"
 CHOICES = ("model", "blocks")

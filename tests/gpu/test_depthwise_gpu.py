@@ -7,8 +7,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hotlap import Plan, Rig
-from hotlap.engine import depthwise_kernels
-from hotlap.engine.depthwise_kernels import convolved
+from hotlap.engine import depthwise as depthwise_kernels
+from hotlap.engine.depthwise import convolved
 
 FAST = Plan().but(kind="resident", mode="captured", optimizer="fused", precision="bf16", layout="channels_last")
 TORCHS, HOTLAPS = "conv_depthwise2d", "depthwise_"

@@ -10,8 +10,8 @@ from torch import nn
 
 from hotlap import Plan, Rig
 from hotlap.core.plan import Execution, Numerics
-from hotlap.engine import steps as steps_module
-from hotlap.engine.capture import CapturedStep
+from hotlap.engine import step_cache as steps_module
+from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.script.calls.call import Call
 
 pytest.importorskip("transformers")

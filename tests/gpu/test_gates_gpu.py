@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from hotlap import Plan, Rig
-from hotlap.engine.capture import CapturedStep
-from hotlap.engine.graph import StepGraph
+from hotlap.engine.capture.captured_step import CapturedStep, StepGraph
 from hotlap.tuner.gates import Gate
 
 DEVICE = "cuda"

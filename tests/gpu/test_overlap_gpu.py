@@ -6,8 +6,8 @@ from plain import parameters_of
 from torch import nn
 
 from hotlap import Plan, Rig
-from hotlap.engine import overlap
-from hotlap.engine.overlap import Overlap, switched_off
+from hotlap.engine.assists import overlap
+from hotlap.engine.assists.overlap import Overlap, switched_off
 
 DEVICE = torch.device("cuda", 0)
 CAPTURED = Plan().but(kind="resident", mode="captured", optimizer="fused")

@@ -9,7 +9,7 @@ from torch.utils.data import Subset, TensorDataset
 from waiting import no_waiting
 
 from hotlap import Augment, Normalise, Plan, Rig
-from hotlap.engine.capture import CapturedStep
+from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.store.cache import Cache, key_of
 
 DEVICE = "cuda"

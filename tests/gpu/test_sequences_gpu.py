@@ -8,7 +8,7 @@ from torch import nn
 from waiting import no_waiting
 
 from hotlap import Job, Plan, Rig, Sequences, fit
-from hotlap.engine.capture import CapturedStep
+from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.tuner import budget
 
 DEVICE = "cuda"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.engine.attention_masks import Masks
+from hotlap.engine.assists.attention import Masks
 from hotlap.script import advise as attending
 from hotlap.script.advise import NODE, Attending, dropping_call
 from hotlap.script.session import Session, Settings

@@ -102,7 +102,7 @@ def test_gradients_and_losses_are_those_of_the_plain_loop(scripted, name):
 
 
 def test_dropout_goes_on_as_in_the_plain_loop(scripted, monkeypatch):
-    monkeypatch.setattr("hotlap.engine.watch.HostRandomness", OfPythonAndNumpy)
+    monkeypatch.setattr("hotlap.engine.capture.recording.HostRandomness", OfPythonAndNumpy)
     criterion = nn.CrossEntropyLoss()
     own, model = net(0.3), scripted(net(0.3))
     torch.manual_seed(3)

@@ -26,7 +26,7 @@ from hotlap.script.calls.evaluations import MOST_MOVED, MOST_RECORDED
 @pytest.fixture(autouse=True)
 def dropout_draws_from_the_device(monkeypatch):
     """As it does on a GPU; here the device's generator is the host's."""
-    monkeypatch.setattr("hotlap.engine.watch.HostRandomness", OfPythonAndNumpy)
+    monkeypatch.setattr("hotlap.engine.capture.recording.HostRandomness", OfPythonAndNumpy)
 
 
 # --- kinds of calls ---------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ from evaluations import WARM, Recorder, Replays, Scripted, everything, inputs, m
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hotlap.engine.recording import NotRecordedError
+from hotlap.engine.capture.recording import NotRecordedError
 
 
 @pytest.fixture(autouse=True)
 def dropout_draws_from_the_device(monkeypatch):
     """As it does on a GPU; here the device's generator is the host's."""
-    monkeypatch.setattr("hotlap.engine.watch.HostRandomness", OfPythonAndNumpy)
+    monkeypatch.setattr("hotlap.engine.capture.recording.HostRandomness", OfPythonAndNumpy)
 
 
 # --- what is refused --------------------------------------------------------------------------------

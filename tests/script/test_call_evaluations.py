@@ -25,7 +25,7 @@ from hotlap.script.calls.evaluations import MOST_LOST, SEEN
 @pytest.fixture(autouse=True)
 def dropout_draws_from_the_device(monkeypatch):
     """As it does on a GPU; here the device's generator is the host's."""
-    monkeypatch.setattr("hotlap.engine.watch.HostRandomness", OfPythonAndNumpy)
+    monkeypatch.setattr("hotlap.engine.capture.recording.HostRandomness", OfPythonAndNumpy)
 
 
 # --- the plain case ---------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_whatever_a_script_does_in_turn_its_numbers_are_its_own(deeds):
     mine, theirs = net(0.2), net(0.2)
     model, found = Scripted(mine), []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("hotlap.engine.watch.HostRandomness", OfPythonAndNumpy)
+        patched.setattr("hotlap.engine.capture.recording.HostRandomness", OfPythonAndNumpy)
         patched.setattr(call_evaluations, "SEEN", 2)
         for run, module in ((model, mine), (theirs, theirs)):
             torch.manual_seed(7)

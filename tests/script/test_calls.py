@@ -30,8 +30,8 @@ from torch import nn
 
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Execution, Numerics
-from hotlap.engine.fingerprint import fingerprint
-from hotlap.engine.recording import NotRecordedError
+from hotlap.engine.capture.fingerprint import fingerprint
+from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.script.calls import eager as call_switches
 from hotlap.script.calls import refusals as call_refusals
 from hotlap.script.calls.call import Call
@@ -48,7 +48,7 @@ LAST = Numerics(layout="channels_last"), Execution()
 @pytest.fixture(autouse=True)
 def dropout_draws_from_the_device(monkeypatch):
     """As it does on a GPU; here the device's generator is the host's."""
-    monkeypatch.setattr("hotlap.engine.watch.HostRandomness", OfPythonAndNumpy)
+    monkeypatch.setattr("hotlap.engine.capture.recording.HostRandomness", OfPythonAndNumpy)
 
 
 class Scripted(calling.Scripted):

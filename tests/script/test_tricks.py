@@ -87,7 +87,7 @@ def used(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluating, "PROBED", 0)
     monkeypatch.setattr(evaluating, "LEAST_S", 0.0)
     monkeypatch.setattr(evaluating._Epochs, "batch_s", property(lambda self: 1.0))
-    monkeypatch.setattr("hotlap.engine.watch.HostRandomness", calling.OfPythonAndNumpy)
+    monkeypatch.setattr("hotlap.engine.capture.recording.HostRandomness", calling.OfPythonAndNumpy)
     recorders = []
 
     def recorder_of(kind, device):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.engine.recording import NotRecordedError
+from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.script.session import Session, Settings
 from hotlap.script.update.capture import CHECKS, PATIENCE, WARM, CapturedUpdate
 from hotlap.script.update.clipping import MOST_LIMITS, NORM, SCALE

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hotlap import Rig
-from hotlap.engine import steps as engine
+from hotlap.engine import step_cache as engine
 from hotlap.tuner.gates import Gate
 
 

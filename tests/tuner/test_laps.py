@@ -3,7 +3,7 @@
 import pytest
 
 from hotlap import Plan
-from hotlap.engine.route import Place
+from hotlap.engine.cursor import Place
 from hotlap.tuner.laps import ENOUGH, LAP_S, MOST_AGAIN, LapClock
 
 

@@ -1,10 +1,17 @@
-"""The blocks that a model repeats: encoder layers, residual stages, and whatever else stands in a row."""
+"""The blocks that a model repeats, and activation checkpointing of them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hotlap.data.randomness import HOST, Generator
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules of these classes have nothing in common."""
@@ -58,3 +65,149 @@ def _weight(blocks: Sequence[nn.Module]) -> int:
 
 def _build(module: nn.Module) -> Hashable:
     return type(module), tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
+
+
+# --- checkpointing -------------------------------------------------------------------------------------
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
+
+
+def why_not_checkpointed(model: nn.Module, blocks: int, device: torch.device) -> str | None:
+    """Why so many blocks of the model cannot be checkpointed, or None where they can."""
+    asked, name, there = f"memory.checkpoint={blocks}", type(model).__name__, len(checkpointed_blocks(model))
+    if not there:
+        return f"{asked} needs blocks that the model repeats, and {name} repeats none"
+    if there < blocks:
+        return f"{asked} is more than there are: {name} repeats {there} blocks"
+    if device.type == "cuda" and any(isinstance(part, nn.RNNBase) and part.dropout > 0 for part in model.modules()):
+        return f"{asked}: {name} has recurrent layers that drop out, and cuDNN does not draw their masks twice alike"
+    return None
+
+
+class Checkpointing:
+    """The first of the blocks that a model repeats: inside `with` they are checkpointed.
+
+    Outside, the model is as it was: between steps the user looks at it, copies and pickles it as their own.
+    """
+
+    def __init__(self, model: nn.Module, blocks: int) -> None:
+        self._blocks = [_Block(block) for block in checkpointed_blocks(model)[:blocks]]
+
+    def __enter__(self) -> None:
+        for block in self._blocks:
+            block.put_on()
+
+    def __exit__(self, *_: object) -> None:
+        for block in self._blocks:
+            block.take_off()
+
+    def during(self, work: Callable[_P, _T]) -> Callable[_P, _T]:
+        """Work that runs with these blocks checkpointed."""
+
+        @functools.wraps(work)
+        def checkpointed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with self:
+                return work(*args, **kwargs)
+
+        return checkpointed
+
+
+class _Block:
+    """One block. Its hooks run outside of what is computed again, once as ever."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._given: Callable[..., Any] | None = None
+        """A forward of this very block's, which the user or a library has put there."""
+        self._drawn_from: Sequence[Generator] | None = None
+        """Generators that the block draws from and torch does not look after; None before it is known."""
+
+    def put_on(self) -> None:
+        """Have calls of the block checkpointed."""
+        inside = vars(self._block)
+        self._given, inside["forward"] = inside.get("forward"), self._forward
+
+    def take_off(self) -> None:
+        """Leave the block as it was."""
+        if self._given is None:
+            del vars(self._block)["forward"]
+        else:
+            vars(self._block)["forward"] = self._given
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block
+        forward = self._given or type(block).forward.__get__(block)
+        keeps_nothing = not (block.training and torch.is_grad_enabled())
+        if keeps_nothing or any(_is_filled(value) for value in (*args, *kwargs.values())):
+            return forward(*args, **kwargs)
+        names, count = tuple(kwargs), len(args)
+        then = _Start(block, HOST[:2] if self._drawn_from is None else self._drawn_from)
+        is_again = False
+
+        def run(*values: Any) -> Any:
+            nonlocal is_again
+            start, is_again = then.again() if is_again else nullcontext(), True
+            with start:
+                return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        # All by their position: so torch keeps each tensor as it is now, sees on which devices they are, and takes
+        # none of them for a setting of its own.
+        values = [None if _is_cache(value) else value for value in (*args, *kwargs.values())]
+        made = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=True)
+        if self._drawn_from is None:
+            self._drawn_from = then.moved()
+        return made
+
+
+class _Start:
+    """What a pass through a block starts from beside its inputs and torch's randomness.
+
+    A batch norm moves its statistics, a spectral norm its vectors: computed again from where the first pass has left
+    them, they would move twice, or the numbers would be others. So the second pass has copies of them, from before.
+    """
+
+    def __init__(self, block: nn.Module, generators: Sequence[Generator]) -> None:
+        self._buffers: _Buffers = [
+            (layer, {name: None if one is None else one.detach().clone() for name, one in layer._buffers.items()})
+            for layer in block.modules()
+            if layer._buffers
+        ]
+        self._states = [(generator, generator.state()) for generator in generators]
+
+    def moved(self) -> list[Generator]:
+        """The generators that are no longer where they were."""
+        return [generator for generator, state in self._states if generator.moved(state, generator.state())]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all is as it was then; afterwards as it was before."""
+        buffers: _Buffers = [(layer, dict(layer._buffers)) for layer, _ in self._buffers]
+        states = [(generator, generator.state()) for generator, _ in self._states]
+        try:
+            _set(self._buffers, self._states)
+            yield
+        finally:
+            _set(buffers, states)
+
+
+def _set(buffers: _Buffers, states: Sequence[tuple[Generator, Any]]) -> None:
+    for layer, values in buffers:
+        layer._buffers.update(values)
+    for generator, state in states:
+        generator.restore(state)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an argument is a cache of keys and values, as Transformers passes from block to block.
+
+    A block writes to it, and would so twice. Nothing in a training reads what was not there before.
+    """
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether an argument is a cache that holds something to read, such as a prefix that is trained."""
+    return _is_cache(value) and value.get_seq_length() > 0

@@ -31,11 +31,11 @@ from hotlap.core.plan import Execution
 from hotlap.core.units import show_seconds
 from hotlap.data.batches import Batch
 from hotlap.engine.blocks import repeated_blocks
-from hotlap.engine.graph import Unfit, shape_of, signature
+from hotlap.engine.capture.captured_step import Unfit, shape_of, signature
+from hotlap.engine.capture.recording import Watch, meant
 from hotlap.engine.objective import Scored
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window
-from hotlap.engine.watch import Watch, meant
 
 BACKEND: Any = "inductor"
 """What makes code of a graph, as torch names it."""

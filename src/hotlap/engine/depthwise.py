@@ -1,22 +1,20 @@
-"""Depthwise convolutions by kernels that are ready at once, where those of cuDNN would first have to be compiled.
-
-With channels last torch leaves them to cuDNN, which compiles kernels for each kind of layer and each size of batch when
-they are first used: on an H200 half a second for each, 12.5 s for a MobileNetV3. hotlap's own are compiled in half a
-second for all layers. Where they do not fit, torch's own take longer for a step and need no compiling; they want
-channels first, so images are turned before and after.
-"""
+"""Depthwise convolutions by kernels that are ready at once, where cuDNN would first have to compile its own."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from importlib.resources import files
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotlap.engine.depthwise_kernels import convolved
+from hotlap.core.terminal import logger
 
 
 def depthwise_kinds(modules: Iterable[nn.Module]) -> int:
@@ -88,3 +86,185 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.contiguous(memory_format=ctx.before), None
+
+
+# --- hotlap's kernels ----------------------------------------------------------------------------------
+
+
+log = logger(__name__)
+
+NAMES = ("depthwise_forward", "depthwise_input_gradient", "depthwise_weight_gradient")
+SOURCE = files("hotlap.engine").joinpath("depthwise.cu")
+BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 15}
+"""What the kernels call number formats: `BITS`."""
+SIZES = range(2, 8)
+STRIDES = (1, 2)
+THREADS = 128
+"""Of a block."""
+MOST_THREADS, MOST_PARTS = 2**18, 2**22
+"""Of the gradient of a weight: threads that are of use, and numbers to be added up afterwards."""
+
+
+def convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
+) -> Tensor | None:
+    """The depthwise convolution of images whose channels lie last; None where there is no kernel for it."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    step, pad, apart = _same(stride), _same(padding), _same(dilation)
+    size = weight.shape[-1]
+    fits = (
+        weight.shape == (x.shape[1], 1, size, size)
+        and (size in SIZES and step in STRIDES and apart == 1 and pad is not None and pad < size)
+        and x.dtype == weight.dtype in BITS
+        and x.shape[1] % _lanes(x) == 0
+        and 0 < x.numel() < 2**31
+        and min(_out(x.shape[2], size, step, pad), _out(x.shape[3], size, step, pad)) > 0
+    )
+    if not fits or _kernels(x.device, x.dtype, size, step) is None:
+        return None
+    made: Tensor = _Convolved.apply(x, weight, bias, step, pad)  # type: ignore[no-untyped-call]
+    return made
+
+
+def compile_kernels(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what these modules will ask for beside each other: one after the other takes several times as long."""
+    layers = {layer for module in modules for layer in module.modules() if isinstance(layer, nn.Conv2d)}
+    depthwise = [layer for layer in layers if layer.groups == layer.in_channels == layer.out_channels > 1]
+    kinds = {(layer.kernel_size[0], layer.stride[0]) for layer in depthwise}
+    known = sorted(kind for kind in kinds if kind[0] in SIZES and kind[1] in STRIDES)
+    if known:
+        capability = torch.cuda.get_device_capability(device)
+        with suppress(Exception), ThreadPoolExecutor(len(known)) as threads:  # who asks for a kernel is told
+            list(threads.map(lambda kind: _compiled(capability, BITS[dtype], *kind), known))
+
+
+class _Convolved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.pad, ctx.bias_dtype = stride, pad, None if bias is None else bias.dtype
+        return _forward(x, _by_tap(weight), bias, stride, pad, weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        stride, pad, size = ctx.stride, ctx.pad, weight.shape[-1]
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # somebody will go backward through this, too
+            steps, pads, mask = [stride] * 2, [pad] * 2, [needs[0], needs[1], False]
+            made = torch.ops.aten.convolution_backward(
+                grad, x, weight, None, steps, pads, [1, 1], False, [0, 0], x.shape[1], mask
+            )
+            grad_x, grad_weight = made[:2]
+        else:
+            grad = grad.contiguous(memory_format=torch.channels_last)
+            grad_x = _input_gradient(grad, x, weight, stride, pad) if needs[0] else None
+            grad_weight = _weight_gradient(grad, x, stride, pad, size).to(weight.dtype) if needs[1] else None
+        grad_bias = grad.sum((0, 2, 3), dtype=torch.float32).to(ctx.bias_dtype) if needs[2] else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _forward(x: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: int, size: int) -> Tensor:
+    n, channels, height, width = x.shape
+    out_height, out_width = _out(height, size, stride, pad), _out(width, size, stride, pad)
+    out = _images(x, (n, channels, out_height, out_width))
+    start = torch.zeros(channels, device=x.device) if bias is None else bias.float()
+    count = n * out_height * -(-out_width // 4) * (channels // _lanes(x))
+    given = [_aligned(x), taps, start, out, count, height, width, channels, out_height, out_width, pad]
+    _launch("depthwise_forward", x, size, stride, count, given)
+    return out
+
+
+def _input_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int, pad: int) -> Tensor:
+    taps, size = _by_tap(weight), weight.shape[-1]
+    if stride == 1:  # which is a convolution with the weights turned round
+        return _forward(grad, taps.flip(0), None, 1, size - 1 - pad, size)
+    n, channels, height, width = x.shape
+    out = _images(x, x.shape)
+    count = n * height * width * (channels // _lanes(x))
+    given = [_aligned(grad), taps, out, count, height, width, channels, *grad.shape[2:], pad]
+    _launch("depthwise_input_gradient", x, size, stride, count, given)
+    return out
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, stride: int, pad: int, size: int) -> Tensor:
+    n, channels, height, width = x.shape
+    lines, each = n * grad.shape[2], channels // _lanes(x) * size
+    parts = max(1, min(lines, MOST_THREADS // each, MOST_PARTS // (size * size * channels)))
+    made = torch.empty(parts, size * size, channels, device=x.device)
+    given = [_aligned(x), _aligned(grad), made, parts, lines, height, width, channels, *grad.shape[2:], pad]
+    _launch("depthwise_weight_gradient", x, size, stride, each * parts, given)
+    return made.sum(0).t().reshape(channels, 1, size, size)
+
+
+def _launch(name: str, x: Tensor, size: int, stride: int, count: int, given: list[Any]) -> None:
+    kernels = _kernels(x.device, x.dtype, size, stride)
+    assert kernels is not None  # or nothing would be convolved by them
+    with torch.cuda.device(x.device):
+        kernels[name](grid=(-(-count // THREADS), 1, 1), block=(THREADS, 1, 1), args=given)
+
+
+@functools.cache
+def _kernels(device: torch.device, dtype: torch.dtype, size: int, stride: int) -> dict[str, Any] | None:
+    """The three kernels; None where they cannot be had, for instance since this torch has no NVRTC."""
+    try:
+        with torch.cuda.device(device):
+            compiled = _compiled(torch.cuda.get_device_capability(device), BITS[dtype], size, stride)
+            module = torch.cuda._utils._cuda_load_module(compiled)
+            return {name: getattr(module, name) for name in NAMES}
+    except Exception as error:  # whatever a driver or another torch makes of it
+        log.info("no kernels for depthwise convolutions: %s", error)
+        return None
+
+
+@functools.cache
+def _compiled(capability: tuple[int, int], bits: int, size: int, stride: int) -> bytes:
+    """The kernels for a device. What torch has for this imports setuptools first, which takes longer than compiling."""
+    nvrtc, program, length = torch.cuda._utils._get_nvrtc_library(), ctypes.c_void_p(), ctypes.c_size_t()
+
+    def ask(name: str, *given: Any) -> None:
+        if getattr(nvrtc, name)(*given) != 0:
+            raise RuntimeError(f"{name} failed")
+
+    source = f"#define BITS {bits}\n#define K {size}\n#define STRIDE {stride}\n{SOURCE.read_text()}"
+    ask("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"depthwise.cu", 0, None, None)
+    try:
+        options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode())
+        ask("nvrtcCompileProgram", program, 1, options)
+        ask("nvrtcGetCUBINSize", program, ctypes.byref(length))
+        made = ctypes.create_string_buffer(length.value)
+        ask("nvrtcGetCUBIN", program, made)
+        return made.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _by_tap(weight: Tensor) -> Tensor:
+    """Weights as the kernels read them: all channels of one place beside each other, in fp32."""
+    return weight.flatten(1).t().float().contiguous()
+
+
+def _images(like: Tensor, shape: Any) -> Tensor:
+    return torch.empty(shape, device=like.device, dtype=like.dtype, memory_format=torch.channels_last)
+
+
+def _aligned(images: Tensor) -> Tensor:
+    """The images where 16 bytes can be read at once."""
+    return images if images.data_ptr() % 16 == 0 else images.clone(memory_format=torch.channels_last)
+
+
+def _lanes(x: Tensor) -> int:
+    return 16 // x.element_size()
+
+
+def _out(length: int, size: int, stride: int, pad: int) -> int:
+    return (length + 2 * pad - size) // stride + 1
+
+
+def _same(value: Any) -> int | None:
+    """The one number that stands for height and width; None where there are two, or a name."""
+    if isinstance(value, int):
+        return value
+    return value[0] if isinstance(value, (tuple, list)) and len(set(value)) == 1 and isinstance(value[0], int) else None

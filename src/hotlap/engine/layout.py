@@ -1,15 +1,44 @@
-"""Which way round images and the weights of their convolutions lie in memory."""
+"""How images and the weights of their convolutions lie in memory, and the buffers that tensors have left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotlap.data.batches import Batch, map_tensors
-from hotlap.engine.rooms import Rooms
+
+
+class Rooms:
+    """Where tensors lay under other plans.
+
+    What was recorded under a plan reads its tensors where they lay. As long as `keeps`, a tensor that takes a form
+    again which it had before gets the memory it had then, so that plans can be changed to and fro.
+    """
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self._left: dict[Hashable, Tensor] = {}
+
+    def moved(self, who: Hashable, tensor: Tensor, room: Tensor) -> Tensor:
+        """The numbers of `tensor` in a memory like `room`: in the one that `who` had in that form, or in `room`."""
+        if self.keeps:
+            self._left[who, _form(tensor)] = tensor
+            room = self._left.pop((who, _form(room)), room)
+        return room.copy_(tensor)
+
+    def forget(self) -> None:
+        """Let go of all of it."""
+        self.keeps = False
+        self._left.clear()
+
+
+def _form(tensor: Tensor) -> Hashable:
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.device, tensor.dtype, tuple(tensor.shape), strides
+
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotlap.core.errors import first_line
-from hotlap.engine.rooms import Rooms
+from hotlap.engine.layout import Rooms
 
 _COUNTS = ("step", "mu_product")
 """State of torch's optimizers that lies on the host in the plain loop, and on the device in the others."""

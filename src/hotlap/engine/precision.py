@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
-from hotlap.engine.attention import GoodMasks, WithoutPoorMasks
-from hotlap.engine.depthwise import depthwise_directly, depthwise_kinds
-from hotlap.engine.depthwise_kernels import compile_kernels
-from hotlap.engine.fingerprint import INSIDE
+from hotlap.engine.assists.attention import GoodMasks, WithoutPoorMasks
+from hotlap.engine.capture.fingerprint import INSIDE
+from hotlap.engine.depthwise import compile_kernels, depthwise_directly, depthwise_kinds
 from hotlap.machine.tf32 import Tf32
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

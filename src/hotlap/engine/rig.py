@@ -26,23 +26,20 @@ from hotlap.data.course import Course, training_course
 from hotlap.data.feeds import why_not
 from hotlap.data.purity import proof_of
 from hotlap.data.samples import Source
-from hotlap.engine.checkpointing import why_not_checkpointed
+from hotlap.engine.blocks import why_not_checkpointed
 from hotlap.engine.compiling import Compiling
+from hotlap.engine.cursor import Place as Place
+from hotlap.engine.cursor import Route
 from hotlap.engine.evaluate import Evaluator
-from hotlap.engine.explain import explained
-from hotlap.engine.guards import Guards
-from hotlap.engine.layout import Layout, why_not_channels_last
+from hotlap.engine.layout import Layout, Rooms, why_not_channels_last
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.optimizers import Fusion, is_fused, why_not_fused
 from hotlap.engine.precision import why_not_precision
-from hotlap.engine.remembered import Remembered
-from hotlap.engine.rooms import Rooms
-from hotlap.engine.route import Place as Place
-from hotlap.engine.route import Route
+from hotlap.engine.scaling import Guards
 from hotlap.engine.schedules import make_schedule
-from hotlap.engine.snapshot import Snapshot
-from hotlap.engine.step import Window
-from hotlap.engine.steps import Steps
+from hotlap.engine.snapshot import Remembered, Snapshot
+from hotlap.engine.step import Window, explained
+from hotlap.engine.step_cache import Steps
 from hotlap.machine.cuda import usable_bytes
 
 EVAL_BATCHES = 4

@@ -17,9 +17,9 @@ from hotlap.core.plan import Plan
 from hotlap.core.terminal import logger
 from hotlap.data.course import training_course
 from hotlap.data.order import mix, seed_host
-from hotlap.engine.explain import why_no_gradients
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
+from hotlap.engine.step import why_no_gradients
 from hotlap.fitting.beginning import begin, go_on
 from hotlap.fitting.best import trained_tensors
 from hotlap.fitting.ending import from_cache

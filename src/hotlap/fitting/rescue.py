@@ -20,7 +20,7 @@ from hotlap.core.plan import Memory, Plan
 from hotlap.data.columns import tensors_in
 from hotlap.data.resident import Rows
 from hotlap.engine.blocks import checkpointed_blocks
-from hotlap.engine.capture import CapturedStep
+from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.engine.rig import Place, Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window

@@ -21,9 +21,8 @@ from hotlap.core.plan import Plan
 from hotlap.data.course import Course
 from hotlap.data.source import Columns, Selection, Source
 from hotlap.engine.augment import Augment, check_classes
-from hotlap.engine.remembered import changes_of
 from hotlap.engine.rig import Rig
-from hotlap.engine.snapshot import Modes
+from hotlap.engine.snapshot import Modes, changes_of
 from hotlap.fitting.best import trained_tensors
 from hotlap.fitting.views import View
 from hotlap.fitting.words import Voice

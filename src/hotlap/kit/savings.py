@@ -13,8 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hotlap import machine
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.data.batches import Batch
-from hotlap.engine.blocks import checkpointed_blocks
-from hotlap.engine.checkpointing import why_not_checkpointed
+from hotlap.engine.blocks import checkpointed_blocks, why_not_checkpointed
 from hotlap.engine.precision import why_not_precision
 from hotlap.kit.catalogue import DENSE, RECURRENT, TEXT, UNITS, kind_of_model
 

@@ -24,9 +24,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
 from hotlap.data.columns import tensors_in
-from hotlap.engine import attention_kernels
-from hotlap.engine.attention_kernels import POOR_MASKS, Call
-from hotlap.engine.attention_masks import masks_of
+from hotlap.engine.assists import attention
+from hotlap.engine.assists.attention import POOR_MASKS, Call, masks_of
 from hotlap.script.frames import HOTLAP
 from hotlap.script.patches import Patches, untraced
 
@@ -316,7 +315,7 @@ class Attending:
         if call is None:
             return []
         try:
-            with attention_kernels.without_a_trace(call.query.device):
+            with attention.without_a_trace(call.query.device):
                 found = masks_of(call, POOR_MASKS)
         except RuntimeError:  # no memory is left for it
             return []

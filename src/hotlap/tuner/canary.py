@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from hotlap.core.plan import Plan
-from hotlap.engine.driven import Driven
+from hotlap.engine.protocol import Driven
 from hotlap.tuner.gates import Judge
 
 SHARE = 0.005

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotlap.engine.driven import Driven
+from hotlap.engine.protocol import Driven
 from hotlap.moves import Everything, Move, everything
 from hotlap.tuner.allowance import allowed
 from hotlap.tuner.probe import HOPE, UPDATES, Probe

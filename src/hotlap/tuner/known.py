@@ -15,7 +15,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.terminal import logger
 from hotlap.data.holding import outline
 from hotlap.data.purity import why_not_pure
-from hotlap.engine.driven import Driven
+from hotlap.engine.protocol import Driven
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
 

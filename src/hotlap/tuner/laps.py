@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotlap.core.plan import Plan
-from hotlap.engine.driven import Driven
+from hotlap.engine.protocol import Driven
 
 LAP_S = 0.05
 """The least a lap takes."""

@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
-from hotlap.engine.driven import Driven
+from hotlap.engine.protocol import Driven
 
 
 class Replay:

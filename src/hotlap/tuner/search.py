@@ -17,7 +17,7 @@ import torch
 
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
-from hotlap.engine.driven import Driven
+from hotlap.engine.protocol import Driven
 from hotlap.moves import MOVES, OTHERS, Move, everything
 from hotlap.tuner.allowance import SpentError
 from hotlap.tuner.budget import SHARE, Budget, Length

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
-from hotlap.engine.driven import Driven
+from hotlap.engine.protocol import Driven
 from hotlap.moves import Move, everything
 from hotlap.tuner.budget import Budget, Length
 from hotlap.tuner.laps import Lap

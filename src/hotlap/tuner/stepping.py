@@ -12,8 +12,8 @@ from torch import nn
 
 from hotlap import machine
 from hotlap.core.plan import Plan
-from hotlap.engine.remembered import rate_name
 from hotlap.engine.rig import Place, Rig
+from hotlap.engine.snapshot import rate_name
 from hotlap.engine.step import Window
 from hotlap.tuner.gradients import Gaps, Outcome, gaps_between, mean_outcome, whole
 from hotlap.tuner.moment import Moment, Windows

@@ -14,7 +14,7 @@ import torch
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_seconds
-from hotlap.engine.driven import Driven
+from hotlap.engine.protocol import Driven
 from hotlap.machine.cuda import free_for_torch, usable_bytes
 from hotlap.moves import Move
 from hotlap.tuner.allowance import SpentError, allowed

@@ -19,9 +19,9 @@ from torch.nn.utils import parametrize
 from hotlap.core.errors import PlanError, first_line
 from hotlap.core.plan import Execution, Numerics
 from hotlap.data.batches import map_tensors
+from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.layout import images_last, why_not_channels_last
-from hotlap.engine.recording import Recorder
 from hotlap.engine.scaling import LossScale
 from hotlap.script.calls.capture import CapturedCall, Lanes
 from hotlap.script.calls.eager import EagerCall, Forms, Original, leave_broken_passes, own_switches

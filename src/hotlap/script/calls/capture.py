@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from hotlap.core.tricks import GRADIENTS_IN_PLACE, REPLAYED_EVALUATION
 from hotlap.data.columns import tensors_in
-from hotlap.engine.capture import MOST_GRAPHS, PATIENCE, WARM_UPDATES
-from hotlap.engine.encoders import adapt
-from hotlap.engine.fingerprint import Glance, fingerprint
-from hotlap.engine.graph import Unfit, shape_of
-from hotlap.engine.recording import NotRecordedError
-from hotlap.engine.watch import Watch
+from hotlap.engine.assists.rewiring import adapt
+from hotlap.engine.capture.captured_step import MOST_GRAPHS, PATIENCE, WARM_UPDATES, Unfit, shape_of
+from hotlap.engine.capture.fingerprint import Glance, fingerprint
+from hotlap.engine.capture.recording import NotRecordedError, Watch
 from hotlap.script.calls.eager import EagerCall, Original
 from hotlap.script.calls.endings import SEEN, Endings
 from hotlap.script.calls.evaluations import Evaluations

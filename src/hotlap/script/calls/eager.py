@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.engine.fingerprint import memory, what_changed
-from hotlap.engine.graph import Unfit, shape_of
+from hotlap.engine.capture.captured_step import Unfit, shape_of
+from hotlap.engine.capture.fingerprint import memory, what_changed
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.scaling import LossScale
 from hotlap.script.calls.passage import ScaledTurn, passed

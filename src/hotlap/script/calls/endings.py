@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hotlap.engine import losses
+from hotlap.engine.assists import rewiring as losses
 from hotlap.script.calls.graphs import CallGraph, Ending, Replayed
 from hotlap.script.calls.readings import Readings
 from hotlap.script.patches import Patches

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from hotlap.data.batches import map_tensors
 from hotlap.data.columns import tensors_in
-from hotlap.engine.graph import Unfit, shape_of
-from hotlap.engine.recording import NotRecordedError
-from hotlap.engine.watch import Watch
+from hotlap.engine.capture.captured_step import Unfit, shape_of
+from hotlap.engine.capture.recording import NotRecordedError, Watch
 from hotlap.script.calls.graphs import Graph, Recording
 from hotlap.script.calls.passage import Compute
 from hotlap.script.calls.trees import kind_of, leaves, marks, stranger_to_trees, with_leaves

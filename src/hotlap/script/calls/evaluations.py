@@ -24,10 +24,9 @@ from torch.utils._device import DeviceContext
 
 from hotlap.core.errors import first_line
 from hotlap.data.columns import tensors_in
-from hotlap.engine.capture import PATIENCE
-from hotlap.engine.fingerprint import Glance, fingerprint
-from hotlap.engine.graph import Unfit, shape_of
-from hotlap.engine.watch import Watch
+from hotlap.engine.capture.captured_step import PATIENCE, Unfit, shape_of
+from hotlap.engine.capture.fingerprint import Glance, fingerprint
+from hotlap.engine.capture.recording import Watch
 from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.script.calls.eager import EagerCall, Original
 from hotlap.script.calls.evaluation_graphs import EvaluationGraph, why_other

@@ -16,13 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hotlap.data.batches import map_tensors
 from hotlap.data.columns import tensors_in
+from hotlap.engine.assists.norms import NormCounts, counted_at_once
+from hotlap.engine.capture.recording import NotRecordedError, Watch, stranger_in, why_recording_failed
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.layout import laid_out_as
-from hotlap.engine.norms import NormCounts, counted_at_once
 from hotlap.engine.precision import Switches
-from hotlap.engine.recording import NotRecordedError
 from hotlap.engine.scaling import LossScale
-from hotlap.engine.watch import Watch, stranger_in, why_recording_failed
 from hotlap.script.calls.gradient_rooms import GradientRooms
 from hotlap.script.calls.passage import Compute, StandIns, Turn, Work, autocast_of, true_gradients, wanting
 from hotlap.script.calls.traces import generator_of

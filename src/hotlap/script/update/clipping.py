@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from hotlap.core.errors import first_line
-from hotlap.engine.recording import NotRecordedError
+from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.script.calls.graphs import Graph, Recording
 from hotlap.script.update.graphs import Desk
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.engine.optimizers import recording
-from hotlap.engine.recording import NotRecordedError
 from hotlap.script.calls.graphs import Recording
 
 FILLED = 4

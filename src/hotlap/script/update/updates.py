@@ -11,9 +11,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from hotlap.engine.capture.recording import Recorder
+from hotlap.engine.layout import Rooms
 from hotlap.engine.optimizers import Fusion, LayoutCheck, has_sparse_gradients, is_fused, settle_counts, why_not_fused
-from hotlap.engine.recording import Recorder
-from hotlap.engine.rooms import Rooms
 from hotlap.script.calls.graphs import Recording
 from hotlap.script.find.finder import WHY
 from hotlap.script.patches import Patches

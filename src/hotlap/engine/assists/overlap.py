@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotlap.engine.recording import is_recording
-from hotlap.engine.watch import is_looked_into
+from hotlap.engine.capture.recording import is_looked_into, is_recording
 
 GROUP_BYTES = 64 * 2**20
 """Weights that are cast at once: their gradients in 16 bits live until the last of them is there."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed, Plan
 from hotlap.data.source import Source
-from hotlap.engine.route import Place
+from hotlap.engine.cursor import Place
 
 
 class Driven(Protocol):

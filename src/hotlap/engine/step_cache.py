@@ -12,21 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Numerics, Plan
-from hotlap.engine import losses, overlap
-from hotlap.engine.attention import Attention
-from hotlap.engine.capture import CapturedStep
-from hotlap.engine.checkpointing import Checkpointing
+from hotlap.engine.assists import overlap
+from hotlap.engine.assists.attention import Attention
+from hotlap.engine.assists.rewiring import adapt, without_waiting
+from hotlap.engine.blocks import Checkpointing
+from hotlap.engine.capture.captured_step import CapturedStep, Left
+from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.compiling import CompiledStep, Compiling
-from hotlap.engine.encoders import adapt
-from hotlap.engine.graph import Left
-from hotlap.engine.guards import Guards
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.optimizers import has_step_hooks, why_not_captured
 from hotlap.engine.precision import AUTOCAST
-from hotlap.engine.rates import Rates, moves_rates_only
-from hotlap.engine.recording import Recorder
-from hotlap.engine.schedules import Schedule
+from hotlap.engine.scaling import Guards
+from hotlap.engine.schedules import Rates, Schedule, moves_rates_only
 from hotlap.engine.step import EagerStep
 
 Step = EagerStep | CapturedStep
@@ -142,7 +140,7 @@ class Steps:
         adapted = adapt(*self._modules)
         if adapted is not None:
             eager.gradients = adapted.during(eager.gradients)  # type: ignore[method-assign]
-        eager.gradients = losses.without_waiting(eager.gradients)  # type: ignore[method-assign]
+        eager.gradients = without_waiting(eager.gradients)  # type: ignore[method-assign]
         # One memory for the captures of all plans: they are replayed one after the other.
         self._recorder = self._recorder or Recorder(self._device)
         self._left = self._left or Left(self._device)

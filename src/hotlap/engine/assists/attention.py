@@ -1,0 +1,582 @@
+"""Attention by the kernel that is fastest for its shape, found by timing while a step is warmed up and recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hotlap.engine.capture.recording import NotRecordedError, Recorder, is_looked_into, is_recording, meant
+
+NAMES = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.MATH: "math",
+}
+MOST_SHAPES = 64
+"""Shapes that are looked into in one process; torch chooses for the others."""
+
+_NAME = "scaled_dot_product_attention"
+_known: dict[Hashable, Choice] = {}
+_in_force: list[GoodMasks] = []
+_left_to_torch = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel for calls of one shape."""
+
+    width: int
+    """How many places ask: the length of the sequences."""
+    kernel: SDPBackend | None
+    """None where torch's own choice stays."""
+    own: SDPBackend | None
+    """Torch's own choice, where that is known."""
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        if self.kernel is not None:
+            return NAMES[self.kernel]
+        return f"torch's own ({NAMES[self.own]})" if self.own in NAMES else "torch's own"
+
+
+class GoodMasks:
+    """Inside `with`, attention that drops is made by kernels whose masks are good; can be entered again, and nested.
+
+    Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, as `nn.MultiheadAttention` and `transformers`
+    make them.
+    """
+
+    def __init__(self) -> None:
+        self._is_off = _left_to_torch
+
+    def __enter__(self) -> None:
+        # Where somebody else has put a function of their own there, that is what the user wants.
+        if not self._is_off and vars(F)[_NAME] in (TORCHS_OWN, _answered):
+            _in_force.append(self)
+            setattr(F, _NAME, _answered)
+
+    def __exit__(self, *_: object) -> None:
+        places = [number for number, one in enumerate(_in_force) if one is self]
+        if not places:
+            return
+        del _in_force[places[-1]]
+        if not _in_force and vars(F)[_NAME] is _answered:
+            setattr(F, _NAME, TORCHS_OWN)
+
+
+class WithoutPoorMasks:
+    """Inside `with`, no attention at all is left to that kernel; can be entered again, and nested."""
+
+    def __init__(self) -> None:
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before.append(torch._C._get_cudnn_sdp_enabled())
+        if allowed() != [POOR_MASKS]:
+            torch._C._set_sdp_use_cudnn(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_sdp_use_cudnn(self._before.pop())
+
+
+class Attention(GoodMasks):
+    """Inside `with`, all calls of attention are answered by the kernels chosen for them.
+
+    Only for steps that are recorded: choosing, and looking up what was chosen, takes time. `tell` hears in words which
+    kernels there are now, and the seconds it took to choose, where some are not torch's own choice.
+    """
+
+    def __init__(self, tell: Callable[[str, float], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._seen: dict[Choice, None] = {}
+        self._told, self._untold_s = "", 0.0
+
+    def __exit__(self, *how: object) -> None:
+        """As its base has it, and tell what is new."""
+        super().__exit__(*how)
+        told = in_words(self._seen)
+        if told != self._told:
+            self._tell(told, self._untold_s)
+            self._told, self._untold_s = told, 0.0
+
+    def note(self, choice: Choice, took_s: float) -> None:
+        """Know a choice that is followed, and the seconds that it took to make it just now."""
+        self._seen[choice] = None
+        self._untold_s += took_s
+
+
+@contextmanager
+def left_to_torch() -> Iterator[None]:
+    """Trainings made inside leave the choice to torch for good: to be measured against, and for tests."""
+    global _left_to_torch
+    before, _left_to_torch = _left_to_torch, True
+    try:
+        yield
+    finally:
+        _left_to_torch = before
+
+
+def in_words(choices: Iterable[Choice]) -> str:
+    """Which kernels there are at which widths; nothing where all are torch's own choice."""
+    by_width: dict[int, set[str]] = {}
+    differs = False
+    for choice in choices:
+        by_width.setdefault(choice.width, set()).add(choice.name)
+        differs = differs or choice.kernel is not None
+    if not differs:
+        return ""
+    told = []
+    for names, group in groupby(sorted(by_width), key=lambda width: sorted(by_width[width])):
+        widths = list(group)
+        where = f"width {widths[0]}" if len(widths) == 1 else f"widths {widths[0]}–{widths[-1]}"
+        told.append(f"{' or '.join(names)} at {where}")
+    return ", ".join(told)
+
+
+# --- one call ------------------------------------------------------------------------------------------
+
+
+def _answered(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As torch's own, by the kernel that is chosen for such a call."""
+    if torch.compiler.is_compiling():
+        compiled: Tensor = TORCHS_OWN(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return compiled
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    chooser = next((one for one in reversed(_in_force) if isinstance(one, Attention)), None)
+    with _as_torch_has_it():
+        choice = None if chooser is None or _is_left_alone(call) else _choice_for(call, chooser)
+        if choice is None or choice.kernel is None:
+            return call.by(None)
+        try:
+            return call.by(choice.kernel)
+        except RuntimeError:  # the tensors lie in memory in another way than those it was chosen for
+            _known[call.shape()] = dataclasses.replace(choice, kernel=None)
+            return call.by(None)
+
+
+def _choice_for(call: Call, chooser: Attention) -> Choice | None:
+    """The choice for a call, made where there is none yet; None while a recording is under way, which must not wait."""
+    shape, begun = call.shape(), time.perf_counter()
+    if shape not in _known and not is_recording() and len(_known) < MOST_SHAPES:
+        _known[shape] = _chosen(call)
+    choice = _known.get(shape)
+    if choice is not None:
+        chooser.note(choice, time.perf_counter() - begun)
+    return choice
+
+
+def _chosen(call: Call) -> Choice:
+    with without_a_trace(call.query.device):
+        own = own_kernel(call)
+        kernels = candidates(call, own)
+        kernel = fastest(timed(call, kernels)) if kernels else None
+    return Choice(call.query.shape[-2], kernel, own)
+
+
+def _is_left_alone(call: Call) -> bool:
+    """Whether torch has to choose: where somebody looks on, or what is drawn now is drawn a second time elsewhere."""
+    tensors = [*call.inputs, *([] if call.mask is None else [call.mask])]
+    if any(type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or not t.numel() for t in tensors):
+        return True
+    if call.mask is not None and call.mask.requires_grad:
+        return True
+    if torch.are_deterministic_algorithms_enabled():
+        return True
+    # What is computed again has to draw the same masks; before that it may have run without gradients.
+    return is_looked_into() or (call.dropout > 0 and not torch.is_grad_enabled())
+
+
+@contextmanager
+def _as_torch_has_it() -> Iterator[None]:
+    """Inside, the function is torch's own: others may know it by identity, as the masks of `torch.nn.attention` do."""
+    was = vars(F)[_NAME]
+    setattr(F, _NAME, TORCHS_OWN)
+    try:
+        yield
+    finally:
+        if _in_force:
+            setattr(F, _NAME, was)
+
+
+# --- kernels -------------------------------------------------------------------------------------------
+
+
+TORCHS_OWN: Any = torch._C._nn.scaled_dot_product_attention
+POOR_MASKS = SDPBackend.CUDNN_ATTENTION
+"""Torch's own choice for 16 bits on an H200 (2.11), and not left to it where attention drops: it draws once for about
+four places, and trainings by it end with twice the loss of those by any other (`benchmarks/attention_masks.py`)."""
+CLEARLY = 1.05
+"""How many times as fast as torch's own choice another kernel has to be."""
+ALIKE = 0.05
+"""How far another kernel may be from torch's own choice on random numbers, as a fraction: several times what bf16
+rounds. A mask or a scale that is not heeded is far beyond."""
+PASSES = 8
+"""Forward and backward passes in what is timed: one alone is too short for the clock of a GPU."""
+ROUNDS = 6
+"""How often each kernel is timed, in turn with the others; its best counts."""
+LONGEST_S = 0.2
+"""After so many seconds of it for one shape, what was timed has to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What attention is called with."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    grouped: bool
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What may get gradients."""
+        return self.query, self.key, self.value
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether a backward pass may follow."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
+
+    def by(self, kernel: SDPBackend | None) -> Tensor:
+        """The answer of a kernel, or as torch chooses. Raises RuntimeError where that kernel cannot give it."""
+        with good_masks(self.dropout) if kernel is None else sdpa_kernel(kernel):
+            answer: Tensor = TORCHS_OWN(
+                *self.inputs,
+                attn_mask=self.mask,
+                dropout_p=self.dropout,
+                is_causal=self.causal,
+                scale=self.scale,
+                enable_gqa=self.grouped,
+            )
+        return answer
+
+    def shape(self) -> Hashable:
+        """What tells calls apart for the choice of a kernel."""
+        tensors = [*self.inputs, *([] if self.mask is None else [self.mask])]
+        device = self.query.device
+        return (
+            tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors),
+            self.dropout > 0,
+            self.causal,
+            self.scale,
+            self.grouped,
+            self.is_differentiated,
+            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+            tuple(allowed()),
+            tuple(torch._C._get_sdp_priority_order()),
+            device,
+        )
+
+    def apart(self) -> Call:
+        """The same on leaves of its own, which share its memory: what is done there leaves no trace."""
+        query, key, value = (tensor.detach() for tensor in self.inputs)
+        if self.is_differentiated:
+            for leaf, given in zip((query, key, value), self.inputs, strict=True):
+                leaf.requires_grad_(given.requires_grad)
+        return dataclasses.replace(self, query=query, key=key, value=value)
+
+    def made_up(self) -> Call:
+        """The same on random numbers, without dropout."""
+        query, key, value = (torch.randn_like(tensor).detach() for tensor in self.inputs)
+        return dataclasses.replace(self, query=query, key=key, value=value, dropout=0.0)
+
+    def blind(self) -> Call | None:
+        """The same where the first place of every sequence may look nowhere; None where no mask says who may."""
+        if self.mask is None or self.mask.dtype is not torch.bool:
+            return None
+        shape = (*self.mask.shape[:-2], self.query.shape[-2], self.key.shape[-2])
+        mask = self.mask.expand(shape).clone()
+        mask[..., 0, :] = False
+        return dataclasses.replace(self, mask=mask)
+
+
+def fastest(seconds: Mapping[SDPBackend | None, float]) -> SDPBackend | None:
+    """The kernel that takes least, if that is clearly less than torch's own choice (None), which stays otherwise."""
+    if None not in seconds:
+        return None
+    best = min(seconds, key=lambda kernel: seconds[kernel])
+    return best if seconds[best] * CLEARLY <= seconds[None] else None
+
+
+def own_kernel(call: Call) -> SDPBackend | None:
+    """Torch's own choice for a call, out of those with good masks where it drops; None where it does not say."""
+    device = call.query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    query, key, value = (tensor.to(dtype or tensor.dtype) for tensor in call.inputs)
+    mask = call.mask
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(dtype or mask.dtype)
+    try:
+        with good_masks(call.dropout):
+            number = torch._fused_sdp_choice(
+                query, key, value, mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
+            )
+        return SDPBackend(number)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
+    """Other kernels that the user's switches allow and that come to torch's own numbers; none on a CPU.
+
+    Where a place may look nowhere, kernels differ in what they answer: that has to be finite where torch's own is.
+    Math is none of them: it keeps all the scores, and rounds elsewhere. Nor is the one with poor masks where attention
+    drops: it takes seconds to set up for a shape, and they have been poor at every shape that was looked at.
+    """
+    left_out = (own, SDPBackend.MATH, *([POOR_MASKS] if call.dropout else []))
+    others = [kernel for kernel in allowed() if kernel not in left_out]
+    if call.query.device.type != "cuda" or not others:
+        return []
+    made_up = call.made_up()
+    blind = made_up.blind()
+    try:
+        # By the kernel that was torch's choice for the call: without its dropout that may be another.
+        truth = _numbers(made_up, own)
+        blind_truth = None if blind is None else _numbers(blind, own)
+    except RuntimeError:
+        return []
+    found: list[SDPBackend] = []
+    for kernel in others:
+        try:
+            fits = alike(truth, _numbers(made_up, kernel))
+            if blind is not None and blind_truth is not None:
+                fits = fits and as_finite(blind_truth, _numbers(blind, kernel))
+        except RuntimeError:  # not for this shape, or not on this GPU
+            continue
+        if fits:
+            found.append(kernel)
+    return found
+
+
+@contextmanager
+def good_masks(dropout: float) -> Iterator[None]:
+    """Inside, torch chooses for attention that drops a kernel whose masks are good, where the user allows for one."""
+    if dropout == 0 or not torch._C._get_cudnn_sdp_enabled() or allowed() == [POOR_MASKS]:
+        yield
+        return
+    torch._C._set_sdp_use_cudnn(False)
+    try:
+        yield
+    finally:
+        torch._C._set_sdp_use_cudnn(True)
+
+
+def allowed() -> list[SDPBackend]:
+    """The kernels that the user has not switched off."""
+    switches: Any = torch.backends.cuda
+    states = {
+        SDPBackend.FLASH_ATTENTION: switches.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: switches.mem_efficient_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: switches.cudnn_sdp_enabled(),
+        SDPBackend.MATH: switches.math_sdp_enabled(),
+    }
+    return [kernel for kernel, is_on in states.items() if is_on]
+
+
+def _numbers(call: Call, kernel: SDPBackend | None) -> list[Tensor]:
+    """The answer of a kernel, and the gradients of its sum."""
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in call.inputs]
+        answer = dataclasses.replace(call, query=leaves[0], key=leaves[1], value=leaves[2]).by(kernel)
+    return [answer.detach(), *torch.autograd.grad(answer, leaves, torch.ones_like(answer))]
+
+
+def alike(truth: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    """Whether all of these are the same numbers to rounding, wherever the first are finite."""
+    for right, other in zip(truth, made, strict=True):
+        counts, right, other = right.isfinite(), right.float(), other.float()
+        gap, size = torch.where(counts, other - right, 0.0).norm(), torch.where(counts, right, 0.0).norm()
+        if not bool(gap <= ALIKE * size):
+            return False
+    return True
+
+
+def as_finite(truth: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    """Whether all of these are finite wherever the first are."""
+    pairs = zip(truth, made, strict=True)
+    return all(bool((other.isfinite() | ~right.isfinite()).all()) for right, other in pairs)
+
+
+def timed(call: Call, kernels: Sequence[SDPBackend]) -> dict[SDPBackend | None, float]:
+    """Seconds of a forward and, where one may follow, a backward pass by each kernel, and as torch chooses (None).
+
+    They are recorded and replayed, as the step will be: what it takes to launch them does not count. A kernel that
+    cannot be recorded has no time.
+    """
+    device, apart = call.query.device, call.apart()
+    recorder = Recorder(device)
+    graphs: dict[SDPBackend | None, torch.cuda.CUDAGraph] = {}
+    for kernel in (None, *kernels):
+        work = functools.partial(_passes, apart, kernel)
+        try:
+            with recorder.aside():
+                work()  # libraries set themselves up
+            graphs[kernel] = recorder.record(work)
+        except (RuntimeError, NotRecordedError):
+            continue
+    best = dict.fromkeys(graphs, math.inf)
+    begun = time.perf_counter()
+    for number in range(ROUNDS):
+        if number and time.perf_counter() - begun > LONGEST_S:
+            break
+        for kernel, graph in graphs.items():
+            best[kernel] = min(best[kernel], _replay_s(graph, device) / PASSES)
+    return best
+
+
+def _passes(call: Call, kernel: SDPBackend | None) -> None:
+    """Several passes through a kernel."""
+    leaves = [tensor for tensor in call.inputs if tensor.requires_grad]
+    for _ in range(PASSES):
+        answer = call.by(kernel)
+        if answer.requires_grad:
+            torch.autograd.grad(answer, leaves, answer.detach())
+
+
+def _replay_s(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
+    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream(device)
+    begun.record(stream)
+    graph.replay()
+    done.record(stream)
+    done.synchronize()
+    return float(begun.elapsed_time(done)) / 1e3
+
+
+@contextmanager
+def without_a_trace(device: torch.device) -> Iterator[None]:
+    """Inside, work draws, waits, warns and takes memory unseen; afterwards all is as it was."""
+    on_gpu, kind = device.type == "cuda", device.type
+    generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
+    state = generator.get_state()
+    dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    try:
+        with (
+            meant(),
+            warnings.catch_warnings(),
+            torch._C.DisableTorchFunction(),
+            # What autocast makes of leaves that come and go must not be kept as it keeps what it makes of weights.
+            torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        generator.set_state(state)
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+
+# --- dropout masks -------------------------------------------------------------------------------------
+
+
+DRAWS = 60
+"""Calls that are looked at: as many bits as a whole number has room for, and by far enough to tell places apart."""
+RATE = 0.5
+MOST_PLACES = 2**20
+"""Where a call has more, it is looked at with fewer samples and heads."""
+LEAST_DISTINCT = 0.999
+"""As a share of all places: how many have to be dropped in calls of their own."""
+SPREAD, DEVIATIONS = 1.2, 5.0
+"""How much more than by chance the number of places that are dropped may vary, and that by so many deviations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masks:
+    """What several calls dropped."""
+
+    distinct: float
+    """The share of places that differ from all others in when they were dropped."""
+    spread: float
+    """The variance of how many are dropped in a draw, a head, a sample, a row or a column: 1 where all is by chance."""
+    limit: float
+    """What that may be."""
+
+    @property
+    def are_good(self) -> bool:
+        """Whether every place was drawn for by itself."""
+        return self.distinct >= LEAST_DISTINCT and self.spread <= self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"{self.distinct:.0%} of places by themselves, their number {self.spread:.2g} times as uneven as by chance"
+        )
+
+
+@torch.no_grad()
+def masks_of(call: Call, kernel: SDPBackend) -> Masks:
+    """What a kernel drops in calls like this one. Raises RuntimeError where it cannot make them.
+
+    Every place looks at all others alike, and each of these has a value that is its own, so that answers show the mask.
+    """
+    probe, columns = _probe(call)
+    places = math.prod(probe.query.shape[:-1]) * columns
+    code = torch.zeros(places, dtype=torch.int64, device=probe.query.device)
+    sums: list[list[Tensor]] = []
+    for _ in range(DRAWS):
+        answer = probe.by(kernel)[..., :columns]
+        kept = answer.float() * probe.key.shape[-2] > 0.5 / (1 - RATE)
+        code = 2 * code + kept.flatten()
+        sums.append([kept.sum().view(1), *(kept.sum(dim=_but(axis)) for axis in range(4))])
+    worst = (-math.inf, 0.0, 0.0)
+    for draws in zip(*sums, strict=True):
+        counts = torch.stack(draws).double()
+        size = places / counts.shape[1]
+        spread = float((counts - size * (1 - RATE)).square().mean()) / (size * RATE * (1 - RATE))
+        limit = SPREAD + DEVIATIONS * math.sqrt(2 / counts.numel())
+        worst = max(worst, (spread - limit, spread, limit))
+    return Masks(distinct=len(torch.unique(code)) / places, spread=worst[1], limit=worst[2])
+
+
+def _probe(call: Call) -> tuple[Call, int]:
+    """A call of the same shape on numbers that show the mask, and for how many keys they do."""
+    query, key, value = call.inputs
+    device, kind = query.device, query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    columns = min(key.shape[-2], value.shape[-1])
+    samples, heads = (1, *query.shape[:-2])[-2:] if query.dim() > 2 else (1, 1)
+    a_head = query.shape[-2] * columns
+    heads = max(min(heads, 2), min(heads, MOST_PLACES // a_head))
+    samples = max(1, min(samples, MOST_PLACES // (a_head * heads)))
+
+    def zeros(like: Tensor) -> Tensor:
+        return torch.zeros(samples, heads, *like.shape[-2:], dtype=dtype, device=device)
+
+    values = torch.eye(*value.shape[-2:], dtype=dtype, device=device).expand(samples, heads, -1, -1).contiguous()
+    made = replace(call, query=zeros(query), key=zeros(key), value=values)
+    return replace(made, mask=None, dropout=RATE, causal=False, scale=None, grouped=False), columns
+
+
+def _but(axis: int) -> tuple[int, ...]:
+    return tuple(other for other in range(4) if other != axis)
