@@ -32,8 +32,8 @@ from hotlap.engine.assists.attention import (
     masks_of,
     own_kernel,
 )
+from hotlap.engine.capture import captured_step as capture_module
 from hotlap.engine.capture.captured_step import WARM_UPDATES, CapturedStep, Left, signature
-from hotlap.engine.capture.captured_step import captured_step as capture_module
 from hotlap.engine.precision import Switches
 from hotlap.engine.step import Window
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hotlap import Rig
+from hotlap.engine.capture import captured_step as capture
 from hotlap.engine.capture.captured_step import PATIENCE, CapturedStep, Left
-from hotlap.engine.capture.captured_step import captured_step as capture
 from hotlap.engine.step import Window
 
 CPU = torch.device("cpu")

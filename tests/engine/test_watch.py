@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.engine.capture.captured_step import recording as watch_module
+from hotlap.engine.capture import recording as watch_module
 from hotlap.engine.capture.fingerprint import Glance, StateGlance, fingerprint
 from hotlap.engine.capture.recording import Watch, meant, stranger_in, why_recording_failed
 
