@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 import hotlap
 from benchmarks.paired import compare
 from hotlap.core.plan import Feed
-from hotlap.data import columns
+from hotlap.data import sources
 from hotlap.recipes.picture_networks import NetworkPlan, made
 
 BATCH, CLASSES = 64, 10
@@ -67,13 +67,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=24)
     options = parser.parse_args()
     device = torch.device(options.device)
-    hands = {"torch's": 0, "hotlap's": columns.HANDS}
+    hands = {"torch's": 0, "hotlap's": sources.HANDS}
     waits: dict[str, list[float]] = {name: [] for name in hands}
     with tempfile.TemporaryDirectory(prefix="hotlap-gathering-") as folder:
         pictures = noise(Path(folder) / "pictures", options.rows, options.size)
         trainings = []
         for name, count in hands.items():
-            columns.HANDS = count  # rows keep to what there was when they were made
+            sources.HANDS = count  # rows keep to what there was when they were made
             trainings.append(steps(pictures, device, waits[name]))
             next(trainings[-1])
         found = compare(trainings[0], trainings[1], device=device, pairs=options.pairs)

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from benchmarks.work import Data, Normalise, Work, channels_last
-from hotlap.data.randomness import mix
+from hotlap.data.order import mix
 
 Steps = Generator[int, None, None]
 """A training: each `next` makes whole steps and tells their samples."""

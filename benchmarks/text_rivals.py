@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.rivals import GOOD_MASKS, EndlessOrder, Steps, UnavailableError
 from benchmarks.texts import Batch, Priced, TextData, Texts, TextWork, padded
-from hotlap.data.randomness import mix
+from hotlap.data.order import mix
 
 BUCKET = 32
 """By hand, widths are its multiples."""

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 import hotlap
 from benchmarks.work import HELD_OUT, Work
-from hotlap.data.buckets import LengthOrder, fitted
+from hotlap.data.dataset import as_source
 from hotlap.data.order import Order
-from hotlap.data.sequences import rounded
-from hotlap.data.source import as_source
+from hotlap.data.sequences import LengthOrder, fitted, rounded
 
 Batch = dict[str, Tensor]
 """`input_ids`, `attention_mask`, `labels`, and `numbers` where there are any."""

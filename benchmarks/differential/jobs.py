@@ -172,7 +172,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
-from hotlap.data.randomness import mix, seed_host
+from hotlap.data.order import mix, seed_host
 torch.manual_seed({seed})
 np.random.seed({seed} % 1000)
 random.seed({seed})

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap import Rig
 from hotlap.core.table import rows
-from hotlap.data.samples import Source
+from hotlap.data.sources import Source
 from hotlap.moves import FUSED, RESIDENT
 from hotlap.script.judging import ScriptGate
 from hotlap.script.session import Session, Settings

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from hotlap import Job, Rig, fit
-from hotlap.data.course import evaluation_course, training_course
+from hotlap.data.dataset import evaluation_course, training_course
 
 ROOT = Path(__file__).parents[2]
 MATRIX = """

@@ -12,7 +12,7 @@ from hotlap import Job, Plan, PlanError, fit
 from hotlap.core.errors import MachineError
 from hotlap.core.plan import MOST_PREFETCH, Feed
 from hotlap.data import feeds, parallel
-from hotlap.data.course import loader_feed
+from hotlap.data.dataset import loader_feed
 from hotlap.data.feeds import within_cores
 from hotlap.machine import workers_wanted
 from hotlap.machine.limits import most_workers, read_cpu

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from hotlap.core.plan import Feed
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 from hotlap.script.feed.serving import Serving
 
 ORIGINAL = DataLoader.__iter__

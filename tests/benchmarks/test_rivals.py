@@ -15,7 +15,7 @@ from torch import nn
 
 import hotlap
 from benchmarks import fast_path, laps, quality, rivals, trainings
-from hotlap.data.randomness import mix
+from hotlap.data.order import mix
 from hotlap.engine import compiling
 
 CPU = torch.device("cpu")

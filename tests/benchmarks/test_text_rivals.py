@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotlap
 from benchmarks import fast_path, quality, text_rivals, texts, trainings, whole_run
-from hotlap.data.randomness import mix
+from hotlap.data.order import mix
 
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")

@@ -7,12 +7,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hotlap.core.plan import Feed
 from hotlap.data.batches import map_tensors
-from hotlap.data.feeds import open_feed
-from hotlap.data.holding import held
+from hotlap.data.dataset import as_source
+from hotlap.data.feeds import StreamFeeding, open_feed
 from hotlap.data.order import Order
-from hotlap.data.resident import ResidentFeeding
-from hotlap.data.source import as_source
-from hotlap.data.stream import StreamFeeding
+from hotlap.data.resident import ResidentFeeding, held
 from hotlap.data.windows import Windows
 
 CPU = torch.device("cpu")

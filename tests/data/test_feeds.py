@@ -20,10 +20,9 @@ from torch.utils.data import (
 from hotlap.core.errors import DataError, PlanError
 from hotlap.core.job import Job
 from hotlap.core.plan import Feed
-from hotlap.data.course import evaluation_course, training_course
+from hotlap.data.dataset import as_source, evaluation_course, training_course
 from hotlap.data.feeds import open_feed
 from hotlap.data.order import HostRandomness, Order
-from hotlap.data.source import as_source
 
 X = torch.arange(60.0).reshape(20, 3)
 Y = torch.arange(20)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hotlap.data import columns
-from hotlap.data.columns import Columns, HostRows
+from hotlap.data import sources
+from hotlap.data.sources import Columns, HostRows
 
 COUNT = 40
 X = torch.randn(COUNT, 3, 4, generator=torch.Generator().manual_seed(1)) * 50
@@ -25,21 +25,21 @@ INDICES = torch.tensor([3, 0, 39, 3, 17, 38, 0])
 @pytest.fixture(autouse=True)
 def few_by_numpy(monkeypatch):
     """The borders between torch, one thread of numpy's and several, where a few samples meet them."""
-    monkeypatch.setattr(columns, "GRAIN", 8)
-    monkeypatch.setattr(columns, "MOST_BY_ONE", 256)
+    monkeypatch.setattr(sources, "GRAIN", 8)
+    monkeypatch.setattr(sources, "MOST_BY_ONE", 256)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
 @pytest.fixture
 def takes(monkeypatch):
     """How often torch gathered."""
-    found, taken = [], columns.taken
+    found, taken = [], sources.taken
 
     def noted(*args):
         found.append(args)
         return taken(*args)
 
-    monkeypatch.setattr(columns, "taken", noted)
+    monkeypatch.setattr(sources, "taken", noted)
     return found
 
 
@@ -83,7 +83,7 @@ def test_numpy_gathers_where_torch_would_wake_its_threads(takes):
 
 @pytest.mark.parametrize(("count", "hands"), [(5, 1), (6, 3), (7, 3), (40, 3)])
 def test_what_is_large_is_shared_by_as_many_threads_as_torch_may_have(count, hands, monkeypatch):
-    parts, shared = [], columns._shared
+    parts, shared = [], sources._shared
 
     def noted(work, *rest):
         def done(start, end):
@@ -92,7 +92,7 @@ def test_what_is_large_is_shared_by_as_many_threads_as_torch_may_have(count, han
 
         shared(done, *rest)
 
-    monkeypatch.setattr(columns, "_shared", noted)
+    monkeypatch.setattr(sources, "_shared", noted)
     assert same(HostRows(X), X, torch.arange(count).flip(0))
     assert len(parts) == hands
     assert [start for start, _ in sorted(parts)[1:]] == [end for _, end in sorted(parts)[:-1]]
@@ -118,7 +118,7 @@ def test_what_breaks_is_told_once_nobody_writes_any_more(breaks):
         at_work.remove(start)
 
     with pytest.raises(MemoryError):
-        columns._shared(broken, 40, 1000)
+        sources._shared(broken, 40, 1000)
     assert at_work == []
 
 
@@ -126,13 +126,13 @@ def test_a_thread_that_outlives_the_main_one_gathers_alone():
     """Nobody may start threads by then."""
     code = """
 import threading, torch
-from hotlap.data import columns
-columns.GRAIN, columns.MOST_BY_ONE = 8, 256
+from hotlap.data import sources
+sources.GRAIN, sources.MOST_BY_ONE = 8, 256
 torch.set_num_threads(2)
 X = torch.arange(400.0).view(40, 10)
 def late():
     threading.main_thread().join()
-    found = columns.HostRows(X).at(torch.arange(39, -1, -1), None)
+    found = sources.HostRows(X).at(torch.arange(39, -1, -1), None)
     print("same" if torch.equal(found, X.flip(0)) else "other")
 threading.Thread(target=late).start()
 """
@@ -141,7 +141,7 @@ threading.Thread(target=late).start()
 
 
 def test_it_can_be_left_to_torch(takes, monkeypatch):
-    monkeypatch.setattr(columns, "HANDS", 0)
+    monkeypatch.setattr(sources, "HANDS", 0)
     assert same(HostRows(X), X, INDICES)
     assert len(takes) == 1
 

@@ -14,14 +14,13 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hotlap.core.errors import DataError
 from hotlap.core.plan import Feed
-from hotlap.data import holding
-from hotlap.data.columns import Columns
+from hotlap.data import resident
+from hotlap.data.dataset import as_source
 from hotlap.data.feeds import open_feed
-from hotlap.data.holding import bytes_needed, held, time_to_hold, why_not_held
 from hotlap.data.order import HostRandomness
 from hotlap.data.purity import state_of
-from hotlap.data.samples import Source
-from hotlap.data.source import as_source
+from hotlap.data.resident import bytes_needed, held, time_to_hold, why_not_held
+from hotlap.data.sources import Columns, Source
 from hotlap.data.windows import Windows
 
 CPU = torch.device("cpu")
@@ -98,7 +97,7 @@ def same(a, b):
 )
 def test_what_is_held_gives_the_batches_of_the_loader(name, indices, rows, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holding, "CHUNK_SAMPLES", chunk)
+        patch.setattr(resident, "CHUNK_SAMPLES", chunk)
         data = Made(SAMPLES[name])
         source = as_source(data if rows is None else Subset(data, rows))
         columns = held(source, CPU)
@@ -164,9 +163,9 @@ def test_one_slow_sample_says_nothing_of_what_holding_takes(slow, takes_s, monke
 
     source = as_source(Made(lambda i: torch.zeros(1), 100))
     bytes_needed(source)
-    monkeypatch.setattr(holding, "TIMED_S", 1.0)
+    monkeypatch.setattr(resident, "TIMED_S", 1.0)
     monkeypatch.setattr(Source, "read", read)
-    monkeypatch.setattr(holding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(resident, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     assert time_to_hold(source, CPU) == pytest.approx(takes_s, rel=0.01)
 
 
@@ -177,7 +176,7 @@ def test_holding_leaves_all_randomness_as_it_was():
 
 
 def test_data_that_does_not_fit_is_refused_with_what_it_needs_before_it_is_fetched(monkeypatch, asked):
-    monkeypatch.setattr(holding, "read_memory", lambda: type("Memory", (), {"free_bytes": 2000}))
+    monkeypatch.setattr(resident, "read_memory", lambda: type("Memory", (), {"free_bytes": 2000}))
     data = Made(lambda i: torch.zeros(25), length=10)  # 1000 bytes, and half of 2000 may be taken
     assert why_not_held(as_source(data), CPU, reserve_bytes=0) is None
     said = why_not_held(as_source(data), CPU, reserve_bytes=24)

@@ -20,7 +20,7 @@ import pytest
 from apart import deadly, divided, nested, strict, unsendable, with_its_process
 
 from hotlap.core.errors import DataError, StoreError
-from hotlap.data import bar, parallel
+from hotlap.data import parallel
 from hotlap.data.kept_results import reached
 from hotlap.data.parallel import parallel_map, why_not_apart
 from hotlap.store.cache import Cache
@@ -212,38 +212,38 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def patient(monkeypatch):
-    monkeypatch.setattr(bar, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(bar, "LIVE_S", 0.0)
+    monkeypatch.setattr(parallel, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(parallel, "LIVE_S", 0.0)
     monkeypatch.delenv("HOTLAP_PROGRESS", raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
 
 def test_a_terminal_has_a_bar_that_is_taken_away(patient):
-    with bar.shown_bar(stream := Terminal()) as told:
+    with parallel.shown_bar(stream := Terminal()) as told:
         told(1, 12)  # from here on it is timed
         told(3, 12)
         told(12, 12)
     first, second, cleared, _ = stream.getvalue().split("\r")[1:]
-    assert first.count("━") == round(bar.WIDTH / 4)
+    assert first.count("━") == round(parallel.WIDTH / 4)
     assert "3/12" in first
-    assert second.count("━") == bar.WIDTH
+    assert second.count("━") == parallel.WIDTH
     assert not cleared.strip()
 
 
 def test_a_log_has_a_line_now_and_then_and_quick_work_nothing(patient, monkeypatch):
-    with bar.shown_bar(stream := io.StringIO()) as told:
+    with parallel.shown_bar(stream := io.StringIO()) as told:
         told(1, 12)
         told(3, 12)
         told(6, 12)
     assert stream.getvalue().startswith("3/12 · ")
     assert stream.getvalue().count("\n") == 1
     monkeypatch.setenv("HOTLAP_PROGRESS", "off")
-    with bar.shown_bar(stream := Terminal()) as told:
+    with parallel.shown_bar(stream := Terminal()) as told:
         told(1, 12)
         told(3, 12)
     assert stream.getvalue() == ""
     monkeypatch.undo()
-    with bar.shown_bar(stream := Terminal()) as told:
+    with parallel.shown_bar(stream := Terminal()) as told:
         told(1, 12)
         told(3, 12)
     assert stream.getvalue() == ""

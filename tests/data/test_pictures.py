@@ -14,12 +14,11 @@ from torch.utils.data import Subset, TensorDataset
 from hotlap.core.errors import DataError, StoreError
 from hotlap.core.plan import Feed
 from hotlap.data import decoding, pictures
+from hotlap.data.dataset import as_source
 from hotlap.data.decoding import BrokenError, squared
 from hotlap.data.feeds import open_feed
-from hotlap.data.holding import held
 from hotlap.data.pictures import broken_told, decoded
-from hotlap.data.resident import ResidentFeeding
-from hotlap.data.source import as_source
+from hotlap.data.resident import ResidentFeeding, held
 from hotlap.store.cache import Cache
 
 Image = pytest.importorskip("PIL.Image")

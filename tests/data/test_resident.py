@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotlap.core.errors import TrainingError
-from hotlap.data.columns import Columns, Stacked
 from hotlap.data.order import Order
 from hotlap.data.resident import Packed, ResidentFeeding, Rows, gathered, narrowed, sample_bytes
+from hotlap.data.sources import Columns, Stacked
 
 CPU = torch.device("cpu")
 COLUMNS = {

@@ -6,8 +6,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from hotlap.data import purity
 from hotlap.data.code_proof import prove
+from hotlap.data.dataset import as_source
 from hotlap.data.purity import why_not_fixed
-from hotlap.data.source import as_source
 
 
 class Drawn(Dataset):

@@ -16,14 +16,11 @@ from torch.utils.data import DataLoader, Subset
 import hotlap
 from hotlap.core.errors import DataError, JobError
 from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Feed
-from hotlap.data.buckets import LengthOrder, found_widths, lengths_in
-from hotlap.data.course import evaluation_course, training_course
+from hotlap.data.dataset import as_source, evaluation_course, training_course
 from hotlap.data.feeds import open_feed
-from hotlap.data.holding import held
 from hotlap.data.purity import state_of
-from hotlap.data.resident import ResidentFeeding
-from hotlap.data.sequences import Sequences
-from hotlap.data.source import as_source
+from hotlap.data.resident import ResidentFeeding, held
+from hotlap.data.sequences import LengthOrder, Sequences, found_widths, lengths_in
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,8 @@ from torch.utils.data import Subset, TensorDataset
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import map_tensors
-from hotlap.data.feeds import open_feed, why_not
-from hotlap.data.source import as_source
-from hotlap.data.stream import AHEAD, STAGES, StreamFeeding, ahead
+from hotlap.data.dataset import as_source
+from hotlap.data.feeds import AHEAD, STAGES, StreamFeeding, ahead, open_feed, why_not
 from hotlap.data.windows import Windows
 
 X = torch.arange(120.0).reshape(40, 3)

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, Subset
 
 import hotlap
 from hotlap.core.errors import DataError, JobError
-from hotlap.data.course import training_course
-from hotlap.data.holding import held
-from hotlap.data.source import as_source
+from hotlap.data.dataset import as_source, training_course
+from hotlap.data.resident import held
 from hotlap.data.windows import Windows
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hotlap.core.errors import DataError
 from hotlap.core.plan import Feed
+from hotlap.data.dataset import as_source
 from hotlap.data.feeds import open_feed
-from hotlap.data.source import as_source
 
 WORKERS = [Feed(kind="loader", workers=n) for n in (1, 2)]
 INDICES = list(torch.arange(20).split(6))

@@ -11,7 +11,7 @@ from torch import nn
 from waiting import no_waiting
 
 from hotlap import Job, Plan, Rig, fit
-from hotlap.data.course import training_course
+from hotlap.data.dataset import training_course
 from hotlap.engine.assists.rewiring import without_waiting
 from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.guard.saving import export_state, import_state

@@ -12,12 +12,11 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from waiting import no_waiting
 
 from hotlap.core.plan import Feed
-from hotlap.data import stream
-from hotlap.data.feeds import open_feed, why_not
-from hotlap.data.holding import held, why_not_held
+from hotlap.data import feeds
+from hotlap.data.dataset import as_source
+from hotlap.data.feeds import CudaLane, Stage, open_feed, why_not
 from hotlap.data.purity import why_not_pure
-from hotlap.data.source import as_source
-from hotlap.data.stream import CudaLane, Stage
+from hotlap.data.resident import held, why_not_held
 from hotlap.data.windows import Windows
 
 DEVICE = torch.device("cuda")
@@ -111,7 +110,7 @@ class Poisoned(Stage):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    monkeypatch.setattr(stream, "Stage", Poisoned)
+    monkeypatch.setattr(feeds, "Stage", Poisoned)
 
 
 @pytest.fixture
@@ -370,7 +369,7 @@ def test_what_is_held_is_gathered_on_the_gpu_without_a_wait_and_inside_a_capture
 @pytest.mark.parametrize("data", [X, X.t().contiguous().t(), X.to(torch.uint8)])
 def test_what_is_held_in_many_chunks_is_what_was_given(data, rows, can_pin, monkeypatch):
     """By way of page-locked memory, where there is any: no chunk may be overwritten while it is under way."""
-    monkeypatch.setattr("hotlap.data.holding.CHUNK_BYTES", 40)
+    monkeypatch.setattr("hotlap.data.resident.CHUNK_BYTES", 40)
     if not can_pin:
 
         def refused(*parts, pin_memory=False, made=torch.empty, **named):

@@ -10,7 +10,7 @@ from torch import nn
 
 import hotlap
 from hotlap import Job, TrainingError
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 from hotlap.kit.bench import opened
 from hotlap.kit.live import LiveTensors
 

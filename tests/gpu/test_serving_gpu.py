@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from waiting import no_waiting
 
 from hotlap.core.plan import Feed
-from hotlap.data import stream
-from hotlap.data.columns import Columns, tensors_in
-from hotlap.data.stream import CudaLane, Stage
+from hotlap.data import feeds
+from hotlap.data.feeds import CudaLane, Stage
+from hotlap.data.sources import Columns, tensors_in
 from hotlap.script.feed import feeds as serving_feeds
 from hotlap.script.feed import holding as serving_learning
 from hotlap.script.feed.checks import why_other_batch
@@ -232,7 +232,7 @@ class Poisoned(Stage):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    monkeypatch.setattr(stream, "Stage", Poisoned)
+    monkeypatch.setattr(feeds, "Stage", Poisoned)
     monkeypatch.setattr(serving_feeds, "Stage", Poisoned)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hotlap import Job
-from hotlap.data.course import training_course
+from hotlap.data.dataset import training_course
 from hotlap.guard.identity import code_of, differences, identity, settings_of
 
 BASE = {

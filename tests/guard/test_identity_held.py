@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, Dataset
 
 from hotlap import Job
-from hotlap.data.course import training_course
+from hotlap.data.dataset import training_course
 from hotlap.guard.identity import differences, identity
 
 
@@ -281,7 +281,7 @@ import json, sys
 import torch
 from torch import nn
 from hotlap import Job
-from hotlap.data.course import training_course
+from hotlap.data.dataset import training_course
 from hotlap.guard.identity import identity
 MEAN = ("a", "b", 1.5)
 class Sc:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hotlap.core.errors import StoreError
-from hotlap.data.randomness import HostRandomness
+from hotlap.data.order import HostRandomness
 from hotlap.monitor import calibration as room
 from hotlap.monitor.calibration import KIND, Calibration, calibration, measure
 from hotlap.store.cache import Cache

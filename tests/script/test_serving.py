@@ -27,9 +27,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
-from hotlap.data.columns import tensors_in
-from hotlap.data.source import as_source
-from hotlap.data.stream import Stage
+from hotlap.data.dataset import as_source
+from hotlap.data.feeds import Stage
+from hotlap.data.sources import tensors_in
 from hotlap.script.feed import feeds as serving_feeds
 from hotlap.script.feed import holding as serving_learning
 from hotlap.script.feed import indices as serving_indices

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hotlap.data.columns import Columns
+from hotlap.data.sources import Columns
 from hotlap.script.feed import feeds as serving_copies
 from hotlap.script.feed.feeds import Copies
 from hotlap.script.feed.indices import Block, Places

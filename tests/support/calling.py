@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.data.randomness import HostRandomness
+from hotlap.data.order import HostRandomness
 from hotlap.script.calls.call import Call
 
 CPU = torch.device("cpu")

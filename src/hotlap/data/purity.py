@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from hotlap.data.code_proof import Proof, prove
-from hotlap.data.columns import Columns, Selection
 from hotlap.data.read_state import ReadState
-from hotlap.data.samples import Source
+from hotlap.data.sources import Columns, Selection, Source
 
 GRADIENTS = "the data requires gradients, and batches by another feed would have none"
 

@@ -1,18 +1,25 @@
-"""The resident feed: all data on the device, and the order of the epoch beside it, so that gathering needs no host."""
+"""The resident feed: whether a device can hold all data, bringing the data there, and gathering batches out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
-from hotlap.core.errors import TrainingError
+from hotlap.core.errors import DataError, TrainingError, first_line, kind_of
+from hotlap.core.units import MIB, show_bytes
 from hotlap.data.batches import Batch, count_samples, map_tensors
-from hotlap.data.columns import Columns
-from hotlap.data.samples import Room
+from hotlap.data.purity import GRADIENTS, why_not_fixed
+from hotlap.data.sources import Columns, Room, Selection, Source, Stacked, Took, tensors_in
 from hotlap.machine.cuda import free_for_torch
+from hotlap.machine.limits import read_memory
 
 
 class EpochOrder:
@@ -202,3 +209,286 @@ def sample_bytes(batch: Batch) -> int:
 
     map_tensors(batch, add)
     return total // max(1, count_samples(batch) or 1)
+
+
+Progress = Callable[[int, int], None]
+"""Told how many samples are there, of how many; for columns that were tensors already, once at the end."""
+
+HOST = torch.device("cpu")
+CHUNK_BYTES = 64 * MIB
+"""What is brought at a time, so that the host needs no second copy of everything."""
+CHUNK_SAMPLES = 1024
+PROBED, TIMED = 8, 4
+"""Samples that are measured, and timed, spread over the dataset: of those whose fetching leaves no trace."""
+TIMES, TIMED_S = 3, 0.01
+"""How often so many samples are timed: less often where they take longer than this, in seconds."""
+
+
+def why_not_held(source: Source, device: torch.device, *, reserve_bytes: int) -> str | None:
+    """Why the samples cannot all be held on `device` beside `reserve_bytes` of other memory, or None where they can.
+
+    Their code has to show that they stay as they are (see `why_not_fixed`); the size of those that are computed is
+    known from a few: nothing is fetched as a whole. On the host at most half of the free memory is taken.
+    """
+    reason = _why_not_columns(source)
+    if reason:
+        return reason
+    needed, free = bytes_needed(source, _numbered(device)), _free_bytes(_numbered(device))
+    if needed and needed + reserve_bytes > free:
+        beside = f" beside {show_bytes(reserve_bytes)} for the training" if reserve_bytes else ""
+        half = ", half of what is free" if device.type == "cpu" else " free"
+        return f"the data needs {show_bytes(needed)} on {device}{beside}, and there are {show_bytes(free)}{half}"
+    return None
+
+
+def held(source: Source, device: torch.device, progress: Progress | None = None) -> Columns:
+    """All samples as columns on `device`, in the containers in which a feed gives batches; `took` says what it cost.
+
+    Tensors go there as they are, or stay where they are there already; windows as their series. Samples that are
+    computed are fetched once, in their order. Raises DataError where they cannot be columns.
+    """
+    reason = _why_not_columns(source)
+    if reason:
+        raise DataError(reason)
+    start, device = time.perf_counter(), _numbered(device)
+    if source.computes:
+        columns, size = _fetched(source, device, progress), bytes_needed(source, device)
+    else:
+        columns, size = _sent(source, device)
+        if progress is not None:
+            progress(len(source), len(source))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    columns.took = Took(seconds=time.perf_counter() - start, bytes=size)
+    return columns
+
+
+SENT_A_SECOND = 4e9
+"""Bytes a second that reach a device, about, from memory that is not page-locked: 3.9e9 to 8e9 on hosts of an H200."""
+
+
+def time_to_hold(source: Source, device: torch.device) -> float:
+    """About how many seconds `held` would take: the fetching of samples that are computed is known from a few.
+
+    0 for samples that cannot be held: none of them is asked for.
+    """
+    if _why_not_columns(source) is not None:
+        return 0.0
+    seconds = bytes_needed(source, _numbered(device)) / SENT_A_SECOND
+    if source.computes:
+        seconds += _sample_s(source.aside()) * len(source)
+    return seconds
+
+
+def _sample_s(source: Source) -> float:
+    """Seconds that fetching a sample takes, about: the middle one of a few tries, since others use the machine too."""
+    chosen, found = spread(len(source), TIMES * TIMED), list[float]()
+    for first in range(TIMES):
+        few, start = chosen[first::TIMES], time.perf_counter()
+        if not few or sum(found) > TIMED_S:
+            break
+        source.read(few)
+        found.append((time.perf_counter() - start) / len(few))
+    return statistics.median_low(found)
+
+
+def spread(length: int, most: int = PROBED) -> list[int]:
+    """At most so many indices, evenly spread from the first to the last."""
+    count = min(length, most)
+    return [k * (length - 1) // max(1, count - 1) for k in range(count)]
+
+
+# --- tensors that are there ------------------------------------------------------------------------
+
+
+def _sent(source: Source, device: torch.device, *, pretend: bool = False) -> tuple[Columns, int]:
+    """The columns beneath a source on the device, and the bytes that this takes; `pretend` only counts them."""
+    rows: Tensor | None = None
+    while isinstance(source, Selection):
+        rows = source.rows if rows is None else source.rows.index_select(0, rows)
+        source = source.inner
+    assert isinstance(source, Columns)  # all that computes nothing is
+    size = 0
+
+    def place(tensor: Tensor, chosen: Tensor | None) -> Tensor:
+        nonlocal size
+        if chosen is None and tensor.device == device:
+            return tensor
+        count = len(tensor) if chosen is None else len(chosen)
+        size += count * _row_bytes(tensor)
+        if pretend:
+            return tensor if chosen is None else tensor[:1].expand(count, *tensor.shape[1:])
+        return _brought(tensor, chosen, count, device)
+
+    return source.sent(place, rows), size
+
+
+def _brought(tensor: Tensor, chosen: Tensor | None, count: int, device: torch.device) -> Tensor:
+    there = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+    step = max(1, CHUNK_BYTES // max(1, _row_bytes(tensor)))
+    starts = range(0, count, step)
+    if len(starts) > 1 and device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        _send(tensor.detach(), chosen, there, starts)
+        return there
+    for start in starts:
+        there[start : start + step].copy_(_rows(tensor, chosen, start, start + step))
+    return there
+
+
+def _send(tensor: Tensor, chosen: Tensor | None, there: Tensor, starts: range) -> None:
+    """Bring rows to a GPU by way of page-locked memory: while one chunk is under way, all cores read the next."""
+    try:
+        shape = (starts.step, *tensor.shape[1:])
+        rooms = [torch.empty(shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for _ in range(2)]
+    except RuntimeError:  # there is none to be had
+        rooms = []
+    sent: list[torch.cuda.Event] = []
+    for number, start in enumerate(starts):
+        end = min(start + starts.step, len(there))
+        if not rooms:
+            there[start:end].copy_(_rows(tensor, chosen, start, end))
+            continue
+        if number >= len(rooms):
+            sent[number - len(rooms)].synchronize()
+        room = rooms[number % len(rooms)][: end - start]
+        if chosen is None:
+            room.copy_(tensor[start:end])
+        else:
+            torch.index_select(tensor, 0, chosen[start:end], out=room)
+        there[start:end].copy_(room, non_blocking=True)
+        sent.append(torch.cuda.current_stream(there.device).record_event())
+
+
+def _rows(tensor: Tensor, chosen: Tensor | None, start: int, end: int) -> Tensor:
+    return tensor[start:end] if chosen is None else tensor.index_select(0, chosen[start:end].to(tensor.device))
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor[:1].numel() * tensor.element_size()
+
+
+# --- samples that are computed ---------------------------------------------------------------------
+
+
+def _fetched(source: Source, device: torch.device, progress: Progress | None) -> Columns:
+    """Every sample fetched once and stacked into memory on the device."""
+    total, name, measured = len(source), type(source.samples).__name__, _measured(source)
+    whole = map_tensors(measured.one, lambda t: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device=device))
+    rooms = tensors_in(whole)
+    step = min(CHUNK_SAMPLES, max(1, CHUNK_BYTES // max(1, measured.bytes)))
+    source = source.aside()
+    for start in range(0, total, step):
+        end = min(total, start + step)
+        samples = source.read(range(start, end))
+        for at, sample in enumerate(samples, start):
+            if outline(sample) != measured.outline:
+                raise DataError(f"{name} cannot be held: {_unlike(0, measured.outline, at, outline(sample))}")
+        for room, rows in zip(rooms, tensors_in(default_collate(samples)), strict=True):
+            room[start:end].copy_(rows)
+        if progress is not None:
+            progress(end, total)
+    return Stacked(whole)
+
+
+def _why_not_columns(source: Source) -> str | None:
+    """Why the samples make no columns, wherever; None where they do."""
+    if source.own_collate is not None:
+        return "the job has a collate function of its own, so batches are no stacks of samples"
+    reason = why_not_fixed(source)
+    if reason is not None:
+        return reason
+    return _measured(source).why_not if source.computes else None
+
+
+def bytes_needed(source: Source, device: torch.device = HOST) -> int:
+    """Bytes that all samples take on a device beside what is there already."""
+    return _measured(source).bytes * len(source) if source.computes else _sent(source, device, pretend=True)[1]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What a few samples say of all."""
+
+    why_not: str | None = None
+    outline: tuple[str, ...] = ()
+    one: Batch = None
+    """The first sample as a batch."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a sample."""
+        return sum(_row_bytes(tensor) for tensor in tensors_in(self.one))
+
+
+def _measured(source: Source) -> _Measured:
+    """A few samples measured; asked for once a source."""
+    if "measured" not in source.probed:
+        source.probed["measured"] = _measure(source)
+    measured: _Measured = source.probed["measured"]
+    return measured
+
+
+def _measure(source: Source) -> _Measured:
+    name, indices = type(source.samples).__name__, spread(len(source))
+    try:
+        samples = source.aside().read(indices)
+        batch = default_collate(samples[:1])
+    except Exception as error:  # the user's code and whatever it gave
+        return _Measured(f"samples of {name} cannot be stacked: {first_line(error)}")
+    wanted = outline(samples[0])
+    for index, sample in zip(indices, samples, strict=True):
+        if outline(sample) != wanted:
+            return _Measured(f"samples of {name} cannot be stacked: {_unlike(0, wanted, index, outline(sample))}")
+    if any(tensor.requires_grad for tensor in tensors_in(batch)):
+        return _Measured(GRADIENTS)
+    foreign = _foreign(batch) or (None if tensors_in(batch) else "nothing that makes a tensor")
+    return _Measured(f"samples of {name} hold {foreign}, which makes no column" if foreign else None, wanted, batch)
+
+
+def outline(sample: Any) -> tuple[str, ...]:
+    """What has to be alike in all samples for them to be stacked: containers, shapes and kinds of number."""
+    if isinstance(sample, (Tensor, np.ndarray)):
+        return (f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}",)
+    if isinstance(sample, np.generic):
+        return (str(sample.dtype),)
+    if isinstance(sample, Mapping):
+        head, parts = f"{type(sample).__name__} of {', '.join(map(str, sample))}", list(sample.values())
+    elif isinstance(sample, (tuple, list)):
+        head, parts = f"{type(sample).__name__} of {len(sample)}", list(sample)
+    else:
+        return (type(sample).__name__,)
+    return (head, *(line for part in parts for line in outline(part)))
+
+
+def _unlike(index: int, wanted: tuple[str, ...], other: int, seen: tuple[str, ...]) -> str:
+    pairs = zip([*wanted, "nothing"], [*seen, "nothing"], strict=False)
+    mine, theirs = next((a, b) for a, b in pairs if a != b)
+    return f"{mine} at index {index}, {theirs} at index {other}"
+
+
+def _foreign(batch: Batch) -> str | None:
+    """What in a collated batch is neither a tensor nor a container that batches are made of."""
+    if isinstance(batch, Tensor):
+        return None
+    if isinstance(batch, Mapping):
+        parts = list(batch.values())
+    elif type(batch) in (tuple, list) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+        parts = list(batch)
+    else:
+        return kind_of(batch)
+    return next((found for part in parts if (found := _foreign(part))), None)
+
+
+# --- room ------------------------------------------------------------------------------------------
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What may be filled: of a GPU all that is free, of the host's memory half."""
+    if device.type == "cpu":
+        return read_memory().free_bytes // 2
+    return free_for_torch(device)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device as tensors name it: with its number."""
+    return torch.empty(0, device=device).device

@@ -16,8 +16,7 @@ from hotlap.core.data_checks import dtype_problem
 from hotlap.core.errors import DataError, kind_of, listed, shown
 from hotlap.core.job_checks import is_whole
 from hotlap.data.batches import Batch
-from hotlap.data.columns import Columns, as_tensor, holds
-from hotlap.data.samples import Place, Room, Source, taken
+from hotlap.data.sources import Columns, Place, Room, Source, as_tensor, holds, taken
 
 Series = Tensor | np.ndarray[Any, Any]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hotlap.data.randomness import HOST, Generator
+from hotlap.data.order import HOST, Generator
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules of these classes have nothing in common."""

@@ -13,13 +13,12 @@ from torch import Tensor
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed, Plan
 from hotlap.data.batches import Batch
-from hotlap.data.course import Course
+from hotlap.data.dataset import Course
 from hotlap.data.feeds import Feeding, open_feed, within_cores
-from hotlap.data.holding import held, time_to_hold, why_not_held
 from hotlap.data.order import Epoch
 from hotlap.data.purity import is_live, proof_of, state_of
 from hotlap.data.read_state import ReadState
-from hotlap.data.resident import ResidentFeeding, packed
+from hotlap.data.resident import ResidentFeeding, held, packed, time_to_hold, why_not_held
 from hotlap.engine.step import Window
 from hotlap.machine.cuda import free_for_torch
 

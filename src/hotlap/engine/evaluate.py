@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from hotlap.core.errors import HotlapError, TrainingError
 from hotlap.core.plan import Plan
 from hotlap.data.batches import Batch, map_tensors, to_device
-from hotlap.data.columns import tensors_in
-from hotlap.data.course import Course, evaluation_course
+from hotlap.data.dataset import Course, evaluation_course
 from hotlap.data.feeds import Feeding, open_feed
-from hotlap.data.holding import held, why_not_held
 from hotlap.data.purity import state_of
 from hotlap.data.read_state import ReadState
-from hotlap.data.resident import ResidentFeeding
+from hotlap.data.resident import ResidentFeeding, held, why_not_held
+from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.rewiring import adapt
 from hotlap.engine.capture.captured_step import Unfit, shape_of
 from hotlap.engine.capture.fingerprint import fingerprint

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed, Plan
-from hotlap.data.source import Source
+from hotlap.data.sources import Source
 from hotlap.engine.cursor import Place
 
 

@@ -21,11 +21,10 @@ from hotlap.core.job_checks import is_whole, metric_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Feed, Plan
 from hotlap.data.batches import Batch, count_samples, cut
-from hotlap.data.columns import Columns
-from hotlap.data.course import Course, training_course
+from hotlap.data.dataset import Course, training_course
 from hotlap.data.feeds import why_not
 from hotlap.data.purity import proof_of
-from hotlap.data.samples import Source
+from hotlap.data.sources import Columns, Source
 from hotlap.engine.blocks import why_not_checkpointed
 from hotlap.engine.compiling import Compiling
 from hotlap.engine.cursor import Place as Place

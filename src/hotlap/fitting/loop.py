@@ -15,7 +15,7 @@ from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import logger
-from hotlap.data.course import training_course
+from hotlap.data.dataset import training_course
 from hotlap.data.order import mix, seed_host
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Memory, Plan
-from hotlap.data.columns import tensors_in
 from hotlap.data.resident import Rows
+from hotlap.data.sources import tensors_in
 from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.engine.rig import Place, Rig

@@ -18,8 +18,8 @@ from hotlap.core.job_checks import plateau_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.object_memory import Path, generators_in
 from hotlap.core.plan import Plan
-from hotlap.data.course import Course
-from hotlap.data.source import Columns, Selection, Source
+from hotlap.data.dataset import Course
+from hotlap.data.sources import Columns, Selection, Source
 from hotlap.engine.augment import Augment, check_classes
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, changes_of

@@ -11,7 +11,7 @@ from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
 from hotlap.core.table import rows
-from hotlap.data.course import training_course
+from hotlap.data.dataset import training_course
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.fitting.task import TUNED, Task, set_up
 from hotlap.fitting.views import open_view

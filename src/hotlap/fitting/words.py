@@ -9,7 +9,7 @@ import torch
 
 from hotlap import __version__
 from hotlap.core.job import Job
-from hotlap.data.course import Course
+from hotlap.data.dataset import Course
 from hotlap.engine.rig import Rig
 from hotlap.fitting.views import View
 

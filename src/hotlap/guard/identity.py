@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from hotlap.core.job import Job
-from hotlap.data.course import Course
-from hotlap.data.source import Columns
+from hotlap.data.dataset import Course
+from hotlap.data.sources import Columns
 from hotlap.guard.fingerprint import CODE, SHORT, Holdings, file_of, is_library, outside_of
 
 MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device")

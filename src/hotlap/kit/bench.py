@@ -19,8 +19,8 @@ from hotlap import machine
 from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.job import Job
 from hotlap.data.batches import Batch, to_device
-from hotlap.data.columns import tensors_in
-from hotlap.data.course import Course, training_course
+from hotlap.data.dataset import Course, training_course
+from hotlap.data.sources import tensors_in
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import Window

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hotlap.core.units import MIB
 from hotlap.data.batches import Batch
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 
 CONVOLUTIONS: Final = "convolutions"
 VISION: Final = "attention over pictures"

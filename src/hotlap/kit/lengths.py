@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
-from hotlap.data.buckets import lengths_in
-from hotlap.data.samples import Source
-from hotlap.data.source import as_source
+from hotlap.data.dataset import as_source
+from hotlap.data.sequences import lengths_in
+from hotlap.data.sources import Source
 from hotlap.engine.snapshot import Randomness
 
 LOOKED_AT = 256

@@ -15,7 +15,7 @@ from hotlap.core.job import Job
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import clean
 from hotlap.core.units import show_bytes
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 from hotlap.engine.step import Window
 from hotlap.kit.bench import Bench, know_training, opened, parameters_of
 from hotlap.kit.growing import Held, Turns

@@ -16,7 +16,7 @@ from hotlap.core.job import Job
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.terminal import clean
 from hotlap.core.units import show_seconds
-from hotlap.data.buckets import lengths_in
+from hotlap.data.sequences import lengths_in
 from hotlap.engine.rig import Place
 from hotlap.engine.step import Window
 from hotlap.kit.bench import Bench, opened

@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 from hotlap.engine.assists import attention
 from hotlap.engine.assists.attention import POOR_MASKS, Call, masks_of
 from hotlap.script.frames import HOTLAP

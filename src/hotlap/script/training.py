@@ -13,7 +13,7 @@ from hotlap.core.errors import PlanError, first_line
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Execution, Feed, Numerics, Plan
 from hotlap.core.tricks import EARLY_ITEM, ONE_THREAD_BACKWARD, REPLAYED_LOSS
-from hotlap.data.source import Source
+from hotlap.data.sources import Source
 from hotlap.engine.cursor import Place
 from hotlap.moves import MOVES, OTHERS
 from hotlap.script.busy import Busy

@@ -13,8 +13,8 @@ from hotlap import __version__
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import logger
-from hotlap.data.holding import outline
 from hotlap.data.purity import why_not_pure
+from hotlap.data.resident import outline
 from hotlap.engine.protocol import Driven
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
 from hotlap.data.batches import Batch, map_tensors
-from hotlap.data.columns import tensors_in
 from hotlap.data.resident import Rows, narrowed, sample_bytes
+from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
 from hotlap.engine.capture.fingerprint import Glance, StateGlance, fingerprint, places_in
 from hotlap.engine.capture.recording import NotRecordedError, Recorder, Watch, stranger_in

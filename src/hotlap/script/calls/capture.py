@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hotlap.core.tricks import GRADIENTS_IN_PLACE, REPLAYED_EVALUATION
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.rewiring import adapt
 from hotlap.engine.capture.captured_step import MOST_GRAPHS, PATIENCE, WARM_UPDATES, Unfit, shape_of
 from hotlap.engine.capture.fingerprint import Glance, fingerprint

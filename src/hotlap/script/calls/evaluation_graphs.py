@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hotlap.data.batches import map_tensors
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import Unfit, shape_of
 from hotlap.engine.capture.recording import NotRecordedError, Watch
 from hotlap.script.calls.graphs import Graph, Recording

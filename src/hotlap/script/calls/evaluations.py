@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
 from hotlap.core.errors import first_line
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import PATIENCE, Unfit, shape_of
 from hotlap.engine.capture.fingerprint import Glance, fingerprint
 from hotlap.engine.capture.recording import Watch

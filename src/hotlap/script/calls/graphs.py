@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hotlap.data.batches import map_tensors
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
 from hotlap.engine.capture.recording import NotRecordedError, Watch, stranger_in, why_recording_failed
 from hotlap.engine.differentiating import gradients

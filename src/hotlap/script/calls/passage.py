@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._C._functorch import unwrap_if_dead
 
 from hotlap.data.batches import map_tensors
-from hotlap.data.columns import tensors_in
+from hotlap.data.sources import tensors_in
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.precision import Switches
 from hotlap.engine.scaling import FLOOR, LossScale

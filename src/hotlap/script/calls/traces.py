@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hotlap.core.object_memory import Memory, tensors_of
-from hotlap.data.randomness import HostRandomness
+from hotlap.data.order import HostRandomness
 
 _dropping: WeakSet[Any] = WeakSet()
 """What was recorded of recurrent layers that drop out, as long as it is there."""

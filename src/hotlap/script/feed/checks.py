@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotlap.data.batches import Batch
-from hotlap.data.columns import tensors_in
-from hotlap.data.holding import spread
-from hotlap.data.samples import Source
+from hotlap.data.resident import spread
+from hotlap.data.sources import Source, tensors_in
 from hotlap.script.feed.sending import Copy
 from hotlap.tuner.feed_gate import why_unlike
 

@@ -14,10 +14,8 @@ from torch.utils.data import DataLoader, default_collate
 from hotlap.core.plan import Feed
 from hotlap.core.units import MIB
 from hotlap.data.batches import Batch, map_tensors
-from hotlap.data.columns import Columns, Selection, tensors_in
-from hotlap.data.feeds import WorkerStart, within_cores
-from hotlap.data.samples import Source
-from hotlap.data.stream import AHEAD, STAGES, Flight, Lane, Stage
+from hotlap.data.feeds import AHEAD, STAGES, Flight, Lane, Stage, WorkerStart, within_cores
+from hotlap.data.sources import Columns, Selection, Source, tensors_in
 from hotlap.script.feed.indices import Block, Indices, Places
 from hotlap.script.feed.sending import Receives
 from hotlap.script.streams import current_stream

@@ -15,10 +15,8 @@ from hotlap.core.errors import DataError
 from hotlap.core.plan import Feed
 from hotlap.core.units import MIB
 from hotlap.data.batches import Batch
-from hotlap.data.columns import Columns, Selection, tensors_in
-from hotlap.data.holding import HOST, SENT_A_SECOND, bytes_needed, held, time_to_hold, why_not_held
-from hotlap.data.resident import packed
-from hotlap.data.samples import Source
+from hotlap.data.resident import HOST, SENT_A_SECOND, bytes_needed, held, packed, time_to_hold, why_not_held
+from hotlap.data.sources import Columns, Selection, Source, tensors_in
 from hotlap.machine.cuda import usable_bytes
 from hotlap.script.feed.feeds import Columned
 from hotlap.script.feed.indices import Places

@@ -20,7 +20,7 @@ _ANY_GPU = torch.device("cuda")
 
 
 class Copy(Protocol):
-    """A copy of a tensor on the device, or what becomes one (see `hotlap.data.stream.Flight`)."""
+    """A copy of a tensor on the device, or what becomes one (see `hotlap.data.feeds.Flight`)."""
 
     def landed(self) -> Tensor:
         """The copy, for work that is launched from here on; asked for once."""

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 from hotlap.core.errors import PlanError, first_line
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
-from hotlap.data.course import loader_feed, own_collate
+from hotlap.data.dataset import as_source, loader_feed, own_collate
+from hotlap.data.feeds import CudaLane
+from hotlap.data.order import HostRandomness
 from hotlap.data.purity import GRADIENTS, is_live, proof_of, why_not_pure
-from hotlap.data.randomness import HostRandomness
 from hotlap.data.read_state import ReadState
-from hotlap.data.source import Source, as_source
-from hotlap.data.stream import CudaLane
+from hotlap.data.sources import Source
 from hotlap.script.feed.checks import (
     Compared,
     compared_indices,

@@ -1,20 +1,80 @@
-"""A Course is what a training runs over: a source of samples, their order, and how the user would feed it."""
+"""What a training runs over: the source of its samples, their order, and the feed that the user asked for."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
+from hotlap.core.data_checks import is_columns
 from hotlap.core.errors import DataError
 from hotlap.core.job import Job
 from hotlap.core.plan import MOST_PREFETCH, Feed
-from hotlap.data.buckets import LengthOrder, Padding, fitted, lengths_in
+from hotlap.data.batches import Batch
 from hotlap.data.feeds import LOADER_PASSES_ON
 from hotlap.data.order import BatchedOrder, Order, SampledOrder
-from hotlap.data.source import Source, as_source
+from hotlap.data.sequences import LengthOrder, Padding, SequenceColumns, Sequences, fitted, lengths_in
+from hotlap.data.sources import Columns, Selection, Source
+from hotlap.data.windows import WindowColumns, Windows
+
+_known_rows: WeakKeyDictionary[Subset[Any], tuple[list[int], Tensor]] = WeakKeyDictionary()
+"""The rows of subsets, and the lists they were made of: a long list takes milliseconds to become a tensor, and whoever
+looks again at the beginning of each epoch finds it the same."""
+
+
+def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *, loaded: bool = False) -> Source:
+    """The source for data in any form a job may have, or for what is in a DataLoader (`loaded`)."""
+    source = _source_of(data, collate, loaded=loaded)
+    source.given, source.again = data, functools.partial(as_source, data, collate, loaded=loaded)
+    return source
+
+
+def _source_of(data: Any, collate: Callable[[list[Any]], Batch] | None, *, loaded: bool) -> Source:
+    if (loaded or type(data) is TensorDataset) and _needs_gradients(data):
+        return Source(data, collate)  # whose batches are part of a graph
+    # To a DataLoader a tuple or dict is a sequence of samples like any other.
+    if is_columns(data) and not (loaded and isinstance(data, (tuple, Mapping))):
+        return Columns(data, collate)
+    # Of these classes themselves: one that builds upon them may give other samples.
+    if type(data) is TensorDataset:
+        return Columns(data.tensors, collate)
+    if type(data) is Windows:
+        return WindowColumns(data, collate)
+    if type(data) is Sequences:
+        return SequenceColumns(data, collate)
+    if type(data) is Subset:
+        return Selection(as_source(data.dataset, collate, loaded=True), _rows_of(data))
+    return Source(data, collate)
+
+
+def _needs_gradients(data: Any) -> bool:
+    tensors = data.tensors if type(data) is TensorDataset else (data,)
+    return any(isinstance(one, Tensor) and one.requires_grad for one in tensors)
+
+
+def _rows_of(subset: Subset[Any]) -> Sequence[int] | Tensor:
+    indices: Any = subset.indices
+    if type(indices) is not list:
+        return indices  # type: ignore[no-any-return]
+    known = _known_rows.get(subset)
+    if known is None or known[0] != indices:
+        known = _known_rows[subset] = (indices.copy(), torch.tensor(indices, dtype=torch.int64, device="cpu"))
+    return known[1]
 
 
 @dataclass(frozen=True, kw_only=True)
