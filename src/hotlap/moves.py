@@ -16,7 +16,7 @@ from hotlap.core.plan import Feed, Plan
 from hotlap.engine.blocks import repeated_blocks
 from hotlap.engine.depthwise import depthwise_kinds
 from hotlap.engine.layout import why_not_channels_last
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 from hotlap.machine.limits import read_cpu
 
 NO_SETUP_S = 0.02
@@ -45,9 +45,9 @@ class Move:
     """Its name in the table and the ledger."""
     kind: str
     """What it changes beside the time: `A` rounding alone, `B` precision."""
-    propose: Callable[[Plan, Driven], Plan | str]
+    propose: Callable[[Plan, TunableTraining], Plan | str]
     """The plan with the change, or why there is nothing to change. `supports` then tells whether the rig can obey."""
-    setup_s: Callable[[Plan, Driven], float] = lambda plan, rig: NO_SETUP_S
+    setup_s: Callable[[Plan, TunableTraining], float] = lambda plan, rig: NO_SETUP_S
     """Seconds until the changed plan is at its pace, about."""
     helps: tuple[str, ...] = ()
     """What bounds the trainings that it may make faster, by the names of `Diagnosis.bound`."""
@@ -64,7 +64,7 @@ class Move:
     wherever it can be made. Empty: a glance leaves it out where it is too dear."""
 
 
-def _fused(plan: Plan, rig: Driven) -> Plan | str:
+def _fused(plan: Plan, rig: TunableTraining) -> Plan | str:
     return "it is fused already" if plan.numerics.optimizer == "fused" else plan.but(optimizer="fused")
 
 
@@ -74,19 +74,19 @@ FUSED = Move(name="fused optimizer", kind="A", propose=_fused, helps=("launching
 # --- feeds -------------------------------------------------------------------------------------------
 
 
-def _holding_s(plan: Plan, rig: Driven) -> float:
+def _holding_s(plan: Plan, rig: TunableTraining) -> float:
     """Seconds until all samples are where the plan's feed gathers them."""
     return NO_SETUP_S + rig.holding_s(plan.feed)
 
 
-def _resident(plan: Plan, rig: Driven) -> Plan | str:
+def _resident(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.feed.kind == "resident":
         return "it is held already"
     # The settings of workers belong to the loader that this feed replaces.
     return plan.with_feed(Feed(kind="resident"))
 
 
-def _stream(plan: Plan, rig: Driven) -> Plan | str:
+def _stream(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.feed.kind == "resident":
         return "batches are on the device already"
     if plan.feed.kind == "stream":
@@ -94,13 +94,13 @@ def _stream(plan: Plan, rig: Driven) -> Plan | str:
     return plan.with_feed(Feed(kind="stream"))
 
 
-def _gather(plan: Plan, rig: Driven) -> Plan | str:
+def _gather(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.feed.kind != "loader":
         return "batches are indexed as a whole already"
     return plan.with_feed(Feed(kind="gather"))
 
 
-def _workers(plan: Plan, rig: Driven) -> Plan | str:
+def _workers(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.feed.workers:
         return f"there are {plan.feed.workers} already"
     reason = rig.why_not_spread()
@@ -133,13 +133,13 @@ WORKERS = Move(
 # --- numerics ----------------------------------------------------------------------------------------
 
 
-def _without_compiling(plan: Plan, rig: Driven) -> Plan:
+def _without_compiling(plan: Plan, rig: TunableTraining) -> Plan:
     """The plan with depthwise kernels that are ready at once, where cuDNN would first compile its own."""
     is_slow_to_start = rig.device.type == "cuda" and depthwise_kinds(rig.modules) > 0
     return plan.but(depthwise="direct") if is_slow_to_start else plan
 
 
-def _precision(plan: Plan, rig: Driven) -> Plan | str:
+def _precision(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.numerics.precision in ("bf16", "fp16"):
         return f"the precision is {plan.numerics.precision} already"
     # bf16 has the range of fp32 and needs no scaling; fp16 comes second.
@@ -149,21 +149,21 @@ def _precision(plan: Plan, rig: Driven) -> Plan | str:
     return f"this {rig.device.type} has no 16-bit number format in hardware"
 
 
-def _tf32(plan: Plan, rig: Driven) -> Plan | str:
+def _tf32(plan: Plan, rig: TunableTraining) -> Plan | str:
     """TF32 is fp32 whose factors are rounded to 10 bits of fraction in products and convolutions."""
     if plan.numerics.precision != "fp32":
         return f"the precision is {plan.numerics.precision} already"
     return plan.but(precision="tf32")
 
 
-def _layout(plan: Plan, rig: Driven) -> Plan | str:
+def _layout(plan: Plan, rig: TunableTraining) -> Plan | str:
     """The convolutions of tensor cores take images with their channels last."""
     if plan.numerics.layout == "channels_last":
         return "channels are last already"
     return _without_compiling(plan.but(layout="channels_last"), rig)
 
 
-def _depthwise(plan: Plan, rig: Driven) -> Plan | str:
+def _depthwise(plan: Plan, rig: TunableTraining) -> Plan | str:
     """cuDNN's kernels can be a little faster than those that are ready at once."""
     if plan.numerics.depthwise == "direct":
         return plan.but(depthwise="library")
@@ -194,7 +194,7 @@ DEPTHWISE = Move(
 # --- execution ---------------------------------------------------------------------------------------
 
 
-def _autotune(plan: Plan, rig: Driven) -> Plan | str:
+def _autotune(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.execution.autotune:
         return "it is on already"
     if rig.device.type != "cuda":
@@ -206,14 +206,14 @@ def _autotune(plan: Plan, rig: Driven) -> Plan | str:
     return plan.but(autotune=True)
 
 
-def _captured(plan: Plan, rig: Driven) -> Plan | str:
+def _captured(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.execution.mode == "captured":
         return "it is captured already"
     at_once = min(STEPS, rig.most_replay_steps) if plan.feed.kind == "resident" else 1
     return plan.but(mode="captured", replay_steps=at_once)
 
 
-def _longer(plan: Plan, rig: Driven) -> Plan | str:
+def _longer(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.execution.mode != "captured" or plan.feed.kind != "resident":
         return "it needs captured steps and data that is held on the device"
     if rig.most_replay_steps < LONGER_STEPS:
@@ -225,7 +225,7 @@ def _longer(plan: Plan, rig: Driven) -> Plan | str:
     return plan.but(replay_steps=LONGER_STEPS)
 
 
-def _compiled(plan: Plan, rig: Driven) -> Plan | str:
+def _compiled(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.execution.compile != "no":
         return "it is compiled already"
     if not rig.modules:
@@ -244,7 +244,7 @@ def _layers(module: nn.Module) -> int:
     return sum(next(layer.children(), None) is None for layer in module.modules())
 
 
-def _compiling_s(plan: Plan, rig: Driven) -> float:
+def _compiling_s(plan: Plan, rig: TunableTraining) -> float:
     device = "cpu" if rig.device.type == "cpu" else "cuda"
     model = rig.modules[0]
     compiled = repeated_blocks(model)[0] if plan.execution.compile == "blocks" else model
@@ -297,7 +297,7 @@ class Everything:
     not_made: tuple[tuple[Move, str], ...]
 
 
-def everything(rig: Driven, plan: Plan | None = None, moves: Sequence[Move] | None = None) -> Everything:
+def everything(rig: TunableTraining, plan: Plan | None = None, moves: Sequence[Move] | None = None) -> Everything:
     """The plan with each of these moves that can be made, starting from `plan`. Nothing is measured.
 
     Without `moves` it takes `MOVES`, and workers where samples have to be fetched one by one.

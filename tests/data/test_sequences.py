@@ -261,7 +261,7 @@ def test_several_updates_at_once_are_of_one_width():
     epoch = course.order.epoch(0)
     feeding.begin(epoch.indices)
     width = [feeding.fitting(*epoch.bounds(window, None)) for window in range(len(epoch))]
-    found = [rig._route._are_alike(feeding, epoch, window, 2, None) for window in range(len(epoch) - 1)]
+    found = [rig._cursor._are_alike(feeding, epoch, window, 2, None) for window in range(len(epoch) - 1)]
     assert found == [width[n] is width[n + 1] and n + 2 <= 200 // 8 for n in range(len(epoch) - 1)]
     assert any(found)
     assert not all(found)

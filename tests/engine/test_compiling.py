@@ -225,9 +225,9 @@ def test_between_steps_the_model_is_as_the_user_gave_it(quick):
 
 def test_evaluation_runs_uncompiled(quick):
     rig = trained(Net(), "model")[2]
-    before = rig.firsts
+    before = rig.warmup_steps
     assert rig.evaluate(DATA, batch_size=16)["loss"] > 0
-    assert rig.firsts == before == 1
+    assert rig.warmup_steps == before == 1
 
 
 def test_a_hook_that_comes_after_compiling_runs(quick):
@@ -242,13 +242,13 @@ def test_laps_are_not_timed_while_something_is_compiled(quick):
     rig = rig_for(Net(), "model")
     windows = rig.feed(DATA, batch_size=8, epochs=1)
     clock = LapClock(rig)
-    before = rig.firsts
+    before = rig.warmup_steps
     rig.step(next(windows))
-    assert rig.firsts == before + 1
+    assert rig.warmup_steps == before + 1
     clock.stepped(1)
     assert not clock._timing
     rig.step(next(windows))
-    assert rig.firsts == before + 1
+    assert rig.warmup_steps == before + 1
     clock.stepped(1)
     assert clock._timing
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hotlap import Plan, Rig
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine import step_cache as steps_module
-from hotlap.engine.assists.rewiring import adapt
-from hotlap.engine.capture.fingerprint import Glance, fingerprint
+from hotlap.engine.assists.rewiring import rewire
+from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
 from hotlap.engine.capture.recording import Watch
 from hotlap.engine.precision import Switches
 from hotlap.script.calls.call import Call
@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_the_same_with_it_and_after_it(name, attention, p
         theirs = trained(model, given, precision=precision)
     except RuntimeError as error:
         pytest.skip(f"the library's own step fails: {error}")  # DeBERTa's masks, in bf16
-    with adapt(model):
+    with rewire(model):
         mine = trained(model, given, precision=precision)
     after = trained(model, given, precision=precision)
     same(after, theirs, 0)
@@ -74,7 +74,7 @@ def test_a_bare_model_gives_the_same_in_evaluation_and_training(name, attention,
         torch.manual_seed(3)
         theirs = model(**given).last_hidden_state
         torch.manual_seed(3)
-        with adapt(model):
+        with rewire(model):
             mine = model(**given).last_hidden_state
         assert torch.equal(mine, theirs)
 
@@ -84,14 +84,14 @@ def test_a_bare_model_gives_the_same_in_evaluation_and_training(name, attention,
 def test_labels_below_zero_are_left_out_of_the_loss_as_the_library_does(name, labels):
     model, given = tiny(name), batch() | {"labels": torch.tensor(labels)}
     theirs = trained(model, given)
-    with adapt(model):
+    with rewire(model):
         same(trained(model, given), theirs, 0)
 
 
 def test_a_batch_without_any_label_has_a_loss_and_gradients_of_zero():
     model, given = tiny("deberta-v3"), batch() | {"labels": torch.full((4,), -1)}
     assert not model(**given).loss.requires_grad  # the library's own cannot be differentiated
-    with adapt(model):
+    with rewire(model):
         loss, gradients = trained(model, given)
     assert loss == 0
     assert not any(gradient.any() for gradient in gradients if gradient is not None)
@@ -104,7 +104,7 @@ def test_outputs_keep_their_form_and_other_losses_are_the_librarys_own():
     for one, what in [(model, given | {"return_dict": False}), (model, given), (model, soft), (number, given)]:
         what = what if one is model else what | {"labels": torch.rand(4)}
         theirs = one(**what)
-        with adapt(one):
+        with rewire(one):
             mine = one(**what)
         assert type(mine) is type(theirs)
         assert list(mine) == list(theirs) if isinstance(theirs, dict) else len(mine) == len(theirs)
@@ -203,7 +203,7 @@ def test_nothing_is_read_back_or_copied_from_the_host_in_a_step(name, attention,
         model = sent(tiny(name, attention))
     if not without:
         assert waits_of(model, 12)[0] != []
-    with adapt(model):
+    with rewire(model):
         assert waits_of(model, 12, 12, without=without)[0] == []
 
 
@@ -214,7 +214,7 @@ def test_relative_positions_are_made_once_for_each_width(name):
 
     with Device():
         model = sent(tiny(name))
-    adapted = adapt(model)
+    adapted = rewire(model)
     with adapted:
         first, again, other = builds(12), builds(12), builds(9)
         assert first > again == 0
@@ -227,7 +227,7 @@ def test_relative_positions_are_made_once_for_each_width(name):
 def test_positions_made_in_inference_mode_serve_in_training():
     model, given = tiny("deberta-v3"), batch()
     theirs = trained(model, given)
-    with adapt(model):
+    with rewire(model):
         with torch.inference_mode():
             model(**given)
         same(trained(model, given), theirs, 0)
@@ -249,7 +249,7 @@ def test_undoing_leaves_no_trace_in_the_model_and_none_in_the_library(name):
     model.zero_grad()
     before, library = pickle.dumps(model), library_of(model)
     attributes = [list(vars(layer)) for layer in model.modules()]
-    adapted = adapt(model)
+    adapted = rewire(model)
     assert adapted.what
     assert pickle.dumps(model) == before
     adapted.apply()
@@ -267,7 +267,7 @@ def test_undoing_leaves_no_trace_in_the_model_and_none_in_the_library(name):
 def test_another_model_of_the_same_kind_is_not_touched():
     with Device():
         model, other = sent(tiny("bert")), sent(tiny("bert"))
-    with adapt(model):
+    with rewire(model):
         assert waits_of(model, 12)[0] == []
         assert waits_of(other, 12)[0] != []
 
@@ -276,7 +276,7 @@ def test_another_model_of_the_same_kind_is_not_touched():
 def test_a_copy_of_an_adapted_model_works_by_itself(name):
     model, given = tiny(name), batch()
     theirs = trained(model, given)
-    with adapt(model):
+    with rewire(model):
         copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     with torch.no_grad():
         next(model.parameters()).zero_()
@@ -288,8 +288,8 @@ def test_a_copy_of_an_adapted_model_works_by_itself(name):
 def test_a_capture_sees_no_change_from_step_to_step_nor_between_uses(name):
     model, given = tiny(name).eval(), batch()  # dropout draws from the host's randomness here
     trained(model, given)
-    adapted = adapt(model)
-    outside, glance = fingerprint([model]), Glance([model])
+    adapted = rewire(model)
+    outside, glance = fingerprint([model]), QuickCheck([model])
     with adapted:
         inside = fingerprint([model])
         for _ in range(2):
@@ -307,7 +307,7 @@ def test_a_capture_sees_no_change_from_step_to_step_nor_between_uses(name):
 def test_a_method_that_somebody_has_put_into_the_model_stays_theirs():
     model, given = tiny("distilbert", head="Model"), batch()
     del given["labels"]
-    adapted, calls = adapt(model), []
+    adapted, calls = rewire(model), []
 
     def mine(*args, **kwargs):
         calls.append(1)
@@ -322,7 +322,7 @@ def test_a_method_that_somebody_has_put_into_the_model_stays_theirs():
 
 def test_an_error_in_a_step_leaves_the_model_as_it_was():
     model = tiny("bert")
-    work = adapt(model).during(model.forward)
+    work = rewire(model).during(model.forward)
     with pytest.raises(ValueError, match="input_ids"):
         work()
     assert all("_create_attention_masks" not in vars(layer) for layer in model.modules())
@@ -420,20 +420,20 @@ def test_an_encoder_is_found_inside_the_users_own_model_and_under_a_class_of_the
         model = sent(Head())
     given = sent(batch())
     del given["labels"]
-    for context, waits in ((nullcontext(), 1), (adapt(model), 0)):
+    for context, waits in ((nullcontext(), 1), (rewire(model), 0)):
         with context, Device() as device:
             model(**given).backward()
         assert len(device.waits) == waits
 
 
 def test_there_is_nothing_to_adapt_in_a_model_of_another_library():
-    assert adapt(nn.Sequential(nn.Linear(2, 2), nn.TransformerEncoderLayer(4, 2))) is None
+    assert rewire(nn.Sequential(nn.Linear(2, 2), nn.TransformerEncoderLayer(4, 2))) is None
 
 
 def test_the_library_is_not_imported_to_find_out(monkeypatch):
     model = tiny("bert")
     monkeypatch.delitem(sys.modules, "transformers")
-    assert adapt(model) is None
+    assert rewire(model) is None
     assert "transformers" not in sys.modules
 
 
@@ -441,5 +441,5 @@ def test_a_library_without_the_names_it_looks_for_is_left_alone(monkeypatch):
     from transformers import masking_utils
 
     monkeypatch.delattr(masking_utils, "is_tracing")
-    adapted = adapt(tiny("bert"))
+    adapted = rewire(tiny("bert"))
     assert adapted is None or not any("read back" in what for what in adapted.what)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.engine.assists.rewiring import adapt
+from hotlap.engine.assists.rewiring import rewire
 from hotlap.engine.capture.fingerprint import fingerprint
 
 WIDTH, LENGTH = 8, 5
@@ -75,7 +75,7 @@ def test_outputs_and_gradients_are_the_same_and_no_mask_is_looked_into(kind, mas
     assert seen
     seen.clear()
     before = fingerprint([model])
-    adapted = adapt(model)
+    adapted = rewire(model)
     with adapted:
         mine = trained(model, mask)
     assert not seen
@@ -89,7 +89,7 @@ def test_a_hint_of_the_scripts_own_is_kept(monkeypatch):
     hints = []
     model.layers[0].register_forward_pre_hook(lambda _, __, kwargs: hints.append(kwargs["is_causal"]), with_kwargs=True)
     x = torch.randn(LENGTH, 3, WIDTH)
-    with adapt(model):
+    with rewire(model):
         model(x, mask=CAUSAL, is_causal=True)
         model(x, mask=CAUSAL)
     assert hints == [True, False]
@@ -100,5 +100,5 @@ def test_a_stack_with_a_forward_pass_of_its_own_is_left_alone():
         def forward(self, src, **more):
             return super().forward(src, **more)
 
-    assert adapt(Own(nn.TransformerEncoderLayer(WIDTH, 2, 16), 1, enable_nested_tensor=False)) is None
-    assert adapt(nn.Linear(2, 2)) is None
+    assert rewire(Own(nn.TransformerEncoderLayer(WIDTH, 2, 16), 1, enable_nested_tensor=False)) is None
+    assert rewire(nn.Linear(2, 2)) is None

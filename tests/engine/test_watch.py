@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from hotlap.engine.capture import recording as watch_module
-from hotlap.engine.capture.fingerprint import Glance, StateGlance, fingerprint
-from hotlap.engine.capture.recording import Watch, meant, stranger_in, why_recording_failed
+from hotlap.engine.capture.fingerprint import QuickCheck, StateCheck, fingerprint
+from hotlap.engine.capture.recording import Watch, intended_wait, unknown_leaf, why_recording_failed
 
 CPU = torch.device("cpu")
 
@@ -185,7 +185,7 @@ def test_an_error_inside_passes_through_and_leaves_no_hook_behind():
 
 def test_a_wait_that_is_meant_is_no_reason():
     watch = Watch([Quiet()], CPU)
-    with watch, meant():
+    with watch, intended_wait():
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
     assert watch.reason is None
     with watch:
@@ -208,8 +208,8 @@ def test_a_wait_in_what_hotlap_itself_does_names_no_line_of_whoever_called(monke
 def test_a_gradient_for_a_parameter_of_somebody_else_is_found():
     mine, theirs = nn.Linear(3, 3), nn.Linear(3, 1)
     loss = theirs(mine(torch.randn(4, 3))).mean()
-    assert "(1, 3)" in stranger_in(loss, list(mine.parameters()))
-    assert stranger_in(loss, [*mine.parameters(), *theirs.parameters()]) is None
+    assert "(1, 3)" in unknown_leaf(loss, list(mine.parameters()))
+    assert unknown_leaf(loss, [*mine.parameters(), *theirs.parameters()]) is None
 
 
 class Config:
@@ -289,12 +289,12 @@ def configured_in_full():
 @pytest.mark.parametrize("name", SEEN_AT_A_GLANCE)
 def test_a_glance_sees_whatever_voids_a_capture(name):
     model = configured_in_full()
-    glance = Glance([model])
+    glance = QuickCheck([model])
     assert glance.still_holds()
     kept = model[0].weight.data, model.mask, model.mask.data, model[3].running_mean.data
     SEEN_AT_A_GLANCE[name](model)
     assert not glance.still_holds()
-    assert Glance([model]).still_holds()
+    assert QuickCheck([model]).still_holds()
     del kept
 
 
@@ -302,23 +302,23 @@ def test_a_glance_sees_one_number_in_the_place_of_another():
     model = nn.Linear(3, 1)
     model.scale = torch.ones(1)
     for name, other in (("scale", torch.ones(1)), ("bias", nn.Parameter(model.bias.detach().clone()))):
-        glance = Glance([model])
+        glance = QuickCheck([model])
         setattr(model, name, other)
         assert not glance.still_holds()
 
 
 def test_a_glance_does_not_trust_what_is_lazy():
     model = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
-    assert not Glance([model]).still_holds()
+    assert not QuickCheck([model]).still_holds()
     model(torch.ones(2, 4))
-    assert Glance([model]).still_holds()
+    assert QuickCheck([model]).still_holds()
 
 
 def test_a_glance_sees_nothing_in_updates_and_evaluations():
     model = configured_in_full()
     model.nothing, model.sparse, model.shared = None, torch.eye(3).to_sparse(), model[0].weight
     model[1].weight = model[0].weight  # tied
-    glance = Glance([model, model[0]])
+    glance = QuickCheck([model, model[0]])
     for _ in range(2):
         model(torch.randn(4, 3)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -355,7 +355,7 @@ IN_THE_STATE = {
 @pytest.mark.parametrize("name", IN_THE_STATE)
 def test_a_glance_sees_whatever_changes_in_an_optimizers_state(name):
     optimizer = stepped()
-    glance = StateGlance(optimizer)
+    glance = StateCheck(optimizer)
     assert glance.still_holds()
     kept = [dict(part) for part in optimizer.state.values()], first_state(optimizer)["exp_avg"].data
     IN_THE_STATE[name](optimizer)
@@ -365,7 +365,7 @@ def test_a_glance_sees_whatever_changes_in_an_optimizers_state(name):
 
 def test_a_glance_at_an_optimizers_state_sees_nothing_in_updates():
     optimizer = stepped()
-    glance = StateGlance(optimizer)
+    glance = StateCheck(optimizer)
     for _ in range(3):
         optimizer.step()
         assert glance.still_holds()
@@ -374,13 +374,13 @@ def test_a_glance_at_an_optimizers_state_sees_nothing_in_updates():
 def test_a_glance_does_not_trust_a_state_that_is_nested():
     optimizer = stepped()
     first_state(optimizer)["history"] = [torch.ones(2)]
-    assert not StateGlance(optimizer).still_holds()
+    assert not StateCheck(optimizer).still_holds()
 
 
 def test_a_glance_holds_nothing_of_an_optimizers_state():
     optimizer = stepped()
     gone = weakref.ref(first_state(optimizer)["exp_avg"])
-    glance = StateGlance(optimizer)
+    glance = StateCheck(optimizer)
     optimizer.state.clear()
     gc.collect()
     assert gone() is None

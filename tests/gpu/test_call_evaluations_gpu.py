@@ -205,10 +205,10 @@ def test_training_and_evaluation_take_turns_and_both_keep_their_recordings(kind,
         for made, truth in zip(evaluated(model, module, xs, mode), evaluated(module, module, xs, mode), strict=True):
             assert_same(made, truth)
         if epoch == 0:
-            firsts = model.call.firsts
+            firsts = model.call.warmup_steps
     assert model.recorded == 1, model.evaluations.refused
     assert model.call._way.recorded == 1, model.call.given_up
-    assert model.call.firsts == firsts
+    assert model.call.warmup_steps == firsts
 
 
 def test_an_evaluation_in_the_middle_of_a_step_leaves_its_backward_pass_alone():

@@ -111,7 +111,7 @@ def test_a_captured_loop_has_the_losses_of_the_eager_one(kind, precision):
     mine, theirs, model = both(kind, plan_of(precision), plan_of(precision, "eager"))
     assert model.call.given_up is None
     assert model.recorded == 1
-    assert model.call.firsts <= 5
+    assert model.call.warmup_steps <= 5
     assert_like(mine, theirs, rtol={"fp32": 1e-3, "tf32": 3e-3, "bf16": 2e-2}[precision], atol=1e-3)
 
 
@@ -182,7 +182,7 @@ def test_shapes_that_come_often_are_recorded_and_the_others_are_not():
     data = [data_of(Mlp, 1, size, seed)[0] for seed, size in enumerate(sizes)]
     mine, theirs, model = both(Mlp, CAPTURED, data=data)
     assert model.recorded == 2
-    assert model.call.firsts == 2 * 4 + 2
+    assert model.call.warmup_steps == 2 * 4 + 2
     assert_like(mine, theirs)
     pools = {graph._forward.pool() for graph in model.call._way._now.graphs.values()}
     pools |= {graph._backward.pool() for graph in model.call._way._now.graphs.values()}
@@ -467,12 +467,12 @@ def test_a_seed_set_in_the_middle_makes_masks_of_recurrent_layers_anew():
         if number in (8, 16):
             torch.manual_seed(number)
             assert model.recorded == 1, model.call.given_up
-            firsts = model.call.firsts
+            firsts = model.call.warmup_steps
         if number == 12:
             model(x[:7]).sum().backward()
         model(x).sum().backward()
         if number in (8, 16):
-            assert model.call.firsts == firsts + 1
+            assert model.call.warmup_steps == firsts + 1
     assert model.recorded == 1, model.call.given_up
     assert all(p.isfinite().all() for p in module.parameters())
 
@@ -504,7 +504,7 @@ def test_a_trial_of_recurrent_layers_that_drop_is_a_replay_and_what_it_recorded_
     for _ in range(3):
         assert model.recorded == 1, model.call.given_up
         model(x).sum().backward()
-    assert model.call.firsts == 0
+    assert model.call.warmup_steps == 0
 
 
 def test_a_checkpointed_module_is_right():
@@ -640,7 +640,7 @@ def test_plans_take_turns_and_keep_what_they_recorded():
             loss.backward()
             optimizer.step()
             told.append(loss.detach())
-        firsts.setdefault(plan, []).append(model.call.firsts)
+        firsts.setdefault(plan, []).append(model.call.warmup_steps)
     torch.testing.assert_close(torch.stack(losses[0]), torch.stack(losses[1]), rtol=5e-2, atol=2e-2)
     for plan in plans:
         assert firsts[plan][5] == firsts[plan][-1], plan  # in its second turn each goes on at its pace
@@ -717,6 +717,6 @@ def test_a_trial_of_a_capture_agrees_with_one_of_the_own_plan_and_leaves_no_trac
     after = module.state_dict(), gradients(module), torch.cuda.get_rng_state(), torch.get_rng_state()
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     model.call.use(*CAPTURED)
-    firsts = model.call.firsts
+    firsts = model.call.warmup_steps
     model(x.to(DEVICE)).sum().backward()
-    assert model.call.firsts == firsts  # what was recorded for the trial is at hand
+    assert model.call.warmup_steps == firsts  # what was recorded for the trial is at hand

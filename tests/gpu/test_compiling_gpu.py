@@ -153,9 +153,9 @@ def test_compiled_and_plain_captures_are_both_kept_while_plans_alternate():
     firsts = []
     for window in rig.feed(images(), batch_size=8, epochs=3):
         rig.use(plans[rig.steps % 2])
-        before = rig.firsts
+        before = rig.warmup_steps
         rig.step(window)
-        firsts.append(rig.firsts - before)
+        firsts.append(rig.warmup_steps - before)
     assert_compiled(rig)
     assert any(firsts[:12])
     assert not any(firsts[12:])

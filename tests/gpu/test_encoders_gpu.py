@@ -81,7 +81,7 @@ def test_dropout_in_an_encoder_draws_what_it_would_have_drawn_eagerly(name, atte
 
 @pytest.mark.parametrize(("name", "attention"), [("bert", "sdpa"), ("deberta", "eager"), ("deberta-v3", "eager")])
 def test_an_encoder_as_the_library_has_it_cannot_be_recorded(name, attention, monkeypatch):
-    monkeypatch.setattr(steps_module, "adapt", lambda *models: None)
+    monkeypatch.setattr(steps_module, "rewire", lambda *models: None)
     _, rig = trained(tiny(name, attention), CAPTURED)
     assert rig.given_up is not None
 
@@ -99,9 +99,9 @@ def test_plans_taken_in_turn_keep_what_was_recorded_and_leave_the_model_as_it_wa
         rig.use(EAGER if number in (18, 19) else CAPTURED)
         losses.append(rig.step(given))
         if number == 17:
-            firsts = rig.firsts
+            firsts = rig.warmup_steps
     assert rig.given_up is None
-    assert rig.firsts == firsts  # nothing had to be recorded again
+    assert rig.warmup_steps == firsts  # nothing had to be recorded again
     assert [list(vars(layer)) for layer in model.modules()] == attributes
     torch.testing.assert_close(torch.stack(losses).float(), theirs, rtol=1e-4, atol=1e-4)
     rig.close()

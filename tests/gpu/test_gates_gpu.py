@@ -94,9 +94,9 @@ def test_captured_plans_in_every_precision_pass(model, precision, replay_steps):
     rig.use(plan)
     assert rig.given_up is None
     # What the gate has recorded serves the training: nothing has to be recorded again.
-    before = rig.firsts
+    before = rig.warmup_steps
     step(rig)
-    assert rig.firsts == before
+    assert rig.warmup_steps == before
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -186,9 +186,9 @@ def test_it_leaves_no_trace_and_what_is_captured_stays(in_force):
     for choices in ({"precision": "bf16"}, {"kind": "resident", "mode": "captured", "replay_steps": 8}):
         assert gate.check(rig.plan.but(**choices)).ok
     assert_same_state(state_of(rig), before)
-    firsts = rig.firsts
+    firsts = rig.warmup_steps
     step(rig)
-    assert rig.firsts == firsts
+    assert rig.warmup_steps == firsts
 
 
 def test_the_training_goes_on_as_if_it_had_not_been():

@@ -62,7 +62,7 @@ def test_a_captured_plan_that_comes_back_is_not_recorded_again(optimizer):
         rig.use(fast)
         for _ in range(6):
             rig.advance(next(windows))
-        seen.append(rig.firsts)
+        seen.append(rig.warmup_steps)
         rig.use(own)
         for _ in range(3):
             rig.advance(next(windows))
@@ -83,9 +83,9 @@ def test_a_glance_at_a_plan_leaves_no_trace_and_what_it_records_stays():
             assert (rig.place, rig.plan, rig.steps) == (*before, 5)
             with rig.aside():
                 rig.use(fast)
-                recorded = rig.firsts
+                recorded = rig.warmup_steps
                 rig.advance(next(rig.windows(room=lambda: 64)))
-                assert rig.firsts == recorded > 0
+                assert rig.warmup_steps == recorded > 0
         return made + [float(rig.advance(next(windows))) for _ in range(10)]
 
     assert losses(glances=True) == losses(glances=False)
@@ -143,7 +143,7 @@ def test_layouts_that_take_turns_keep_their_captures():
             rig.use(plan)
             for _ in range(6):
                 rig.advance(next(windows))
-            seen.append(rig.firsts)
+            seen.append(rig.warmup_steps)
     assert seen[:2] == seen[-2:]
     rig.tidy()
     for _ in range(6):
@@ -189,14 +189,14 @@ def test_recurrent_layers_with_dropout_pass_the_gate_captured_and_stay_so():
     for _ in range(8):
         rig.advance(next(windows))
     assert rig.given_up is None
-    before = rig.firsts
+    before = rig.warmup_steps
     with rig.aside():
         for _ in range(2):
             rig.advance(next(rig.windows()))
     for _ in range(4):
         rig.advance(next(windows))
     assert rig.given_up is None
-    assert rig.firsts - before <= 4
+    assert rig.warmup_steps - before <= 4
 
 
 @pytest.mark.parametrize(("model", "shape"), [(mlp, (16,)), (Recurrent, (12, 8)), (cnn, (3, 8, 8))])

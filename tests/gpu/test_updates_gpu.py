@@ -144,7 +144,7 @@ def test_replays_follow_the_rate_and_leave_the_state_of_the_loop(kind, plan):
     own, theirs, _ = trained(KINDS[kind], schedule=decay)
     assert scripted.updates.uncaptured is None
     assert scripted.update()._replays == STEPS - FROM - WARM
-    assert scripted.updates.firsts == WARM + 1
+    assert scripted.updates.warmup_steps == WARM + 1
     assert type(optimizer.param_groups[0]["lr"]) is float
     assert_same(own, model)
     assert_same_state(theirs, optimizer)
@@ -172,7 +172,7 @@ def test_a_checkpoint_in_between_changes_nothing_and_nothing_is_recorded_again()
     model, optimizer, scripted = trained(plan="fused", between=checkpoint)
     own, theirs, _ = trained()
     assert seen == [("cpu", 11.0), ("cpu", 12.0), ("cpu", 16.0)]
-    assert scripted.updates.firsts == WARM + 1
+    assert scripted.updates.warmup_steps == WARM + 1
     assert scripted.update()._replays == STEPS - FROM - WARM
     assert_same(own, model)
     assert_same_state(theirs, optimizer)
@@ -199,7 +199,7 @@ def test_whatever_a_script_changes_in_between_is_noticed(change):
 
     model, optimizer, scripted = trained(plan="fused", between=at_ten)
     own, theirs, _ = trained(between=at_ten)
-    assert scripted.updates.firsts == 2 * (WARM + 1)
+    assert scripted.updates.warmup_steps == 2 * (WARM + 1)
     assert scripted.updates.uncaptured is None
     assert_same(own, model)
     assert_same_state(theirs, optimizer)
@@ -217,7 +217,7 @@ def test_plans_in_turn_keep_what_was_recorded():
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    assert [update.firsts for update in scripted.updates._captures.values()] == [WARM + 1, WARM + 1]
+    assert [update.warmup_steps for update in scripted.updates._captures.values()] == [WARM + 1, WARM + 1]
     own, theirs, _ = trained(steps=32)
     scripted.updates.close()
     assert_same(own, model)

@@ -42,7 +42,7 @@ def test_evaluation_is_replayed_with_the_scripts_own_numbers(mode):
     assert {(out.is_inference(), out.requires_grad) for out in made} == {(mode is torch.inference_mode, False)}
     assert model.replays == 1 + 6  # one of them was compared with the script's own
     assert model.evaluations.recorded == 1
-    assert model.call.firsts == 0
+    assert model.call.warmup_steps == 0
 
 
 def test_outputs_are_in_memory_of_their_own():
@@ -134,7 +134,7 @@ def test_training_and_evaluation_take_turns_and_both_keep_their_recordings(set_t
     assert all(map(torch.equal, made, run(theirs, theirs)))
     assert_equal_states(mine.state_dict(), theirs.state_dict())
     assert model.replays == 5 * 6 - WARM + 1
-    assert model.call.firsts == 4  # in the first epoch, and never again
+    assert model.call.warmup_steps == 4  # in the first epoch, and never again
     assert model.call._way.recorded == model.evaluations.recorded == 1
     assert [len(recorder.graphs) for recorder in model.recorders] == [2, 1]
 

@@ -160,7 +160,7 @@ def test_gradients_in_bf16_are_near_those_of_fp32_and_in_the_parameters_dtype():
             out = run(x)
             nn.functional.cross_entropy(out, y).backward()
     assert out.dtype is torch.float32
-    assert model.call.firsts == 1
+    assert model.call.warmup_steps == 1
     made, truth = (torch.cat([g.flatten() for g in gradients(m).values()]) for m in (mine, theirs))
     assert made.dtype is torch.float32
     assert not torch.equal(made, truth)
@@ -765,7 +765,7 @@ def test_shapes_values_flags_and_modes_are_recorded_apart():
             torch.testing.assert_close(out, module(*args, **kwargs))
             out.sum().backward()
     assert model.replays == 2 * len(kinds)
-    assert model.call.firsts == 4 * len(kinds)
+    assert model.call.warmup_steps == 4 * len(kinds)
 
 
 def test_more_shapes_than_there_is_place_for_run_eagerly(monkeypatch):
@@ -783,9 +783,9 @@ def test_more_shapes_than_there_is_place_for_run_eagerly(monkeypatch):
     way = model.call._way
     assert way.recorded == 3
     assert model.replays == 3 * 2
-    firsts = model.call.firsts
+    firsts = model.call.warmup_steps
     called([4, 5], 2)
-    assert model.call.firsts == firsts  # nothing more is to come of them
+    assert model.call.warmup_steps == firsts  # nothing more is to come of them
     called([4], 12)  # the others were not used for long
     assert model.replays > 3 * 2
 
@@ -898,7 +898,7 @@ def test_recurrent_layers_that_drop_are_recorded_once_and_anew_where_a_seed_is_s
             generator.manual_seed(8)  # the same again
         model(x).sum().backward()
         generator.offset += 4
-        firsts.append(model.call.firsts)
+        firsts.append(model.call.warmup_steps)
     assert model.call.given_up is None
     assert firsts == [1, 2, 3] + [4] * 5 + [5, 6, 7] + [8] * 5 + [9, 10, 11] + [12] * 5
 
@@ -1141,12 +1141,12 @@ def test_plans_can_be_changed_to_and_fro_and_captures_stay():
     plans = [CAPTURED] * 5 + [OWN, CAPTURED, OWN, CAPTURED]
     for plan, (x, y) in zip(plans, batches(len(plans)), strict=True):
         model.call.use(*plan)
-        firsts = model.call.firsts
+        firsts = model.call.warmup_steps
         for run, optimizer in zip((model, theirs), optimizers, strict=True):
             optimizer.zero_grad()
             nn.functional.cross_entropy(run(x), y).backward()
             optimizer.step()
-    assert model.call.firsts == firsts == 4
+    assert model.call.warmup_steps == firsts == 4
     assert model.replays == 4
     assert_equal_states(mine.state_dict(), theirs.state_dict())
     model.call.forget()
@@ -1228,7 +1228,7 @@ def test_where_every_call_of_a_module_comes_by_it_is_asked_once(monkeypatch):
                     call.trial(args, kwargs, call.last_output_grads, *plan)
                 call.use(*CAPTURED)
     assert call._way.recorded == 0  # after the surprise it is looked at anew
-    assert call.firsts == 1
+    assert call.warmup_steps == 1
     torch.testing.assert_close(gradients(mine), gradients(theirs))
     assert_equal_states(mine.state_dict(), theirs.state_dict())
 
@@ -1364,7 +1364,7 @@ def test_what_was_recorded_is_there_again_after_trials_without_dropout():
         assert model.replays == replays + 1
         assert model.call._way._before is None
         assert sum(len(recorder.graphs) for recorder in model.recorders) == 2 * (2 + number)
-    assert model.call.firsts == 0
+    assert model.call.warmup_steps == 0
     module[3].p = 0.1
     model(x).sum().backward()
     assert model.call._way.recorded == 0

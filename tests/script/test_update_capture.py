@@ -141,9 +141,9 @@ def test_an_idle_optimizer_makes_no_step(kind):
 
 def test_steps_that_are_no_replays_are_counted():
     _, _, scripted = trained(plan="fused")
-    assert scripted.updates.firsts == WARM + 1
+    assert scripted.updates.warmup_steps == WARM + 1
     scripted.updates.use("plain")
-    assert scripted.updates.firsts == 0
+    assert scripted.updates.warmup_steps == 0
 
 
 def test_gradients_that_stay_where_they_are_are_read_there_and_followed_where_they_go(monkeypatch):
@@ -285,7 +285,7 @@ def test_a_schedule_that_moves_more_than_the_rate_leaves_it_to_the_optimizer():
     assert_same(plain, model)
     assert scripted.replays() == 0
     assert "keep changing" in scripted.updates.uncaptured
-    assert scripted.updates.firsts == PATIENCE + 1
+    assert scripted.updates.warmup_steps == PATIENCE + 1
 
 
 @pytest.mark.parametrize("groups", [2, 6])

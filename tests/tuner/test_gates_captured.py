@@ -21,12 +21,12 @@ class Pretended:
 
     def __init__(self, eager, *, device, recorder, left, why_split, attention, note):
         self._eager, self._seen, self._recorded = eager, Counter(), {}
-        self.firsts, self.given_up, self.rates = 0, None, eager.rates
+        self.warmup_steps, self.given_up, self.rates = 0, None, eager.rates
 
     def __call__(self, window):
         key = (window.updates, tuple(window.sizes))
         if key not in self._recorded:
-            self.firsts += 1
+            self.warmup_steps += 1
             self._seen[key] += window.updates
             if self._seen[key] - window.updates < 3:
                 return self._eager(window)
@@ -171,10 +171,10 @@ def test_what_the_plan_in_force_has_recorded_is_still_there_afterwards():
     rig.use(captured(own, 4, layout="channels_last"))
     for _ in range(4):
         rig.step(next(rig.ahead))
-    before, recorded = rig.firsts, rig._step
+    before, recorded = rig.warmup_steps, rig._step
     assert before
     assert Gate(rig, own).check(rig.plan).ok
     assert rig._step is recorded
     rig.step(next(rig.ahead))
-    assert rig.firsts == before
+    assert rig.warmup_steps == before
     assert list(rig._steps.values()) == [recorded]  # and nothing of the plans that were tried beside it

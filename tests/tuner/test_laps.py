@@ -12,7 +12,7 @@ class Driver:
 
     def __init__(self, *, step_s=0.01, epoch=100, period=None, few_windows=0):
         self.plan, self.steps, self.place, self.epoch_windows = Plan(), 0, Place(), epoch
-        self.firsts, self.now, self.step_s, self.waits = 0, 0.0, step_s, 0
+        self.warmup_steps, self.now, self.step_s, self.waits = 0, 0.0, step_s, 0
         self.laps = LapClock(self, period=period, few_windows=few_windows, clock=lambda: self.now)
 
     def wait(self):
@@ -176,12 +176,12 @@ def test_a_lap_waits_until_captures_are_recorded_and_begins_again_where_one_come
     driver = Driver(step_s=0.01)
     driver.laps.ask(warm=0)
     for _ in range(4):  # eager, and then the recording
-        driver.firsts += 1
+        driver.warmup_steps += 1
         driver.step_s = 0.5
         assert driver.step() is None
     driver.step_s = 0.01
     assert driver.step() is None
-    driver.firsts += 1  # another shape of batch
+    driver.warmup_steps += 1  # another shape of batch
     driver.step_s = 0.5
     assert driver.step() is None
     driver.step_s = 0.01
@@ -194,7 +194,7 @@ def test_a_plan_that_never_comes_to_its_pace_is_timed_in_the_end():
     driver.laps.ask(warm=0)
     lap = None
     while lap is None and driver.steps < 2000:
-        driver.firsts += 1
+        driver.warmup_steps += 1
         lap = driver.step()
     assert lap is not None
     assert driver.steps * driver.step_s > MOST_AGAIN * LAP_S  # as many were thrown away before

@@ -240,7 +240,7 @@ def test_a_plan_that_breaks_is_none_and_lets_go_of_what_was_made_for_it(glances_
         patch.setattr(rig, "advance", lambda window: 1 / 0)
         assert CountingProbe(rig).glance(held) is None
     assert rig.plan.feed.kind == "loader"
-    assert not rig._route._resident
+    assert not rig._cursor._resident
     rig.advance(next(windows))
 
 

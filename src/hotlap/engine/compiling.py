@@ -31,8 +31,8 @@ from hotlap.core.plan import Execution
 from hotlap.core.units import show_seconds
 from hotlap.data.batches import Batch
 from hotlap.engine.blocks import repeated_blocks
-from hotlap.engine.capture.captured_step import Unfit, shape_of, signature
-from hotlap.engine.capture.recording import Watch, meant
+from hotlap.engine.capture.captured_step import BatchError, shape_of, signature
+from hotlap.engine.capture.recording import Watch, intended_wait
 from hotlap.engine.objective import Scored
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window
@@ -102,7 +102,7 @@ class Compiling:
         self._reasons: dict[str, str | None] = {}
         self._parts: dict[str, list[tuple[nn.Module, Callable[..., Any]]]] = {}
         self._before: list[tuple[nn.Module, Any]] = []
-        self.firsts = 0
+        self.warmup_steps = 0
         """Windows so far in which something was compiled."""
         self.given_up: dict[str, str] = {}
         """Why the model, or its blocks, run uncompiled all the same, once that is known."""
@@ -143,14 +143,14 @@ class Compiling:
 
     def made(self, what: str, watch: CompilerWatch, took_s: float) -> None:
         """Write down that something was compiled, and what that took."""
-        self.firsts += 1
+        self.warmup_steps += 1
         why = f"torch.compile of the {what} took {show_seconds(took_s)}"
         figures = {"graphs": float(watch.graphs), "breaks": float(watch.breaks)}
         self._write_down("compile", "measured", why, figures=figures, cost_s=took_s)
 
     def give_up(self, what: str, reason: str, cost_s: float = 0.0) -> None:
         """Run uncompiled from now on, and write down why."""
-        self.firsts += 1
+        self.warmup_steps += 1
         self.given_up[what] = reason
         self._write_down("compile", "fault", f"runs uncompiled, since {reason}", cost_s=cost_s)
 
@@ -303,7 +303,7 @@ class CompiledStep(EagerStep):
 def _shape(batch: Batch) -> Hashable:
     try:
         return shape_of(batch)
-    except Unfit:
+    except BatchError:
         return None
 
 
@@ -331,7 +331,7 @@ def _unseen() -> Iterator[None]:
     for hooks, number, _ in found:
         del hooks[number]
     try:
-        with meant():
+        with intended_wait():
             yield
     finally:
         for hooks, number, hook in found:

@@ -1,4 +1,4 @@
-"""A Route is a way through the data: where a training stands, and the windows from there on."""
+"""A Cursor is a way through the data: where a training stands, and the windows from there on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     """Windows given out so far, over all epochs."""
 
 
-class Route:
+class Cursor:
     """Windows of a course, in its order, brought as the plan in force says.
 
     The plan may change between any two windows: the next one is then brought the new way, from the same place.

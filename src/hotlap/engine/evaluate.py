@@ -20,8 +20,8 @@ from hotlap.data.purity import state_of
 from hotlap.data.read_state import ReadState
 from hotlap.data.resident import ResidentFeeding, held, why_not_held
 from hotlap.data.sources import tensors_in
-from hotlap.engine.assists.rewiring import adapt
-from hotlap.engine.capture.captured_step import Unfit, shape_of
+from hotlap.engine.assists.rewiring import rewire
+from hotlap.engine.capture.captured_step import BatchError, shape_of
 from hotlap.engine.capture.fingerprint import fingerprint
 from hotlap.engine.capture.recording import NotRecordedError, Recorder, Watch
 from hotlap.engine.layout import Layout
@@ -184,7 +184,7 @@ class Evaluator:
         kept = self._captured.get(predicting)
         if kept is None or kept[0] != plan:
             modules = self._objective.modules
-            adapted = adapt(*modules)
+            adapted = rewire(*modules)
             recordable = eager if adapted is None else adapted.during(eager)
             made = CapturedOutputs(recordable, modules, self._objective.functions, self._device)
             kept = self._captured[predicting] = (plan, made)
@@ -265,7 +265,7 @@ class CapturedOutputs:
             return self._eager(batch)
         try:
             shape = shape_of(batch)
-        except Unfit:
+        except BatchError:
             self.given_up = "batches hold more than tensors and plain values"
             return self._eager(batch)
         self._check_validity()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hotlap.data.batches import Batch, map_tensors
 
 
-class Rooms:
+class BufferPool:
     """Where tensors lay under other plans.
 
     What was recorded under a plan reads its tensors where they lay. As long as `keeps`, a tensor that takes a form
@@ -57,9 +57,9 @@ class Layout:
     All tensors stay the same objects; where their layout changes, they get memory of their own.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer, rooms: Rooms | None = None) -> None:
+    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer, rooms: BufferPool | None = None) -> None:
         self._modules, self._optimizer = modules, optimizer
-        self._rooms = rooms if rooms is not None else Rooms()
+        self._rooms = rooms if rooms is not None else BufferPool()
         # By identity, with the tensor itself: as long as it is held here, no other can have its number.
         self._given: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
 

@@ -204,7 +204,7 @@ def _holds_classes(target: Any) -> bool:
     return isinstance(target, Tensor) and not target.is_floating_point()
 
 
-class Taken:
+class PendingMean:
     """A mean that was computed up to here, read later: that waits for no more of the device's work than there was."""
 
     def __init__(self, sums: Tensor, counted: int) -> None:
@@ -287,9 +287,9 @@ class Totals:
         count = self._count + float(self._device_count)
         return float(self._sum) / count if count else float("nan")
 
-    def taken(self) -> Taken:
+    def take(self) -> PendingMean:
         """Begin anew, and give what there was until now."""
-        taken = Taken(torch.stack((self._sum, self._device_count)), self._count)
+        taken = PendingMean(torch.stack((self._sum, self._device_count)), self._count)
         self.reset()
         return taken
 

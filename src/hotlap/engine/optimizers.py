@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotlap.core.errors import first_line
-from hotlap.engine.layout import Rooms
+from hotlap.engine.layout import BufferPool
 
 _COUNTS = ("step", "mu_product")
 """State of torch's optimizers that lies on the host in the plain loop, and on the device in the others."""
@@ -162,8 +162,8 @@ def _plain_flags(group: dict[str, Any]) -> dict[str, bool | None]:
 class Fusion:
     """The switch between the kinds of step, for one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, rooms: Rooms | None = None) -> None:
-        self._optimizer, self._rooms = optimizer, rooms if rooms is not None else Rooms()
+    def __init__(self, optimizer: Optimizer, rooms: BufferPool | None = None) -> None:
+        self._optimizer, self._rooms = optimizer, rooms if rooms is not None else BufferPool()
         self._plain = [_plain_flags(group) for group in optimizer.param_groups]
         self._capturable = [bool(g.get("capturable")) for g in optimizer.param_groups]
 
@@ -188,11 +188,11 @@ class Fusion:
         self._optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
 
 
-def settle_counts(optimizer: Optimizer, rooms: Rooms | None = None) -> None:
+def settle_counts(optimizer: Optimizer, rooms: BufferPool | None = None) -> None:
     """Have step counts where the kind of step reads them: the fused kernel and a recorded step on the device, the
     plain loop on the host. One that is there already keeps its address.
     """
-    rooms = rooms if rooms is not None else Rooms()
+    rooms = rooms if rooms is not None else BufferPool()
     if isinstance(optimizer, torch.optim.ASGD):
         return  # its counts lie on the device in every kind of step
     for group in optimizer.param_groups:

@@ -15,7 +15,7 @@ from hotlap.data.sources import Source
 from hotlap.engine.cursor import Place
 
 
-class Driven(Protocol):
+class TunableTraining(Protocol):
     """A training that obeys plans and makes steps."""
 
     device: torch.device
@@ -64,7 +64,7 @@ class Driven(Protocol):
         """Shapes that whole batches have, about: each is recorded by itself."""
 
     @property
-    def firsts(self) -> int:
+    def warmup_steps(self) -> int:
         """Windows so far under the plan in force that were not at its own pace."""
 
     def supports(self, plan: Plan) -> str | None:

@@ -27,16 +27,16 @@ from hotlap.data.purity import proof_of
 from hotlap.data.sources import Columns, Source
 from hotlap.engine.blocks import why_not_checkpointed
 from hotlap.engine.compiling import Compiling
+from hotlap.engine.cursor import Cursor
 from hotlap.engine.cursor import Place as Place
-from hotlap.engine.cursor import Route
 from hotlap.engine.evaluate import Evaluator
-from hotlap.engine.layout import Layout, Rooms, why_not_channels_last
+from hotlap.engine.layout import BufferPool, Layout, why_not_channels_last
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.optimizers import Fusion, is_fused, why_not_fused
 from hotlap.engine.precision import why_not_precision
 from hotlap.engine.scaling import Guards
 from hotlap.engine.schedules import make_schedule
-from hotlap.engine.snapshot import Remembered, Snapshot
+from hotlap.engine.snapshot import PythonState, Snapshot
 from hotlap.engine.step import Window, explained
 from hotlap.engine.step_cache import Steps
 from hotlap.machine.cuda import usable_bytes
@@ -125,11 +125,11 @@ class Rig:
         self.samples = 0
         """Samples seen."""
         self.guards = Guards(self.optimizer, self.schedule, self.device, skip_nonfinite=skip_nonfinite)
-        self._rooms = Rooms()
+        self._rooms = BufferPool()
         self._fusion = Fusion(self.optimizer, self._rooms)
         self._layout = Layout(self.modules, self.optimizer, self._rooms)
         self._compiling = Compiling(self.model, self.device, steps=lambda: self.steps, write_down=self.write_down)
-        self._route: Route | None = None
+        self._cursor: Cursor | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
         self._evaluator = Evaluator(self.objective, self.device, self._layout, draws_on=lambda: self.draws_on)
         self._follows_user = plan is None
@@ -170,10 +170,10 @@ class Rig:
         feed, numerics = plan.feed, plan.numerics
         if plan.execution.without:
             return f"execution.without={list(plan.execution.without)} is for scripts under `hotlap run` alone"
-        if self._route is not None:
-            reason = why_not(self._route.course.source, feed, device=self.device)
+        if self._cursor is not None:
+            reason = why_not(self._cursor.course.source, feed, device=self.device)
             if reason is None and feed.kind == "resident":
-                reason = self._route.why_not_resident(self._reserve())
+                reason = self._cursor.why_not_resident(self._reserve())
             if reason:
                 return reason
         if plan.execution.mode == "captured" and not self._on_gpu:
@@ -228,10 +228,10 @@ class Rig:
         parts = [part for part in PARTS if getattr(plan, part) != getattr(before, part)]
         self.plan = plan
         # A part rests on those before it: from the first that differs on, all are built anew.
-        if self._route is not None and ("feed" in parts or "layout" in changes):
-            self._route.change(before.feed)
-        elif self._route is not None and ("micro_batch" in changes or "replay_steps" in changes):
-            self._route.recut()
+        if self._cursor is not None and ("feed" in parts or "layout" in changes):
+            self._cursor.change(before.feed)
+        elif self._cursor is not None and ("micro_batch" in changes or "replay_steps" in changes):
+            self._cursor.recut()
         if "numerics" in parts or "mode" in changes:
             self.conform()
         if "layout" in changes and not self._rooms.keeps:
@@ -247,15 +247,15 @@ class Rig:
         So plans can be tried in turn, until `tidy`.
         """
         self._rooms.keeps = True
-        if self._route is not None:
-            self._route.keeps = True
+        if self._cursor is not None:
+            self._cursor.keeps = True
 
     def tidy(self) -> None:
         """Let go of all that belongs to other plans than the one in force."""
         self._rooms.forget()
         self._steps.keep(self._step)
-        if self._route is not None:
-            self._route.tidy()
+        if self._cursor is not None:
+            self._cursor.tidy()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -267,7 +267,7 @@ class Rig:
         kept = self._rooms.keeps
         self.keep_plans()
         plan, settled, ledger, snapshot = self.plan, self.settled, self.ledger, self.snapshot()
-        remembered = self.remembered()
+        remembered = self.python_state()
         self.ledger = Ledger()
         try:
             yield
@@ -282,22 +282,22 @@ class Rig:
             if not kept:
                 self.tidy()
 
-    def remembered(self) -> Remembered:
+    def python_state(self) -> PythonState:
         """What modules, the optimizer and the user's functions remember now, beside what a snapshot holds."""
-        return Remembered(self.modules, self.optimizer, self.objective.functions)
+        return PythonState(self.modules, self.optimizer, self.objective.functions)
 
     def why_no_trial(self) -> str | None:
         """Why steps cannot be made aside without a trace: something would move that cannot be put back."""
-        return next(iter(self.remembered().unknown), None)
+        return next(iter(self.python_state().unknown), None)
 
     def attention(self, plan: Plan) -> AbstractContextManager[None]:
         """Inside, attention is made by the kernels that the plan's steps are recorded with, where it records."""
         return self._steps.attention(plan.execution)
 
     @property
-    def firsts(self) -> int:
+    def warmup_steps(self) -> int:
         """Windows so far that were not at the plan's own pace, since they were still to be recorded or compiled."""
-        return self._step.firsts + (self._compiling.firsts if self.plan.execution.compile != "no" else 0)
+        return self._step.warmup_steps + (self._compiling.warmup_steps if self.plan.execution.compile != "no" else 0)
 
     @property
     def most_replay_steps(self) -> int:
@@ -307,7 +307,7 @@ class Rig:
     @property
     def shapes(self) -> int:
         """Shapes that whole batches have: as many as there are widths."""
-        source = self._route.course.source if self._route is not None else None
+        source = self._cursor.course.source if self._cursor is not None else None
         return max(1, len(source.widths)) if isinstance(source, Columns) else 1
 
     @property
@@ -323,7 +323,7 @@ class Rig:
     def cautions(self, plan: Plan) -> list[str]:
         """What a plan changes in the training beyond rounding, a line each; it is the user's to want that."""
         micro = plan.memory.micro_batch
-        if micro is None or (self._route is not None and micro >= self._route.course.batch_size):
+        if micro is None or (self._cursor is not None and micro >= self._cursor.course.batch_size):
             return []
         found = []
         if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in self.model.modules()):
@@ -339,8 +339,8 @@ class Rig:
 
     def _data_changed(self, why: str) -> None:
         """Told that the data is not what it was: it is brought anew a few times, then only as the user does."""
-        assert self._route is not None
-        own = self._route.course.feed
+        assert self._cursor is not None
+        own = self._cursor.course.feed
         if self.plan.feed in (own, Feed(kind="gather")):
             return  # which reads it where it lies
         self._changes += 1
@@ -352,10 +352,10 @@ class Rig:
 
     def obeyed(self, plan: Plan) -> Plan:
         """The plan as the data allows it: with the job's own feed where the data keeps changing."""
-        if self._changes <= MOST_CHANGES or self._route is None or plan.feed.kind == "gather":
+        if self._changes <= MOST_CHANGES or self._cursor is None or plan.feed.kind == "gather":
             return plan
         execution = dataclasses.replace(plan.execution, replay_steps=1)
-        return dataclasses.replace(plan, feed=self._route.course.feed, execution=execution)
+        return dataclasses.replace(plan, feed=self._cursor.course.feed, execution=execution)
 
     def write_down(
         self,
@@ -428,14 +428,14 @@ class Rig:
 
     def attach(self, course: Course) -> None:
         """Train on a course from its beginning; without a plan of its own the rig feeds it as the user would."""
-        if self._route is not None:
-            self._route.leave()
+        if self._cursor is not None:
+            self._cursor.leave()
             self._steps.forget()
-        self._route, self._feed_given = (
-            Route(course, lambda: self.plan, device=self.device, ignored=self.objective.ignored),
+        self._cursor, self._feed_given = (
+            Cursor(course, lambda: self.plan, device=self.device, ignored=self.objective.ignored),
             None,
         )
-        self._route.on_change, self._changes = self._data_changed, 0
+        self._cursor.on_change, self._changes = self._data_changed, 0
         if self._follows_user:
             self.use(dataclasses.replace(self.plan, feed=course.feed), why="as the data is given")
         reason = self.supports(self.plan)
@@ -448,8 +448,8 @@ class Rig:
     @property
     def source(self) -> Source:
         """Where the samples come from."""
-        assert self._route is not None, "attach data first"
-        return self._route.course.source
+        assert self._cursor is not None, "attach data first"
+        return self._cursor.course.source
 
     def windows(
         self, *, epochs: int | None = None, steps: int | None = None, room: Callable[[], int] | None = None
@@ -458,19 +458,19 @@ class Rig:
 
         A window holds several updates where the plan replays as many at once: never more than `room` allows.
         """
-        assert self._route is not None, "attach data first"
-        return self._route.windows(epochs=epochs, steps=steps, epoch_ended=self._epoch_ended, room=room)
+        assert self._cursor is not None, "attach data first"
+        return self._cursor.windows(epochs=epochs, steps=steps, epoch_ended=self._epoch_ended, room=room)
 
     def look(self, plan: Plan, windows: Iterable[int]) -> Generator[Window, None, None]:
         """Some windows of the current epoch, by their numbers, as `plan` would bring them; the training stays."""
-        assert self._route is not None, "attach data first"
-        return self._route.look(plan, windows)
+        assert self._cursor is not None, "attach data first"
+        return self._cursor.look(plan, windows)
 
     @property
     def windows_here(self) -> int:
         """Windows in the epoch that the training stands in, whether it has begun or not."""
-        assert self._route is not None, "attach data first"
-        return self._route.windows_here
+        assert self._cursor is not None, "attach data first"
+        return self._cursor.windows_here
 
     def _epoch_ended(self) -> None:
         self.schedule.epoch_ended()
@@ -478,17 +478,17 @@ class Rig:
     @property
     def place(self) -> Place:
         """Where in the data the training stands."""
-        return self._route.place if self._route is not None else Place()
+        return self._cursor.place if self._cursor is not None else Place()
 
     @place.setter
     def place(self, place: Place) -> None:
-        if self._route is not None:
-            self._route.place = place
+        if self._cursor is not None:
+            self._cursor.place = place
 
     @property
     def epoch_windows(self) -> int:
         """Windows in the current epoch."""
-        return self._route.epoch_windows if self._route is not None else 0
+        return self._cursor.epoch_windows if self._cursor is not None else 0
 
     @property
     def epoch_updates(self) -> int:
@@ -508,15 +508,15 @@ class Rig:
 
     def holding_s(self, feed: Feed) -> float:
         """About how many seconds it would take to hold all of the data on the device; 0 where it is there."""
-        return self._route.holding_s() if feed.kind == "resident" and self._route is not None else 0.0
+        return self._cursor.holding_s() if feed.kind == "resident" and self._cursor is not None else 0.0
 
     def close(self) -> None:
         """End worker processes, and let go of data and captures on the device.
 
         The rig can go on afterwards; all of it comes back when it is needed.
         """
-        if self._route is not None:
-            self._route.let_go()
+        if self._cursor is not None:
+            self._cursor.let_go()
         self._evaluator.close()
         self._steps.forget()
 
@@ -598,7 +598,7 @@ class Rig:
 
     @property
     def _evaluation_batch(self) -> int:
-        course = self._route.course if self._route is not None else None
+        course = self._cursor.course if self._cursor is not None else None
         return EVAL_BATCHES * (self.plan.memory.micro_batch or (course.batch_size if course is not None else 16))
 
     # --- state -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hotlap.core.errors import JobError, TrainingError
-from hotlap.engine.capture.recording import meant
+from hotlap.engine.capture.recording import intended_wait
 from hotlap.engine.optimizers import recording
 
 
@@ -172,7 +172,7 @@ class Rates:
         if not self.counted or not self._asked:
             return
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        with meant():
+        with intended_wait():
             made = int(self._made)
         for _ in range(made):
             self._schedule.move()

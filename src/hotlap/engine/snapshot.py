@@ -154,7 +154,7 @@ _BY_PLAN = ("_step_supports_amp_scaling", "_opt_called", "found_inf", "grad_scal
 """Attributes of an optimizer that follow the plan in force."""
 
 
-class Remembered(Memory):
+class PythonState(Memory):
     """Attributes of modules and of an optimizer, and all that the user's functions can reach, however deep.
 
     Parameters, buffers and the optimizer's state are kept by others; so is how much is dropped, which is changed on

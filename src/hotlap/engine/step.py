@@ -16,7 +16,7 @@ from hotlap.core.plan import Execution, Numerics
 from hotlap.data.batches import Batch, map_tensors, to_device
 from hotlap.data.resident import Rows
 from hotlap.engine.assists.overlap import Overlap
-from hotlap.engine.capture.recording import meant
+from hotlap.engine.capture.recording import intended_wait
 from hotlap.engine.layout import Layout
 from hotlap.engine.objective import Objective, Scored, Totals
 from hotlap.engine.precision import Switches, precision_context
@@ -63,7 +63,7 @@ class Window:
 class EagerStep:
     """Runs updates operation by operation. `gradients` and `finish` are what a capture records."""
 
-    firsts: int = 0
+    warmup_steps: int = 0
     """Windows that were not at its own pace: none."""
     given_up: str | None = None
     """Why it is not what it was to be: it is."""
@@ -194,7 +194,7 @@ class EagerStep:
 
     def _overflowed(self, found: Tensor) -> bool:
         """The only wait of a step, and only where the optimizer cannot leave an update out by itself."""
-        with meant():
+        with intended_wait():
             return bool(found)
 
     def _whole(self, piece: Batch, samples: int, all_count: bool) -> tuple[Tensor, list[Scored]]:

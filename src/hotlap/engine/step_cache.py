@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Numerics, Plan
 from hotlap.engine.assists import overlap
 from hotlap.engine.assists.attention import Attention
-from hotlap.engine.assists.rewiring import adapt, without_waiting
+from hotlap.engine.assists.rewiring import rewire, without_waiting
 from hotlap.engine.blocks import Checkpointing
 from hotlap.engine.capture.captured_step import CapturedStep, Left
 from hotlap.engine.capture.recording import Recorder
@@ -137,7 +137,7 @@ class Steps:
         return self._recording(eager, why_split, execution) if captured else eager
 
     def _recording(self, eager: EagerStep, why_split: str | None, execution: Execution) -> CapturedStep:
-        adapted = adapt(*self._modules)
+        adapted = rewire(*self._modules)
         if adapted is not None:
             eager.gradients = adapted.during(eager.gradients)  # type: ignore[method-assign]
         eager.gradients = without_waiting(eager.gradients)  # type: ignore[method-assign]

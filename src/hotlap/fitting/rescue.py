@@ -155,7 +155,7 @@ class _Before:
     def __init__(self, rig: Rig) -> None:
         layers = [layer for module in rig.modules for layer in module.modules()]
         self._buffers = [(layer, _copied(layer._buffers)) for layer in layers if layer._buffers]
-        self._remembered = rig.remembered()
+        self._remembered = rig.python_state()
         self._randomness = Randomness(rig.device, host_only=rig.draws_on)
         self._marks = _marks(rig.optimizer)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotlap.core.errors import StoreError, first_line
 from hotlap.core.ledger import Entry
-from hotlap.engine.objective import Taken
+from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window
 from hotlap.fitting.ending import finish
 from hotlap.fitting.forged import unfit_checkpoint
@@ -76,7 +76,7 @@ class _Loop:
         self._told = self.tuner.done
         """Whether the outcome of tuning was told, or there is none to tell."""
         self._warned = False
-        self._open: tuple[dict[str, Any], Taken] | None = None
+        self._open: tuple[dict[str, Any], PendingMean] | None = None
         """A record whose loss is still on its way, and that loss."""
         self._begun_at = task.rig.steps
         self._failed: Window | None = None
@@ -259,7 +259,7 @@ class _Loop:
     def _record(self) -> None:
         """Note the figures of this step, and evaluate; where there is nothing to evaluate, nobody waits."""
         job, rig = self._job, self._rig
-        loss = rig.totals.taken()
+        loss = rig.totals.take()
         rig.settle()
         record: dict[str, Any] = {
             "step": rig.steps,

@@ -135,9 +135,9 @@ class ScriptTraining:
         return 1
 
     @property
-    def firsts(self) -> int:
+    def warmup_steps(self) -> int:
         """Steps so far that were not at the pace of the plan in force."""
-        return self._waited + sum(call.firsts for call in self.calls) + self.updates.firsts
+        return self._waited + sum(call.warmup_steps for call in self.calls) + self.updates.warmup_steps
 
     @property
     def given_up(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from hotlap.core.plan import Plan
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 from hotlap.tuner.gates import Judge
 
 SHARE = 0.005
@@ -24,7 +24,7 @@ STORM_STEPS = 100
 class Canary:
     """Looks after a tuned training: where its plan and the user's own drift apart, it goes back to one that agrees."""
 
-    def __init__(self, rig: Driven, gate: Judge, *, plan: Plan, baseline: Plan, takes_s: float = 0.0) -> None:
+    def __init__(self, rig: TunableTraining, gate: Judge, *, plan: Plan, baseline: Plan, takes_s: float = 0.0) -> None:
         """`takes_s` is about what a look takes."""
         self._rig, self._gate, self._baseline = rig, gate, baseline
         self.plan = plan

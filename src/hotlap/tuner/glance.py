@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 from hotlap.moves import Everything, Move, everything
 from hotlap.tuner.allowance import allowed
 from hotlap.tuner.probe import HOPE, UPDATES, Probe
@@ -33,7 +33,7 @@ class Glance:
         return f"at a glance {self.gain:.2g}x by {names}" if self.moves else ""
 
 
-def at_a_glance(rig: Driven, stand: Stand, probe: Probe, moves: Sequence[Move]) -> Glance:
+def at_a_glance(rig: TunableTraining, stand: Stand, probe: Probe, moves: Sequence[Move]) -> Glance:
     """What those of the moves that are soon made give together, roughly."""
     began = time.perf_counter()
     made = _soon_made(rig, stand, moves)
@@ -46,7 +46,7 @@ def at_a_glance(rig: Driven, stand: Stand, probe: Probe, moves: Sequence[Move]) 
     return Glance(made.made, gain, True) if gain >= HOPE else Glance(was_taken=True)
 
 
-def _soon_made(rig: Driven, stand: Stand, moves: Sequence[Move]) -> Everything | None:
+def _soon_made(rig: TunableTraining, stand: Stand, moves: Sequence[Move]) -> Everything | None:
     """As many of the moves as a glance at them may be paid for.
 
     None where what shows most in short runs is not among them: another precision, and a recorded step where there can

@@ -15,7 +15,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.terminal import logger
 from hotlap.data.purity import why_not_pure
 from hotlap.data.resident import outline
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
 
@@ -43,7 +43,7 @@ class Found:
 class KnownPlans:
     """What the cache knows of this training on this machine. A cache that cannot be used stops nothing."""
 
-    def __init__(self, rig: Driven, *, batch_size: int) -> None:
+    def __init__(self, rig: TunableTraining, *, batch_size: int) -> None:
         self._key = key_of(_facts(rig, batch_size))
 
     def found(self) -> Found | None:
@@ -88,7 +88,7 @@ class KnownPlans:
             log.warning("the plan found before cannot be let go of: %s", error)
 
 
-def _facts(rig: Driven, batch_size: int) -> dict[str, Any]:
+def _facts(rig: TunableTraining, batch_size: int) -> dict[str, Any]:
     """All that may make another plan the best one."""
     source = rig.source
     on_gpu = rig.device.type == "cuda"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotlap.core.plan import Plan
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 
 LAP_S = 0.05
 """The least a lap takes."""
@@ -58,7 +58,7 @@ class LapClock:
 
     def __init__(
         self,
-        training: Driven,
+        training: TunableTraining,
         *,
         period: int | None = None,
         few_windows: int = 0,
@@ -89,7 +89,7 @@ class LapClock:
         """
         self._warm, self._warmed = warm, 0
         self._cut = self._again = 0
-        self._timing, self._firsts = False, self._training.firsts
+        self._timing, self._warmup_steps = False, self._training.warmup_steps
         self._asked, self._paused_s, self._made = self._clock() if since is None else since, 0.0, 0
         if warm == 0 and self._may_begin():
             self._begin()
@@ -132,7 +132,7 @@ class LapClock:
             self._warmed += 1
             if self._may_begin():
                 self._begin()
-            self._firsts = self._training.firsts
+            self._warmup_steps = self._training.warmup_steps
             return None
         now = self._clock()
         self._updates += updates
@@ -154,10 +154,10 @@ class LapClock:
         asked = self._clock()
         self._training.wait()
         now = self._clock()
-        if self._training.firsts != self._firsts and self._again < MOST_AGAIN:
+        if self._training.warmup_steps != self._warmup_steps and self._again < MOST_AGAIN:
             self._timing = False
             self._again, self._warm, self._warmed = self._again + 1, 0, 0
-            self._firsts = self._training.firsts
+            self._warmup_steps = self._training.warmup_steps
             if self._may_begin():
                 self._begin()
             return None
@@ -190,7 +190,7 @@ class LapClock:
         return now - self._began - (self._paused_s - self._paused_before)
 
     def _may_begin(self) -> bool:
-        at_pace = self._training.firsts == self._firsts or self._warmed >= MOST_WARM
+        at_pace = self._training.warmup_steps == self._warmup_steps or self._warmed >= MOST_WARM
         if self._warmed < self._warm or not at_pace:
             return False
         # Not on the last window of an epoch, nor behind it; whole periods begin nowhere else.

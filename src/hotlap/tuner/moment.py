@@ -88,7 +88,7 @@ class Moment:
             rig.use(self.stepped(baseline))
             for number in range(self.first, min(self.first + FIRST_UPDATES, self.length)):
                 rig.advance(self.windows.fresh(number))
-        self._start, self._remembered = rig.snapshot(), rig.remembered()
+        self._start, self._remembered = rig.snapshot(), rig.python_state()
         self._weights = {name: tensor.detach().clone() for name, tensor in _named(rig)}
 
     def updates_of(self, plan: Plan) -> int:

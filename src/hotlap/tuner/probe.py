@@ -260,8 +260,8 @@ def _roughly(rig: Rig, own_s: float) -> float:
 def _fastest(rig: Rig, windows: Iterator[Window]) -> float:
     """Seconds an update takes at its fastest."""
     firsts, warm = -1, 1
-    while rig.firsts != firsts and warm < MOST_WARM:
-        firsts, warm = rig.firsts, warm + 1
+    while rig.warmup_steps != firsts and warm < MOST_WARM:
+        firsts, warm = rig.warmup_steps, warm + 1
         check_allowed()
         rig.advance(next(windows))
     fastest = math.inf

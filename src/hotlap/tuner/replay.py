@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 
 
 class Replay:
@@ -15,7 +15,7 @@ class Replay:
     done = True
     """There is nothing to search for."""
 
-    def __init__(self, rig: Driven, ledger: Ledger) -> None:
+    def __init__(self, rig: TunableTraining, ledger: Ledger) -> None:
         changes = list(plan_changes(ledger))
         self._rig, self._plans = rig, [entry.plan for entry in changes]
         self._steps = [entry.step for entry in changes]

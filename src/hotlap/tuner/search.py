@@ -17,7 +17,7 @@ import torch
 
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 from hotlap.moves import MOVES, OTHERS, Move, everything
 from hotlap.tuner.allowance import SpentError
 from hotlap.tuner.budget import SHARE, Budget, Length
@@ -67,7 +67,7 @@ class Search:
 
     def __init__(
         self,
-        rig: Driven,
+        rig: TunableTraining,
         *,
         length: Callable[[], Length],
         gate: Judge,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 from hotlap.moves import Move, everything
 from hotlap.tuner.budget import Budget, Length
 from hotlap.tuner.laps import Lap
@@ -38,7 +38,9 @@ class Stand:
     lap: Lap
     """How the plan settled on was seen to go."""
 
-    def __init__(self, rig: Driven, *, moves: Sequence[Move], length: Callable[[], Length], probe: Probe) -> None:
+    def __init__(
+        self, rig: TunableTraining, *, moves: Sequence[Move], length: Callable[[], Length], probe: Probe
+    ) -> None:
         self._rig, self._moves, self._length, self._probe = rig, moves, length, probe
         self.baseline = self.plan = rig.plan
         """The user's own plan, and the one that has been settled on."""

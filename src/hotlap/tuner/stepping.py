@@ -59,9 +59,9 @@ class Stepping:
         for number in range(MOST_RUNS):
             recording = number < 2 and not settled
             rig.use(self.plan)
-            before = rig.firsts
+            before = rig.warmup_steps
             made = self.run(elsewhere if recording else first, updates)
-            settled = rig.firsts == before
+            settled = rig.warmup_steps == before
             if settled and not recording:
                 break
         return made

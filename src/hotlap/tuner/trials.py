@@ -14,7 +14,7 @@ import torch
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_seconds
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 from hotlap.machine.cuda import free_for_torch, usable_bytes
 from hotlap.moves import Move
 from hotlap.tuner.allowance import SpentError, allowed
@@ -102,7 +102,7 @@ def _keeps_precision(moves: Sequence[Move]) -> bool:
 class Trials:
     """The trials of one training, and what they have cost."""
 
-    def __init__(self, rig: Driven, gate: Judge, budget: Budget, baseline: Plan) -> None:
+    def __init__(self, rig: TunableTraining, gate: Judge, budget: Budget, baseline: Plan) -> None:
         self._rig, self._gate, self.budget, self._baseline = rig, gate, budget, baseline
         self._memory = MemoryWatch(rig.device)
         self._coin = Random()  # seeded by the system: the generators of the user's are left alone

@@ -9,7 +9,7 @@ from functools import partial
 
 from hotlap.core.errors import first_line
 from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
-from hotlap.engine.protocol import Driven
+from hotlap.engine.protocol import TunableTraining
 from hotlap.engine.rig import Place, Rig
 from hotlap.tuner.allowance import SpentError
 from hotlap.tuner.budget import Length, savings
@@ -44,7 +44,7 @@ class Tuner:
 
     def __init__(
         self,
-        rig: Driven,
+        rig: TunableTraining,
         *,
         updates: int | Callable[[], Length],
         most_s: float | None = None,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hotlap.engine.capture.recording import NotRecordedError, Recorder, is_looked_into, is_recording, meant
+from hotlap.engine.capture.recording import NotRecordedError, Recorder, intended_wait, is_observed, is_recording
 
 NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -211,7 +211,7 @@ def _is_left_alone(call: Call) -> bool:
     if torch.are_deterministic_algorithms_enabled():
         return True
     # What is computed again has to draw the same masks; before that it may have run without gradients.
-    return is_looked_into() or (call.dropout > 0 and not torch.is_grad_enabled())
+    return is_observed() or (call.dropout > 0 and not torch.is_grad_enabled())
 
 
 @contextmanager
@@ -484,7 +484,7 @@ def without_a_trace(device: torch.device) -> Iterator[None]:
     dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     try:
         with (
-            meant(),
+            intended_wait(),
             warnings.catch_warnings(),
             torch._C.DisableTorchFunction(),
             # What autocast makes of leaves that come and go must not be kept as it keeps what it makes of weights.

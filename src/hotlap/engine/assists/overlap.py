@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotlap.engine.capture.recording import is_looked_into, is_recording
+from hotlap.engine.capture.recording import is_observed, is_recording
 
 GROUP_BYTES = 64 * 2**20
 """Weights that are cast at once: their gradients in 16 bits live until the last of them is there."""
@@ -141,7 +141,7 @@ class Overlap:
             return False
         if torch.compiler.is_compiling() or torch._C._len_torch_function_stack():
             return False
-        return not is_looked_into()
+        return not is_observed()
 
     def _knows(self, *weights: Tensor | None) -> bool:
         """Whether all of them are in groups; from the next pass on they are."""

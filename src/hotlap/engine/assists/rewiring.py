@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotlap.engine.capture.recording import is_recording, meant
+from hotlap.engine.capture.recording import intended_wait, is_recording
 
 PACKAGE = "transformers"
 _LOOKING = tuple(f"{PACKAGE}.{name}" for name in ("masking_utils", "modeling_attn_mask_utils", "modeling_utils"))
@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def adapt(*models: nn.Module) -> Adapted | None:
+def rewire(*models: nn.Module) -> Rewired | None:
     """What makes these models fit to be recorded, not in force yet; None where there is nothing to change."""
     rewirings: list[_TorchStacks | _Encoders] = [_TorchStacks()]
     if PACKAGE in sys.modules:
@@ -36,10 +36,10 @@ def adapt(*models: nn.Module) -> Adapted | None:
         for name, function in rewiring.methods(type(layer)).items()
     ]
     what = tuple(words for rewiring in rewirings for words in rewiring.what)
-    return Adapted(methods, what) if methods else None
+    return Rewired(methods, what) if methods else None
 
 
-class Adapted:
+class Rewired:
     """A model that can be put into a form fit to be recorded, and back, as often as need be.
 
     The same numbers come out: bit by bit where masks hide something, else to rounding. A mask that hides nothing is
@@ -63,7 +63,7 @@ class Adapted:
             if vars(layer).get(name) is method:
                 del vars(layer)[name]
 
-    def __enter__(self) -> Adapted:
+    def __enter__(self) -> Rewired:
         self.apply()
         return self
 
@@ -331,7 +331,7 @@ class _Positions:
             return self._kept[key]
         if torch.compiler.is_compiling() or is_recording():
             return make()  # its memory would be the recording's own
-        with meant(), torch.inference_mode(False), torch.no_grad():
+        with intended_wait(), torch.inference_mode(False), torch.no_grad():
             self._kept[key] = made = make()
         return made
 
@@ -417,7 +417,7 @@ def cross_entropy(
     return (1 - label_smoothing) * plain + smooth * (label_smoothing / input.shape[of_classes])
 
 
-def standing_in(own: Callable[..., Any]) -> Callable[..., Any]:
+def replacement_of(own: Callable[..., Any]) -> Callable[..., Any]:
     """What is called in the place of a loss of torch's own; somebody else's stays what it is."""
     return cross_entropy if own is _OWN and _IS_TORCHS else own
 
@@ -428,7 +428,7 @@ def without_waiting(work: Callable[_P, _T]) -> Callable[_P, _T]:
     @functools.wraps(work)
     def waiting_for_nothing(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         own: Any = F.cross_entropy
-        F.cross_entropy = standing_in(own)
+        F.cross_entropy = replacement_of(own)
         try:
             return work(*args, **kwargs)
         finally:

@@ -16,8 +16,8 @@ from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.resident import Rows, narrowed, sample_bytes
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
-from hotlap.engine.capture.fingerprint import Glance, StateGlance, fingerprint, places_in
-from hotlap.engine.capture.recording import NotRecordedError, Recorder, Watch, stranger_in
+from hotlap.engine.capture.fingerprint import QuickCheck, StateCheck, fingerprint, places_in
+from hotlap.engine.capture.recording import NotRecordedError, Recorder, Watch, unknown_leaf
 from hotlap.engine.objective import Scored
 from hotlap.engine.optimizers import frozen_hyperparameters
 from hotlap.engine.schedules import Rates
@@ -73,7 +73,7 @@ class CapturedStep:
         self._recorder, self._left = recorder, left
         self._norms = NormCounts(self._modules)
         self._behind: deque[torch.cuda.Event] = deque()
-        self.firsts = 0
+        self.warmup_steps = 0
         """Windows that were no replay of what had been recorded before, where there may be one yet."""
         self.given_up: str | None = None
         """Why nothing is captured, once that is known."""
@@ -110,7 +110,7 @@ class CapturedStep:
         if graph is not None:
             self._in_vain = 0
         else:
-            self.firsts += 1
+            self.warmup_steps += 1
             self._in_vain = 0 if key in self._seen else self._in_vain + 1
             self._seen[key] += window.updates
             if self._seen[key] - window.updates < (self._eager.warm_later if self._graphs else WARM_UPDATES):
@@ -168,8 +168,8 @@ class CapturedStep:
     def _look(self) -> None:
         """Note what is to be looked at again before the next replay, in a part of the time that all of it takes."""
         eager = self._eager
-        state = None if self.split else StateGlance(eager.optimizer)
-        self._glance = (Glance(self._modules), fingerprint((), eager.functions), eager.parameters(), state)
+        state = None if self.split else StateCheck(eager.optimizer)
+        self._glance = (QuickCheck(self._modules), fingerprint((), eager.functions), eager.parameters(), state)
 
     def _is_untouched(self) -> bool:
         """Whether nothing was touched that recorded steps were made for; if not, they may still hold."""
@@ -206,7 +206,7 @@ class CapturedStep:
 
     def _watched(self, one: Window, key: Hashable) -> Tensor:
         strangers: list[str | None] = []
-        self._eager.look = lambda loss: strangers.append(stranger_in(loss, self._eager.parameters()))
+        self._eager.look = lambda loss: strangers.append(unknown_leaf(loss, self._eager.parameters()))
         try:
             with Watch(self._modules, self._device) as watch, self._norms.watched(key):
                 made = self._eager.one(one)
@@ -417,20 +417,20 @@ def signature(window: Window) -> Hashable | None:
         return ("rows", where, window.updates, tuple(window.sizes), window.all_count)
     try:
         parts = tuple(shape_of(piece) for piece in window.pieces)
-    except Unfit:
+    except BatchError:
         return None
     return ("batch", parts, tuple(window.sizes), window.all_count)
 
 
-class Unfit(Exception):  # noqa: N818 -- it is caught where it is raised
+class BatchError(Exception):
     """A batch holds what a capture cannot read."""
 
 
 def shape_of(batch: Batch) -> Hashable:
-    """What tells batches apart for a capture: containers, shapes, kinds, strides. Raises Unfit where there is more."""
+    """The containers, shapes, dtypes and strides by which a capture tells batches apart. Else it raises BatchError."""
     if isinstance(batch, Tensor):
         if batch.layout != torch.strided:
-            raise Unfit
+            raise BatchError
         return (tuple(batch.shape), batch.dtype, batch.stride())
     if isinstance(batch, Mapping):
         return (type(batch), tuple(batch), tuple(shape_of(part) for part in batch.values()))
@@ -439,4 +439,4 @@ def shape_of(batch: Batch) -> Hashable:
     # Plain values are frozen into the capture, so they are part of what it is made for; 1 and True are not the same.
     if batch is None or isinstance(batch, (int, float, str, bool)):
         return ("value", type(batch), batch)
-    raise Unfit
+    raise BatchError

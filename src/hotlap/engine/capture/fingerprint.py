@@ -140,7 +140,7 @@ def _print(value: Any, found: list[Any], seen: set[int]) -> None:
 # --- a quick look ------------------------------------------------------------------------------------
 
 
-class Glance:
+class QuickCheck:
     """All that the fingerprint of some modules is made from, to be looked at again in every step.
 
     Compared are objects and places, in flat lists that are made once: in a small part of the time that a fingerprint
@@ -199,7 +199,7 @@ class Glance:
             return False
 
 
-class StateGlance:
+class StateCheck:
     """The same for the tensors that an optimizer keeps of its parameters, and where they lie. It holds none of them."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -88,7 +88,7 @@ class Watch:
             self.reason = f"{type(module).__name__} draws from the host's randomness{_at(_forward_line(module))}"
 
 
-def stranger_in(loss: Tensor, known: Sequence[Tensor], *, parameters_only: bool = True) -> str | None:
+def unknown_leaf(loss: Tensor, known: Sequence[Tensor], *, parameters_only: bool = True) -> str | None:
     """Whether a gradient goes to a parameter that is not among the known: a replay would write where it once lay.
 
     Without `parameters_only`, whether it goes to any tensor that is not.
@@ -108,7 +108,7 @@ def stranger_in(loss: Tensor, known: Sequence[Tensor], *, parameters_only: bool 
     return None
 
 
-def is_looked_into() -> bool:
+def is_observed() -> bool:
     """Whether somebody looks on at what runs now, or it is computed twice, as checkpointed layers are."""
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
         return True
@@ -127,7 +127,7 @@ def why_recording_failed(error: BaseException) -> str:
 
 
 @contextmanager
-def meant() -> Iterator[None]:
+def intended_wait() -> Iterator[None]:
     """Inside, hotlap itself waits for the device, in a part of the step that is not recorded."""
     global _meant
     _meant += 1

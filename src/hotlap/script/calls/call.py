@@ -109,9 +109,9 @@ class Call:
         self._way = self._way_of(numerics, execution)
 
     @property
-    def firsts(self) -> int:
+    def warmup_steps(self) -> int:
         """Calls so far under the plan in force that were not at its pace."""
-        return self._way.firsts if self._way is not None else 0
+        return self._way.warmup_steps if self._way is not None else 0
 
     @property
     def given_up(self) -> str | None:

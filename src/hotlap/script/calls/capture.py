@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hotlap.core.tricks import GRADIENTS_IN_PLACE, REPLAYED_EVALUATION
 from hotlap.data.sources import tensors_in
-from hotlap.engine.assists.rewiring import adapt
-from hotlap.engine.capture.captured_step import MOST_GRAPHS, PATIENCE, WARM_UPDATES, Unfit, shape_of
-from hotlap.engine.capture.fingerprint import Glance, fingerprint
+from hotlap.engine.assists.rewiring import rewire
+from hotlap.engine.capture.captured_step import MOST_GRAPHS, PATIENCE, WARM_UPDATES, BatchError, shape_of
+from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
 from hotlap.engine.capture.recording import NotRecordedError, Watch
 from hotlap.script.calls.eager import EagerCall, Original
 from hotlap.script.calls.endings import SEEN, Endings
@@ -71,7 +71,7 @@ class Recordings:
 
     made_for: tuple[Any, ...] = ()
     """Its fingerprint then."""
-    glance: Glance | None = None
+    glance: QuickCheck | None = None
     """Tells whether it is in that state still."""
     graphs: dict[tuple[int, Hashable], CallGraph] = field(default_factory=dict)
     """By lane and kind of call."""
@@ -96,7 +96,7 @@ class Recordings:
         made_for = fingerprint([module])
         if made_for != self.made_for or not all(graph.standing.are_in_place for graph in self.graphs.values()):
             return False
-        self.glance = Glance([module])
+        self.glance = QuickCheck([module])
         return True
 
 
@@ -117,7 +117,7 @@ class CapturedCall:
         self._eager, self._module, self._device, self._lanes = eager, module, device, lanes
         self._endings = endings
         self._key = functools.partial(_key_of, device)
-        self._adapted = adapt(module)
+        self._adapted = rewire(module)
         self._evaluations = Evaluations(eager, module, device, self._key, lanes.make_recorder)
         self._now = Recordings()
         self._before: Recordings | None = None
@@ -129,13 +129,13 @@ class CapturedCall:
         self._in_vain = 0
         self._surprises = 0
         self._changes = 0
-        self._firsts = 0
+        self._warmup_steps = 0
         self._given_up: str | None = None
 
     @property
-    def firsts(self) -> int:
+    def warmup_steps(self) -> int:
         """Calls that were no replay of what had been recorded before, where there may be one yet."""
-        return self._firsts + self._eager.firsts
+        return self._warmup_steps + self._eager.warmup_steps
 
     @property
     def given_up(self) -> str | None:
@@ -154,7 +154,7 @@ class CapturedCall:
         self._calls += 1
         try:
             key, tensors = self._key(args, kwargs)
-        except Unfit as error:
+        except BatchError as error:
             self._give_up(_words(error))
             return self._eager(original, args, kwargs)
         self._check_validity()
@@ -170,7 +170,7 @@ class CapturedCall:
         else:
             habits = self._habits_of(key)
             if not habits.are_known:
-                self._firsts += 1
+                self._warmup_steps += 1
                 return self._run_eagerly(original, args, kwargs, habits)
             graph = self._recorded_if_it_may(lane, key, original, args, kwargs, habits)
             if graph is None:
@@ -200,7 +200,7 @@ class CapturedCall:
         self._check_validity(for_trial=True)
         try:
             key, _ = self._key(args, kwargs)
-        except Unfit as error:
+        except BatchError as error:
             raise NotRecordedError(_words(error)) from None
         lane = self._lanes.free()
         if lane is None:
@@ -236,7 +236,7 @@ class CapturedCall:
                 self._now = before
             elif not self._now.are_of(self._module):
                 self._before = self._now if for_trial else None
-                self._now = Recordings(fingerprint([self._module]), Glance([self._module]))
+                self._now = Recordings(fingerprint([self._module]), QuickCheck([self._module]))
         if self._now.was_set_back():
             self._drop()
 
@@ -255,7 +255,7 @@ class CapturedCall:
             return None
         if not self._has_place():
             return None
-        self._firsts += 1
+        self._warmup_steps += 1
         try:
             return self._recorded(lane, key, original, args, kwargs, habits)
         except NotRecordedError as error:
@@ -300,7 +300,7 @@ class CapturedCall:
         """The graph recorded anew, with the loss that the script makes of its output; else the graph as it is."""
         habits, ending = Habits(), graph.wanted
         habits.used, habits.kept = graph.used, graph.kept
-        self._firsts += 1
+        self._warmup_steps += 1
         try:
             made = self._recorded(lane, key, original, args, kwargs, habits, ending)
         except NotRecordedError:
@@ -366,7 +366,7 @@ class CapturedCall:
 
 
 def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
-    """What tells calls apart, and the tensors in this one. Raises Unfit where it cannot be recorded."""
+    """What tells calls apart, and the tensors in this one. Raises BatchError where it cannot be recorded."""
     values = [*args, *kwargs.values()] if kwargs else args
     tensors = [value for value in values if isinstance(value, Tensor)]
     shape: Hashable = tuple(kwargs)
@@ -376,17 +376,17 @@ def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, lis
     for tensor in tensors:
         if tensor.device != device:
             # It would be read by the host, which nobody sees: lengths, for one.
-            raise Unfit(f"an argument lies on {tensor.device}")
+            raise BatchError(f"an argument lies on {tensor.device}")
         if type(tensor) not in (Tensor, nn.Parameter):
-            raise Unfit(f"an argument is a {type(tensor).__name__}")
+            raise BatchError(f"an argument is a {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
-            raise Unfit
+            raise BatchError
         facts.append((tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad))
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return (shape, tuple(facts), autocast), tensors
 
 
-def _words(error: Unfit) -> str:
+def _words(error: BatchError) -> str:
     return str(error) or "its arguments are more than tensors and plain values"
 
 

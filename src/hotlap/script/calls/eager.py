@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.engine.capture.captured_step import Unfit, shape_of
+from hotlap.engine.capture.captured_step import BatchError, shape_of
 from hotlap.engine.capture.fingerprint import memory, what_changed
 from hotlap.engine.precision import Switches, precision_context
 from hotlap.engine.scaling import LossScale
@@ -74,7 +74,7 @@ class EagerCall:
         self.scale = scale
         """Of fp16."""
         self._looked = 0
-        self.firsts = 0
+        self.warmup_steps = 0
         """Calls in the script's own precision, to see what they are like."""
         self.given_up: str | None = None
         """Why all of them are."""
@@ -133,7 +133,7 @@ class EagerCall:
 
     def _seen(self, original: Original, args: Any, kwargs: Any) -> Any:
         """Make a call in the script's own precision, and see what it is like."""
-        self.firsts += 1
+        self.warmup_steps += 1
         before = memory([self._module]) if self.scale is not None else {}
         outputs = self.plainly(original, args, kwargs)
         self._forms.note(args, kwargs, outputs, laid_out=self._layout is not None)
@@ -150,7 +150,7 @@ def _why_hidden(args: Any, kwargs: Any, outputs: Any) -> str | None:
         return f"its outputs hold a {kind}"
     try:
         shape_of((args, kwargs))
-    except Unfit:
+    except BatchError:
         return "its arguments are more than tensors and plain values"
     return None
 

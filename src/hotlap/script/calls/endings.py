@@ -112,7 +112,7 @@ class Endings:
                 self._given = _Given(weakref.ref(output), output._version, _stream_of(output), weakref.ref(turn))
 
     def _loss(self, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
-        own = losses.standing_in(found)
+        own = losses.replacement_of(found)
 
         @functools.wraps(own)
         def loss(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
-from hotlap.engine.capture.captured_step import Unfit, shape_of
+from hotlap.engine.capture.captured_step import BatchError, shape_of
 from hotlap.engine.capture.recording import NotRecordedError, Watch
 from hotlap.script.calls.graphs import Graph, Recording
 from hotlap.script.calls.passage import Compute
@@ -30,12 +30,12 @@ class EvaluationGraph:
     """
 
     def __init__(self, given: tuple[Any, Any], device: torch.device) -> None:
-        """To be made in the inference mode of the calls. Raises Unfit where arguments cannot be copied as they lie."""
+        """Made in the inference mode of the calls. Raises BatchError where arguments cannot be copied as they lie."""
         self._device = device
         made: dict[int, Tensor] = {}
         self._given = map_tensors(given, lambda tensor: made.setdefault(id(tensor), _static(tensor)))
         if shape_of(self._given) != shape_of(given):
-            raise Unfit("an argument is a container that cannot be copied")
+            raise BatchError("an argument is a container that cannot be copied")
         self._static = tensors_in(self._given)
         self._infers = torch.is_inference_mode_enabled()
         self._shown: Any = None
@@ -174,7 +174,7 @@ def _form_of(tensor: Tensor) -> Any:
 def _static(tensor: Tensor) -> Tensor:
     """A copy that lies as the tensor does, and that counts who writes to it."""
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise Unfit("an argument is expanded")
+        raise BatchError("an argument is expanded")
     with torch.inference_mode(False), torch.no_grad():
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return made.copy_(tensor).requires_grad_(tensor.requires_grad)

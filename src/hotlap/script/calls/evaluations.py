@@ -24,8 +24,8 @@ from torch.utils._device import DeviceContext
 
 from hotlap.core.errors import first_line
 from hotlap.data.sources import tensors_in
-from hotlap.engine.capture.captured_step import PATIENCE, Unfit, shape_of
-from hotlap.engine.capture.fingerprint import Glance, fingerprint
+from hotlap.engine.capture.captured_step import PATIENCE, BatchError, shape_of
+from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
 from hotlap.engine.capture.recording import Watch
 from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.script.calls.eager import EagerCall, Original
@@ -49,7 +49,7 @@ LEAST_FREE = 0.1
 """Of the device's memory, what has to be free beside a recording: evaluation is not worth running out of it."""
 
 KeyOf = Callable[[Any, Any], tuple[Hashable, list[Tensor]]]
-"""What tells calls apart by their arguments and autocast, and the tensors in them. Raises Unfit."""
+"""What tells calls apart by their arguments and autocast, and the tensors in them. Raises BatchError."""
 
 
 @dataclasses.dataclass
@@ -75,7 +75,7 @@ class _Standing:
     def __init__(self, module: nn.Module) -> None:
         held = [*module.parameters(), *module.buffers()]
         self.made_for = fingerprint([module]), [tensor.shape for tensor in held], _forms_of(held)
-        self._glance = Glance([module])
+        self._glance = QuickCheck([module])
         self._matrices = [tensor for tensor in held if tensor.ndim > 1]
         self._forms = _forms_of(self._matrices)
 
@@ -148,21 +148,21 @@ class Evaluations:
             if kind.calls < SEEN or kind.refused is not None or not self._holds():
                 return None, []
             return (kind, tensors) if kind.is_recorded or self._has_place() else (None, [])
-        except Unfit:
+        except BatchError:
             return None, []
         except Exception as error:  # of weights or arguments that do not like to be looked at
             self._give_up(first_line(error))
             return None, []
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
-        """What tells calls apart, and the tensors in this one. Raises Unfit where it cannot be recorded."""
+        """What tells calls apart, and the tensors in this one. Raises BatchError where it cannot be recorded."""
         key, tensors = self._key_of(args, kwargs)
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         # Attention, for one, takes another way where its arguments are one and the same.
         same = tuple(places[id(tensor)] for tensor in tensors) if len(places) < len(tensors) else None
         stream = current_stream(self._device) if self._device.type == "cuda" else None
         if self._stream not in (None, stream):
-            raise Unfit("replays on two streams would use the same memory at a time")
+            raise BatchError("replays on two streams would use the same memory at a time")
         return (key, same, stream, torch.is_inference_mode_enabled(), *(get() for get in _SETTINGS)), tensors
 
     def _kind_of(self, key: Hashable) -> _Kind:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
-from hotlap.engine.capture.recording import NotRecordedError, Watch, stranger_in, why_recording_failed
+from hotlap.engine.capture.recording import NotRecordedError, Watch, unknown_leaf, why_recording_failed
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.layout import laid_out_as
 from hotlap.engine.precision import Switches
@@ -304,7 +304,7 @@ class CallGraph:
         if self.differentiable != [output.requires_grad for output in self.outputs]:
             return "its outputs differ from call to call"
         used = (self.outputs[number] for number in self.used)
-        return next(filter(None, (stranger_in(out, self._leaves, parameters_only=False) for out in used)), None)
+        return next(filter(None, (unknown_leaf(out, self._leaves, parameters_only=False) for out in used)), None)
 
 
 class Replayed(Turn):

@@ -48,7 +48,7 @@ class CapturedUpdate:
         self._device = first.device if first is not None else torch.device("cpu")
         self.idle = _idle(optimizer)
         """An optimizer of the kind that has nothing to update: it makes the step that was made by a replay."""
-        self.firsts = 0
+        self.warmup_steps = 0
         """Steps that were no replay of what had been recorded before, where there may be one yet."""
         self.given_up: str | None = why_strange(optimizer)
         """Why nothing is captured, once that is known."""
@@ -108,8 +108,8 @@ class CapturedUpdate:
 
         It is to be `taken` once the optimizer has its own settings again.
         """
-        self.firsts += 1
-        if self.firsts > PATIENCE + self._replays // 4:
+        self.warmup_steps += 1
+        if self.warmup_steps > PATIENCE + self._replays // 4:
             self.give_up("its settings, or which parameters have gradients, keep changing")
             return None
         try:

@@ -128,7 +128,7 @@ class Clipping:
         self._asked: _Asked | None = None
         self._original_norm: Callable[..., Tensor] | None = None
         self._original_scale: Callable[..., None] | None = None
-        self.firsts = 0
+        self.warmup_steps = 0
         """Clippings that were no replay of what had been recorded before, where there may be one yet."""
 
     def forget(self) -> None:
@@ -160,7 +160,7 @@ class Clipping:
                 kind.give_up(first_line(error))
         total = original(tensors, norm_type, error_if_nonfinite, foreach)
         if kind.given_up is None:
-            self.firsts += 1
+            self.warmup_steps += 1
             self._asked = _Asked(kind, tensors, total, None)
         return total
 
@@ -201,7 +201,7 @@ class Clipping:
         except Exception:  # a list of whatever the script likes
             return None
         if kind.recorded is None and kind.given_up is None and kind.seen >= WARM:
-            self.firsts += 1
+            self.warmup_steps += 1
             try:
                 kind.recorded = self._recorded(kind, grads, float(norm_type), foreach)
             except Exception as error:  # torch makes it then

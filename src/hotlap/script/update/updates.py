@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from hotlap.engine.capture.recording import Recorder
-from hotlap.engine.layout import Rooms
+from hotlap.engine.layout import BufferPool
 from hotlap.engine.optimizers import Fusion, LayoutCheck, has_sparse_gradients, is_fused, settle_counts, why_not_fused
 from hotlap.script.calls.graphs import Recording
 from hotlap.script.find.finder import WHY
@@ -65,7 +65,7 @@ class Updates:
         self.own = "fused" if self.optimizers and all(is_fused(one) for one in self.optimizers) else "plain"
         self._reasons: dict[int, str | None] = {}
         self._fusions: dict[int, Fusion] = {}
-        self._rooms: dict[int, Rooms] = {}
+        self._rooms: dict[int, BufferPool] = {}
         self._plan = (self.own, False)
         self._ways: dict[int, _Way] = {}
         self._left_alone: set[int] = set()
@@ -116,10 +116,10 @@ class Updates:
         return self._clipping if self._plan[1] else None
 
     @property
-    def firsts(self) -> int:
+    def warmup_steps(self) -> int:
         """Steps and clippings so far under the plan in force that were not at its pace."""
         updates = [way.captured for way in self._ways.values() if way.captured is not None]
-        return sum(update.firsts for update in updates) + (self._clipping.firsts if self._plan[1] else 0)
+        return sum(update.warmup_steps for update in updates) + (self._clipping.warmup_steps if self._plan[1] else 0)
 
     @property
     def uncaptured(self) -> str | None:
@@ -277,9 +277,9 @@ class Updates:
         self._recorders.clear()
         self._desk.clear()
 
-    def _rooms_of(self, optimizer: Optimizer) -> Rooms:
+    def _rooms_of(self, optimizer: Optimizer) -> BufferPool:
         if id(optimizer) not in self._rooms:
-            self._rooms[id(optimizer)] = Rooms()
+            self._rooms[id(optimizer)] = BufferPool()
             # What was recorded finds counts where they were, whatever state they were asked for in between.
             self._rooms[id(optimizer)].keeps = True
         return self._rooms[id(optimizer)]
