@@ -787,9 +787,9 @@ def trained(name: str, k: float, place: Path, **how: Any) -> dict[str, Any]:
     changes = VARIATIONS[name](k, place / "files")
     around = changes.pop("_around", None)
     said: list[str] = []
-    from hotlap.fitting import words
+    from hotlap.fitting import progress
 
-    words.Voice.say = lambda self, line: said.append(line)  # type: ignore[method-assign]
+    progress.Voice.say = lambda self, line: said.append(line)  # type: ignore[method-assign]
     try:
         with around() if around is not None else torch.enable_grad():
             run = fit(job(changes), plan="off", progress=False, **how)

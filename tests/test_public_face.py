@@ -108,7 +108,7 @@ def test_a_public_name_is_the_same_whatever_was_imported_before():
     told = run_code("""
         import hotlap
         first = {name: getattr(hotlap, name) for name in reversed(hotlap.__all__)}
-        import hotlap.cli, hotlap.fitting.loop, hotlap.store.run_folder, hotlap.machine
+        import hotlap.cli, hotlap.fitting.fit, hotlap.store.run_folder, hotlap.machine
         print([name for name in hotlap.__all__ if getattr(hotlap, name) is not first[name]])
     """)
     assert told == "[]\n"

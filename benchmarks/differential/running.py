@@ -19,7 +19,7 @@ from preloaded import Preloaded  # noqa: E402 -- the path has to be there first
 
 DRIVER = ("-c", "from benchmarks.differential.driver import main; main()")
 MODULES = (
-    "benchmarks.differential.driver", "hotlap.script.session", "hotlap.fitting.loop", "hotlap.engine.rig",
+    "benchmarks.differential.driver", "hotlap.script.session", "hotlap.fitting.fit", "hotlap.engine.rig",
     "torch._dynamo",
 )  # fmt: skip
 TIMEOUT_S = 90.0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.engine.augment import Augment as Augment
     from hotlap.engine.augment import Normalise as Normalise
     from hotlap.engine.rig import Rig as Rig
-    from hotlap.fitting.loop import fit as fit
+    from hotlap.fitting.fit import fit as fit
     from hotlap.fitting.run import Run as Run
     from hotlap.kit.calls import batch as batch
     from hotlap.kit.calls import memory as memory
@@ -73,7 +73,7 @@ _HOME = {
     "Windows": "hotlap.data.windows",
     "batch": "hotlap.kit.calls",
     "decoded": "hotlap.data.pictures",
-    "fit": "hotlap.fitting.loop",
+    "fit": "hotlap.fitting.fit",
     "load_plan": "hotlap.store.files",
     "load_weights": "hotlap.store.weights",
     "memory": "hotlap.kit.calls",

@@ -24,7 +24,7 @@ import hotlap.cli
 import hotlap.demo
 from hotlap.core.errors import HotlapError, JobError, StoreError
 from hotlap.core.terminal import clean, clean_lines, logger, say
-from hotlap.fitting.views import LineView, NotebookView, TerminalView
+from hotlap.fitting.progress import LineView, NotebookView, TerminalView
 from hotlap.recipes import encoders
 from hotlap.store import manifest
 from hotlap.store.cache import Cache

@@ -137,7 +137,7 @@ def test_the_error_is_raised_though_nothing_can_be_saved(tmp_path, monkeypatch):
     def full(*args):
         raise RuntimeError("the device answers no more")
 
-    monkeypatch.setattr("hotlap.fitting.held.export_state", full)
+    monkeypatch.setattr("hotlap.fitting.session.export_state", full)
     (note,) = failed(tmp_path / "broken", job(model=Net(training_at=3)))
     assert note.startswith("step 2 is not saved (the device answers no more)")
 

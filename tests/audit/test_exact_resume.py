@@ -174,7 +174,7 @@ def test_what_no_checkpoint_holds_is_named_once_in_one_line(tmp_path, capsys, mo
 
 
 def test_a_checkpoint_of_an_earlier_hotlap_is_still_read(tmp_path, interrupted, monkeypatch):
-    from hotlap.fitting import held
+    from hotlap.fitting import session
     from hotlap.guard import saving as state
 
     def earlier(rig, loop, remembered=()):
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_an_earlier_hotlap_is_still_read(tmp_path, interrupted, 
         return state.export_state(rig, loop)
 
     encode = state.encode
-    monkeypatch.setattr(held, "export_state", earlier)
+    monkeypatch.setattr(session, "export_state", earlier)
     monkeypatch.setattr(state, "encode", lambda told, *more: encode(_without(told), *more))
     interrupted(job(7, order=Shuffling()), tmp_path / "run")
     monkeypatch.undo()

@@ -8,10 +8,11 @@ from torch import nn
 
 from hotlap import Job, fit
 from hotlap.core.table import as_json, table
-from hotlap.fitting.tuning import Nobody, tune, tuning_line
+from hotlap.fitting.tuning import tune, tuning_line
 from hotlap.moves import RESIDENT
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.budget import savings
+from hotlap.tuner.choosers import PlanChooser
 
 
 def test_a_run_that_stops_early_saves_what_its_own_updates_saved(monkeypatch):
@@ -112,14 +113,14 @@ def at_leisure(monkeypatch, tmp_path):
 
 
 def test_a_fit_that_patience_ends_tells_its_tuner_before_the_ledger_is_written(tmp_path, monkeypatch):
-    class Counting(Nobody):
+    class Counting(PlanChooser):
         def __init__(self, task):
             self._rig = task.rig
 
         def ended(self):
             self._rig.write_down("tuned", "chosen", figures={"cost_s": 0.0, "saved_s": float(self._rig.steps)})
 
-    monkeypatch.setattr("hotlap.fitting.training.tuner_for", Counting)
+    monkeypatch.setattr("hotlap.fitting.training.chooser_for", Counting)
     job = job_for(epochs=1_000_000, valid=class_data(16), patience=2, eval_every=3)
     for group in job.optimizer.param_groups:
         group["lr"] = 0.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotlap.fitting.started import HIDDEN, without_secrets
+from hotlap.fitting.record import HIDDEN, without_secrets
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

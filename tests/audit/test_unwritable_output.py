@@ -15,7 +15,7 @@ import hotlap
 from hotlap.core import terminal
 from hotlap.core.job import Job
 from hotlap.data.parallel import shown_bar
-from hotlap.fitting.views import TerminalView, open_view
+from hotlap.fitting.progress import TerminalView, open_view
 from hotlap.kit.telling import sayer
 
 FULL = Path("/dev/full")

@@ -359,7 +359,7 @@ def test_the_very_same_training_is_loaded_and_not_trained_again(tmp_path, monkey
     settings = {"valid": class_data(10), "metrics": ["accuracy"], "patience": 5}
     first = quiet(small_job(**settings), tmp_path / "a", reuse=True)
     model = small_mlp()
-    monkeypatch.setattr("hotlap.fitting.loop.train", lambda *_: pytest.fail("it was trained again"))
+    monkeypatch.setattr("hotlap.fitting.fit.train", lambda *_: pytest.fail("it was trained again"))
     again = quiet(small_job(model=model, **settings), tmp_path / "b", reuse=True)
     assert torch.equal(parameters_of(first.model), parameters_of(again.model))
     assert "trained before" in again.stopped
@@ -461,7 +461,7 @@ def test_a_quiet_fit_writes_nothing_to_the_terminal(tmp_path, capfd):
 
 def test_the_function_stays_callable_whatever_was_imported_first():
     import hotlap
-    import hotlap.fitting.loop
+    import hotlap.fitting.fit
 
     assert callable(hotlap.fit)
-    assert hotlap.fit is hotlap.fitting.loop.fit
+    assert hotlap.fit is hotlap.fitting.fit.fit

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotlap.fitting import pace
-from hotlap.fitting.pace import Pace
+from hotlap.fitting import progress
+from hotlap.fitting.progress import Pace
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     held = Clock()
-    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=held.perf_counter))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=held.perf_counter))
     return held
 
 
@@ -119,8 +119,8 @@ def test_at_the_end_and_beyond_nothing_is_left(clock):
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10), st.integers(0, 50)), max_size=8))
 def test_whatever_happens_rates_and_times_are_never_negative(happenings):
-    held, real = Clock(), pace.time
-    pace.time = SimpleNamespace(perf_counter=held.perf_counter)
+    held, real = Clock(), progress.time
+    progress.time = SimpleNamespace(perf_counter=held.perf_counter)
     try:
         one, step = Pace(100), 0
         for spent, paused, steps in happenings:
@@ -132,4 +132,4 @@ def test_whatever_happens_rates_and_times_are_never_negative(happenings):
             assert reading.samples_per_s >= 0
             assert reading.eta_s is None or reading.eta_s >= 0
     finally:
-        pace.time = real
+        progress.time = real

@@ -12,10 +12,10 @@ from killed import before_forward, code_of, ended, flip, forked, hotlap_command,
 from plain import class_data, parameters_of, small_mlp
 from torch import nn
 
-import hotlap.fitting.loop as loop
+import hotlap.fitting.fit as loop
 from hotlap import Job, Plan, StoreError, fit
 from hotlap.cli import main
-from hotlap.fitting.best import Best
+from hotlap.fitting.session import Best
 from hotlap.store import disk
 from hotlap.store.checkpoints import Checkpoints
 from hotlap.store.run_folder import RunFolder

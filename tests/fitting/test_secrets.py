@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hotlap.fitting.started import HIDDEN, secrets_of, start_record, without_secrets
+from hotlap.fitting.record import HIDDEN, secrets_of, start_record, without_secrets
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = {

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from hotlap.core.errors import MachineError
-from hotlap.fitting import views
-from hotlap.fitting.pace import Reading
-from hotlap.fitting.views import LineView, NotebookView, Silence, TerminalView, open_view, status
+from hotlap.fitting import progress
+from hotlap.fitting.progress import LineView, NotebookView, Reading, Silence, TerminalView, open_view, status
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -148,7 +147,7 @@ def test_without_any_stderr_nothing_is_shown(monkeypatch):
 
 
 def test_in_a_notebook_the_cell_is_used_unless_a_stream_or_lines_are_asked_for(monkeypatch):
-    monkeypatch.setattr(views, "_in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
     assert type(open_view()) is NotebookView
     assert type(open_view(stream=io.StringIO())) is LineView
     monkeypatch.setenv("HOTLAP_PROGRESS", "lines")
@@ -160,7 +159,7 @@ def test_ipython_in_a_terminal_is_no_notebook():
     import sys
     from IPython.core.interactiveshell import InteractiveShell
     InteractiveShell.instance()
-    from hotlap.fitting.views import open_view
+    from hotlap.fitting.progress import open_view
     print(type(open_view()).__name__)
     """
     assert run(code).stdout == "LineView\n"
@@ -196,7 +195,7 @@ def test_a_log_gets_plain_lines_and_nothing_else():
 
 def test_a_log_is_not_filled_with_readings(monkeypatch):
     now = [50.0]
-    monkeypatch.setattr(views.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     view = LineView(stream, seldom_s=15)
     shown = []
@@ -266,8 +265,8 @@ def test_a_view_that_showed_no_reading_closes_without_a_trace():
 
 def test_results_on_stdout_stay_there_while_a_bar_lives_on_stderr():
     code = """
-    from hotlap.fitting.pace import Reading
-    from hotlap.fitting.views import open_view
+    from hotlap.fitting.progress import Reading
+    from hotlap.fitting.progress import open_view
     view = open_view()
     rates = dict(steps_per_s=1.0, samples_per_s=1.0, elapsed_s=1.0, eta_s=None)
     view.show(Reading(step=5, total_steps=10, epoch=0, loss=1.0, **rates))
@@ -350,8 +349,8 @@ def test_a_training_of_unknown_length_has_an_empty_bar(cell):
 FIT_CELL = """
 import torch, hotlap
 from hotlap.core.errors import MachineError
-from hotlap.fitting import views
-views.NotebookView.every_s = 0.0
+from hotlap.fitting import progress
+progress.NotebookView.every_s = 0.0
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 x = torch.randn(64, 4)

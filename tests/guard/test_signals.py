@@ -14,7 +14,7 @@ from torch import nn
 
 from hotlap import Job, fit
 from hotlap.cli import main
-from hotlap.fitting.best import Best
+from hotlap.fitting.session import Best
 from hotlap.guard.saving import Saver
 from hotlap.guard.signals import StopRequest
 from hotlap.store import disk

@@ -476,7 +476,7 @@ def test_a_file_larger_than_the_memory_is_told(tmp_path):
 
 
 def test_the_way_a_stranger_says_a_run_was_started_is_shown_and_not_obeyed(run):
-    from hotlap.fitting.started import checked_words
+    from hotlap.fitting.record import checked_words
 
     (run / "started.json").write_text(json.dumps({"words": ["a\x1b]0;b\x07", "c\nhotlap: done"], "call": 1}))
     assert checked_words(RunFolder(run)) == ["a\\x1b]0;b\\x07", "c\\nhotlap: done"]

@@ -137,7 +137,7 @@ FAULTS = {
 PLANTED = """
     import json, random, sys
     import hotlap.engine.rig as rig
-    import hotlap.fitting.beginning as beginning
+    import hotlap.fitting.fit as beginning
     import hotlap.guard.saving as state
     import hotlap.store.checkpoints as checkpoints
     from hotlap.store import disk

@@ -33,7 +33,7 @@ def demo(
     machine.choose_device(device, require_gpu=require_gpu)
 
     from hotlap.demo import digits_job
-    from hotlap.fitting.loop import fit
+    from hotlap.fitting.fit import fit
 
     job = digits_job(epochs=epochs, device=device)
     words = ["hotlap", "demo", "--epochs", str(epochs), "--device", device]

@@ -35,8 +35,8 @@ def resume(
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
 ) -> None:
     """Go on with an interrupted run: from its newest checkpoint that is whole, or from step 0 if it never had one."""
-    from hotlap.fitting.loop import fit
-    from hotlap.fitting.started import checked_words
+    from hotlap.fitting.fit import fit
+    from hotlap.fitting.record import checked_words
     from hotlap.kit.naming import named_job
     from hotlap.store.run_folder import RunFolder
 
@@ -100,7 +100,7 @@ def _run_script(folder: RunFolder, words: list[str], flags: dict[str, bool]) -> 
     """Run a script or module as `python` would; its call of `fit` goes on with the run."""
     import runpy
 
-    from hotlap.fitting.started import RESUME, has_gone_on
+    from hotlap.fitting.record import RESUME, has_gone_on
 
     for flag in ("--allow-changes", "--json"):
         if flags[flag]:

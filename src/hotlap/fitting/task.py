@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
@@ -23,12 +24,10 @@ from hotlap.data.sources import Columns, Selection, Source
 from hotlap.engine.augment import Augment, check_classes
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, changes_of
-from hotlap.fitting.best import trained_tensors
-from hotlap.fitting.views import View
-from hotlap.fitting.words import Voice
+from hotlap.fitting.progress import View, Voice
 from hotlap.guard.identity import identity
 from hotlap.moves import everything
-from hotlap.tuner.replay import plan_changes
+from hotlap.tuner.choosers import plan_changes
 
 
 class TaskMemory:
@@ -52,8 +51,8 @@ class TaskMemory:
         return found, f"a resumed run begins anew with what no checkpoint holds: {'; '.join(new)}" if new else None
 
     def _plain(self) -> dict[str, Any]:
-        held = getattr(self._dataset, "__dict__", {})
-        return {name: value for name, value in held.items() if isinstance(value, (int, float, str, type(None)))}
+        attributes = getattr(self._dataset, "__dict__", {})
+        return {name: value for name, value in attributes.items() if isinstance(value, (int, float, str, type(None)))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,3 +187,12 @@ def set_up(
         tuned=plan == TUNED,
         replayed=plan if isinstance(plan, Ledger) else None,
     )
+
+
+def trained_tensors(rig: Rig) -> dict[str, Tensor]:
+    """Every weight and buffer that training may change, the loss's own included."""
+    return {
+        f"{number}.{name}": tensor
+        for number, module in enumerate(rig.modules)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }

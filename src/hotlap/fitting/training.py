@@ -13,33 +13,27 @@ from hotlap.core.errors import StoreError, first_line
 from hotlap.core.ledger import Entry
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window
-from hotlap.fitting.ending import finish
-from hotlap.fitting.forged import unfit_checkpoint
-from hotlap.fitting.held import HeldFolder
-from hotlap.fitting.pace import Pace
+from hotlap.fitting.progress import Pace, format_record
+from hotlap.fitting.record import resume_words
 from hotlap.fitting.rescue import Rescue, is_out_of_memory, within
-from hotlap.fitting.run import Run
-from hotlap.fitting.started import resume_words
+from hotlap.fitting.session import ProgressState, RunSession, unfit_checkpoint
 from hotlap.fitting.task import Task
-from hotlap.fitting.trail import Trail
-from hotlap.fitting.tuning import Nobody, tuner_for, tuning_line
-from hotlap.fitting.words import told
+from hotlap.fitting.tuning import chooser_for, tuning_line
 from hotlap.guard.saving import import_state
 from hotlap.guard.signals import StopRequest
-from hotlap.tuner.replay import Replay
-from hotlap.tuner.tuner import Tuner
+from hotlap.tuner.choosers import PlanChooser
 
 SIGNAL_S = 2.0
 """How long a signal may take to arrive after it has ended the workers."""
 
 
-def train(task: Task, held: HeldFolder, trail: Trail) -> Run:
-    """Train to the end, from where the rig stands.
+def train(task: Task, session: RunSession, state: ProgressState) -> str:
+    """Train to the end, from where the rig stands, and return why it ended.
 
     A signal ends it after the step in hand and a checkpoint: KeyboardInterrupt, or exit code 143. An error of the
     user's own code or data is raised after a checkpoint of the last step that was made.
     """
-    loop, rig, saves = _Loop(task, held, trail), task.rig, task.save_every != 0
+    loop, rig, saves = _Loop(task, session, state), task.rig, task.save_every != 0
     try:
         with StopRequest() as stop:
             try:
@@ -49,29 +43,29 @@ def train(task: Task, held: HeldFolder, trail: Trail) -> Run:
                 raise
             loop.tuner.ended()
             asked = stop.signal is not None
-            saved = saves and (asked or held.saver.due_at_end(rig.steps))
+            saved = saves and (asked or session.saver.due_at_end(rig.steps))
             if saved:
-                held.save(trail, wait=True)
+                session.save(state, wait=True)
         if stop.signal is not None:
             if saves and not saved:  # it came while that was decided
-                held.save(trail, wait=True)
-            task.voice.say(f"stopped by {stop.signal.name}; go on with: {resume_words(held.folder)}")
+                session.save(state, wait=True)
+            task.voice.say(f"stopped by {stop.signal.name}; go on with: {resume_words(session.folder)}")
             stop.obey()
     finally:
-        held.saver.finish()
-    return finish(task, held, trail, stopped)
+        session.saver.finish()
+    return stopped
 
 
 class _Loop:
     """The steps of one call of `fit`, and what is done between two of them."""
 
-    def __init__(self, task: Task, held: HeldFolder, trail: Trail) -> None:
+    def __init__(self, task: Task, session: RunSession, state: ProgressState) -> None:
         self._job, self._rig, self._voice, self._save_every = task.job, task.rig, task.voice, task.save_every
         self._task = within(task, task.rig.plan.memory) if task.tuned else task
-        self._held, self._trail = held, trail
-        trail.clock.loop_s = time.perf_counter()
+        self._session, self._state = session, state
+        state.clock.loop_s = time.perf_counter()
         self._pace = Pace(task.total, task.rig.steps, task.rig.samples)
-        self.tuner = tuner_for(self._task)
+        self.tuner = chooser_for(self._task)
         self._rescue = Rescue(task.rig)
         self._told = self.tuner.done
         """Whether the outcome of tuning was told, or there is none to tell."""
@@ -84,19 +78,19 @@ class _Loop:
 
     def steps(self, stop: StopRequest) -> str:
         """Make all steps that are left; why it ended."""
-        job, rig, saver, trail, clock = self._job, self._rig, self._held.saver, self._trail, time.perf_counter
+        job, rig, saver, state, clock = self._job, self._rig, self._session.saver, self._state, time.perf_counter
         tuner, rescue = self.tuner, self._rescue
         every_s = self._voice.view.every_s
         next_s = clock() + every_s
         early = f"early: no better {job.monitor} in {job.patience} evaluations"
-        if trail.best.is_long_ago():
+        if state.best.is_long_ago():
             return early
-        if trail.from_checkpoint is not None and self._lacks_record():
+        if state.from_checkpoint is not None and self._lacks_record():
             self._record()
-            if trail.best.is_long_ago():
+            if state.best.is_long_ago():
                 return early
         # What a forged or foreign state breaks, it breaks in the first step.
-        step = rig.advance if trail.from_checkpoint is None else self._step_from_checkpoint
+        step = rig.advance if state.from_checkpoint is None else self._step_from_checkpoint
         for window in self._windows(stop):
             rescue.begins(window)
             try:
@@ -119,7 +113,7 @@ class _Loop:
                 next_s = clock() + every_s
             if self._is_record_due():
                 self._record()
-                if trail.best.is_long_ago():
+                if state.best.is_long_ago():
                     return early
             if stop.signal is not None:
                 self._finish_record()
@@ -127,19 +121,19 @@ class _Loop:
             if saver.due(rig.steps):
                 self._finish_record()
                 began = clock()
-                self._held.checkpoints.trusted = tuner.trusted
-                self._held.save(trail)
+                self._session.checkpoints.trusted = tuner.trusted
+                self._session.save(state)
                 tuner.paused(clock() - began)
         self._finish_record()
         if stop.signal is not None:
             return "on a signal"
-        if not trail.history or trail.history[-1]["step"] != rig.steps:
+        if not state.history or state.history[-1]["step"] != rig.steps:
             self._record()
             self._finish_record()
         return "after all epochs" if job.epochs is not None else "after all steps"
 
-    def _answered(self, error: Exception, window: Window) -> Tuner | Replay | Nobody:
-        """Answer an error in a step by another plan, so that its window comes again; who chooses the plans from here.
+    def _answered(self, error: Exception, window: Window) -> PlanChooser:
+        """Answer an error in a step by another plan, so that its window comes again; what chooses the plans from here.
 
         Raises the error where there is no answer.
         """
@@ -160,13 +154,13 @@ class _Loop:
         less = self._rescue.use_less(error, window)
         self._voice.warn(f"out of memory at step {rig.steps:,}; from here on: {less}")
         self._task = within(self._task, rig.plan.memory)
-        self.tuner = tuner_for(self._task)
+        self.tuner = chooser_for(self._task)
         self._told = self.tuner.done
         return self.tuner
 
     def save_after(self, error: Exception) -> None:
         """Save what was trained before an error, and add to the error the line that goes on from there."""
-        rig, held, trail = self._rig, self._held, self._trail
+        rig, session, state = self._rig, self._session, self._state
         if self._save_every == 0 or rig.steps == 0:  # a training that made no step has nothing to lose
             return
         try:
@@ -174,14 +168,14 @@ class _Loop:
             if unsaved is None and rig.steps != self._begun_at:
                 self._finish_record()
                 self.tuner.ended()
-                before = held.saver.saved
-                held.checkpoints.trusted = self.tuner.trusted
-                held.save(trail, wait=True)
-                unsaved = None if held.saver.saved > before else "it could not be written"
+                before = session.saver.saved
+                session.checkpoints.trusted = self.tuner.trusted
+                session.save(state, wait=True)
+                unsaved = None if session.saver.saved > before else "it could not be written"
         except Exception as other:  # such as a device that answers no more: the first error is the one to raise
             unsaved = first_line(other)
         last = f"saved at step {rig.steps:,}" if unsaved is None else f"step {rig.steps:,} is not saved ({unsaved})"
-        line = f"{last}; once the error is mended, go on with: {resume_words(held.folder)}"
+        line = f"{last}; once the error is mended, go on with: {resume_words(session.folder)}"
         self._voice.say(line)
         error.add_note(line)
 
@@ -216,27 +210,27 @@ class _Loop:
 
     def _go_back(self, good: int) -> None:
         """Go on from the newest checkpoint of a time at which all was well; from here, where there is none."""
-        rig, trail, held = self._rig, self._trail, self._held
-        held.saver.finish()
+        rig, state, session = self._rig, self._state, self._session
+        session.saver.finish()
         self._open = None
         why = "the tuned plan no longer trains as the user's own does"
         try:
-            checkpoint, _ = held.checkpoints.newest_good(until=good)
+            checkpoint, _ = session.checkpoints.newest_good(until=good)
             loop = import_state(rig, checkpoint.files, self._task.memory.changes)
             self._task.course.order.go_back(loop.get("order"))
-            trail.put_back(loop)
+            state.put_back(loop)
         except StoreError as error:
             self._voice.warn(f"{why}; another one is used from step {rig.steps:,} on ({error})")
             return
-        held.folder.write_metrics(trail.history)
+        session.folder.write_metrics(state.history)
         self._voice.warn(f"{why}; gone back to the checkpoint of step {rig.steps:,}, under another plan")
 
     def _step_from_checkpoint(self, window: Window) -> Tensor:
-        with unfit_checkpoint(str(self._trail.from_checkpoint)):
+        with unfit_checkpoint(str(self._state.from_checkpoint)):
             return self._rig.advance(window)
 
     def _show(self) -> None:
-        rig, saver = self._rig, self._held.saver
+        rig, saver = self._rig, self._session.saver
         if not saver.busy:
             saver.finish()  # tells of a checkpoint that could not be written
         loss = rig.totals.mean()  # waits for the device, so that the rates below are true
@@ -251,7 +245,7 @@ class _Loop:
 
     def _lacks_record(self) -> bool:
         """Whether the evaluation that is due at this step was not made: an error ended it, and the step was saved."""
-        rig, every, history = self._rig, self._job.eval_every, self._trail.history
+        rig, every, history = self._rig, self._job.eval_every, self._state.history
         if not rig.steps or (history and history[-1]["step"] == rig.steps):
             return False
         return rig.steps % every == 0 if every is not None else rig.place.window == rig.windows_here
@@ -287,21 +281,21 @@ class _Loop:
         """Write down a record that was begun; what that takes, and `spent_s` until now, is not training's time."""
         if self._open is None:
             return
-        job, trail = self._job, self._trail
+        job, state = self._job, self._state
         (record, loss), self._open = self._open, None
         record["train_loss"] = loss.mean()
         aside = time.perf_counter() - spent_s
-        record["elapsed_s"] = trail.clock.elapsed(time.perf_counter())
-        trail.history.append(record)
+        record["elapsed_s"] = state.clock.elapsed(time.perf_counter())
+        state.history.append(record)
         try:
-            self._held.folder.add_metrics(record)
+            self._session.folder.add_metrics(record)
         except StoreError as error:
             self._voice.warn(f"metrics.jsonl lacks step {record['step']}: {error}; training goes on")
-        self._voice.say(told(record, by_step=job.eval_every is not None))
+        self._voice.say(format_record(record, by_step=job.eval_every is not None))
         self._warn_of_nonfinite(record)
-        trail.best.judge(record)
+        state.best.judge(record)
         spent = time.perf_counter() - aside
-        trail.clock.aside_s += spent
+        state.clock.aside_s += spent
         self._pace.pause(spent)
         self.tuner.paused(spent)
 

@@ -1,4 +1,4 @@
-"""Who chooses the plan while `fit` trains: a tuner, the ledger of an earlier run, or nobody."""
+"""Who chooses the plan while `fit` trains: a tuner, the ledger of an earlier run, or neither."""
 
 from __future__ import annotations
 
@@ -9,60 +9,28 @@ from dataclasses import dataclass
 from hotlap import machine
 from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
-from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
+from hotlap.core.plan import Plan
 from hotlap.core.table import rows
 from hotlap.data.dataset import training_course
 from hotlap.engine.snapshot import Modes, Randomness
+from hotlap.fitting.progress import open_view
 from hotlap.fitting.task import TUNED, Task, set_up
-from hotlap.fitting.views import open_view
 from hotlap.tuner.budget import MOST_S
+from hotlap.tuner.choosers import PlanChooser, Replay
 from hotlap.tuner.known import KnownPlans
-from hotlap.tuner.replay import Replay
 from hotlap.tuner.tuner import Tuner
 
 FOREVER = 10**7
 """Updates."""
 
 
-class Nobody:
-    """Leaves the plan as it is."""
-
-    done = True
-    trusted: int | None = None
-    """No plan is looked after."""
-
-    def drifted(self) -> int | None:
-        """Nobody looks."""
-        return None
-
-    def room(self) -> int:
-        """As much as there may be."""
-        return MOST_REPLAY_STEPS
-
-    def fed(self, seconds: float) -> None:
-        """Nothing is timed."""
-
-    def paused(self, seconds: float) -> None:
-        """Nothing is timed."""
-
-    def stepped(self, updates: int) -> None:
-        """Nothing changes."""
-
-    def failed(self, error: Exception) -> bool:
-        """No plan is on trial."""
-        return False
-
-    def ended(self) -> None:
-        """Nothing is left open."""
-
-
-def tuner_for(task: Task) -> Tuner | Replay | Nobody:
-    """Who chooses the plans of a training, from where it stands."""
+def chooser_for(task: Task) -> PlanChooser:
+    """What chooses the plans of a training, from where it stands."""
     rig = task.rig
     if task.replayed is not None:
         return Replay(rig, task.replayed)
     if not task.tuned:
-        return Nobody()
+        return PlanChooser()
     found = rig.plan if _was_tuned(rig.ledger) else None
     rig.use(task.own_plan, why="the user's own, to tune from")
     return Tuner(

@@ -24,9 +24,9 @@ from hotlap.data.sources import tensors_in
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import Window
+from hotlap.fitting.progress import Silence
 from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.fitting.task import OFF, set_up
-from hotlap.fitting.views import Silence
 from hotlap.kit.lengths import longest_first
 from hotlap.kit.live import LiveTensors
 from hotlap.machine.cuda import usable_bytes

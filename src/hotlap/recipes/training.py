@@ -18,8 +18,7 @@ from hotlap.core.errors import DataError, HotlapError, PlanError, StoreError, Tr
 from hotlap.core.job import Job
 from hotlap.core.table import table as tuning_table
 from hotlap.core.units import MIB, show_seconds
-from hotlap.fitting.beginning import AnotherTrainingError
-from hotlap.fitting.loop import fit
+from hotlap.fitting.fit import AnotherTrainingError, fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.machine.device import choose_device

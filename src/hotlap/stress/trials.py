@@ -22,7 +22,7 @@ from typing import NoReturn
 import torch
 
 from hotlap.core.errors import StoreError
-from hotlap.fitting.loop import fit
+from hotlap.fitting.fit import fit
 from hotlap.store import disk
 from hotlap.stress.victim import ended_at, fate_of, victim_job
 

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from functools import partial
 
 from hotlap.core.errors import first_line
-from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
+from hotlap.core.plan import Plan
 from hotlap.engine.protocol import TunableTraining
 from hotlap.engine.rig import Place, Rig
 from hotlap.tuner.allowance import SpentError
 from hotlap.tuner.budget import Length, savings
 from hotlap.tuner.canary import Canary
+from hotlap.tuner.choosers import PlanChooser
 from hotlap.tuner.gates import Gate, Judge
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.laps import Lap, LapClock
@@ -27,7 +28,7 @@ AHEAD = 2
 """Batches that a worker keeps ready, where the plan leaves it open."""
 
 
-class Tuner:
+class Tuner(PlanChooser):
     """Finds the fastest plan for a training that somebody else drives, while it trains.
 
         tuner = Tuner(rig, updates=10_000)
@@ -118,10 +119,6 @@ class Tuner:
             return None
         good, self._canary.drifted = self._canary.drifted, None
         return good
-
-    def room(self) -> int:
-        """Updates that may be made at once before it has to be told."""
-        return MOST_REPLAY_STEPS
 
     def fed(self, seconds: float) -> None:
         """Told how long the host waited for the batch of the step to come; not needed, but it tells what bounds it."""

@@ -1,4 +1,4 @@
-"""How progress is shown: a live bar in a terminal or a notebook, plain lines elsewhere."""
+"""How progress is shown: a live bar in a terminal or a notebook, plain lines elsewhere; banner and figures in words."""
 
 from __future__ import annotations
 
@@ -8,12 +8,69 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
+import torch
+
+from hotlap import __version__
 from hotlap.core.errors import MachineError, did_you_mean
+from hotlap.core.job import Job
 from hotlap.core.terminal import clean, is_terminal, say, write
 from hotlap.core.units import show_rate, show_seconds
-from hotlap.fitting.pace import Reading
+from hotlap.data.dataset import Course
+from hotlap.engine.rig import Rig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Where a training stands at one moment."""
+
+    step: int
+    total_steps: int | None
+    epoch: int
+    loss: float
+    steps_per_s: float
+    samples_per_s: float
+    elapsed_s: float
+    eta_s: float | None
+
+
+class Pace:
+    """Turns counts of steps and samples into rates; the clock stands still during `pause`."""
+
+    def __init__(self, total_steps: int | None, step: int = 0, samples: int = 0) -> None:
+        self._total = total_steps
+        self._start_s = self._last_s = time.perf_counter()
+        self._last_step, self._last_samples = step, samples
+        self._steps_per_s = self._samples_per_s = 0.0
+        self._paused_s = 0.0
+
+    def read(self, *, step: int, samples: int, epoch: int, loss: float) -> Reading:
+        """Rates since the last reading; call it after the device has caught up."""
+        now = time.perf_counter()
+        spent = now - self._last_s - self._paused_s
+        if step > self._last_step and spent > 0:
+            self._steps_per_s = (step - self._last_step) / spent
+            self._samples_per_s = (samples - self._last_samples) / spent
+            self._last_s, self._last_step, self._last_samples, self._paused_s = now, step, samples, 0.0
+        left = None if self._total is None else max(0, self._total - step)
+        known = left is not None and self._steps_per_s > 0
+        return Reading(
+            step=step,
+            total_steps=self._total,
+            epoch=epoch,
+            loss=loss,
+            steps_per_s=self._steps_per_s,
+            samples_per_s=self._samples_per_s,
+            elapsed_s=now - self._start_s,
+            eta_s=left / self._steps_per_s if known and left is not None else None,
+        )
+
+    def pause(self, seconds: float) -> None:
+        """Leave so many seconds (an evaluation, a save) out of the rates."""
+        self._paused_s += seconds
 
 
 class View(Protocol):
@@ -239,3 +296,55 @@ def _in_notebook() -> bool:
 
     shell = cast(Any, get_ipython)()
     return shell is not None and "IPKernelApp" in shell.config
+
+
+class Voice:
+    """Speaks to the user through a view, and remembers the problems it told of."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.problems: list[str] = []
+        """What went wrong without ending the training."""
+
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+        self.view.say(line)
+
+    def warn(self, problem: str) -> None:
+        """Tell of a problem."""
+        self.problems.append(problem)
+        self.say(f"warning: {problem}")
+
+
+def banner(job: Job, rig: Rig, course: Course, total: int, folder: Path) -> list[str]:
+    """The settings in force, before the first step."""
+    trained = sum(p.numel() for p in rig.model.parameters() if p.requires_grad)
+    device = (
+        torch.cuda.get_device_name(rig.device)
+        if rig.device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
+    batch = f"batch {course.batch_size}"
+    if job.accumulate > 1:
+        batch += f" × {job.accumulate} accumulated = {course.batch_size * job.accumulate} per update"
+    length = (
+        f"{job.epochs} epoch{'s' if job.epochs > 1 else ''} = {total:,} updates"
+        if job.epochs is not None
+        else f"{total:,} updates"
+    )
+    return [
+        f"hotlap {__version__} on {device}, torch {torch.__version__}",
+        f"model  {type(job.model).__name__}, {trained:,} parameters in training",
+        f"data   {len(course.source):,} samples, {batch}, {length}",
+        *([f"       {course.padding.line}"] if course.padding is not None else []),
+        f"plan   {rig.plan}",
+        f"run    {folder}",
+    ]
+
+
+def format_record(record: dict[str, Any], *, by_step: bool = False) -> str:
+    """An evaluation in one line: what changes, and nothing that the run folder holds anyway."""
+    names = {"train_loss": "train", "valid_loss": "valid"}
+    aside = ("step", "epoch", "samples", "elapsed_s", "lr")
+    rest = [f"{names.get(name, name)} {value:.4g}" for name, value in record.items() if name not in aside]
+    return " · ".join([f"step {record['step']:,}" if by_step else f"epoch {record['epoch']}", *rest])

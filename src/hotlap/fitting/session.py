@@ -1,0 +1,190 @@
+"""The run folder of a training in progress: lock, checkpoints, evaluations, best weights and time so far."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotlap.core.errors import HotlapError, StoreError
+from hotlap.core.job import Job
+from hotlap.core.ledger import Ledger
+from hotlap.engine.rig import Rig
+from hotlap.fitting.task import Task, trained_tensors
+from hotlap.guard.saving import Saver, export_state
+from hotlap.store.checkpoints import Checkpoints
+from hotlap.store.run_folder import RunFolder, RunLock
+from hotlap.store.tensors import copied_to_host
+
+
+@contextmanager
+def unfit_checkpoint(name: str) -> Iterator[None]:
+    """Say of whatever goes wrong inside that the checkpoint does not fit."""
+    try:
+        yield
+    except (HotlapError, torch.OutOfMemoryError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise StoreError(f"checkpoint {name} does not fit this training: {type(error).__name__}: {reason}") from error
+
+
+def counts(*values: Any) -> None:
+    """Raise ValueError for a value that counts nothing."""
+    for value in values:
+        if type(value) is not int or not 0 <= value < 2**53:
+            raise ValueError(f"{value!r:.40} is no count")
+
+
+def records(*values: Any) -> list[dict[str, Any]]:
+    """The records of evaluations; raises ValueError for one that is none."""
+    for record in values:
+        if not isinstance(record, dict) or not {"step", "epoch", "train_loss", "lr"} <= set(record):
+            raise ValueError(f"{record!r:.40} is no record of an evaluation")
+        for name, value in record.items():
+            if not isinstance(name, str) or not isinstance(value, (int, float)):
+                raise ValueError(f"{name!r:.40} is {value!r:.40} in a record of an evaluation")
+        counts(record["step"], record["epoch"])
+    return list(values)
+
+
+class Best:
+    """The best evaluation of a training; without `patience` nothing is kept and nothing stops."""
+
+    def __init__(self, job: Job, rig: Rig) -> None:
+        self._patience, self._rig = job.patience, rig
+        self._name = "valid_loss" if job.monitor == "loss" else job.monitor
+        self._higher = job.higher_is_better
+        self.record: dict[str, Any] | None = None
+        self._weights: dict[str, Tensor] = {}
+        self._since = 0
+
+    def judge(self, record: dict[str, Any]) -> None:
+        """Take in an evaluation; the weights of a better one are kept."""
+        if self._patience is None:
+            return
+        if self.record is None or self._beats(record[self._name], self.record[self._name]):
+            self.record, self._since = record, 0
+            self._weights = copied_to_host(trained_tensors(self._rig))
+        else:
+            self._since += 1
+
+    def is_long_ago(self) -> bool:
+        """Whether patience is at its end."""
+        return self._patience is not None and self._since >= self._patience
+
+    def restore_weights(self) -> None:
+        """Give the model the weights of the best evaluation, where there is one."""
+        with torch.no_grad():
+            for name, tensor in trained_tensors(self._rig).items():
+                kept = self._weights.get(name)  # a buffer may be younger than the best weights
+                if kept is not None and kept.shape == tensor.shape:
+                    tensor.copy_(kept)
+
+    def export(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"record": self.record, "weights": self._weights, "since": self._since}
+
+    def put_back(self, stored: dict[str, Any]) -> None:
+        """Go on from what a checkpoint kept; raises ValueError where that is something else."""
+        record, weights, since = stored["record"], stored["weights"], stored["since"]
+        counts(since)
+        if record is not None:
+            records(record)
+        if not isinstance(weights, dict) or not all(isinstance(kept, Tensor) for kept in weights.values()):
+            raise ValueError("the best weights are no tensors")
+        self.record, self._weights, self._since = record, weights, since
+
+    def _beats(self, new: float, old: float) -> bool:
+        if math.isnan(old):
+            return not math.isnan(new)
+        return new > old if self._higher else new < old
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """The seconds of one training, those in earlier processes included. `now` is a `time.perf_counter()`."""
+
+    start_s: float
+    """When this process began with it."""
+    before_s: float = 0.0
+    """What earlier processes took in all."""
+    train_before_s: float = 0.0
+    """What earlier processes spent on steps."""
+    loop_s: float | None = None
+    """When the first step of this process was due; None before."""
+    aside_s: float = 0.0
+    """What this process spent on evaluations since."""
+
+    def elapsed(self, now: float) -> float:
+        """Seconds from start to now, all included."""
+        return self.before_s + now - self.start_s
+
+    def trained(self, now: float) -> float:
+        """Seconds spent on steps until now."""
+        begun = now if self.loop_s is None else self.loop_s
+        return self.train_before_s + now - begun - self.aside_s
+
+
+class ProgressState:
+    """What the loop carries from step to step beside the rig; a checkpoint keeps it."""
+
+    def __init__(self, task: Task, *, first: str | None, from_checkpoint: str | None = None) -> None:
+        self.history: list[dict[str, Any]] = []
+        """One record an evaluation or epoch."""
+        self.best = Best(task.job, task.rig)
+        self.clock = Clock(start_s=task.start_s)
+        self.first = first
+        """What `first_key` said before the first step of all; None where nobody knows."""
+        self.from_checkpoint = from_checkpoint
+        """The checkpoint that this process went on from; None where it began at step 0."""
+
+    def export(self, ledger: Ledger) -> dict[str, Any]:
+        """What a checkpoint keeps of it, and of the ledger."""
+        now = time.perf_counter()
+        return {
+            "history": self.history,
+            "best": self.best.export(),
+            "ledger": ledger.to_lines(),
+            "elapsed_s": self.clock.elapsed(now),
+            "train_s": self.clock.trained(now),
+        }
+
+    def put_back(self, stored: dict[str, Any]) -> Ledger:
+        """Go on from what a checkpoint kept; the ledger it had. Raises ValueError and the like where it is forged."""
+        self.history = records(*stored["history"])
+        self.best.put_back(stored["best"])
+        self.clock.before_s, self.clock.train_before_s = float(stored["elapsed_s"]), float(stored["train_s"])
+        return Ledger.from_lines(stored["ledger"])
+
+
+class RunSession:
+    """The folder of a training that runs; raises StoreError where another one holds it."""
+
+    def __init__(self, folder: RunFolder, task: Task) -> None:
+        self._task = task
+        self.folder = folder
+        self.lock = RunLock(folder.path)
+        self.checkpoints = Checkpoints(folder.path / "checkpoints")
+        self.saver = Saver(
+            self.checkpoints,
+            task.save_every,
+            task.voice.warn,
+            before_s=time.perf_counter() - task.start_s,
+            size=task.checkpoint_bytes(),
+        )
+
+    def save(self, state: ProgressState, *, wait: bool = False) -> None:
+        """Make a checkpoint of where the rig stands; it is written beside the training unless that is to `wait`."""
+        rig, loop = self._task.rig, state.export(self._task.rig.ledger)
+        loop["order"] = self._task.course.order.saved()
+        remembered, note = self._task.memory.found()
+        if note is not None:
+            self._task.voice.say(f"note   {note}")
+        self.saver.save(rig.steps, lambda: export_state(rig, loop, remembered), self._task.facts(), wait=wait)
