@@ -25,7 +25,7 @@ import hotlap
 from benchmarks.paired import compare
 from hotlap.core.plan import Feed
 from hotlap.data import sources
-from hotlap.recipes.picture_networks import NetworkPlan, made
+from hotlap.recipes.networks import NetworkPlan, made
 
 BATCH, CLASSES = 64, 10
 

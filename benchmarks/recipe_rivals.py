@@ -32,9 +32,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hotlap import machine
 from hotlap.data.windows import Windows
-from hotlap.recipes.every import recipe_named
 from hotlap.recipes.options import from_words, options_of
-from hotlap.recipes.recipe import Prepared
+from hotlap.recipes.recipe import Prepared, recipe_named
 
 Losses = Generator[float, None, None]
 """A training: each `next` makes a step and tells its loss."""

@@ -15,7 +15,7 @@ from hotlap import Job
 from hotlap.core.units import MIB
 from hotlap.kit import catalogue
 from hotlap.kit.bench import opened
-from hotlap.recipes.picture_networks import NetworkPlan, made
+from hotlap.recipes.networks import NetworkPlan, made
 
 MOST_OFF = 0.05
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.kit.rows import Options
 from hotlap import Job
 from hotlap.machine.catalogue import find_gpu
-from hotlap.recipes.picture_networks import NetworkPlan, made
+from hotlap.recipes.networks import NetworkPlan, made
 
 
 class Encoder(nn.Module):

@@ -96,7 +96,7 @@ def test_a_pipe_in_the_place_of_a_tokenizer_is_not_waited_for(tmp_path):
 
 def test_tokens_that_the_encoder_does_not_have_are_refused_before_it_is_asked(tmp_path):
     from hotlap.recipes.tables import read_table
-    from hotlap.recipes.text_reader import TextReader
+    from hotlap.recipes.text import TextReader
 
     (tmp_path / "tokenizer.json").write_text(tokenizer())
     (tmp_path / "texts.csv").write_text("text,label\na b,x\nb a,y\n")

@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 from benchmarks import recipe_files, recipe_rivals, recipes
 from hotlap import cli
 from hotlap.data.windows import Windows
-from hotlap.recipes.every import recipe_named
 from hotlap.recipes.options import from_words, options_of
+from hotlap.recipes.recipe import recipe_named
 from hotlap.store.run_folder import RunFolder
 
 CPU = torch.device("cpu")

@@ -186,7 +186,6 @@ def test_files_of_the_same_columns_fit(made):
     train = made(label=LABELS, x=NOISE, n=range(60), kind=LABELS)
     test = made("test.csv", n=[1.5, 2], x=[1, 2], kind=["no", "yes"])
     assert checks.mismatch_problems(train, test, "label") == []
-    assert checks.mismatch_warnings(train, test, "label") == []
 
 
 def test_columns_that_are_missing_or_of_another_kind_are_problems(made):
@@ -195,17 +194,6 @@ def test_columns_that_are_missing_or_of_another_kind_are_problems(made):
     assert checks.mismatch_problems(train, test, "label") == [
         f"{test.path} lacks 'x', which {train.path} has; add what is missing",
         f"column 'n' is whole number in {train.path} (as '0') and text in {test.path} (as 'one'); make them the same",
-    ]
-
-
-def test_columns_that_are_new_or_empty_are_warnings(made):
-    train = made(label=LABELS, x=NOISE, late=[""] * 60)
-    test = made("test.csv", x=["", "NA"], late=[1, 2], new=["a", "b"])
-    assert checks.mismatch_problems(train, test, "label") == []
-    assert checks.mismatch_warnings(train, test, "label") == [
-        f"{test.path} has 'new', which {train.path} has not; nothing is made of it",
-        f"column 'x' is empty in {test.path} and not in {train.path}",
-        f"column 'late' is empty in {train.path} and not in {test.path}",
     ]
 
 

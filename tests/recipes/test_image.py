@@ -19,11 +19,10 @@ from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, StoreError
 from hotlap.data import decoding
 from hotlap.engine.augment import Augment
-from hotlap.recipes.image import RECIPE, ImageOptions, prepare
+from hotlap.recipes.image import RECIPE, ImageOptions, prepare, views
+from hotlap.recipes.networks import NetworkPlan, ResNet, VisionTransformer, begun, made, patch_side
 from hotlap.recipes.options import options_of
 from hotlap.recipes.picture_files import folder_columns, placed
-from hotlap.recipes.picture_networks import NetworkPlan, ResNet, VisionTransformer, begun, made, patch_side
-from hotlap.recipes.picture_reader import views
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.training import predict, revived, train
 

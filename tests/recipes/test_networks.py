@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
-from hotlap.recipes.schedules import warm_up_and_cosine
+from hotlap.recipes.tabular import warm_up_and_cosine
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 
 from hotlap.core.errors import JobError, StoreError
-from hotlap.recipes.every import NAMES, recipe_named
 from hotlap.recipes.options import (
     Calling,
     Options,
@@ -16,10 +15,10 @@ from hotlap.recipes.options import (
     from_words,
     option,
     options_of,
-    own_options,
     recipe_in,
     told,
 )
+from hotlap.recipes.recipe import NAMES, recipe_named
 from hotlap.recipes.temporal import TemporalOptions
 from hotlap.recipes.text import TextOptions
 
@@ -109,7 +108,6 @@ def test_a_file_that_is_none_is_refused(tmp_path):
 def test_every_option_is_explained():
     lines = told(Own)
     assert all(len(line.split("  ", 1)[1].strip()) > 3 for line in lines)
-    assert own_options(Own) == ["text", "balance"]
 
 
 def test_all_recipes_say_the_same_of_epochs_and_learning_rate():

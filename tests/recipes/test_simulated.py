@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from hotlap.core.errors import DataError
+from hotlap.recipes.bars import simulated_bars
 from hotlap.recipes.indicators import direction, features, standardised
-from hotlap.recipes.simulated import simulated_bars
 
 AHEAD, THRESHOLD = 4, 0.002
 

@@ -14,12 +14,10 @@ from typer.testing import CliRunner
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, TrainingError
 from hotlap.recipes import temporal, training
-from hotlap.recipes.bar_columns import PRICES
-from hotlap.recipes.bars import bars_from, resampled
-from hotlap.recipes.every import recipe_named
+from hotlap.recipes.bars import PRICES, bars_from, resampled, simulated_bars
 from hotlap.recipes.indicators import direction
 from hotlap.recipes.options import options_of
-from hotlap.recipes.simulated import simulated_bars
+from hotlap.recipes.recipe import recipe_named
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.temporal import RECIPE, known_features, prepare, seconds_of
 from hotlap.recipes.training import predict, revived, train

@@ -13,7 +13,7 @@ from recipe_data import texts_file, tiny_config, write_rows
 from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError, TrainingError
 from hotlap.data import parallel, tokenising
 from hotlap.data.sequences import SequenceColumns
-from hotlap.recipes import encoders, reading, word_counts
+from hotlap.recipes import encoders, tabular, word_counts
 from hotlap.recipes.encoders import encoder_in
 from hotlap.recipes.options import options_of
 from hotlap.recipes.text import RECIPE, prepare
@@ -70,7 +70,7 @@ def test_from_a_file_to_predictions_and_again_from_the_cache(tmp_path):
 
 
 def test_what_takes_long_before_the_training_shows_that_it_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "TOLD_S", 0.0)
+    monkeypatch.setattr(tabular, "TOLD_S", 0.0)
     monkeypatch.setattr(tokenising, "CHUNK", 20)
     monkeypatch.setattr(parallel, "GROUP_S", 0.0)
     lines = []

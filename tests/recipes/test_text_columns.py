@@ -7,7 +7,7 @@ from recipe_data import write_rows
 
 from hotlap.core.errors import DataError
 from hotlap.recipes.tables import read_table
-from hotlap.recipes.text_columns import columns_of
+from hotlap.recipes.text import columns_of
 
 ROWS = 60
 

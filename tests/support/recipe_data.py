@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from hotlap.recipes.simulated import simulated_bars
+from hotlap.recipes.bars import simulated_bars
 
 TOPICS = {
     "sport": "goal match team coach league score player season win final",

@@ -29,9 +29,8 @@ def train(
 ) -> None:
     """Train a ready system on a file: --data FILE --target COLUMN, and whatever `hotlap recipes NAME` lists."""
     from hotlap.core.errors import JobError, UsageError
-    from hotlap.recipes.every import recipe_named
     from hotlap.recipes.options import calling_of, from_words, options_of, recipe_in
-    from hotlap.recipes.recipe import only_warnings
+    from hotlap.recipes.recipe import only_warnings, recipe_named
     from hotlap.recipes.training import REPORT
     from hotlap.recipes.training import train as trained
 
@@ -95,9 +94,9 @@ def recipes(
     as_json: bool = typer.Option(False, "--json", help="Print them as JSON."),
 ) -> None:
     """List the recipes, or all options of one."""
-    from hotlap.recipes.every import NAMES, recipe_named
     from hotlap.recipes.options import as_json as as_json_options
     from hotlap.recipes.options import told
+    from hotlap.recipes.recipe import NAMES, recipe_named
 
     if as_json:
         listed = [recipe_named(one) for one in ([name] if name else NAMES)]

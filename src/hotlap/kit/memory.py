@@ -26,7 +26,7 @@ from hotlap.kit.search import TooShortError
 from hotlap.kit.telling import silent
 from hotlap.kit.visiting import RUNS, visit
 from hotlap.kit.watching import KINDS, Watch
-from hotlap.recipes.pictures import round_marks
+from hotlap.recipes.plots import round_marks
 from hotlap.script.running import Target
 from hotlap.store.files import write_text
 

@@ -40,7 +40,7 @@ def named(words: Sequence[str], *, say: Say = lambda line: None) -> Named:
 
     Nothing is read or run yet, but for a script's file, which has to be there.
     """
-    from hotlap.recipes.every import NAMES
+    from hotlap.recipes.recipe import NAMES
     from hotlap.script.running import NoScriptError, Target, check_syntax, look
 
     module = list(words[:1]) == ["-m"]
@@ -123,8 +123,8 @@ def _meant(name: str) -> str:
 
 def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
     """The job of a recipe's first model, with options as `hotlap train` takes them."""
-    from hotlap.recipes.every import recipe_named
     from hotlap.recipes.options import from_words, options_of
+    from hotlap.recipes.recipe import recipe_named
 
     recipe = recipe_named(name)
     given = from_words(list(words))

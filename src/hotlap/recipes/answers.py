@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +16,81 @@ from torch import Tensor, nn
 
 from hotlap.core.errors import StoreError, shown
 from hotlap.engine.rig import Rig
-from hotlap.recipes import parquet_files
 from hotlap.recipes.recipe import Numbers
-from hotlap.recipes.tables import Table, arrow_columns, plain_cells
+from hotlap.recipes.tables import PARQUET, Table, arrow_columns, libraries, plain_cells, write_parquet
 from hotlap.store.files import write_bytes, write_text
 
-TABLES = ("", ".csv", ".tsv", ".txt", *parquet_files.SUFFIXES)
+WHOLE = {
+    "batch_size": 10_000_000,
+    "depth": 256,
+    "length": 10_000,
+    "most": 65_536,
+    "outputs": 1_000_000,
+    "seconds": 400 * 86_400,
+    "size": 4096,
+    "tta": 10,
+    "width": 4096,
+}
+"""Whole numbers, and the most that each may be; the least is 1. Options have the same bounds."""
+LISTS = {"classes": 1_000_000, "columns": 2, "features": 10_000}
+"""Lists of words, and how long each may be."""
+SHARES = ("crop", "dropout")
+AMOUNTS = ("mean", "spread")
+WORDS = ("fit", "model", "path", "recipe", "root", "target")
+FLAGS = ("has_header", "header", "mirrors")
+FRAMES, LONGEST_FRAME = 20, 400 * 86_400
+CONFIG = "config"
+"""Of a model of transformers: looked at where that is made."""
+
+
+def state_problem(state: Mapping[str, Any]) -> str | None:
+    """What is wrong with the numbers and words of a run's state; None where nothing is."""
+    return next(_problems(state), None)
+
+
+def _problems(state: Any) -> Iterator[str]:
+    for name, value in state.items():
+        if name == CONFIG:
+            continue
+        if name in WHOLE:
+            is_none = value is None and name == "seconds"  # which runs of an earlier hotlap do not say
+            if not is_none and (type(value) is not int or not 1 <= value <= WHOLE[name]):
+                yield f"{name}={shown(value)} must be a whole number from 1 to {WHOLE[name]:,}"
+        elif name in LISTS:
+            if not _are_words(value) or len(value) > LISTS[name]:
+                yield f"{name}={shown(value)} must be a list of at most {LISTS[name]:,} words"
+        elif name in SHARES:
+            if not _is_number(value) or not 0 <= value <= 1:
+                yield f"{name}={shown(value)} must be a number from 0 to 1"
+        elif name == "frames":
+            wrong = not isinstance(value, list) or len(value) > FRAMES
+            if wrong or any(type(one) is not int or not 1 <= one <= LONGEST_FRAME for one in value):
+                yield f"{name}={shown(value)} must be at most {FRAMES} numbers of seconds"
+        elif name in AMOUNTS:
+            if not all(map(_is_number, value if isinstance(value, list) else [value])):
+                yield f"{name}={shown(value)} must be a number, or a list of them"
+        elif name in WORDS:
+            if not isinstance(value, str):
+                yield f"{name}={shown(value)} must be a word"
+        elif name in FLAGS:
+            if value is not None and not isinstance(value, bool):
+                yield f"{name}={shown(value)} must be true or false"
+        elif isinstance(value, dict):
+            yield from _problems(value)
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
+
+
+TABLES = ("", ".csv", ".tsv", ".txt", *PARQUET)
 """How the name of a file of answers may end."""
 VECTORS = (".npy",)
 
@@ -63,8 +133,8 @@ def check_name(path: Path, option: str, suffixes: Sequence[str]) -> None:
         raise StoreError(f"{path} is there already; name another file with --{option}")
     if not path.parent.is_dir():
         raise StoreError(f"there is no folder {path.parent} to write {path.name} into; make it, or name another")
-    if path.suffix.lower() in parquet_files.SUFFIXES:
-        parquet_files.libraries(path)
+    if path.suffix.lower() in PARQUET:
+        libraries(path)
 
 
 def kept_names(table: Table, keep: Sequence[str]) -> list[str]:
@@ -114,11 +184,11 @@ def write_answers(
         columns[name] = cells = [None] * len(table)
         for row, value in zip(rows.tolist(), values, strict=True):
             cells[row] = value
-    if path.suffix.lower() in parquet_files.SUFFIXES:
+    if path.suffix.lower() in PARQUET:
         given = arrow_columns(data)
         if len(names) < len(table.columns):  # else with those that a table cannot hold
             given = {name: column for name, column in given.items() if name in names}
-        parquet_files.write_parquet(path, [table[name] for name in names], columns, given)
+        write_parquet(path, [table[name] for name in names], columns, given)
         return
     # Read once more: all cells are to be as they were written.
     plain = plain_cells(data, table)

@@ -1,17 +1,167 @@
-"""Bars of prices: read from named columns, made longer, and joined so that none is seen before it is complete."""
+"""Bars of prices: found in named columns, checked, made longer, and joined once they are complete."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
-from hotlap.core.errors import DataError, shown
+from hotlap.core.errors import DataError, listed, shown
 from hotlap.core.job_checks import is_whole
 from hotlap.core.terminal import logger
-from hotlap.recipes.bar_columns import PRICES, Numbers, Place, by_meaning, numbers_in, place_in, refuse, times_in
+from hotlap.recipes.kinds import Column, in_words
+from hotlap.recipes.tables import SUFFIXES, Table
+
+Numbers = np.ndarray[Any, Any]
+Place = Callable[[int], str]
+"""How a row is told, which is counted from 0."""
+
+PRICES = ("open", "high", "low", "close")
+NAMES = {
+    "time": ("datetime", "timestamp", "opentime", "unix", "time", "date"),
+    "open": ("open", "o"),
+    "high": ("high", "h"),
+    "low": ("low", "l"),
+    "close": ("close", "c", "adjclose", "price"),
+    "volume": ("volume", "vol", "v", "tickvolume", "tickvol"),
+    "symbol": ("symbol", "ticker", "pair"),
+}
+"""What columns are called, without case, spaces and signs; of several that are there, the first one counts."""
+SYMBOLS_TOO = ("instrument", "asset", "coin", "stock", "code", "isin", "name")
+"""What symbols are called where nothing says so more clearly: columns of words that come again."""
+UNITS = ((1e11, 1), (1e14, 10**3), (1e17, 10**6), (np.inf, 10**9))
+"""Times below each number are counted in so many parts of a second."""
+
+
+def place_in(files: Sequence[tuple[str, int]]) -> Place:
+    """Tells rows as people count them, from 1 below the header; with their file where these are several.
+
+    `files` are the names of files and how many rows each has.
+    """
+    ends = np.cumsum([count for _, count in files])
+
+    def told(row: int) -> str:
+        if len(files) < 2:
+            return f"row {row + 1}"
+        at = int(np.searchsorted(ends, row, side="right"))
+        name, count = files[at]
+        return f"{name} row {row + 1 - (int(ends[at]) - count)}"
+
+    return told
+
+
+def by_meaning(columns: Mapping[str, Any]) -> dict[str, Numbers]:
+    """The columns that are known, by what they mean."""
+    given: dict[str, Numbers] = {}
+    for name, values in dict(columns).items():
+        plain = re.sub("[^a-z]", "", str(name).lower())
+        if plain in given and any(plain in known for known in NAMES.values()):
+            raise DataError(f"two columns are called {plain!r}; leave one of them out")
+        given[plain] = np.asarray(values)
+    found: dict[str, Numbers] = {}
+    for meaning, known in NAMES.items():
+        there = [name for name in known if name in given]
+        # MetaTrader writes <VOL> as 0 everywhere where it counts ticks alone, in <TICKVOL>.
+        if meaning == "volume" and len(there) > 1 and not np.any(given[there[0]] != 0):
+            there = there[1:]
+        if there:
+            found[meaning] = given[there[0]]
+    if "symbol" not in found:
+        too = [name for name in SYMBOLS_TOO if name in given and _come_again(given[name])]
+        if too:
+            found["symbol"] = given[too[0]]
+    if not any(meaning in found for meaning in ("time", *PRICES)):
+        raise DataError(
+            f"no column is called as those of bars are: there are {shown([str(name) for name in columns])}; "
+            f"name them, in the first row of a file, such as time,{','.join(PRICES)},volume"
+        )
+    missing = [
+        f"there is no column for {meaning}: name one {' or '.join(map(repr, NAMES[meaning]))}; "
+        f"there are {shown([str(name) for name in columns])}"
+        for meaning in ("time", *PRICES)
+        if meaning not in found
+    ]
+    refuse(missing)
+    lengths = {meaning: column.shape for meaning, column in found.items()}
+    if len(set(lengths.values())) > 1 or found["open"].ndim != 1 or not len(found["open"]):
+        raise DataError(f"columns must be of one length, and not empty; they have the shapes {shown(lengths, 200)}")
+    if "date" in given and re.fullmatch(r"\d\d:\d\d(:\d\d)?", str(found["time"][0])):
+        days = given["date"]
+        if days.dtype.kind == "M":  # as a table has read them: with an hour, which is midnight
+            days = days.astype("datetime64[D]")
+        found["time"] = np.array([f"{day} {hour}" for day, hour in zip(days, found["time"], strict=True)])
+    return found
+
+
+def _come_again(column: Numbers) -> bool:
+    """Whether these are words, most of which come again."""
+    if column.dtype.kind not in "OUS" or column.ndim != 1:
+        return False
+    words = np.unique(column.astype(str))
+    return 2 * len(words) <= len(column) and any(words)
+
+
+def numbers_in(name: str, column: Numbers, place: Place, wrong: list[str]) -> Numbers:
+    """The column as numbers, with NaN for what is missing; mistakes are added to those that are wrong."""
+    try:
+        return column.astype(np.float64)
+    except (TypeError, ValueError):
+        pass
+    numbers = np.full(len(column), np.nan)
+    for row, value in enumerate(column.tolist()):
+        try:
+            numbers[row] = np.nan if value in ("", None) else float(value)
+        except (TypeError, ValueError):
+            wrong.append(f"{place(row)}: {name} is {shown(value)}, which is no number; mend it, or leave the row out")
+            break
+    return numbers
+
+
+def times_in(column: Numbers, place: Place, wrong: list[str]) -> Numbers:
+    """The column as seconds since 1970; mistakes are added to those that are wrong."""
+    if column.dtype.kind == "M":
+        column = column.astype("datetime64[s]")
+        missing = np.isnat(column)
+        times: Numbers = column.astype(np.int64)
+    else:
+        try:
+            numbers = column if column.dtype.kind in "iu" else column.astype(np.float64)
+        except (TypeError, ValueError):
+            return _read_times(column, place, wrong)
+        missing = ~np.isfinite(numbers)
+        if not missing.any():
+            if ((numbers >= 1900_01_01) & (numbers <= 2100_12_31)).all():  # days written as 20240131
+                return _read_times(numbers.astype(np.int64).astype(str), place, wrong)
+            largest = np.abs(numbers).max()
+            return np.asarray(numbers // next(unit for bound, unit in UNITS if largest < bound), dtype=np.int64)
+        times = np.zeros(len(column), np.int64)
+    if missing.any():
+        wrong.append(f"{place(int(missing.argmax()))}: its time is missing; mend it, or leave the row out")
+    return times
+
+
+def _read_times(column: Numbers, place: Place, wrong: list[str]) -> Numbers:
+    times = np.zeros(len(column), np.int64)
+    for row, value in enumerate(column.tolist()):
+        text = str(value).strip()
+        try:
+            moment = datetime.fromisoformat(text[:10].replace(".", "-").replace("/", "-") + text[10:])
+        except ValueError:
+            wrong.append(f"{place(row)}: its time is {shown(value)}; write it as 2024-01-31 15:45")
+            break
+        times[row] = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return times
+
+
+def refuse(wrong: list[str]) -> None:
+    """Raise DataError with these mistakes, if there are any."""
+    if wrong:
+        raise DataError(listed("the bars have", "mistake", wrong))
+
 
 log = logger(__name__)
 
@@ -225,3 +375,125 @@ def _problems(
     volume = columns["volume"]
     add(~(np.isfinite(volume) & (volume >= 0)), "volume is {}; give a number of at least 0", volume)
     return found
+
+
+SYMBOL = "symbol"
+"""The column that is made of the names of files."""
+MOST_SHARED = 0.5
+"""Files of one symbol may share a bar where one ends and the next begins; two symbols share more of their times."""
+
+
+def bars_in(table: Table, *, few: int | None = None) -> list[Bars]:
+    """The bars of a table by symbol, with all mistakes at once in a DataError; a few are taken to be `few` s long."""
+    return bars_from(_values_in(table), few=few, files=table.files)
+
+
+def with_symbols(table: Table, *, at_once: bool = False) -> Table:
+    """The table with a column of symbols, by the names of its files, where it has none and its files share times.
+
+    Files whose times do not come again in others may be parts of one symbol, and stay one; `at_once` does not ask.
+    """
+    try:
+        found = by_meaning(_values_in(table))
+    except DataError:  # it is raised where the bars are read, behind all that was understood of the table
+        return table
+    if SYMBOL in found or not table.files or not (at_once or _share_times(found["time"], table.files)):
+        return table
+    names = [_symbol(name) for name, _ in table.files]
+    words = [symbol for symbol, (_, count) in zip(names, table.files, strict=True) for _ in range(count)]
+    many = f"its {len(names):,} files are" if len(names) > 1 else "its file is"
+    note = f"there is no column of symbols: {many} taken to be of one each, called as the file is, such as {names[0]}"
+    columns = {**table.columns, SYMBOL: in_words(SYMBOL, words)}
+    return replace(table, columns=columns, notes=(*table.notes, note))
+
+
+def is_called_as_files(table: Table) -> bool:
+    """Whether the symbols of a table are the names of its files."""
+    return SYMBOL in table and set(table[SYMBOL].texts()) == {_symbol(name) for name, _ in table.files}
+
+
+def _share_times(column: Numbers, files: Sequence[tuple[str, int]]) -> bool:
+    """Whether most times of a file come again in others."""
+    wrong: list[str] = []
+    times = times_in(column, place_in(files), wrong)
+    if wrong or len(files) < 2:
+        return False
+    of_file = np.repeat(np.arange(len(files)), [count for _, count in files])
+    codes = np.unique(times, return_inverse=True)[1]
+    in_files = np.bincount(np.unique(codes * len(files) + of_file) // len(files))
+    shared = np.bincount(of_file, weights=in_files[codes] > 1, minlength=len(files))
+    return bool((shared > MOST_SHARED * np.array([count for _, count in files])).any())
+
+
+def _symbol(name: str) -> str:
+    return next((name[: -len(suffix)] for suffix in SUFFIXES if name.lower().endswith(suffix)), name)
+
+
+def _values_in(table: Table) -> dict[str, Any]:
+    return {name: _values(column) for name, column in table.columns.items()}
+
+
+def _values(column: Column) -> Any:
+    return column.values if column.kind in ("number", "whole number", "date") else np.asarray(column.texts())
+
+
+SECONDS = 900
+START = MONDAY + 2608 * 7 * 86400
+"""Monday, 30 December 2019."""
+SPREAD = 0.0006
+"""Of returns from bar to bar."""
+LOOKBACK = 12
+"""Bars over which the trend is taken that the signal follows."""
+MOST_SIGNAL = 0.5
+"""Above it, trends feed themselves for so long that prices leave all bounds."""
+
+
+def simulated_bars(rows: int, symbols: int = 1, seed: int = 0, signal: float = 0.1) -> list[Bars]:
+    """So many bars of 15 minutes of each symbol, from Monday to Friday; the same for the same seed.
+
+    `signal` is the correlation of the return from one bar to the next with the sign of the return over the 12 bars
+    before: what a model can find, and all that it can find. With 0 the direction of prices is pure chance. Returns have
+    fat tails and a spread of 0.0006, so that over 4 bars some nine in ten stay within a threshold of 0.002.
+    """
+    wrong = [
+        f"{name}={shown(value)} must be a whole number of at least {least}"
+        for name, value, least in (("rows", rows, 1), ("symbols", symbols, 1), ("seed", seed, 0))
+        if not is_whole(value) or value < least
+    ]
+    if isinstance(signal, bool) or not isinstance(signal, (int, float)) or not 0 <= signal <= MOST_SIGNAL:
+        wrong.append(f"signal={shown(signal)} must be a number from 0 to {MOST_SIGNAL}")
+    if wrong:
+        raise DataError("; ".join(wrong))
+    return [_one(rows, f"SIM{at + 1}", np.random.default_rng([seed, at]), signal) for at in range(symbols)]
+
+
+def _one(rows: int, symbol: str, chance: np.random.Generator, signal: float) -> Bars:
+    places = np.arange(rows)
+    a_week = 5 * 86400 // SECONDS
+    times = START + places // a_week * 7 * 86400 + places % a_week * SECONDS
+    shocks = chance.standard_t(5, rows) * np.sqrt(3 / 5)  # of spread 1
+    logs = _walk(SPREAD * signal, SPREAD * np.sqrt(1 - signal**2) * shocks)
+    closes = 100 * np.exp(logs)
+    opens = np.append(100.0, closes[:-1])
+    above, below = np.exp(SPREAD / 2 * chance.exponential(size=(2, rows)))
+    busy = 1.5 + np.sin(2 * np.pi * (times % 86400) / 86400 - np.pi / 2)
+    return Bars(
+        times=times,
+        open=opens,
+        high=np.maximum(opens, closes) * above,
+        low=np.minimum(opens, closes) / below,
+        close=closes,
+        volume=np.round(1000 * busy * chance.lognormal(sigma=0.5, size=rows)),
+        seconds=SECONDS,
+        symbol=symbol,
+    )
+
+
+def _walk(push: float, shocks: Numbers) -> Numbers:
+    """A random walk that is pushed, at each step, the way it went over the last steps."""
+    at = [0.0]
+    for shock in shocks.tolist():
+        then = at[-1 - LOOKBACK] if len(at) > LOOKBACK else 0.0
+        towards = push if at[-1] > then else -push if at[-1] < then else 0.0
+        at.append(at[-1] + towards + shock)
+    return np.array(at[1:])

@@ -9,9 +9,8 @@ from typing import Any
 
 from hotlap.core.terminal import say
 from hotlap.recipes import training
-from hotlap.recipes.every import recipe_named
 from hotlap.recipes.options import options_of
-from hotlap.recipes.recipe import Say, only_warnings
+from hotlap.recipes.recipe import Say, only_warnings, recipe_named
 
 
 def train(

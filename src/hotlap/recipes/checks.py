@@ -142,17 +142,6 @@ def mismatch_problems(train: Table, test: Table, target: str) -> list[str]:
     return found
 
 
-def mismatch_warnings(train: Table, test: Table, target: str) -> list[str]:
-    """What is odd about a table to be answered: columns that are not known, or empty in one of the two."""
-    more = [repr(name) for name in test.columns if name not in train]
-    found = [f"{test.path} has {_listed(more)}, which {train.path} has not; nothing is made of it"] if more else []
-    for name, column in train.columns.items():
-        if name != target and name in test and (column.kind == "empty") != (test[name].kind == "empty"):
-            empty, full = (train, test) if column.kind == "empty" else (test, train)
-            found.append(f"column {name!r} is empty in {empty.path} and not in {full.path}")
-    return found
-
-
 # --- leaks ---------------------------------------------------------------------------------------------
 
 

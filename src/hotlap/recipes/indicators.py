@@ -15,8 +15,7 @@ import numpy as np
 
 from hotlap.core.errors import DataError, kind_of, shown
 from hotlap.core.job_checks import is_whole
-from hotlap.recipes.bar_columns import Numbers
-from hotlap.recipes.bars import Bars, frame_name, joined, resampled
+from hotlap.recipes.bars import Bars, Numbers, frame_name, joined, resampled
 
 DAY = 86400
 SWING = 3

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -196,12 +196,6 @@ def as_json(kind: type[Options]) -> dict[str, dict[str, Any]]:
     return {one.name: {"default": one.default, "told": one.metadata["told"]} for one in fields(kind)}
 
 
-def own_options(kind: type[Options]) -> list[str]:
-    """The names of the options that only this recipe has."""
-    shared = {one.name for one in fields(Options)}
-    return [one.name for one in fields(kind) if one.name not in shared]
-
-
 def from_words(words: Sequence[str]) -> dict[str, Any]:
     """Options as a command line has them: `--name value`, or `--name=value`; a name that comes again is a list.
 
@@ -283,3 +277,25 @@ def _default(value: Any) -> str:
     if value in ("", (), dataclasses.MISSING):
         return ""
     return f" ({', '.join(value) if isinstance(value, tuple) else value})"
+
+
+def exists(path: str | Path) -> bool:
+    """Whether anything is there."""
+    return _is(Path.exists, path)
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a file is there."""
+    return _is(Path.is_file, path)
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a folder is there."""
+    return _is(Path.is_dir, path)
+
+
+def _is(asked: Callable[[Path], bool], path: str | Path) -> bool:
+    try:
+        return asked(Path(path))
+    except (OSError, ValueError):
+        return False

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from hotlap.core.errors import DataError, shown
-from hotlap.recipes.existing import is_file
+from hotlap.recipes.options import is_file
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 OTHERS = (".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif", ".jp2", ".dcm")

@@ -1,15 +1,17 @@
-"""What a recipe is: it makes jobs of a file, and later predictions of another."""
+"""What a recipe is, and all recipes by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
 
+from hotlap.core.errors import UsageError, did_you_mean, shown
 from hotlap.core.job import Job
 from hotlap.recipes.options import Options
 from hotlap.recipes.tables import Table
@@ -120,3 +122,14 @@ class Recipe:
     def told(self) -> dict[str, str]:
         """What it is, as JSON."""
         return {"name": self.name, "summary": self.summary, "expects": self.expects}
+
+
+NAMES = ("image", "temporal", "text")
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of this name."""
+    if name not in NAMES:
+        raise UsageError(f"no recipe is called {shown(name)}{did_you_mean(name, NAMES)}")
+    found: Recipe = import_module(f"hotlap.recipes.{name}").RECIPE
+    return found

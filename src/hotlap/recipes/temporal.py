@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,36 +16,236 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError
+from hotlap.core.errors import DataError, JobError, did_you_mean, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
 from hotlap.data.windows import Windows
 from hotlap.recipes import bars as bars_module
 from hotlap.recipes import indicators
-from hotlap.recipes.bar_files import bars_in, is_called_as_files, with_symbols
-from hotlap.recipes.bar_options import AUTO, TemporalOptions, seconds_of
-from hotlap.recipes.bar_sides import (
-    CLASSES,
-    LEAST,
-    Side,
-    cut_of,
-    labels_of,
-    refuse_few,
-    refuse_overlaps,
-    shown_window,
-    side_of,
-    windows_of,
-)
-from hotlap.recipes.bars import Bars, frame_name
-from hotlap.recipes.indicators import Features, Standard, features, standardised
+from hotlap.recipes.bars import Bars, bars_in, frame_name, is_called_as_files, with_symbols
+from hotlap.recipes.indicators import Features, Standard, direction, features, standardised
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
 from hotlap.recipes.onnx_files import Served, write_onnx
-from hotlap.recipes.reading import refuse_pictures, shown_table
+from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.recipe import Asked, Candidate, Fold, Numbers, Prepared, Recipe, Say
-from hotlap.recipes.schedules import warm_up_and_cosine
 from hotlap.recipes.scores import class_weights
 from hotlap.recipes.tables import Table, read_table
+from hotlap.recipes.tabular import refuse_pictures, shown_table, warm_up_and_cosine
 from hotlap.store.cache import Cache, key_of
+
+MODELS = ("lstm", "transformer", "mlp")
+UNITS = {"m": 60, "h": 3600, "d": 86400}
+LONGEST_S = 400 * 86400
+"""A frame of more seconds is none: that is longer than a year."""
+AUTO = "auto"
+"""In place of frames."""
+JUDGED_BARS = 2**17
+"""Of all windows together that are answered at a time, unless four batches have more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemporalOptions(Options):
+    """What the recipe can be told."""
+
+    target: str = option("direction", "the name of the answers' column")
+    group: str = option("", "not for bars, of which the last part is held out")
+    frames: tuple[str, ...] = option(
+        (AUTO,),
+        "longer bars that are made of the file's own and joined to them; auto: h1 and h4 where longer",
+    )
+    length: int = option(20, "bars in a window", most=10_000)
+    ahead: int = option(4, "bars to look ahead")
+    threshold: float = option(1.0, "how far is up or down: a multiple of the volatility, or a share of the price")
+    volatility: int = option(96, "bars over which the volatility is taken; 0: the threshold is a share of the price")
+    models: tuple[str, ...] = option(MODELS, "which to train; the best is kept")
+    batch_size: int = option(256, "samples an update")
+    patience: int = option(5, "evaluations without improvement before it stops")
+    warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
+    smoothing: float = option(0.05, "of labels")
+    clip: float = option(0.5, "the largest norm of all gradients together")
+    weight_decay: float = option(0.01, "of AdamW")
+    balance: bool = option(True, "weigh classes by how rare they are")
+    folds: int = option(0, "walk forward: as many times train on what came before, judge on what comes next", most=1000)
+    onnx: bool = option(False, "write the best model as model.onnx too")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = [
+            f"{name}={getattr(self, name)} must be at least 1"
+            for name in ("length", "ahead")
+            if getattr(self, name) < 1
+        ]
+        wrong += outside(self, folds=(0, MOST), warm_up=(0, 1), smoothing=(0, 1), weight_decay=(0, MOST))
+        wrong += [
+            f"{name}={getattr(self, name)} must be above 0"
+            for name in ("threshold", "clip")
+            if not 0 < getattr(self, name) <= MOST
+        ]
+        if self.volatility != 0 and self.volatility < 2:
+            wrong.append(f"volatility={self.volatility} must be 0, or at least 2")
+        if self.group:
+            wrong.append(f"group={self.group} is not for bars, of which the last part is held out; leave it out")
+        wrong += [
+            f"no model is called {shown(name)}{did_you_mean(name, MODELS)}"
+            for name in self.models
+            if name not in MODELS
+        ]
+        if self.frames != (AUTO,):
+            unknown = [name for name in self.frames if not seconds_of(name)]
+            wrong += [f"frame {shown(name)} is none; write m30, h1, h4, d1" for name in unknown]
+        if not self.models:
+            wrong.append(f"models is empty; name some of {', '.join(MODELS)}")
+        if wrong:
+            raise JobError(wrong)
+
+    @property
+    def judged_at_once(self) -> int:
+        """Windows that are answered at a time: they are small, and few of them at a time keep no GPU busy."""
+        return self._judged_within(JUDGED_BARS, self.length)
+
+
+def seconds_of(frame: str) -> int | None:
+    """How long a bar of a frame is, as traders write it; None where it is none."""
+    found = re.fullmatch(r"([mhd])(\d+)|(\d+)([mhd])", frame.strip().lower())
+    if not found:
+        return None
+    unit, number = found[1] or found[4], int(found[2] or found[3])
+    seconds = number * UNITS[unit]
+    return seconds if 0 < seconds <= LONGEST_S else None
+
+
+CLASSES = ("down", "flat", "up")
+LEAST = 50
+"""Windows that each side of a split needs, for anything to be said."""
+OWN_BARS, FRAME_BARS = 50, 20
+"""That features look back over: of the bars themselves, and of the longest frame."""
+TOLD = 3
+"""Symbols that a line names before it counts the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One symbol's part of a split: features and labels, row by row, of windows that end in it."""
+
+    values: Numbers
+    labels: Numbers
+    naive: Numbers
+    """For each window what it did over the last bars, as many as are looked ahead."""
+    times: Numbers
+    """For each window when its last bar begins, in seconds since 1970."""
+    symbol: str
+
+
+def refuse_few(
+    options: TemporalOptions,
+    path: str,
+    what: str,
+    known: Sequence[tuple[Bars, Features]],
+    sides: Sequence[Side | None],
+    frames: Sequence[int],
+    say: Say | None,
+) -> None:
+    """Refuse too few windows, with how many bars make enough of them; symbols that give none are said."""
+    count = sum(len(side.naive) for side in sides if side is not None)
+    warm_up = _warm_up(known, frames)
+    if count < LEAST:
+        lost = max(warm_up + options.length - 1, options.volatility)
+        shorter = ", or name shorter --frames" if frames and warm_up > max(OWN_BARS, options.volatility) else ""
+        raise DataError(
+            f"{path} has {count} windows {what}, and {LEAST} are needed: the first {lost:,} bars of each symbol have "
+            f"too little before them; give {_bars_for(options, warm_up, LEAST):,} bars of a symbol{shorter}"
+        )
+    short = [one for (one, _), side in zip(known, sides, strict=True) if side is None]
+    if short and say is not None:
+        told = ", ".join(f"{one.symbol or 'one without a name'} with {len(one):,}" for one in short[:TOLD])
+        more = f" and {len(short) - TOLD:,} more" if len(short) > TOLD else ""
+        needed = f"a window {what} needs {_bars_for(options, warm_up, 1):,} of a symbol"
+        say(f"warning   left out: bars of {told}{more}: {needed}")
+
+
+def _warm_up(known: Sequence[tuple[Bars, Features]], frames: Sequence[int]) -> int:
+    """The first bar of a symbol with all features: as these have it, or, where none has, as the features need it."""
+    firsts = [its.first for one, its in known if its.first < len(one)]
+    seconds = max((one for one, _ in known), key=len).seconds
+    return max(firsts) if firsts else max(OWN_BARS, FRAME_BARS * max(frames, default=0) // seconds)
+
+
+def _bars_for(options: TemporalOptions, warm_up: int, windows: int) -> int:
+    """How many bars of one symbol give so many windows to train on, and as many to hold out."""
+    begin = warm_up + options.length - 1
+    unlabelled = max(0, options.volatility - begin)
+    if options.valid:
+        return begin + unlabelled + windows + options.ahead
+    train = (windows + options.ahead + unlabelled) / (1 - options.valid_share)
+    held = windows / options.valid_share
+    # One more, since the cut between them is rounded.
+    return begin + math.ceil(max(train, held)) + 1 + options.ahead
+
+
+def refuse_overlaps(trained: Sequence[Bars], held: Sequence[Bars], options: TemporalOptions) -> None:
+    """Bars of a symbol that are trained on and held out make a score too good."""
+    own = {one.symbol: one for one in trained}
+    for one in held:
+        if one.symbol not in own:
+            continue
+        theirs = own[one.symbol]
+        # The first bar trained on that has not ended when one begins: does it begin before that one ends?
+        next_one = np.searchsorted(theirs.ends, one.times, side="right")
+        both = np.append(theirs.times, np.iinfo(np.int64).max)[next_one] < one.ends
+        if both.any():
+            of = f" of {one.symbol}" if one.symbol else ""
+            first, last = one.times[both][[0, -1]].astype("datetime64[s]")
+            raise DataError(
+                f"{int(both.sum()):,} bars{of} in {options.valid}, from {first} to {last}, are of times that "
+                f"{options.data} has too, and trains on; leave them out of one of the two, or, where they are of "
+                "another symbol, name it in a column"
+            )
+
+
+def cut_of(options: TemporalOptions, bars: Bars, known: Features) -> int:
+    """The first bar of a symbol that is held out."""
+    first = known.first + options.length - 1
+    return first + round((len(bars) - options.ahead - first) * (1 - options.valid_share))
+
+
+def side_of(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> Side | None:
+    """The windows of one symbol whose last bar lies between two rows, and has a label."""
+    over = options.volatility or None
+    labels = direction(bars, options.ahead, options.threshold, volatility_over=over)
+    is_known = np.flatnonzero(labels >= 0)
+    if not len(is_known):
+        return None
+    first = max(known.first + options.length - 1, begin, int(is_known[0]))
+    last = min(end, int(is_known[-1]) + 1)
+    if last <= first:
+        return None
+    before = labels[np.maximum(np.arange(first, last) - options.ahead, 0)]
+    rows = slice(first - options.length + 1, last)
+    return Side(
+        values=known.values[rows],
+        labels=labels[rows],
+        naive=np.where(before >= 0, before, 1),
+        times=bars.times[first:last],
+        symbol=bars.symbol,
+    )
+
+
+def windows_of(sides: Sequence[Side], standard: Standard, length: int) -> Windows:
+    return Windows([standard(side.values) for side in sides], length, target=[side.labels for side in sides])
+
+
+def labels_of(sides: Sequence[Side], length: int) -> Numbers:
+    return np.concatenate([side.labels[length - 1 :] for side in sides])
+
+
+def shown_window(sides: Sequence[Side], at: int) -> str:
+    """A window of all sides together by its last bar, with its symbol where there are several."""
+    ends = np.cumsum([len(side.times) for side in sides])
+    place = int(np.searchsorted(ends, at, side="right"))
+    side = sides[place]
+    of = f" of {side.symbol}" if len(sides) > 1 else ""
+    return f"the window up to the bar of {side.times[at - ends[place]].astype('datetime64[s]')}{of}"
+
 
 USUAL = (3600, 14400)
 """Longer bars that are made where none are named: h1 and h4."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,19 +17,268 @@ from torch import Tensor, nn
 from hotlap.core.errors import DataError, JobError, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
-from hotlap.data.sequences import Sequences
+from hotlap.data.sequences import SequenceColumns, Sequences
+from hotlap.data.tokenising import tokenised
 from hotlap.machine.device import choose_device
-from hotlap.recipes import checks, splits, word_counts
-from hotlap.recipes.encoders import EncoderOptions, encoder_for
+from hotlap.recipes import checks, word_counts
+from hotlap.recipes.encoders import TOKENIZER, Encoder, EncoderOptions, encoder_for, encoder_in
+from hotlap.recipes.kinds import Column
+from hotlap.recipes.onnx_files import write_onnx
 from hotlap.recipes.options import MOST, option, outside
-from hotlap.recipes.reading import HEADERS, refuse, refuse_pictures, shown_table
-from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Recipe, Say
-from hotlap.recipes.schedules import warm_up_and_cosine
+from hotlap.recipes.recipe import Asked, Candidate, Numbers, Prepared, Recipe, Say
 from hotlap.recipes.scores import class_weights
-from hotlap.recipes.tables import Table, read_table
-from hotlap.recipes.text_columns import columns_of, target_of, target_problems
-from hotlap.recipes.text_reader import TextReader, revive, texts_of, written_as_onnx
+from hotlap.recipes.tables import Table, named_columns, read_table
+from hotlap.recipes.tabular import (
+    HEADERS,
+    by_group,
+    now_and_then,
+    refuse,
+    refuse_pictures,
+    shown_table,
+    stratified,
+    stratified_by_group,
+    warm_up_and_cosine,
+)
 from hotlap.store.cache import Cache, key_of
+
+TARGETS = ("label", "target", "class", "category", "sentiment", "y")
+"""Names of a column to predict, as people have them."""
+NEARLY = 0.95
+"""Of the values of a column of ids at least this share are single words, and as many different ones."""
+_SPACE = re.compile(r"\s")
+
+
+def target_of(table: Table, named: str) -> str:
+    """The column to predict: the one named, or the only one that is called as such columns are."""
+    if named:
+        return table[named].name
+    found = [name for name in table.columns if name.lower() in TARGETS]
+    if len(found) != 1:
+        raise DataError(
+            f"which column of {table.path} is to be predicted? Say --target; there are {named_columns(table)}"
+        )
+    return found[0]
+
+
+def columns_of(table: Table, named: Sequence[str], used: Sequence[str], say: Say) -> list[str]:
+    """The columns of text: those named, or all that are not used otherwise; ids beside them are left out, and said."""
+    if named:
+        return [table[name].name for name in named]
+    found = [name for name, column in table.columns.items() if column.kind == "text" and name not in used]
+    ids = [name for name in found if _holds_ids(table[name])]
+    read = [name for name in found if name not in ids] or found
+    for name in ids if read != found else ():
+        say(
+            f"note      {name} is not read: its values, as {_first(table[name])}, are nearly all different and single "
+            "words, as ids are; name it with --text if it is text"
+        )
+    if not 1 <= len(read) <= 2:
+        raise DataError(f"which column of {table.path} holds the text? Say --text; there are {named_columns(table)}")
+    others = [name for name, column in table.columns.items() if column.kind == "category" and name not in used]
+    if read == ids and others:
+        say(
+            f"warning   the values of {' and '.join(read)}, as {_first(table[read[0]])}, look like ids; "
+            f"if the text is in {' or '.join(others)}, name that with --text"
+        )
+    return read
+
+
+def target_problems(table: Table, target: str) -> list[str]:
+    """Why a column cannot be learned as classes, one line each."""
+    column = table[target]
+    found = checks.target_problems(column)
+    different = len(set(column.texts()))
+    if not found and 2 * different > len(table):
+        found.append(
+            f"the target {target!r} has {different:,} different values in {len(table):,} rows, "
+            f"as {shown(column.texts()[0])}; name a column of classes, each with several rows"
+        )
+    return found
+
+
+def _holds_ids(column: Column) -> bool:
+    """Whether nearly all values are single words, and different: hashes, addresses, names of files, numbers.
+
+    Of plain letters: whole sentences of Chinese or Thai have no spaces either.
+    """
+    texts = [text for text in column.texts() if text]
+    if len(set(texts)) < NEARLY * len(texts):
+        return False
+    return sum(text.isascii() and not _SPACE.search(text) for text in texts) >= NEARLY * len(texts)
+
+
+def _first(column: Column) -> str:
+    return shown(next(text for text in column.texts() if text))
+
+
+EXAMPLES = 64
+"""Texts that a written ONNX file is tried on."""
+
+
+class Classifier(nn.Module):
+    """An encoder, the mean over a text's tokens, and a layer for the classes."""
+
+    def __init__(self, encoder: nn.Module, width: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.encoder, self.dropout, self.head = encoder, nn.Dropout(dropout), nn.Linear(width, classes)
+
+    def embedded(self, attention_mask: Tensor, **tokens: Tensor) -> Tensor:
+        """A vector for each text."""
+        hidden = self.encoder(attention_mask=attention_mask, **tokens).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        mean: Tensor = (hidden * mask).sum(1) / mask.sum(1)
+        return mean
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        """A row of scores for each text."""
+        scores: Tensor = self.head(self.dropout(self.embedded(**batch)))
+        return scores
+
+
+class TextReader:
+    """Texts as the classifier takes them."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        columns: Sequence[str],
+        classes: Sequence[str],
+        most: int,
+        dropout: float,
+        has_header: bool = True,
+    ) -> None:
+        self.encoder, self.columns, self.classes = encoder, tuple(columns), tuple(classes)
+        self._most, self._dropout, self.has_header = most, dropout, has_header
+
+    def table(self, data: Path) -> Table:
+        """A file of texts, were they all numbers."""
+        return read_table(data, header=self.has_header, kinds=dict.fromkeys(self.columns, "text"))
+
+    def state(self) -> dict[str, Any]:
+        """All that it needs to be made again."""
+        return {
+            "columns": list(self.columns),
+            "classes": list(self.classes),
+            "most": self._most,
+            "dropout": self._dropout,
+            "has_header": self.has_header,
+            "config": self.encoder.config,
+        }
+
+    def keep_files(self, folder: Path) -> None:
+        """Write the tokenizer."""
+        self.encoder.save_tokenizer(folder)
+
+    def model(self, name: str) -> nn.Module:
+        """The classifier with first weights; those of the encoder are random."""
+        return Classifier(self.encoder.made(), self.encoder.width, len(self.classes), self._dropout)
+
+    def begun(self) -> nn.Module:
+        """The classifier as its training begins: with the encoder's pretrained weights, where it has any."""
+        return Classifier(self.encoder.begun(), self.encoder.width, len(self.classes), self._dropout)
+
+    def sequences(self, table: Table, say: Say, columns: Mapping[str, Any] | None = None) -> Sequences:
+        """The texts of a table as tokens."""
+        first, *more = (texts_of(table, name) for name in self.columns)
+        tokens = tokenised(
+            first,
+            self.encoder.tokenizer,
+            pairs=more[0] if more else None,
+            most=self._most,
+            progress=now_and_then(say, "tokens    of {done:,} of {total:,} texts"),
+        )
+        say(f"tokens    {tokens.line}")
+        fields = {name: field for name, field in tokens.fields.items() if name in self.encoder.fields}
+        made = Sequences(fields, offsets=tokens.offsets, columns=columns, pad=self._pads(fields))
+        ids, known = fields["input_ids"], self.encoder.words
+        if known is not None and len(ids) and int(ids.max()) >= known:
+            raise DataError(
+                f"the tokenizer gives the token {int(ids.max()):,}, and this encoder has {known:,} of them; "
+                f"its {TOKENIZER} is another's"
+            )
+        longest = self.encoder.longest
+        if longest is not None and made.longest > longest:
+            raise DataError(
+                f"a text of {table.path} has {made.longest} tokens, and this encoder takes {longest}; "
+                f"train with --most {longest}"
+            )
+        return made
+
+    def asked(self, table: Table, say: Say) -> Asked:
+        """All rows of a table."""
+        return Asked(data=self.sequences(table, say), rows=np.arange(len(table)))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        """A row of scores for each text."""
+        scores: Tensor = model(**_inputs(batch))
+        return scores
+
+    @property
+    def embedded(self) -> Callable[[nn.Module, Any], Tensor] | None:
+        """The mean over a text's tokens, as the last layer sees it."""
+        return lambda model, batch: model.embedded(**_inputs(batch))  # type: ignore[operator]
+
+    def _pads(self, fields: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: self.encoder.pad if name == "input_ids" else 0 for name in fields}
+
+
+def revive(state: Mapping[str, Any], folder: Path) -> TextReader:
+    """The reader of a finished run."""
+    encoder = encoder_in(folder, state["config"])
+    return TextReader(
+        encoder, state["columns"], state["classes"], state["most"], state["dropout"], state.get("has_header", True)
+    )
+
+
+def texts_of(table: Table, name: str) -> list[str]:
+    """The texts of a column; one that is missing is a single space, which a tokenizer makes its own signs of."""
+    return [text or " " for text in table[name].texts()]
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: part for name, part in batch.items() if name != "labels"}
+
+
+# --- ONNX ----------------------------------------------------------------------------------------------
+
+
+class Answering(nn.Module):
+    """Tokens in, probabilities out."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """The probability of each class."""
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        scores: Tensor = self.classifier(input_ids=input_ids, attention_mask=attention_mask, **types)
+        return scores.softmax(1)
+
+
+def written_as_onnx(reader: TextReader, held: Sequences, name: str, model: nn.Module, folder: Path, say: Say) -> None:
+    """Write a trained classifier as ONNX, tried on some of these texts."""
+    path = folder / "model.onnx"
+    # Of a single text the exporter would make a file for batches of one.
+    rows = torch.arange(max(2, min(len(held), EXAMPLES))) % len(held)
+    batch = SequenceColumns(held).gather(rows)
+    names = [one for one in ("input_ids", "attention_mask", "token_type_ids") if one in batch]
+    about = {
+        "model": name,
+        "input": f"tokens of {TOKENIZER} beside it, at the right filled up with {reader.encoder.pad} where "
+        "attention_mask is 0",
+        **{key: json.dumps(value) for key, value in reader.state().items()},
+    }
+    gap = write_onnx(
+        Answering(model),
+        tuple(batch[one] for one in names),
+        path,
+        about,
+        names=(*names, "probabilities"),
+        axes=("batch", "length"),
+    )
+    say(f"onnx      {path}: its answers are the model's to {gap:.1g}")
+
 
 COUNTS = "word-counts"
 """What the cache calls the answers of a simple rule."""
@@ -185,16 +436,16 @@ def _parts(
         group = table[options.group]
         if group.missing is not None:
             raise DataError(f"group={group.name} is missing in {int(group.missing.sum()):,} rows; fill it in")
-        split = splits.by_group(np.asarray(group.texts()), options.valid_share, options.seed)
+        split = by_group(np.asarray(group.texts()), options.valid_share, options.seed)
         train, held_out = ([texts[row] for row in rows] for rows in split)
         _warn_of_copies(train, held_out, f"give rows of one text the same {group.name}, or leave copies out", say)
     elif len(places) < len(texts):
         copies = len(texts) - len(places)
         say(f"copies    {copies:,} rows have the text of a row before them: all rows of a text are on one side")
         groups = np.asarray([places[text] for text in texts])
-        split = splits.stratified_by_group(labels, groups, options.valid_share, options.seed)
+        split = stratified_by_group(labels, groups, options.valid_share, options.seed)
     else:
-        split = splits.stratified(labels, options.valid_share, options.seed)
+        split = stratified(labels, options.valid_share, options.seed)
     for number in np.setdiff1d(labels[split.valid], labels[split.train]):
         say(f"warning   all rows of {shown(classes[number])} are held out by their groups: it is never trained on")
     say(f"split     {len(split.train):,} rows to train on, {len(split.valid):,} held out")

@@ -22,7 +22,7 @@ from hotlap.fitting.fit import AnotherTrainingError, fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.machine.device import choose_device
-from hotlap.recipes import onnx_files, pictures, scores
+from hotlap.recipes import onnx_files, plots, scores
 from hotlap.recipes.answers import (
     TABLES,
     VECTORS,
@@ -32,14 +32,13 @@ from hotlap.recipes.answers import (
     check_name,
     kept_names,
     outputs_of,
+    state_problem,
     write_answers,
     write_vectors,
 )
-from hotlap.recipes.existing import exists, is_file
 from hotlap.recipes.judging import Report, answers_of, judge_of
-from hotlap.recipes.options import Options, as_file, recipe_in
+from hotlap.recipes.options import Options, as_file, exists, is_file, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
-from hotlap.recipes.state_checks import state_problem
 from hotlap.store.files import read_text, write_text
 from hotlap.store.run_folder import RunFolder, finite
 from hotlap.store.weights import made_with, plain_state, save_state
@@ -253,7 +252,7 @@ def _words(folder: Path) -> list[str]:
 
 def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
     """The state, the reader and the model of a finished run."""
-    from hotlap.recipes.every import recipe_named
+    from hotlap.recipes.recipe import recipe_named
 
     path = folder / STATE
     if not folder.is_dir():
@@ -464,7 +463,7 @@ def _write(
         "worst": judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
     }
     write_text(folder / REPORT, json.dumps(finite(told), indent=1, ensure_ascii=False) + "\n")
-    pictures.curves({one.name: one.history for one in found}, folder / CURVES)
+    plots.curves({one.name: one.history for one in found}, folder / CURVES)
     if prepared.reader.classes:
         counts = np.asarray(best.report["confusion"])
-        pictures.confusion_picture(counts, prepared.reader.classes, folder / CONFUSION)
+        plots.confusion_picture(counts, prepared.reader.classes, folder / CONFUSION)

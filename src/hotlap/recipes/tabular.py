@@ -1,13 +1,68 @@
-"""Which rows are trained on and which are held out, so that nothing of these is known from those."""
+"""Reading a recipe's table, splitting its rows, and what else recipes on tables share."""
 
 from __future__ import annotations
 
+import math
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from hotlap.core.errors import DataError, shown
-from hotlap.core.job_checks import is_whole
+from hotlap.core.errors import DataError, listed, shown
+from hotlap.recipes.recipe import Say
+from hotlap.recipes.tables import Table, columns_told, read_table
+
+HEADERS = {"auto": None, "yes": True, "no": False}
+"""Whether the first row holds names, as an option says it."""
+TOLD_S = 5.0
+"""How often it is said that something goes on."""
+
+
+def shown_table(path: str, say: Say, *, header: bool | None = None, needs_names: bool = False) -> Table:
+    """The table in a file or folder, with what was understood of its columns shown.
+
+    Where it has no header, `--header` is named, unless that is no option, as where columns are known by their names.
+    """
+    table = read_table(Path(path), header=header)
+    say(f"data      {path}: {len(table):,} rows")
+    for line in columns_told(table):
+        say(f"          {line}")
+    if not table.has_header and header is None and not needs_names:
+        say("          note: say --header yes if its first row holds names")
+    return table
+
+
+def refuse_pictures(table: Table) -> None:
+    """Raise DataError for a folder of pictures, of which only the recipe `image` makes anything."""
+    if table.path.is_dir() and not table.files:
+        command = shlex.join(["hotlap", "train", "image", "--data", str(table.path)])
+        raise DataError(f"{table.path} is a folder of pictures; train on it with: {command}")
+
+
+def refuse(wrong: list[str]) -> None:
+    """Raise DataError with these mistakes, if there are any."""
+    if wrong:
+        raise DataError(listed("the data have", "mistake", wrong))
+
+
+def now_and_then(say: Say, words: str) -> Callable[[int, int], None]:
+    """Told how much of something is done, says so in these words every few seconds until all of it is."""
+    began = last = time.perf_counter()
+
+    def told(done: int, total: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last >= TOLD_S and done < total:
+            last = now
+            say(f"{words.format(done=done, total=total)}, {done / (now - began):,.0f} a second")
+
+    return told
+
 
 Rows = np.ndarray[Any, Any]
 
@@ -17,45 +72,6 @@ class Split(NamedTuple):
 
     train: Rows
     valid: Rows
-
-
-def by_time(times: Any, share: float, *, symbols: Any = None, gap: int = 0) -> Split:
-    """The last `share` of the rows is held out, and `gap` rows before them are left out.
-
-    With `symbols`, that of each symbol by itself. Rows of one time stay together, and are held out where the cut
-    would part them. For rows that are in order already, give their numbers as times. A gap as long as a window
-    keeps windows that end in validation rows from reaching into training rows.
-    """
-    _check_share(share)
-    _check_whole("gap", gap, least=0)
-    train, valid = [], []
-    for rows, order in _courses(times, symbols):
-        count = len(rows)
-        cut = _cut(order, count - round(share * count))
-        train.append(rows[: max(0, cut - gap)])
-        valid.append(rows[cut:])
-    return _filled(Split(np.concatenate(train), np.concatenate(valid)), f"share={share}, gap={gap}")
-
-
-def walk_forward(times: Any, folds: int, gap: int = 0, *, symbols: Any = None) -> list[Split]:
-    """So many splits in which more and more of the past is trained on and what comes next is held out.
-
-    The rows are cut into `folds + 1` stretches of equal length; each but the first is held out once, after all
-    before it, of which the last `gap` rows are left out. Symbols and rows of one time are treated as in `by_time`.
-    """
-    _check_whole("folds", folds, least=1)
-    _check_whole("gap", gap, least=0)
-    courses = list(_courses(times, symbols))
-    found = []
-    for fold in range(1, folds + 1):
-        train, valid = [], []
-        for rows, order in courses:
-            start, end = (_cut(order, len(rows) * part // (folds + 1)) for part in (fold, fold + 1))
-            train.append(rows[: max(0, start - gap)])
-            valid.append(rows[start:end])
-        split = Split(np.concatenate(train), np.concatenate(valid))
-        found.append(_filled(split, f"fold {fold} of folds={folds}, gap={gap}"))
-    return found
 
 
 def by_group(groups: Any, share: float, seed: int = 0) -> Split:
@@ -124,27 +140,6 @@ def stratified_by_group(target: Any, groups: Any, share: float, seed: int = 0) -
     return _filled(Split(np.flatnonzero(~is_valid), np.flatnonzero(is_valid)), f"share={share}")
 
 
-def _courses(times: Any, symbols: Any) -> list[tuple[Rows, Rows]]:
-    """The rows of each symbol in order of time, and their times."""
-    times = _column("times", times)
-    wrong = times != times  # nan and NaT are not even equal to themselves
-    if wrong.any():
-        raise DataError(f"row {int(wrong.argmax()) + 1} has no time, the first of {int(wrong.sum()):,}; fill it in")
-    if symbols is None:
-        codes, counts = np.zeros(len(times), np.int64), np.array([len(times)])
-    else:
-        codes, counts = _codes("symbols", symbols)
-        if len(codes) != len(times):
-            raise DataError(f"there are {len(codes):,} symbols and {len(times):,} times; give one each for a row")
-    rows = np.lexsort((times, codes))
-    return [(part, times[part]) for part in np.split(rows, np.cumsum(counts)[:-1])]
-
-
-def _cut(order: Rows, at: int) -> int:
-    """The first row of the time that row `at` has."""
-    return at if at >= len(order) else int(np.searchsorted(order, order[at], side="left"))
-
-
 def _codes(name: str, values: Any) -> tuple[Rows, Rows]:
     """Values as numbers from 0 on, and how many there are of each."""
     _, codes, counts = np.unique(_column(name, values), return_inverse=True, return_counts=True)
@@ -163,11 +158,6 @@ def _check_share(share: float) -> None:
         raise DataError(f"share={shown(share)} must be between 0 and 1: the part of the rows that is held out")
 
 
-def _check_whole(name: str, value: int, *, least: int) -> None:
-    if not is_whole(value) or value < least:
-        raise DataError(f"{name}={shown(value)} must be a whole number of at least {least}")
-
-
 def _filled(split: Split, asked: str) -> Split:
     if not len(split.train) or not len(split.valid):
         raise DataError(
@@ -175,3 +165,19 @@ def _filled(split: Split, asked: str) -> Split:
             "give more rows, or change it"
         )
     return split
+
+
+def warm_up_and_cosine(share: float) -> Callable[[Optimizer, int], LambdaLR]:
+    """For `Job(schedule=…)`: up in this share of the updates, then down along a cosine."""
+
+    def made(optimizer: Optimizer, updates: int) -> LambdaLR:
+        up = max(1, round(share * updates))
+
+        def at(update: int) -> float:
+            if update < up:
+                return (update + 1) / up
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, (update - up) / max(1, updates - up))))
+
+        return LambdaLR(optimizer, at)
+
+    return made

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotlap.core.errors import DataError
-from hotlap.recipes.pictures import MOST_POINTS, confusion_picture, curves, round_marks
+from hotlap.recipes.plots import MOST_POINTS, confusion_picture, curves, round_marks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -1,4 +1,4 @@
-"""Pictures of a training, each one SVG file that needs nothing else and can be read on white and on black."""
+"""Plots of a training, each one SVG file that needs nothing else and can be read on white and on black."""
 
 from __future__ import annotations
 
