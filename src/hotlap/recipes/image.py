@@ -40,6 +40,7 @@ from hotlap.recipes.tabular import (
     by_group,
     now_and_then,
     refuse,
+    refuse_too_large,
     shown_table,
     stratified,
     stratified_by_group,
@@ -632,6 +633,7 @@ def _network(options: ImageOptions, outputs: int) -> tuple[Sequence[str], Networ
         name, plan = plan_in(Path(options.weights), plan)
         names = [name]
     for name in names:
+        refuse_too_large(partial(made, name, plan), name, options.device, "give a smaller width or depth")
         # What cannot be made, or read, is said before minutes are spent on pictures.
         begun(name, plan, options.weights, lambda line: None)
     return names, plan

@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hotlap.core.errors import DataError, listed, shown
+from hotlap.core.errors import DataError, StoreError, listed, shown
+from hotlap.core.units import show_bytes
+from hotlap.machine.cuda import free_for_torch
+from hotlap.machine.device import choose_device
+from hotlap.machine.limits import read_memory
 from hotlap.recipes.recipe import Say
 from hotlap.recipes.tables import Table, columns_told, read_table
+from hotlap.store.weights import bytes_of
 
+TRAINED = 4
+"""Times the weights that a training holds at least: weights, gradients, and the two moments of AdamW."""
 HEADERS = {"auto": None, "yes": True, "no": False}
 """Whether the first row holds names, as an option says it."""
 TOLD_S = 5.0
@@ -48,6 +56,27 @@ def refuse(wrong: list[str]) -> None:
     """Raise DataError with these mistakes, if there are any."""
     if wrong:
         raise DataError(listed("the data have", "mistake", wrong))
+
+
+def refuse_too_large(make: Callable[[], nn.Module], source: str, device: str, cure: str) -> None:
+    """Refuse a model whose training cannot fit beside the free memory, before its tensors are made.
+
+    Activations are not counted. Raises DataError.
+    """
+    try:
+        weights = bytes_of(make)
+    except StoreError:  # some models of libraries cannot be sized without their tensors: making one decides
+        return
+    where = choose_device(device)
+    rooms = [(TRAINED * weights, read_memory().free_bytes, "memory")]
+    if where.type == "cuda":  # the model is made on the host, then moved
+        rooms = [(weights, rooms[0][1], "memory"), (TRAINED * weights, free_for_torch(where), "GPU memory")]
+    for needed, free, kind in rooms:
+        if needed > free:
+            raise DataError(
+                f"{source} has {show_bytes(weights)} of weights, so its training takes at least {show_bytes(needed)} "
+                f"of {kind}, and {show_bytes(free)} is free; {cure}"
+            )
 
 
 def now_and_then(say: Say, words: str) -> Callable[[int, int], None]:
