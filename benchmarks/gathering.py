@@ -67,13 +67,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=24)
     options = parser.parse_args()
     device = torch.device(options.device)
-    hands = {"torch's": 0, "hotlap's": sources.HANDS}
+    hands = {"torch's": 0, "hotlap's": sources.GATHER_THREADS}
     waits: dict[str, list[float]] = {name: [] for name in hands}
     with tempfile.TemporaryDirectory(prefix="hotlap-gathering-") as folder:
         pictures = noise(Path(folder) / "pictures", options.rows, options.size)
         trainings = []
         for name, count in hands.items():
-            sources.HANDS = count  # rows keep to what there was when they were made
+            sources.GATHER_THREADS = count  # rows keep to what there was when they were made
             trainings.append(steps(pictures, device, waits[name]))
             next(trainings[-1])
         found = compare(trainings[0], trainings[1], device=device, pairs=options.pairs)

@@ -24,7 +24,7 @@ import hotlap
 from benchmarks.work import HELD_OUT, Work
 from hotlap.data.dataset import as_source
 from hotlap.data.order import Order
-from hotlap.data.sequences import LengthOrder, fitted, rounded
+from hotlap.data.sequences import LengthOrder, round_up, with_chosen_widths
 
 Batch = dict[str, Tensor]
 """`input_ids`, `attention_mask`, `labels`, and `numbers` where there are any."""
@@ -95,7 +95,7 @@ class TextData(NamedTuple):
 
 
 def padded(samples: Sequence[Batch], *, width: int | None = None, multiple: int = 1) -> Batch:
-    """Samples as a batch: padded to a width, or to the longest among them, rounded up to a multiple."""
+    """Samples as a batch: padded to a width, or to the longest among them, round_up up to a multiple."""
     rows = [sample["input_ids"] for sample in samples]
     width = width or -(-max(map(len, rows)) // multiple) * multiple
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -304,7 +304,7 @@ class TextWork(Work):
     def fed(self, column: str = "hotlap") -> tuple[Any, dict[str, Any]]:
         """Reordered with widths found; `by_width` with widths alone, `one_width` all as wide as the longest."""
         data = self.data()
-        widths = (rounded(data.longest),) if column == "one_width" else None
+        widths = (round_up(data.longest),) if column == "one_width" else None
         return data.train.sequences(widths), {"reorder": column not in ("one_width", "by_width")}
 
     def brought(self, *, drop_last: bool) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class Paddings:
         lengths, source = train.lengths.numpy(), as_source(train.sequences())
         settings: dict[str, Any] = {"batch_size": work.batch, "drop_last": True}
         shuffled, by_length = Order(len(train), shuffled=True, **settings), LengthOrder(lengths, **settings)
-        by_width, reordered = fitted(source, shuffled)[1], fitted(source, by_length)[1]
+        by_width, reordered = with_chosen_widths(source, shuffled)[1], with_chosen_widths(source, by_length)[1]
         assert by_width is not None
         assert reordered is not None
         epoch = shuffled.epoch(0).indices.numpy()[: work.epoch_batches * work.batch]

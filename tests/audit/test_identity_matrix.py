@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from hotlap import Job, Rig, fit
-from hotlap.data.dataset import evaluation_course, training_course
+from hotlap.data.dataset import evaluation_dataset, training_dataset
 
 ROOT = Path(__file__).parents[2]
 MATRIX = """
@@ -103,6 +103,6 @@ def test_the_sampler_within_a_batch_sampler_gives_the_order():
     loader = DataLoader(TensorDataset(*class_data()), batch_sampler=BatchSampler(Backwards(), 10, drop_last=False))
     model = small_mlp()
     made = torch.optim.SGD(model.parameters(), lr=0.1)
-    course = training_course(Job(model=model, data=loader, loss=nn.CrossEntropyLoss(), optimizer=made, epochs=1))
-    assert course.order.epoch(0).indices.tolist() == list(range(49, -1, -1))
-    assert evaluation_course(loader, batch_size=10).order.epoch(0).indices.tolist() == list(range(49, -1, -1))
+    dataset = training_dataset(Job(model=model, data=loader, loss=nn.CrossEntropyLoss(), optimizer=made, epochs=1))
+    assert dataset.order.epoch(0).indices.tolist() == list(range(49, -1, -1))
+    assert evaluation_dataset(loader, batch_size=10).order.epoch(0).indices.tolist() == list(range(49, -1, -1))

@@ -19,7 +19,7 @@ from hotlap.recipes.options import options_of, recipe_in
 from hotlap.recipes.temporal import TemporalOptions, seconds_of
 from hotlap.recipes.text import TextOptions
 from hotlap.recipes.training import revived
-from hotlap.store.weights import made_with, save_state
+from hotlap.store.weights import build_with_weights, save_state
 
 KINDS = (TextOptions, TemporalOptions, ImageOptions)
 NUMBERS = [(kind, one.name) for kind in KINDS for one in fields(kind) if get_type_hints(kind)[one.name] in (int, float)]
@@ -170,8 +170,8 @@ def test_states_of_all_recipes_have_bounds():
 def test_a_model_is_not_made_that_is_far_larger_than_its_weights(tmp_path):
     save_state({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(StoreError, match="has 24 B of weights, and its model would have 37"):
-        made_with(lambda: nn.Linear(100_000, 100_000), tmp_path / "model.safetensors")
-    assert made_with(lambda: nn.Linear(2, 2), tmp_path / "model.safetensors").bias.tolist() == [0, 0]
+        build_with_weights(lambda: nn.Linear(100_000, 100_000), tmp_path / "model.safetensors")
+    assert build_with_weights(lambda: nn.Linear(2, 2), tmp_path / "model.safetensors").bias.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

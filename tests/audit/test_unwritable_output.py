@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import hotlap
 from hotlap.core import terminal
 from hotlap.core.job import Job
-from hotlap.data.parallel import shown_bar
+from hotlap.data.parallel import progress_bar
 from hotlap.fitting.progress import TerminalView, open_view
 from hotlap.kit.telling import sayer
 
@@ -170,7 +170,7 @@ def test_bars_and_lines_of_all_other_work_are_lost_alone(monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setattr("hotlap.data.parallel.PATIENCE_S", 0.0)
-        with shown_bar() as show:
+        with progress_bar() as show:
             show(0, 4)
             show(2, 4)
         sayer(True)("a line")

@@ -10,7 +10,7 @@ from hotlap.data.batches import map_tensors
 from hotlap.data.dataset import as_source
 from hotlap.data.feeds import StreamFeeding, open_feed
 from hotlap.data.order import Order
-from hotlap.data.resident import ResidentFeeding, held
+from hotlap.data.resident import ResidentFeeding, hold_on_device
 from hotlap.data.windows import Windows
 
 CPU = torch.device("cpu")
@@ -34,7 +34,9 @@ class AtOnce:
 
     def send(self, batch):
         copy = map_tensors(batch, torch.clone)
-        return type("Flight", (), {"landed": lambda _: copy, "left": lambda _: None, "abandoned": lambda _: None})()
+        return type(
+            "PendingCopy", (), {"on_device": lambda _: copy, "wait": lambda _: None, "discard": lambda _: None}
+        )()
 
 
 @st.composite
@@ -57,7 +59,7 @@ def data(draw):
 
 def every_feed(source, workers):
     yield open_feed(source, Feed(kind="loader"))
-    yield ResidentFeeding(held(source, CPU), CPU)
+    yield ResidentFeeding(hold_on_device(source, CPU), CPU)
     if source.why_not_gather() is None:
         yield open_feed(source, Feed(kind="gather"))
         yield StreamFeeding(source, AtOnce(), pinned=False)

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from hotlap.core.errors import DataError, PlanError
 from hotlap.core.job import Job
 from hotlap.core.plan import Feed
-from hotlap.data.dataset import as_source, evaluation_course, training_course
+from hotlap.data.dataset import as_source, evaluation_dataset, training_dataset
 from hotlap.data.feeds import open_feed
 from hotlap.data.order import HostRandomness, Order
 
@@ -220,11 +220,11 @@ def test_a_dataloader_brings_its_order_workers_and_collate():
         drop_last=True,
         collate_fn=collate,
     )
-    course = training_course(job_with(loader, accumulate=2, seed=9))
-    assert course.feed == Feed(kind="loader", workers=2, prefetch=3, persistent=True)
-    assert course.batch_size == 4
-    assert len(course.order.epoch(0)) == 3
-    assert course.source.fetch([1, 2], 0, 0).shape == (2, 3)
+    dataset = training_dataset(job_with(loader, accumulate=2, seed=9))
+    assert dataset.feed == Feed(kind="loader", workers=2, prefetch=3, persistent=True)
+    assert dataset.batch_size == 4
+    assert len(dataset.order.epoch(0)) == 3
+    assert dataset.source.fetch([1, 2], 0, 0).shape == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -237,31 +237,31 @@ def test_a_dataloader_brings_its_order_workers_and_collate():
     ids=["sequential", "batch sampler", "sampler"],
 )
 def test_a_dataloaders_own_order_is_kept(loader, expected):
-    epoch = training_course(job_with(loader)).order.epoch(0)
+    epoch = training_dataset(job_with(loader)).order.epoch(0)
     assert [int(i) for w in range(len(epoch)) for p in epoch.pieces(w, None) for i in p] == expected
 
 
 def test_a_weighted_sampler_draws_anew_each_epoch():
     loader = DataLoader(TensorDataset(X), batch_size=5, sampler=WeightedRandomSampler(torch.ones(20), 20))
-    order = training_course(job_with(loader)).order
+    order = training_dataset(job_with(loader)).order
     draws = [torch.cat([order.epoch(e).pieces(w, None)[0] for w in range(4)]) for e in (0, 1)]
     assert not torch.equal(*draws)
     assert len(draws[0].unique()) < 20
 
 
 def test_workers_from_the_environment_are_used_where_the_job_says_nothing_and_they_help():
-    assert training_course(job_with(Augmenting(), batch_size=4), workers=2).feed.workers == 2
-    assert training_course(job_with((X, Y), batch_size=4), workers=2).feed == Feed(kind="gather")
+    assert training_dataset(job_with(Augmenting(), batch_size=4), workers=2).feed.workers == 2
+    assert training_dataset(job_with((X, Y), batch_size=4), workers=2).feed == Feed(kind="gather")
 
 
-def indices_of(course):
-    epoch = course.order.epoch(0)
+def indices_of(dataset):
+    epoch = dataset.order.epoch(0)
     return [int(i) for w in range(len(epoch)) for p in epoch.pieces(w, None) for i in p]
 
 
 def test_evaluation_sees_all_samples_once_in_their_own_order_though_the_loader_shuffles():
     loader = DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True)
-    assert indices_of(evaluation_course(loader, batch_size=8)) == list(range(20))
+    assert indices_of(evaluation_dataset(loader, batch_size=8)) == list(range(20))
 
 
 @pytest.mark.parametrize(
@@ -275,16 +275,16 @@ def test_evaluation_sees_all_samples_once_in_their_own_order_though_the_loader_s
     ids=["sampler", "batch sampler", "drop_last", "from the end"],
 )
 def test_evaluation_sees_just_the_samples_that_the_loader_gives(loader, expected):
-    assert set(indices_of(evaluation_course(loader, batch_size=8))) == expected
+    assert set(indices_of(evaluation_dataset(loader, batch_size=8))) == expected
 
 
 def test_a_sample_drawn_twice_in_an_epoch_is_augmented_anew_each_time():
     loader = DataLoader(Augmenting(), sampler=[4, 4, 4, 9], batch_size=2)
-    course = training_course(job_with(loader))
-    epoch = course.order.epoch(0)
+    dataset = training_dataset(job_with(loader))
+    epoch = dataset.order.epoch(0)
     tickets = [p for w in range(len(epoch)) for p in epoch.pieces(w, None, tickets=True)]
     assert [int(t) for piece in tickets for t in piece] == [4, 24, 44, 9]
-    rows = torch.cat([course.source.fetch(piece.tolist(), 0, 0) for piece in tickets])
+    rows = torch.cat([dataset.source.fetch(piece.tolist(), 0, 0) for piece in tickets])
     assert rows[:, 0].tolist() == [4, 4, 4, 9]
     assert len(rows[:3, 1].unique()) == 3
 
@@ -300,8 +300,8 @@ def test_a_sampler_is_drawn_once_an_epoch():
         def __len__(self):
             return 4
 
-    course = training_course(job_with(DataLoader(TensorDataset(X, Y), sampler=Counting(), batch_size=2)))
-    assert [indices_of(course) for _ in range(3)] == [[1] * 4] * 3
+    dataset = training_dataset(job_with(DataLoader(TensorDataset(X, Y), sampler=Counting(), batch_size=2)))
+    assert [indices_of(dataset) for _ in range(3)] == [[1] * 4] * 3
 
 
 def test_a_sampler_without_an_end_is_used_for_as_long_as_it_says_it_is():
@@ -313,7 +313,7 @@ def test_a_sampler_without_an_end_is_used_for_as_long_as_it_says_it_is():
             return 6
 
     assert (
-        indices_of(training_course(job_with(DataLoader(TensorDataset(X, Y), sampler=Endless(), batch_size=2))))
+        indices_of(training_dataset(job_with(DataLoader(TensorDataset(X, Y), sampler=Endless(), batch_size=2))))
         == [5] * 6
     )
 
@@ -324,21 +324,21 @@ def test_a_samplers_own_generator_is_left_as_it_was():
     loader = DataLoader(
         TensorDataset(X, Y), sampler=RandomSampler(Y, replacement=True, generator=generator), batch_size=2
     )
-    indices_of(training_course(job_with(loader)))
+    indices_of(training_dataset(job_with(loader)))
     assert torch.equal(generator.get_state(), before)
 
 
 @pytest.mark.parametrize("order", [[[1, 2]], [20], [-21], ["a"]])
 def test_an_order_that_leads_nowhere_is_an_error(order):
     with pytest.raises(DataError, match="the sampler gave"):
-        training_course(job_with((X, Y), batch_size=2, order=order)).order.epoch(0)
+        training_dataset(job_with((X, Y), batch_size=2, order=order)).order.epoch(0)
 
 
 def test_a_tuple_in_a_dataloader_is_samples_as_torch_takes_it():
     samples = tuple(torch.full((3,), float(i)) for i in range(5))
-    course = training_course(job_with(DataLoader(samples, batch_size=2)))
-    assert len(course.source) == 5
-    assert course.source.fetch([1, 2], 0, 0).tolist() == [[1.0] * 3, [2.0] * 3]
+    dataset = training_dataset(job_with(DataLoader(samples, batch_size=2)))
+    assert len(dataset.source) == 5
+    assert dataset.source.fetch([1, 2], 0, 0).tolist() == [[1.0] * 3, [2.0] * 3]
 
 
 def test_a_subset_may_count_from_the_end():

@@ -25,21 +25,21 @@ INDICES = torch.tensor([3, 0, 39, 3, 17, 38, 0])
 @pytest.fixture(autouse=True)
 def few_by_numpy(monkeypatch):
     """The borders between torch, one thread of numpy's and several, where a few samples meet them."""
-    monkeypatch.setattr(sources, "GRAIN", 8)
-    monkeypatch.setattr(sources, "MOST_BY_ONE", 256)
+    monkeypatch.setattr(sources, "TORCH_GRAIN", 8)
+    monkeypatch.setattr(sources, "SINGLE_THREAD_BYTES", 256)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
 @pytest.fixture
 def takes(monkeypatch):
     """How often torch gathered."""
-    found, taken = [], sources.taken
+    found, select_rows = [], sources.select_rows
 
     def noted(*args):
         found.append(args)
-        return taken(*args)
+        return select_rows(*args)
 
-    monkeypatch.setattr(sources, "taken", noted)
+    monkeypatch.setattr(sources, "select_rows", noted)
     return found
 
 
@@ -127,7 +127,7 @@ def test_a_thread_that_outlives_the_main_one_gathers_alone():
     code = """
 import threading, torch
 from hotlap.data import sources
-sources.GRAIN, sources.MOST_BY_ONE = 8, 256
+sources.TORCH_GRAIN, sources.SINGLE_THREAD_BYTES = 8, 256
 torch.set_num_threads(2)
 X = torch.arange(400.0).view(40, 10)
 def late():
@@ -141,7 +141,7 @@ threading.Thread(target=late).start()
 
 
 def test_it_can_be_left_to_torch(takes, monkeypatch):
-    monkeypatch.setattr(sources, "HANDS", 0)
+    monkeypatch.setattr(sources, "GATHER_THREADS", 0)
     assert same(HostRows(X), X, INDICES)
     assert len(takes) == 1
 

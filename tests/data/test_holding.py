@@ -19,7 +19,7 @@ from hotlap.data.dataset import as_source
 from hotlap.data.feeds import open_feed
 from hotlap.data.order import HostRandomness
 from hotlap.data.purity import state_of
-from hotlap.data.resident import bytes_needed, held, time_to_hold, why_not_held
+from hotlap.data.resident import bytes_needed, hold_on_device, time_to_hold, why_not_held
 from hotlap.data.sources import Columns, Source
 from hotlap.data.windows import Windows
 
@@ -100,7 +100,7 @@ def test_what_is_held_gives_the_batches_of_the_loader(name, indices, rows, chunk
         patch.setattr(resident, "CHUNK_SAMPLES", chunk)
         data = Made(SAMPLES[name])
         source = as_source(data if rows is None else Subset(data, rows))
-        columns = held(source, CPU)
+        columns = hold_on_device(source, CPU)
     loader = open_feed(source, Feed(kind="loader"))
     (wanted,) = loader.pieces([torch.tensor(indices)], 0)
     assert isinstance(columns, Columns)
@@ -123,21 +123,21 @@ def test_what_is_held_gives_the_batches_of_the_loader(name, indices, rows, chunk
 )
 def test_tensors_are_held_as_they_are(data):
     source = as_source(data)
-    columns = held(source, CPU)
+    columns = hold_on_device(source, CPU)
     indices = torch.tensor([0, 1, 0])[: len(source) + 1]
     assert same(columns.gather(indices), source.gather(indices))
     assert type(columns) is Columns
 
 
 def test_tensors_that_are_there_are_not_copied():
-    columns = held(as_source((X, Y)), CPU)
+    columns = hold_on_device(as_source((X, Y)), CPU)
     assert columns.tensors[0].data_ptr() == X.data_ptr()
-    assert columns.took.bytes == 0
+    assert columns.holding_cost.bytes == 0
 
 
 def test_a_selection_holds_its_own_rows_only():
-    columns = held(as_source(Subset(TensorDataset(X, Y), [4, 5])), CPU)
-    assert (len(columns), columns.took.bytes) == (2, 2 * (3 * 4 + 8))
+    columns = hold_on_device(as_source(Subset(TensorDataset(X, Y), [4, 5])), CPU)
+    assert (len(columns), columns.holding_cost.bytes) == (2, 2 * (3 * 4 + 8))
 
 
 @pytest.mark.parametrize("data", [Made(SAMPLES["tuple"]), Together(SAMPLES["tuple"])], ids=["one by one", "together"])
@@ -145,11 +145,11 @@ def test_every_sample_is_fetched_once_in_its_order_and_all_are_counted(data, ask
     source, told = as_source(data), []
     assert why_not_held(source, CPU, reserve_bytes=0) is None
     asked.clear()
-    columns = held(source, CPU, progress=lambda done, total: told.append((done, total)))
+    columns = hold_on_device(source, CPU, progress=lambda done, total: told.append((done, total)))
     assert asked == list(range(20))
     assert told == [(20, 20)]
-    assert columns.took.bytes == 20 * (3 * 2 + 8)
-    assert columns.took.seconds > 0
+    assert columns.holding_cost.bytes == 20 * (3 * 2 + 8)
+    assert columns.holding_cost.seconds > 0
 
 
 @pytest.mark.parametrize(("slow", "takes_s"), [((0,), 0.1), ((0, 1), 9.0), ((), 0.1)])
@@ -171,7 +171,7 @@ def test_one_slow_sample_says_nothing_of_what_holding_takes(slow, takes_s, monke
 
 def test_holding_leaves_all_randomness_as_it_was():
     before = HostRandomness()
-    held(as_source(Made(SAMPLES["nested"])), CPU)
+    hold_on_device(as_source(Made(SAMPLES["nested"])), CPU)
     assert before.same_as(HostRandomness())
 
 
@@ -210,7 +210,7 @@ def late(value):
 def test_samples_that_make_no_columns_are_refused_with_the_reason(function, said):
     source = as_source(Made(function))
     with pytest.raises(DataError, match=said) as error:
-        held(source, CPU)
+        hold_on_device(source, CPU)
     assert why_not_held(source, CPU, reserve_bytes=0) == str(error.value)
 
 
@@ -226,7 +226,7 @@ def test_a_sample_that_differs_where_no_probe_looked_is_found_while_fetching(fun
     source, before = as_source(Made(function)), HostRandomness()
     assert why_not_held(source, CPU, reserve_bytes=0) is None
     with pytest.raises(DataError, match=said):
-        held(source, CPU)
+        hold_on_device(source, CPU)
     assert before.same_as(HostRandomness())
 
 
@@ -235,14 +235,14 @@ def test_a_collate_function_of_the_users_own_is_refused(data):
     source = as_source(data, collate=lambda samples: samples)
     assert "collate function" in why_not_held(source, CPU, reserve_bytes=0)
     with pytest.raises(DataError, match="no stacks of samples"):
-        held(source, CPU)
+        hold_on_device(source, CPU)
 
 
 @pytest.mark.parametrize("data", [(X, Y), Made(SAMPLES["tuple"])], ids=["tensors", "samples"])
 def test_what_was_held_is_free_as_soon_as_nobody_names_it(data):
     gc.disable()
     try:
-        columns = held(as_source(data), CPU)
+        columns = hold_on_device(as_source(data), CPU)
         gone = weakref.ref(columns)
         del columns
         assert gone() is None
@@ -264,7 +264,7 @@ def test_a_dataset_that_opens_a_file_when_it_is_first_asked_is_not_asked(wrapped
     source = as_source(wrapped(data))
     assert "sets self.file" in why_not_held(source, CPU, reserve_bytes=0)
     with pytest.raises(DataError, match=r"sets self\.file"):
-        held(source, CPU)
+        hold_on_device(source, CPU)
     assert not hasattr(data, "file")
     assert not asked
 

@@ -22,7 +22,7 @@ from apart import deadly, divided, nested, strict, unsendable, with_its_process
 from hotlap.core.errors import DataError, StoreError
 from hotlap.data import parallel
 from hotlap.data.kept_results import reached
-from hotlap.data.parallel import parallel_map, why_not_apart
+from hotlap.data.parallel import parallel_map, why_not_in_processes
 from hotlap.store.cache import Cache
 from hotlap.store.keys import key_of
 
@@ -219,7 +219,7 @@ def patient(monkeypatch):
 
 
 def test_a_terminal_has_a_bar_that_is_taken_away(patient):
-    with parallel.shown_bar(stream := Terminal()) as told:
+    with parallel.progress_bar(stream := Terminal()) as told:
         told(1, 12)  # from here on it is timed
         told(3, 12)
         told(12, 12)
@@ -231,19 +231,19 @@ def test_a_terminal_has_a_bar_that_is_taken_away(patient):
 
 
 def test_a_log_has_a_line_now_and_then_and_quick_work_nothing(patient, monkeypatch):
-    with parallel.shown_bar(stream := io.StringIO()) as told:
+    with parallel.progress_bar(stream := io.StringIO()) as told:
         told(1, 12)
         told(3, 12)
         told(6, 12)
     assert stream.getvalue().startswith("3/12 · ")
     assert stream.getvalue().count("\n") == 1
     monkeypatch.setenv("HOTLAP_PROGRESS", "off")
-    with parallel.shown_bar(stream := Terminal()) as told:
+    with parallel.progress_bar(stream := Terminal()) as told:
         told(1, 12)
         told(3, 12)
     assert stream.getvalue() == ""
     monkeypatch.undo()
-    with parallel.shown_bar(stream := Terminal()) as told:
+    with parallel.progress_bar(stream := Terminal()) as told:
         told(1, 12)
         told(3, 12)
     assert stream.getvalue() == ""
@@ -309,7 +309,7 @@ def test_functions_of_a_guarded_script_are_found_and_those_of_a_shell_are_not(tm
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=600)
     assert ran.stdout.split() == ["True", "True"], ran.stderr
     assert "write it in a file" in ran.stderr
-    assert why_not_apart(isqrt) is None
+    assert why_not_in_processes(isqrt) is None
 
 
 def test_a_package_that_is_run_needs_no_guard(tmp_path):
@@ -326,7 +326,11 @@ def test_a_package_that_is_run_needs_no_guard(tmp_path):
     ran = subprocess.run([sys.executable, "-m", "tool"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert ran.stdout.split() == ["begun", "True", "False", "True", "True"], ran.stderr
     assert "here is written in __main__.py, where no other process finds it" in ran.stderr
-    lines = "from math import isqrt", "from hotlap.data.parallel import why_not_apart", "print(why_not_apart(isqrt))"
+    lines = (
+        "from math import isqrt",
+        "from hotlap.data.parallel import why_not_in_processes",
+        "print(why_not_in_processes(isqrt))",
+    )
     (package / "__main__.py").write_text("\n".join(lines))
     ran = subprocess.run([sys.executable, tmp_path / "tool"], capture_output=True, text=True, timeout=600)
     assert ran.stdout == "None\n", ran.stderr

@@ -18,7 +18,7 @@ from hotlap.data.dataset import as_source
 from hotlap.data.decoding import BrokenError, squared
 from hotlap.data.feeds import open_feed
 from hotlap.data.pictures import broken_told, decoded
-from hotlap.data.resident import ResidentFeeding, held
+from hotlap.data.resident import ResidentFeeding, hold_on_device
 from hotlap.store.cache import Cache
 
 Image = pytest.importorskip("PIL.Image")
@@ -360,7 +360,7 @@ def test_every_feed_gives_the_same_batches_of_them(files, tmp_path):
         open_feed(source, Feed(kind="loader")),
         open_feed(source, Feed(kind="loader", workers=1)),
         open_feed(source, Feed(kind="gather")),
-        ResidentFeeding(held(source, cpu), cpu),
+        ResidentFeeding(hold_on_device(source, cpu), cpu),
     ]
     for feeding in every:
         for rows, (pixels, numbers) in zip(pieces, batches(feeding), strict=True):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from hotlap.core.errors import TrainingError
 from hotlap.data.order import Order
-from hotlap.data.resident import Packed, ResidentFeeding, Rows, gathered, narrowed, sample_bytes
-from hotlap.data.sources import Columns, Stacked
+from hotlap.data.resident import Packed, PendingRows, ResidentFeeding, gathered, narrowed, sample_bytes
+from hotlap.data.sources import Columns, StackedColumns
 
 CPU = torch.device("cpu")
 COLUMNS = {
@@ -51,7 +51,7 @@ def test_packed_images_come_with_their_channels_last_without_a_copy():
 def test_nested_columns_are_packed_too():
     whole = {"a": [torch.randn(6, 16), torch.randn(6)], "b": torch.randint(9, (6, 3, 4, 4), dtype=torch.uint8)}
     chosen = torch.tensor([5, 1])
-    found = Packed(Stacked(whole), images_last=True).gather(chosen)
+    found = Packed(StackedColumns(whole), images_last=True).gather(chosen)
     assert torch.equal(found["a"][0], whole["a"][0][chosen])
     assert torch.equal(found["a"][1], whole["a"][1][chosen])
     assert torch.equal(found["b"], whole["b"][chosen])
@@ -91,7 +91,7 @@ def test_a_batch_that_is_no_rows_is_passed_on():
     feeding = ResidentFeeding(Columns(batch), CPU)
     feeding.begin(torch.arange(2))
     rows = feeding.rows(0, 1)
-    assert isinstance(rows, Rows)
+    assert isinstance(rows, PendingRows)
     assert isinstance(gathered(rows), tuple)
 
 

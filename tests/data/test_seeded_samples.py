@@ -178,7 +178,7 @@ def test_a_look_at_them_seeds_no_device(monkeypatch):
     truth = data[4]
     assert seeded == [7]
     before = torch.get_rng_state()
-    picture, label = as_source(data).aside().read([4])[0]
+    picture, label = as_source(data).for_probing().read([4])[0]
     assert seeded == [7]
     assert torch.equal(picture, truth[0])
     assert label == truth[1]
@@ -189,5 +189,5 @@ def test_a_look_at_them_seeds_no_device(monkeypatch):
 def test_workers_bring_the_samples_that_are_held():
     loader = DataLoader(Drawn(), batch_size=20, num_workers=1)
     brought = next(iter(loader))
-    held = [as_source(Drawn()).aside().read(range(20))]
+    held = [as_source(Drawn()).for_probing().read(range(20))]
     assert torch.equal(brought[0], torch.stack([picture for picture, _ in held[0]]))

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Subset
 import hotlap
 from hotlap.core.errors import DataError, JobError
 from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Feed
-from hotlap.data.dataset import as_source, evaluation_course, training_course
+from hotlap.data.dataset import as_source, evaluation_dataset, training_dataset
 from hotlap.data.feeds import open_feed
 from hotlap.data.purity import state_of
-from hotlap.data.resident import ResidentFeeding, held
-from hotlap.data.sequences import LengthOrder, Sequences, found_widths, lengths_in
+from hotlap.data.resident import ResidentFeeding, hold_on_device
+from hotlap.data.sequences import LengthOrder, Sequences, choose_widths, lengths_in
 
 CPU = torch.device("cpu")
 
@@ -102,13 +102,13 @@ def test_a_batch_is_that_of_a_plain_loop_padded_to_its_width(lengths, chosen, wi
     assert int(sample["y"]) == rows[0]
 
 
-def brought(course, feed, epoch=0):
+def brought(dataset, feed, epoch=0):
     """The batches of an epoch by a feed."""
-    order = course.order.epoch(epoch)
+    order = dataset.order.epoch(epoch)
     feeding = (
-        ResidentFeeding(held(course.source, CPU), CPU)
+        ResidentFeeding(hold_on_device(dataset.source, CPU), CPU)
         if feed.kind == "resident"
-        else open_feed(course.source, feed, seed=course.seed)
+        else open_feed(dataset.source, feed, seed=dataset.seed)
     )
     indices = [order.pieces(window, None, tickets=feeding.tickets)[0] for window in range(len(order))]
     try:
@@ -131,8 +131,8 @@ def test_every_sample_comes_once_an_epoch_and_whole(count, batch_size, reorder, 
         return
     data = labelled(count, widths=widths)
     settings = {"batch_size": batch_size, "drop_last": drop_last, "reorder": reorder}
-    course = training_course(job(data, **settings))
-    batches = brought(course, Feed(kind="gather"), epoch)
+    dataset = training_dataset(job(data, **settings))
+    batches = brought(dataset, Feed(kind="gather"), epoch)
     rows = torch.cat([batch["row"] for batch in batches]).tolist()
     left_out = count % batch_size if drop_last else 0
     assert len(rows) == len(set(rows)) == count - left_out
@@ -141,17 +141,17 @@ def test_every_sample_comes_once_an_epoch_and_whole(count, batch_size, reorder, 
     for batch in batches:
         for row, tokens, mask in zip(batch["row"].tolist(), batch["input_ids"], batch["attention_mask"], strict=True):
             assert tokens[mask.bool()].tolist() == ids[row]
-    again = training_course(job(data, **settings)).order.epoch(epoch)
-    assert torch.equal(again.indices, course.order.epoch(epoch).indices)
+    again = training_dataset(job(data, **settings)).order.epoch(epoch)
+    assert torch.equal(again.indices, dataset.order.epoch(epoch).indices)
 
 
 @pytest.mark.parametrize("reorder", [False, True])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_all_feeds_bring_the_same_batches(reorder, workers):
-    course = training_course(job(labelled(60), reorder=reorder))
-    truth = brought(course, Feed(kind="gather"), 1)
+    dataset = training_dataset(job(labelled(60), reorder=reorder))
+    truth = brought(dataset, Feed(kind="gather"), 1)
     for feed in (Feed(kind="loader", workers=workers), Feed(kind="resident")):
-        for mine, theirs in zip(truth, brought(course, feed, 1), strict=True):
+        for mine, theirs in zip(truth, brought(dataset, feed, 1), strict=True):
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
@@ -175,7 +175,7 @@ def test_some_of_them_are_as_many_and_as_long_as_those_rows():
 
 def test_batches_of_similar_length_are_padded_little_and_told():
     data = labelled(2000, longest=200)
-    apart, together = (training_course(job(data, reorder=reorder)).padding for reorder in (False, True))
+    apart, together = (training_dataset(job(data, reorder=reorder)).padding for reorder in (False, True))
     assert together.share < 0.2 < apart.share < apart.share_at_one_width
     rig = hotlap.Rig(Reader(), lambda p: torch.optim.SGD(p, lr=0.1), loss)
     next(iter(rig.feed(data, batch_size=8, epochs=1, reorder=True)))
@@ -188,7 +188,7 @@ def test_batches_of_similar_length_are_padded_little_and_told():
 def test_the_banner_tells_of_the_padding_and_a_resumed_run_keeps_its_order(tmp_path, capfd):
     done = job(labelled(60), reorder=True)
     hotlap.fit(done, out=tmp_path / "run")
-    assert training_course(done).padding.line in capfd.readouterr().err
+    assert training_dataset(done).padding.line in capfd.readouterr().err
     with pytest.raises(hotlap.HotlapError, match="reorder"):
         hotlap.fit(job(labelled(60), epochs=3), resume=tmp_path / "run")
 
@@ -220,7 +220,7 @@ def test_the_last_shorter_batch_is_drawn_from_all_lengths():
 def test_the_widths_found_take_every_batch_and_are_nearly_as_good_as_any(longest):
     sizes, lengths = np.full(len(longest), 4), np.array(longest)
     most = -(-int(lengths.max()) // 8) * 8
-    widths = found_widths(lengths, sizes, most)
+    widths = choose_widths(lengths, sizes, most)
     assert widths == tuple(sorted(set(widths)))
     assert widths[-1] == most
     assert all(width % 8 == 0 for width in widths)
@@ -237,8 +237,8 @@ def test_the_widths_found_take_every_batch_and_are_nearly_as_good_as_any(longest
 
 
 def test_few_widths_are_enough_where_lengths_are_few():
-    assert found_widths(np.array([16, 16, 64]), np.array([8, 8, 8]), 64) == (16, 64)
-    assert found_widths(np.array([60, 64, 64]), np.array([8, 8, 8]), 64) == (64,)
+    assert choose_widths(np.array([16, 16, 64]), np.array([8, 8, 8]), 64) == (16, 64)
+    assert choose_widths(np.array([60, 64, 64]), np.array([8, 8, 8]), 64) == (64,)
 
 
 def test_what_is_trained_is_the_same_in_every_width_and_under_every_feed(tmp_path, monkeypatch):
@@ -255,12 +255,12 @@ def test_what_is_trained_is_the_same_in_every_width_and_under_every_feed(tmp_pat
 
 def test_several_updates_at_once_are_of_one_width():
     rig = hotlap.Rig(Reader(), lambda p: torch.optim.SGD(p, lr=0.1), loss)
-    course = training_course(job(labelled(200), reorder=True))
-    rig.attach(course)
-    feeding = ResidentFeeding(held(course.source, CPU), CPU)
-    epoch = course.order.epoch(0)
+    dataset = training_dataset(job(labelled(200), reorder=True))
+    rig.attach(dataset)
+    feeding = ResidentFeeding(hold_on_device(dataset.source, CPU), CPU)
+    epoch = dataset.order.epoch(0)
     feeding.begin(epoch.indices)
-    width = [feeding.fitting(*epoch.bounds(window, None)) for window in range(len(epoch))]
+    width = [feeding.at_width_of(*epoch.bounds(window, None)) for window in range(len(epoch))]
     found = [rig._cursor._are_alike(feeding, epoch, window, 2, None) for window in range(len(epoch) - 1)]
     assert found == [width[n] is width[n + 1] and n + 2 <= 200 // 8 for n in range(len(epoch) - 1)]
     assert any(found)
@@ -268,13 +268,13 @@ def test_several_updates_at_once_are_of_one_width():
 
 
 def test_the_widest_batch_holds_the_same_samples_and_is_always_the_same_columns():
-    course = training_course(job(labelled(60), reorder=True))
-    feeding = ResidentFeeding(held(course.source, CPU), CPU)
-    feeding.begin(course.order.epoch(0).indices)
+    dataset = training_dataset(job(labelled(60), reorder=True))
+    feeding = ResidentFeeding(hold_on_device(dataset.source, CPU), CPU)
+    feeding.begin(dataset.order.epoch(0).indices)
     for start in (0, 8, 16):
         rows = feeding.rows(start, 8)
         mine, wide = rows.gathered(), rows.widest().gathered()
-        assert wide["input_ids"].shape[1] == course.padding.widths[-1]
+        assert wide["input_ids"].shape[1] == dataset.padding.widths[-1]
         assert torch.equal(wide["row"], mine["row"])
         width = mine["input_ids"].shape[1]
         assert torch.equal(wide["input_ids"][:, :width], mine["input_ids"])
@@ -287,15 +287,15 @@ def test_the_widest_batch_holds_the_same_samples_and_is_always_the_same_columns(
         assert alive() is None  # without the help of a collector
     finally:
         gc.enable()
-    plain = ResidentFeeding(held(as_source((torch.ones(4, 2), torch.ones(4))), CPU), CPU)
+    plain = ResidentFeeding(hold_on_device(as_source((torch.ones(4, 2), torch.ones(4))), CPU), CPU)
     plain.begin(torch.arange(4))
     assert plain.rows(0, 2).widest() == plain.rows(0, 2)
 
 
 def test_an_evaluation_pads_little_and_predictions_keep_the_order_of_the_data():
     data = labelled(100)
-    course = evaluation_course(data, batch_size=16)
-    assert course.padding.share < course.padding.share_at_one_width / 1.5
+    dataset = evaluation_dataset(data, batch_size=16)
+    assert dataset.padding.share < dataset.padding.share_at_one_width / 1.5
     model = Reader()
     rig = hotlap.Rig(
         model,
@@ -336,23 +336,23 @@ def test_outputs_for_each_entry_come_in_one_width():
 def test_a_part_of_the_data_is_the_same_rows():
     data = labelled(50)
     rows = [41, 3, 3, 20, 7]
-    course = training_course(job(Subset(data, rows), order="as given", batch_size=5, epochs=1))
+    dataset = training_dataset(job(Subset(data, rows), order="as given", batch_size=5, epochs=1))
     ids = ids_of(50)
     for kind in ("gather", "resident", "loader"):
-        (batch,) = brought(course, Feed(kind=kind))
+        (batch,) = brought(dataset, Feed(kind=kind))
         assert batch["row"].tolist() == rows
         for row, tokens, mask in zip(rows, batch["input_ids"], batch["attention_mask"], strict=True):
             assert tokens[mask.bool()].tolist() == ids[row]
-    assert lengths_in(course.source).tolist() == [len(ids[row]) for row in rows]
+    assert lengths_in(dataset.source).tolist() == [len(ids[row]) for row in rows]
 
 
 def test_a_data_loader_over_them_is_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = labelled(40)
     shuffled = DataLoader(data, batch_size=8, shuffle=True)
-    course = training_course(job(shuffled, batch_size=None, reorder=True))
-    assert course.padding.share < course.padding.share_at_one_width / 1.5
-    rows = torch.cat([batch["row"] for batch in brought(course, Feed(kind="loader"))])
+    dataset = training_dataset(job(shuffled, batch_size=None, reorder=True))
+    assert dataset.padding.share < dataset.padding.share_at_one_width / 1.5
+    rows = torch.cat([batch["row"] for batch in brought(dataset, Feed(kind="loader"))])
     assert sorted(rows.tolist()) == list(range(40))
     run = hotlap.fit(job(shuffled, batch_size=None, epochs=1), plan=hotlap.Plan(feed=Feed(kind="resident")))
     assert run.steps == 5
@@ -424,7 +424,7 @@ def test_mistakes_are_said_in_one_line(make, said):
 
 def test_leave_to_reorder_without_lengths_or_against_an_order_is_refused():
     with pytest.raises(DataError, match="reorder=True needs samples of known lengths"):
-        training_course(job({"input_ids": torch.ones(4, 3), "labels": torch.ones(4)}, reorder=True))
+        training_dataset(job({"input_ids": torch.ones(4, 3), "labels": torch.ones(4)}, reorder=True))
     with pytest.raises(JobError, match="reorder=True shuffles by length, and order says otherwise"):
         job(labelled(5), reorder=True, order="as given")
     with pytest.raises(JobError, match="reorder=1 must be True or False"):

@@ -12,7 +12,7 @@ from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import map_tensors
 from hotlap.data.dataset import as_source
-from hotlap.data.feeds import AHEAD, STAGES, StreamFeeding, ahead, open_feed, why_not
+from hotlap.data.feeds import AHEAD, BUFFER_SETS, StreamFeeding, copied_ahead, open_feed, why_not
 from hotlap.data.windows import Windows
 
 X = torch.arange(120.0).reshape(40, 3)
@@ -61,15 +61,15 @@ class PretendedFlight:
     def __init__(self, gpu, batch, number):
         self.gpu, self.batch, self.number = gpu, batch, number
 
-    def landed(self):
+    def on_device(self):
         return self.batch
 
-    def left(self):
+    def wait(self):
         self.gpu.waits += self.gpu.copied < self.number
         while self.gpu.copied < self.number:
             self.gpu.copy()
 
-    def abandoned(self):
+    def discard(self):
         self.gpu.abandoned += 1
 
 
@@ -117,7 +117,7 @@ def test_the_host_waits_only_for_page_locked_memory_that_is_still_being_copied()
     list(feeding(as_source(X), fast).pieces(indices, 0))
     assert fast.waits == 0
     list(feeding(as_source(X), slow).pieces(indices, 0))
-    assert slow.waits == len(indices) - STAGES
+    assert slow.waits == len(indices) - BUFFER_SETS
 
 
 def test_page_locked_memory_is_used_again_for_every_batch_and_the_shorter_last_one():
@@ -131,7 +131,7 @@ def test_page_locked_memory_is_used_again_for_every_batch_and_the_shorter_last_o
     fed = feeding(as_source(X), Noting(eager=True))
     for epoch in range(3):
         list(fed.pieces(torch.arange(40).split(6), epoch))
-    assert len(set(seen)) == STAGES
+    assert len(set(seen)) == BUFFER_SETS
 
 
 def test_a_larger_batch_after_smaller_ones_finds_room():
@@ -158,7 +158,7 @@ def test_an_error_comes_where_its_batch_would_have_come():
 
     got = []
     with pytest.raises(OSError, match="the disk is gone"):
-        got.extend(ahead(flights()))  # what came before the error is kept
+        got.extend(copied_ahead(flights()))  # what came before the error is kept
     assert [int(k) for k in got] == [0, 1, 2, 3]
 
 

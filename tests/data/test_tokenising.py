@@ -262,7 +262,7 @@ def test_functions_work_in_processes_and_errors_there_name_the_row(tmp_path, mon
 
 def test_a_python_tokenizer_of_transformers_can_be_sent_to_another_process():
     work = functools.partial(encode_chunk, CallEncoder(Letters(), 4))
-    assert parallel.why_not_apart(work) is None
+    assert parallel.why_not_in_processes(work) is None
     there = pickle.loads(pickle.dumps(work))((0, TEXTS, OTHERS))
     here = work((0, TEXTS, OTHERS))
     assert there.fields["input_ids"].tolist() == here.fields["input_ids"].tolist()

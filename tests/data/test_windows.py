@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Subset
 
 import hotlap
 from hotlap.core.errors import DataError, JobError
-from hotlap.data.dataset import as_source, training_course
-from hotlap.data.resident import held
+from hotlap.data.dataset import as_source, training_dataset
+from hotlap.data.resident import hold_on_device
 from hotlap.data.windows import Windows
 
 CPU = torch.device("cpu")
@@ -65,10 +65,10 @@ def test_they_are_those_of_a_plain_loop_however_they_are_asked_for(case, order):
     for got, where in [
         (source.gather(indices), indices),
         (source.fetch(chosen, 0, 0), indices),
-        (held(source, CPU).gather(indices), indices),
+        (hold_on_device(source, CPU).gather(indices), indices),
         (tuple(map(torch.stack, zip(*windows.__getitems__(chosen), strict=True))), indices),
         (selected.gather(within), torch.tensor(rows)[within]),
-        (held(selected, CPU).gather(within), torch.tensor(rows)[within]),
+        (hold_on_device(selected, CPU).gather(within), torch.tensor(rows)[within]),
         (selected.fetch(within.tolist(), 0, 0), torch.tensor(rows)[within]),
     ]:
         assert type(got) is tuple
@@ -95,7 +95,7 @@ def test_a_target_for_each_window_goes_with_its_window_also_in_a_selection():
     series, labels = [torch.randn(9, 2), torch.randn(2, 2), torch.randn(6, 2)], torch.arange(9)
     windows = Windows(series, 4, target=labels)  # 6, none and 3 windows
     assert [int(y) for _, y in windows] == list(range(9))
-    chosen = held(as_source(Subset(windows, [8, 2])), CPU)
+    chosen = hold_on_device(as_source(Subset(windows, [8, 2])), CPU)
     assert chosen.gather(torch.tensor([0, 1, 0]))[1].tolist() == [8, 2, 8]
 
 
@@ -114,8 +114,8 @@ def test_memory_is_the_series_not_its_windows():
     source = as_source(windows)
     assert windows.series.data_ptr() == series.data_ptr()
     assert source.gather(torch.tensor([5, 98_999]))[0].shape == (2, 1000, 4)
-    there = held(source, CPU)
-    assert there.took.bytes == 0
+    there = hold_on_device(source, CPU)
+    assert there.holding_cost.bytes == 0
     stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in there.tensors.values()}
     assert sum(stored.values()) < 2 * series.nbytes
     assert len(pickle.dumps(windows)) < 2 * series.nbytes
@@ -200,9 +200,9 @@ def job(data, **settings):
 
 
 def test_a_job_takes_it_and_gathers_it():
-    course = training_course(job(hotlap.Windows(SERIES, 3, ahead=1)))
-    assert course.feed.kind == "gather"
-    assert len(course.source) == 7
+    dataset = training_dataset(job(hotlap.Windows(SERIES, 3, ahead=1)))
+    assert dataset.feed.kind == "gather"
+    assert len(dataset.source) == 7
 
 
 def test_double_precision_is_told_before_training():

@@ -11,7 +11,7 @@ from torch import nn
 from waiting import no_waiting
 
 from hotlap import Job, Plan, Rig, fit
-from hotlap.data.dataset import training_course
+from hotlap.data.dataset import training_dataset
 from hotlap.engine.assists.rewiring import without_waiting
 from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.guard.saving import export_state, import_state
@@ -682,7 +682,7 @@ def test_a_training_goes_on_from_its_stored_state_to_the_last_bit(plan):
 
     def run(rig, data, steps):
         work = Job(model=rig.model, data=data, loss=rig.loss, optimizer=rig.optimizer, batch_size=8, epochs=9)
-        rig.attach(training_course(work))
+        rig.attach(training_dataset(work))
         return rig.windows(steps=steps)
 
     rig, data = begun()

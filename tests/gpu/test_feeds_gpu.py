@@ -14,9 +14,9 @@ from waiting import no_waiting
 from hotlap.core.plan import Feed
 from hotlap.data import feeds
 from hotlap.data.dataset import as_source
-from hotlap.data.feeds import CudaLane, Stage, open_feed, why_not
+from hotlap.data.feeds import CudaCopier, PinnedBuffers, open_feed, why_not
 from hotlap.data.purity import why_not_pure
-from hotlap.data.resident import held, why_not_held
+from hotlap.data.resident import hold_on_device, why_not_held
 from hotlap.data.windows import Windows
 
 DEVICE = torch.device("cuda")
@@ -101,7 +101,7 @@ def test_data_that_is_on_the_gpu_is_not_streamed():
 # --- memory ------------------------------------------------------------------------------------------
 
 
-class Poisoned(Stage):
+class Poisoned(PinnedBuffers):
     """Page-locked memory whose old content is ruined as soon as it is given out again."""
 
     def room(self, shape, dtype):
@@ -110,20 +110,20 @@ class Poisoned(Stage):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    monkeypatch.setattr(feeds, "Stage", Poisoned)
+    monkeypatch.setattr(feeds, "PinnedBuffers", Poisoned)
 
 
 @pytest.fixture
 def slow_copies(monkeypatch):
     """Every copy begins a millisecond late."""
-    send = CudaLane.send
+    send = CudaCopier.send
 
-    def late(lane, batch):
-        with torch.cuda.stream(lane._stream):
+    def late(copier, batch):
+        with torch.cuda.stream(copier._stream):
             torch.cuda._sleep(MILLISECOND)
-        return send(lane, batch)
+        return send(copier, batch)
 
-    monkeypatch.setattr(CudaLane, "send", late)
+    monkeypatch.setattr(CudaCopier, "send", late)
 
 
 def wrongs(plan, *, step, together=1, keep=0, batches=200, size=64, features=2048):
@@ -346,8 +346,8 @@ class Computed(Dataset):
 def test_what_is_held_is_gathered_on_the_gpu_without_a_wait_and_inside_a_capture(data):
     source = as_source(data)
     assert why_not_held(source, DEVICE, reserve_bytes=2**20) is None
-    columns = held(source, DEVICE)
-    assert columns.took.bytes > 0
+    columns = hold_on_device(source, DEVICE)
+    assert columns.holding_cost.bytes > 0
     indices = [torch.randint(len(source), (9,)) for _ in range(3)]
     wanted = [source.fetch(i.tolist(), 0, 0) for i in indices]
     there = [i.to(DEVICE) for i in indices]
@@ -381,7 +381,7 @@ def test_what_is_held_in_many_chunks_is_what_was_given(data, rows, can_pin, monk
     whole = TensorDataset(data, Y)
     source = as_source(whole if rows is None else Subset(whole, rows))
     torch.cuda._sleep(LONG // 5)  # what is sent waits for it
-    columns = held(source, DEVICE)
+    columns = hold_on_device(source, DEVICE)
     chosen = torch.arange(101) if rows is None else torch.tensor(rows)
     x, y = columns.gather(torch.arange(len(chosen), device=DEVICE))
     assert torch.equal(x.cpu(), data.detach()[chosen])
@@ -399,7 +399,7 @@ def test_what_is_held_in_many_chunks_is_what_was_given(data, rows, can_pin, monk
     ids=["columns", "Windows", "several series", "Subset of Windows"],
 )
 def test_a_gather_takes_so_many_kernels(data, most, tmp_path):
-    columns, indices = held(as_source(data), DEVICE), torch.randint(40, (32,), device=DEVICE)
+    columns, indices = hold_on_device(as_source(data), DEVICE), torch.randint(40, (32,), device=DEVICE)
     columns.gather(indices)
     copies, kernels = traced(tmp_path, lambda: columns.gather(indices))
     assert (len(copies), len(kernels)) == (0, most)
@@ -408,8 +408,8 @@ def test_a_gather_takes_so_many_kernels(data, most, tmp_path):
 def test_windows_of_a_series_take_the_memory_of_the_series():
     series = torch.randn(100_000, 16)
     before = torch.cuda.memory_allocated()
-    columns = held(as_source(Windows(series, 512, ahead=1)), DEVICE)  # 3 GiB, were each window stored
-    assert columns.took.bytes == series.nbytes
+    columns = hold_on_device(as_source(Windows(series, 512, ahead=1)), DEVICE)  # 3 GiB, were each window stored
+    assert columns.holding_cost.bytes == series.nbytes
     torch.cuda.reset_peak_memory_stats()
     x, y = columns.gather(torch.tensor([0, 99_000], device=DEVICE))
     assert torch.equal(x[1].cpu(), series[99_000:99_512])
@@ -421,9 +421,9 @@ def test_windows_of_a_series_take_the_memory_of_the_series():
 
 def test_data_that_is_there_is_not_copied():
     x = X.cuda()
-    columns = held(as_source((x, Y)), DEVICE)
+    columns = hold_on_device(as_source((x, Y)), DEVICE)
     assert columns.tensors[0].data_ptr() == x.data_ptr()
-    assert columns.took.bytes == Y.nbytes
+    assert columns.holding_cost.bytes == Y.nbytes
 
 
 def test_data_that_does_not_fit_beside_the_training_is_refused_with_figures():

@@ -10,7 +10,7 @@ from waiting import no_waiting
 
 from hotlap.core.plan import Feed
 from hotlap.data import feeds
-from hotlap.data.feeds import CudaLane, Stage
+from hotlap.data.feeds import CudaCopier, PinnedBuffers
 from hotlap.data.sources import Columns, tensors_in
 from hotlap.script.feed import feeds as serving_feeds
 from hotlap.script.feed import holding as serving_learning
@@ -223,7 +223,7 @@ def test_data_on_the_gpu_is_gathered_there(sending, device):
 # --- streams -----------------------------------------------------------------------------------------
 
 
-class Poisoned(Stage):
+class Poisoned(PinnedBuffers):
     """Page-locked memory whose old content is ruined as soon as it is given out again."""
 
     def room(self, shape, dtype):
@@ -232,21 +232,21 @@ class Poisoned(Stage):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    monkeypatch.setattr(feeds, "Stage", Poisoned)
-    monkeypatch.setattr(serving_feeds, "Stage", Poisoned)
+    monkeypatch.setattr(feeds, "PinnedBuffers", Poisoned)
+    monkeypatch.setattr(serving_feeds, "PinnedBuffers", Poisoned)
 
 
 @pytest.fixture
 def slow_copies(monkeypatch):
     """Every copy begins a millisecond late."""
-    send = CudaLane.send
+    send = CudaCopier.send
 
-    def late(lane, batch):
-        with torch.cuda.stream(lane._stream):
+    def late(copier, batch):
+        with torch.cuda.stream(copier._stream):
             torch.cuda._sleep(MILLISECOND)
-        return send(lane, batch)
+        return send(copier, batch)
 
-    monkeypatch.setattr(CudaLane, "send", late)
+    monkeypatch.setattr(CudaCopier, "send", late)
 
 
 def wrongs(feed, sending, *, pinned, step, taken_on=lambda number: None, batches=100, size=64, features=2048):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hotlap import Job
-from hotlap.data.dataset import training_course
+from hotlap.data.dataset import training_dataset
 from hotlap.guard.identity import code_of, differences, identity, settings_of
 
 BASE = {
@@ -32,7 +32,7 @@ def job(**changes):
 
 def known(**changes):
     made = job(**changes)
-    return identity(made, training_course(made))
+    return identity(made, training_dataset(made))
 
 
 def test_the_same_training_again_has_no_difference():

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, Dataset
 
 from hotlap import Job
-from hotlap.data.dataset import training_course
+from hotlap.data.dataset import training_dataset
 from hotlap.guard.identity import differences, identity
 
 
@@ -27,7 +27,7 @@ def known(**changes):
     optimizer = changes.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.01)
     base = {"data": class_data(), "loss": nn.CrossEntropyLoss(), "batch_size": 8, "epochs": 1, "device": "cpu"}
     made = Job(**{**base, "model": model, "optimizer": optimizer, **changes})
-    return identity(made, training_course(made))
+    return identity(made, training_dataset(made))
 
 
 class Sc:
@@ -281,7 +281,7 @@ import json, sys
 import torch
 from torch import nn
 from hotlap import Job
-from hotlap.data.dataset import training_course
+from hotlap.data.dataset import training_dataset
 from hotlap.guard.identity import identity
 MEAN = ("a", "b", 1.5)
 class Sc:
@@ -295,7 +295,7 @@ nn.init.ones_(model.weight)
 one = Job(model=model, data=(torch.ones(9, 5), torch.zeros(9).long()), loss=nn.CrossEntropyLoss(), batch_size=3,
           optimizer=lambda p: torch.optim.SGD(p, lr=0.1), epochs=1, device="cpu", prepare=Sc(2.0),
           augment=lambda b: (b[0], b[1]))
-print(json.dumps(identity(one, training_course(one)), sort_keys=True))
+print(json.dumps(identity(one, training_dataset(one)), sort_keys=True))
 """
 
 

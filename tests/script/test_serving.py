@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotlap.core.errors import PlanError
 from hotlap.core.plan import Feed
 from hotlap.data.dataset import as_source
-from hotlap.data.feeds import Stage
+from hotlap.data.feeds import PinnedBuffers
 from hotlap.data.sources import tensors_in
 from hotlap.script.feed import feeds as serving_feeds
 from hotlap.script.feed import holding as serving_learning
@@ -443,7 +443,7 @@ def test_the_places_of_a_block_go_to_the_device_in_one_copy(blocks, monkeypatch)
     for batch, pairs in zip(batches, noted_copies.batches, strict=True):
         for tensor, (same, copy) in zip(tensors_in(batch), pairs, strict=True):
             assert same is tensor
-            assert torch.equal(copy.landed(), tensor)
+            assert torch.equal(copy.on_device(), tensor)
     assert blocks == [3, 3, 3, 3]
     assert [len(positions) for positions in sent] == [6, 6, 6, 5]
 
@@ -1049,10 +1049,10 @@ def test_data_that_changes_between_epochs_comes_by_the_own_feed_from_then_on(dat
     for batch, truth in zip(seen(data(), iterate), wanted, strict=True):
         assert why_other_batch(truth, batch) is None
     # Batches that are gathered come out of the script's own tensors: who writes to them is seen.
-    is_live = feed == GATHER and change is written
-    assert (serving.feed == serving.own) != is_live
-    assert (serving.supports(feed) is None) == is_live
-    if not is_live:
+    reads_in_place = feed == GATHER and change is written
+    assert (serving.feed == serving.own) != reads_in_place
+    assert (serving.supports(feed) is None) == reads_in_place
+    if not reads_in_place:
         assert serving.supports(feed).startswith("the data changed during the run: ")
     assert not processes_of(serving)
 
@@ -1196,12 +1196,12 @@ def test_resident_batches_have_copies_that_are_gathered_when_they_are_asked_for(
     for batch, pairs in zip(batches, noted.batches, strict=False):
         assert [id(t) for t in tensors_in(batch)] == [id(t) for t, _ in pairs]
         for tensor, copy in reversed(pairs):
-            landed = copy.landed()
+            landed = copy.on_device()
             assert torch.equal(landed, tensor)
             assert landed.data_ptr() != tensor.data_ptr()
 
 
-class PretendedLane:
+class PretendedCopier:
     """Copies to a device when somebody comes for them, out of memory that may have been written to by then."""
 
     def __init__(self):
@@ -1214,18 +1214,18 @@ class PretendedLane:
 
 
 class PretendedFlight:
-    def __init__(self, lane, tensor):
-        self.lane, self.tensor, self.copied = lane, tensor, None
+    def __init__(self, copier, tensor):
+        self.copier, self.tensor, self.copied = copier, tensor, None
 
-    def landed(self):
-        self.left()
+    def on_device(self):
+        self.wait()
         return self.copied
 
-    def left(self):
+    def wait(self):
         self.copied = self.tensor.clone() if self.copied is None else self.copied
 
-    def abandoned(self):
-        self.lane.abandoned += 1
+    def discard(self):
+        self.copier.abandoned += 1
 
 
 @pytest.mark.parametrize("stages", [True, False])
@@ -1234,48 +1234,50 @@ def test_streamed_batches_are_sent_ahead_and_their_memory_is_used_again(data, st
     loader = loader_of(data, "as given")
     wanted = list(ORIGINAL(loader))
     columned, _ = columned_of(loader)
-    lane, noted = PretendedLane(), Noted()
+    copier, noted = PretendedCopier(), Noted()
     indices = [list(range(n, min(COUNT, n + 4))) for n in range(0, COUNT, 4)]
-    streamed = serving_feeds.Streamed(columned, iter(indices), lane=lane, sending=noted, pinned=False, stages=stages)
+    streamed = serving_feeds.Streamed(
+        columned, iter(indices), copier=copier, sending=noted, pinned=False, stages=stages
+    )
     for number, truth in enumerate(wanted):
         batch = next(streamed)
         count = len(tensors_in(batch))
-        assert len(lane.sent) == min(len(wanted), number + 3) * count
+        assert len(copier.sent) == min(len(wanted), number + 3) * count
         assert why_other_batch(truth, batch) is None
         for tensor, copy in noted.batches[-1]:
-            assert torch.equal(copy.landed(), tensor)
+            assert torch.equal(copy.on_device(), tensor)
             assert stages == (copy.tensor.data_ptr() != tensor.data_ptr())
     with pytest.raises(StopIteration):
         next(streamed)
-    assert lane.abandoned == 0
+    assert copier.abandoned == 0
     if stages:
-        assert len({flight.tensor.data_ptr() for flight in lane.sent}) == 4 * count
+        assert len({flight.tensor.data_ptr() for flight in copier.sent}) == 4 * count
 
 
 def test_streamed_batches_that_nobody_comes_for_are_given_up():
     loader = loader_of("tensors", "as given")
     columned, _ = columned_of(loader)
-    lane, noted = PretendedLane(), Noted()
+    copier, noted = PretendedCopier(), Noted()
     indices = iter([[0], [1], [2], [3], [4]])
-    streamed = serving_feeds.Streamed(columned, indices, lane=lane, sending=noted, pinned=False, stages=True)
+    streamed = serving_feeds.Streamed(columned, indices, copier=copier, sending=noted, pinned=False, stages=True)
     next(streamed)
     with torch.inference_mode():  # what was made before is none of this mode
         batch = next(streamed)
     assert torch.equal(batch[1], Y[1:2])
     assert all(tensor.is_inference() for tensor in batch)
-    assert lane.abandoned == 2
+    assert copier.abandoned == 2
     assert torch.equal(next(streamed)[1], Y[2:3])
     streamed.close()
-    assert lane.abandoned == 2 + 2 * 2
+    assert copier.abandoned == 2 + 2 * 2
 
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """The host in the place of a GPU: what is sent there is answered with copies, in memory of their own."""
-    lane = PretendedLane()
+    copier = PretendedCopier()
     why_not = Serving._why_not
-    monkeypatch.setattr(serving_module, "CudaLane", lambda device: lane)
-    monkeypatch.setattr(serving_feeds, "Stage", lambda pinned: Stage(pinned=False))
+    monkeypatch.setattr(serving_module, "CudaCopier", lambda device: copier)
+    monkeypatch.setattr(serving_feeds, "PinnedBuffers", lambda pinned: PinnedBuffers(pinned=False))
     monkeypatch.setattr(
         Serving,
         "_why_not",
@@ -1283,7 +1285,7 @@ def pretended_gpu(monkeypatch):
     )
     sending = Sending(CPU)
     sending.on_fault = pytest.fail
-    yield lane, sending
+    yield copier, sending
     sending.remove()
 
 
@@ -1291,7 +1293,7 @@ def pretended_gpu(monkeypatch):
 @pytest.mark.parametrize("own", [0, 2])
 @pytest.mark.parametrize("data", ["tensors", "named", "subset"])
 def test_what_a_script_sends_is_what_it_would_send_wherever_the_feed_changes(pretended_gpu, data, own, stop):
-    lane, sending = pretended_gpu
+    copier, sending = pretended_gpu
     settings = {"num_workers": own, "batch_size": 2}
     wanted = script(loader_of(data, "by a generator", **settings), ORIGINAL, epochs=3, stop=stop)
     loader = loader_of(data, "by a generator", **settings)
@@ -1322,7 +1324,7 @@ def test_what_a_script_sends_is_what_it_would_send_wherever_the_feed_changes(pre
     seen = script(loader, lambda loader: Sends(serving.iterate()), epochs=3, stop=stop, at=at)
     assert_same(seen, wanted, is_written_to=True)
     assert sending.answered
-    assert lane.sent
+    assert copier.sent
     serving.close()
 
 

@@ -42,7 +42,7 @@ def block_of(seed=2):
 
 
 def landed(copies, places):
-    return [part.landed() for part in copies.of(places, 2)]
+    return [part.on_device() for part in copies.of(places, 2)]
 
 
 def assert_right(found, places):
@@ -89,7 +89,7 @@ def test_batches_are_right_in_whatever_order_a_script_sends_them_and_whichever_i
         while window and chance.random() < 0.6:
             asked, parts = window.pop()
             for number in chance.sample(range(2), chance.randrange(3)):
-                assert torch.equal(parts[number].landed(), (X, Y)[number][asked.host])
+                assert torch.equal(parts[number].on_device(), (X, Y)[number][asked.host])
 
 
 def test_nothing_is_gathered_that_nobody_asks_for():

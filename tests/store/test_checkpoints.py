@@ -203,13 +203,13 @@ def test_a_kill_at_any_call_of_the_first_save_leaves_none_at_all_or_a_good_one(t
         if in_a_child(killed) == 0:
             break
         store.tidy()
-        seen.append(store.none_yet())
+        seen.append(store.none_completed())
         if not seen[-1]:
             assert content(store) == (3, "3", [])
         write(store, 4)
-        assert not store.none_yet()
+        assert not store.none_completed()
         shutil.rmtree(store.folder)
-        assert not store.none_yet(), "gone is not the same as never there"
+        assert not store.none_completed(), "gone is not the same as never there"
         with pytest.raises(StoreError, match="had checkpoints and has none now"):
             store.newest_good()
     assert 15 < seen.index(False) < len(seen)
@@ -219,7 +219,7 @@ def test_a_kill_at_any_call_of_the_first_save_leaves_none_at_all_or_a_good_one(t
 def test_a_link_in_the_place_of_the_checkpoints_is_not_taken_for_none_yet(store, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     store.folder.symlink_to(tmp_path / "elsewhere")
-    assert not store.none_yet()
+    assert not store.none_completed()
 
 
 def test_a_mark_that_cannot_be_left_is_told_and_left_next_time(store):

@@ -13,7 +13,7 @@ from torch import nn
 import hotlap
 from hotlap.core.errors import StoreError
 from hotlap.store import weights
-from hotlap.store.weights import load_into, load_weights, made_with, save_weights
+from hotlap.store.weights import build_with_weights, load_into, load_weights, save_weights
 
 
 @pytest.fixture
@@ -71,13 +71,13 @@ def test_a_model_that_is_made_with_weights_of_a_file_draws_no_others(tmp_path):
     torch.manual_seed(1)
     before = torch.empty(3).uniform_()
     torch.manual_seed(1)
-    made = made_with(Filled, tmp_path / "w.safetensors")
+    made = build_with_weights(Filled, tmp_path / "w.safetensors")
     same(made.state_dict(), model.state_dict())
     assert all(parameter.requires_grad for parameter in made.parameters())
     # (torch draws for an orthogonal matrix elsewhere, and copies)
     assert 0 <= made.noise.min() < made.noise.max() < 1
     torch.manual_seed(1)
-    with weights._Undrawn():
+    with weights._SkipRandomInit():
         nn.Linear(3, 4)
         assert torch.equal(torch.empty(3).uniform_(), before)
     assert not torch.equal(nn.Linear(3, 4).weight, nn.Linear(3, 4).weight)

@@ -24,7 +24,7 @@ from hotlap.store.cache import Cache, key_of
 from hotlap.store.checkpoints import Checkpoints
 from hotlap.store.encoding import to_json
 from hotlap.store.run_folder import RunFolder
-from hotlap.store.weights import load_weights, what_is
+from hotlap.store.weights import describe_file, load_weights
 
 KEY = key_of("fuzz")
 FUZZ = settings(deadline=None, max_examples=75, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -115,7 +115,7 @@ def test_weights_that_were_harmed_are_refused_or_are_tensors(good, data):
 @FUZZ
 @given(st.binary(max_size=600))
 def test_what_a_file_seems_to_be_is_told_for_any_bytes(content):
-    assert what_is(content)
+    assert describe_file(content)
 
 
 @FUZZ

@@ -549,13 +549,13 @@ def test_held_samples_that_are_others_are_caught(monkeypatch):
 
 def test_rows_that_are_gathered_wrongly_in_the_step_alone_are_caught(monkeypatch):
     """Looked at, they are right; a step that reads elsewhere is caught by what it computes."""
-    from hotlap.data.resident import Rows
+    from hotlap.data.resident import PendingRows
     from hotlap.engine.step import EagerStep
 
     rig = training()
     honest = EagerStep._here
     monkeypatch.setattr(
-        EagerStep, "_here", lambda self, batch: honest(self, batch.shifted(16) if type(batch) is Rows else batch)
+        EagerStep, "_here", lambda self, batch: honest(self, batch.shifted(16) if type(batch) is PendingRows else batch)
     )
     assert not judged(rig, kind="resident").ok
 

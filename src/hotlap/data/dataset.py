@@ -28,7 +28,7 @@ from hotlap.core.plan import MOST_PREFETCH, Feed
 from hotlap.data.batches import Batch
 from hotlap.data.feeds import LOADER_PASSES_ON
 from hotlap.data.order import BatchedOrder, Order, SampledOrder
-from hotlap.data.sequences import LengthOrder, Padding, SequenceColumns, Sequences, fitted, lengths_in
+from hotlap.data.sequences import LengthOrder, Padding, SequenceColumns, Sequences, lengths_in, with_chosen_widths
 from hotlap.data.sources import Columns, Selection, Source
 from hotlap.data.windows import WindowColumns, Windows
 
@@ -40,7 +40,7 @@ looks again at the beginning of each epoch finds it the same."""
 def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *, loaded: bool = False) -> Source:
     """The source for data in any form a job may have, or for what is in a DataLoader (`loaded`)."""
     source = _source_of(data, collate, loaded=loaded)
-    source.given, source.again = data, functools.partial(as_source, data, collate, loaded=loaded)
+    source.given, source.reopen = data, functools.partial(as_source, data, collate, loaded=loaded)
     return source
 
 
@@ -78,7 +78,7 @@ def _rows_of(subset: Subset[Any]) -> Sequence[int] | Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class OrderedDataset:
     """A source, the order in which it is seen, and the feed the user asked for."""
 
     source: Source
@@ -95,11 +95,11 @@ class Course:
     is_sorted: bool = False
     """Whether its samples come from the shortest on, in an order that nobody asked for."""
 
-    def renewed(self) -> Course:
+    def renewed(self) -> OrderedDataset:
         """The same over the data as it is by now. Raises DataError where that has another length."""
-        if self.source.again is None:
+        if self.source.reopen is None:
             return self
-        source, padding = fitted(self.source.again(), self.order)
+        source, padding = with_chosen_widths(self.source.reopen(), self.order)
         if len(source) != len(self.source):
             raise DataError(
                 f"the data has {len(source):,} samples by now, and had {len(self.source):,} when the feed was opened; "
@@ -108,11 +108,11 @@ class Course:
         return replace(self, source=source, padding=padding)
 
 
-def training_course(job: Job, *, workers: int | None = None, on_gpu: bool = False) -> Course:
+def training_dataset(job: Job, *, workers: int | None = None, on_gpu: bool = False) -> OrderedDataset:
     """What the job trains on; `workers` is what the environment asks for, where the job says nothing."""
     data = job.data
     if isinstance(data, DataLoader):
-        return _loader_course(data, job, on_gpu=on_gpu)
+        return _loader_dataset(data, job, on_gpu=on_gpu)
     source = as_source(data, job.collate)
     assert job.batch_size is not None  # the job has checked it
     settings: dict[str, Any] = {
@@ -125,8 +125,8 @@ def training_course(job: Job, *, workers: int | None = None, on_gpu: bool = Fals
         order = _drawn_order(source, shuffled=job.order != "as given", by_length=job.reorder, **settings)
     else:
         order = SampledOrder(job.order, len(source), **settings)
-    source, padding = fitted(source, order)
-    return Course(
+    source, padding = with_chosen_widths(source, order)
+    return OrderedDataset(
         source=source,
         order=order,
         feed=_plainest(source, workers),
@@ -146,7 +146,7 @@ def _drawn_order(source: Source, *, shuffled: bool, by_length: bool, **settings:
     return LengthOrder(lengths, **settings)
 
 
-def evaluation_course(data: Any, *, batch_size: int, collate: Any = None, on_gpu: bool = False) -> Course:
+def evaluation_dataset(data: Any, *, batch_size: int, collate: Any = None, on_gpu: bool = False) -> OrderedDataset:
     """All of `data` once, in its own order. Of a DataLoader, the samples that its sampler gives."""
     if not isinstance(data, DataLoader):
         source = as_source(data, collate)
@@ -155,8 +155,8 @@ def evaluation_course(data: Any, *, batch_size: int, collate: Any = None, on_gpu
         if lengths is not None:
             # What an evaluation sums up does not depend on it, and little is padded then.
             order = SampledOrder(np.argsort(lengths, kind="stable").tolist(), len(source), batch_size=batch_size)
-        source, padding = fitted(source, order)
-        return Course(
+        source, padding = with_chosen_widths(source, order)
+        return OrderedDataset(
             source=source,
             order=order,
             feed=_plainest(source, None),
@@ -166,8 +166,8 @@ def evaluation_course(data: Any, *, batch_size: int, collate: Any = None, on_gpu
         )
     source = as_source(data.dataset, own_collate(data), loaded=True)
     order = _evaluation_order(data, len(source), batch_size)
-    source, padding = fitted(source, order)
-    return Course(
+    source, padding = with_chosen_widths(source, order)
+    return OrderedDataset(
         source=source,
         order=order,
         padding=padding,
@@ -203,7 +203,7 @@ def _plainest(source: Source, workers: int | None) -> Feed:
     return Feed(kind="loader", workers=workers or 0)
 
 
-def _loader_course(loader: DataLoader[Any], job: Job, *, on_gpu: bool) -> Course:
+def _loader_dataset(loader: DataLoader[Any], job: Job, *, on_gpu: bool) -> OrderedDataset:
     seed, accumulate = job.seed, job.accumulate
     source = as_source(loader.dataset, own_collate(loader), loaded=True)
     batches = loader.batch_sampler
@@ -226,8 +226,8 @@ def _loader_course(loader: DataLoader[Any], job: Job, *, on_gpu: bool) -> Course
             order = _drawn_order(source, shuffled=shuffled, by_length=job.reorder and shuffled, **settings)
         else:
             order = SampledOrder(sampler, len(source), **settings)
-    source, padding = fitted(source, order)
-    return Course(
+    source, padding = with_chosen_widths(source, order)
+    return OrderedDataset(
         source=source,
         order=order,
         feed=loader_feed(loader, on_gpu),

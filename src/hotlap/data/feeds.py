@@ -25,38 +25,38 @@ from hotlap.machine.limits import most_workers, read_cpu
 
 AHEAD = 2
 """Batches under way while one is trained on."""
-STAGES = AHEAD + 2
+BUFFER_SETS = AHEAD + 2
 """Page-locked memories: one more than is under way at once, so that the host can gather while a copy ends."""
 
 
-class Flight(Protocol):
+class PendingCopy(Protocol):
     """A batch on its way to the device."""
 
-    def landed(self) -> Batch:
+    def on_device(self) -> Batch:
         """The batch on the device, for work that is launched from here on; asked for once."""
 
-    def left(self) -> None:
+    def wait(self) -> None:
         """Wait until the memory that it is copied from may be written anew."""
 
-    def abandoned(self) -> None:
+    def discard(self) -> None:
         """Nobody will come for the batch."""
 
 
-class Lane(Protocol):
+class DeviceCopier(Protocol):
     """A way to the device."""
 
-    def send(self, batch: Batch) -> Flight:
+    def send(self, batch: Batch) -> PendingCopy:
         """Begin to copy a batch in page-locked memory to the device, and come back at once."""
 
 
-class CudaLane:
+class CudaCopier:
     """Copies on a stream of their own to one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.empty(0, device=device).device  # as tensors name it: with its number
         self._stream = _copy_stream(self._device)
 
-    def send(self, batch: Batch) -> Flight:
+    def send(self, batch: Batch) -> PendingCopy:
         """Begin to copy the batch; what is on a device already stays there."""
         training = torch.cuda.current_stream(self._device)
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -76,10 +76,10 @@ class CudaLane:
             for room, tensor in pairs:
                 room.copy_(tensor, non_blocking=True)
             copied.record(self._stream)
-        return _CudaFlight(there, [room for room, _ in pairs], copied, training)
+        return _CudaCopy(there, [room for room, _ in pairs], copied, training)
 
 
-class _CudaFlight:
+class _CudaCopy:
     """A batch that is being copied to a GPU."""
 
     def __init__(
@@ -87,22 +87,22 @@ class _CudaFlight:
     ) -> None:
         self._batch, self._rooms, self._copied, self._training = batch, rooms, copied, training
 
-    def landed(self) -> Batch:
+    def on_device(self) -> Batch:
         """The batch; the current stream waits for its copy, the host does not."""
         here = torch.cuda.current_stream(self._training.device)
         here.wait_event(self._copied)
         if here != self._training:
             for room in self._rooms:
                 room.record_stream(here)
-        # The flight is kept for its end of copy, and must not keep the memory of the batch.
+        # The copy is kept for its end of copy, and must not keep the memory of the batch.
         batch, self._batch, self._rooms = self._batch, None, []
         return batch
 
-    def left(self) -> None:
+    def wait(self) -> None:
         """Wait for the end of the copy."""
         self._copied.synchronize()
 
-    def abandoned(self) -> None:
+    def discard(self) -> None:
         """Its memory goes back to the training stream, which must not use it before the copy has ended."""
         self._training.wait_event(self._copied)
         self._batch, self._rooms = None, []
@@ -114,46 +114,46 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def ahead(flights: Iterator[Flight]) -> Iterator[Batch]:
-    """The batches of these flights, each sent before the batch that comes `AHEAD` places earlier is given out.
+def copied_ahead(copies: Iterator[PendingCopy]) -> Iterator[Batch]:
+    """The batches of these copies, each sent before the batch that comes `AHEAD` places earlier is given out.
 
     An error comes where its batch would have come.
     """
-    under_way: deque[Flight] = deque()
+    under_way: deque[PendingCopy] = deque()
     failure: Exception | None = None
     try:
         while True:
             try:
-                under_way.append(next(flights))
+                under_way.append(next(copies))
             except StopIteration:
                 break
             except Exception as error:
                 failure = error
                 break
             if len(under_way) > AHEAD:
-                yield under_way.popleft().landed()
+                yield under_way.popleft().on_device()
         while under_way:
-            yield under_way.popleft().landed()
+            yield under_way.popleft().on_device()
         if failure is not None:
             raise failure
     finally:
-        for flight in under_way:
-            flight.abandoned()
+        for copy in under_way:
+            copy.discard()
 
 
-class Stage:
+class PinnedBuffers:
     """Page-locked memory for one batch, used again and again."""
 
     def __init__(self, *, pinned: bool = True) -> None:
         self._pinned = pinned
         self._tensors: list[Tensor] = []
         self._given = 0
-        self._flight: Flight | None = None
+        self._flight: PendingCopy | None = None
 
     def clear(self) -> None:
         """Make it free for another batch, once the last one has left."""
         if self._flight is not None:
-            self._flight.left()
+            self._flight.wait()
             self._flight = None
         self._given = 0
 
@@ -168,10 +168,10 @@ class Stage:
             held = self._tensors[number] = self._new(numbers, dtype)
         return held[:numbers].view(shape)
 
-    def sent(self, flight: Flight) -> Flight:
+    def sent(self, copy: PendingCopy) -> PendingCopy:
         """Note that the batch has been sent."""
-        self._flight = flight
-        return flight
+        self._flight = copy
+        return copy
 
     def _new(self, numbers: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numbers, dtype=dtype, pin_memory=self._pinned)
@@ -182,25 +182,25 @@ class StreamFeeding:
 
     tickets = False
 
-    def __init__(self, source: Source, lane: Lane, *, pinned: bool = True) -> None:
-        self._source, self._lane, self._pinned = source, lane, pinned
-        self._stages: deque[Stage] = deque()
+    def __init__(self, source: Source, copier: DeviceCopier, *, pinned: bool = True) -> None:
+        self._source, self._copier, self._pinned = source, copier, pinned
+        self._stages: deque[PinnedBuffers] = deque()
         self.close()
 
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """The batches at these indices, on the device."""
-        return ahead(self._flights(indices))
+        return copied_ahead(self._copies(indices))
 
-    def _flights(self, indices: Iterable[Tensor]) -> Iterator[Flight]:
+    def _copies(self, indices: Iterable[Tensor]) -> Iterator[PendingCopy]:
         for piece in indices:
             stage = self._stages[0]
             self._stages.rotate(-1)
             stage.clear()
-            yield stage.sent(self._lane.send(self._source.gather(piece, stage.room)))
+            yield stage.sent(self._copier.send(self._source.gather(piece, stage.room)))
 
     def close(self) -> None:
         """Let go of the page-locked memory; torch keeps it from others until copies out of it have ended."""
-        self._stages = deque(Stage(pinned=self._pinned) for _ in range(STAGES))
+        self._stages = deque(PinnedBuffers(pinned=self._pinned) for _ in range(BUFFER_SETS))
 
 
 log = logger(__name__)
@@ -241,7 +241,7 @@ class GatherFeeding:
 class LoaderFeeding:
     """Samples fetched one by one and collated, here or in worker processes, by torch's DataLoader.
 
-    With a lane, which takes page-locked memory, batches come by it and are on the device.
+    With a copier, which takes page-locked memory, batches come by it and are on the device.
     """
 
     tickets = True
@@ -254,9 +254,9 @@ class LoaderFeeding:
         seed: int,
         on_gpu: bool,
         extras: dict[str, Any],
-        lane: Lane | None = None,
+        copier: DeviceCopier | None = None,
     ) -> None:
-        self._requests, self._lane = _Requests(), lane
+        self._requests, self._copier = _Requests(), copier
         self._start = WorkerStart(extras.get("worker_init_fn"))
         settings: dict[str, Any] = dict(extras)
         if plan.workers:
@@ -274,7 +274,7 @@ class LoaderFeeding:
         self._loader: DataLoader[Any] = DataLoader(
             _Fetches(source, seed),
             batch_sampler=self._requests,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             # A generator of its own: the loader draws a seed at each start, and must not move the training's.
             generator=torch.Generator().manual_seed(seed),
             **settings,
@@ -283,9 +283,9 @@ class LoaderFeeding:
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """The batches at these indices."""
         self._requests.ask(indices, epoch)
-        with self._start.in_peace():
+        with self._start.without_collector():
             batches = iter(self._loader)
-        return batches if self._lane is None else ahead(map(self._lane.send, batches))
+        return batches if self._copier is None else copied_ahead(map(self._copier.send, batches))
 
     def close(self) -> None:
         """End the workers, also persistent ones."""
@@ -323,7 +323,7 @@ class WorkerStart:
         self._collects = True
 
     @contextmanager
-    def in_peace(self) -> Iterator[None]:
+    def without_collector(self) -> Iterator[None]:
         """Start workers inside: the collector rests, here and in them, until they have come as far as `__call__`."""
         self._collects = gc.isenabled()
         gc.disable()
@@ -356,7 +356,7 @@ class _Fetches(Dataset[Any]):
         return self.__getitems__([0, index])
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _unchanged(batch: Batch) -> Batch:
     return batch
 
 
@@ -402,17 +402,17 @@ def open_feed(
         raise PlanError(reason)
     if plan.kind == "gather":
         return GatherFeeding(source)
-    lane = CudaLane(device) if device is not None and device.type == "cuda" else None
+    copier = CudaCopier(device) if device is not None and device.type == "cuda" else None
     if plan.kind == "stream":
-        assert lane is not None  # why_not has seen to it
-        return StreamFeeding(source, lane)
+        assert copier is not None  # why_not has seen to it
+        return StreamFeeding(source, copier)
     return LoaderFeeding(
         source,
         plan,
         seed=seed,
-        on_gpu=on_gpu or lane is not None,
+        on_gpu=on_gpu or copier is not None,
         extras=extras or {},
-        lane=lane if plan.pinned else None,
+        copier=copier if plan.pinned else None,
     )
 
 

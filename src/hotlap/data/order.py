@@ -31,7 +31,7 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
-class Generator(Protocol):
+class HostGenerator(Protocol):
     """One of the host's global generators."""
 
     name: str
@@ -102,7 +102,7 @@ class _Torch:
         return not torch.equal(before, after)
 
 
-HOST: tuple[Generator, ...] = (_Python(), _Numpy(), _Torch())
+HOST_GENERATORS: tuple[HostGenerator, ...] = (_Python(), _Numpy(), _Torch())
 
 
 class HostRandomness:
@@ -111,22 +111,22 @@ class HostRandomness:
     __slots__ = ("numpy", "python", "torch")
 
     def __init__(self) -> None:
-        self.python, self.numpy, self.torch = (generator.state() for generator in HOST)
+        self.python, self.numpy, self.torch = (generator.state() for generator in HOST_GENERATORS)
 
     def restore(self) -> None:
         """Set the generators back to these states."""
-        for generator, state in zip(HOST, (self.python, self.numpy, self.torch), strict=True):
+        for generator, state in zip(HOST_GENERATORS, (self.python, self.numpy, self.torch), strict=True):
             generator.restore(state)
 
     def same_as(self, other: HostRandomness) -> bool:
         """Whether no generator has moved from one to the other."""
         mine, theirs = (self.python, self.numpy, self.torch), (other.python, other.numpy, other.torch)
-        return not any(g.moved(a, b) for g, a, b in zip(HOST, mine, theirs, strict=True))
+        return not any(g.moved(a, b) for g, a, b in zip(HOST_GENERATORS, mine, theirs, strict=True))
 
 
 def seed_host(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators on the host."""
-    for generator in HOST:
+    for generator in HOST_GENERATORS:
         generator.seed(seed)
 
 
@@ -210,7 +210,7 @@ class Epoch:
 class Order:
     """The order of an epoch from seed and epoch number."""
 
-    asks_nobody = True
+    needs_no_user_code = True
     """Whether it is drawn without code of the user's."""
 
     def __init__(
@@ -244,7 +244,7 @@ class Order:
         """Draw the order of an epoch beside the training, so that its beginning does not wait for it."""
         # A user's sampler draws from the process's generators, so it stays in the training's own thread; and what takes
         # less than a thread takes to start is drawn in time.
-        if self.asks_nobody and self._length > AHEAD_FROM and (self._coming is None or self._coming[0] != epoch):
+        if self.needs_no_user_code and self._length > AHEAD_FROM and (self._coming is None or self._coming[0] != epoch):
             future: Future[Epoch] = Future()
 
             def draw() -> None:
@@ -256,12 +256,12 @@ class Order:
             Thread(target=draw, name="hotlap-order", daemon=True).start()
             self._coming = (epoch, future)
 
-    def saved(self) -> Any:
+    def sampler_state(self) -> Any:
         """What a sampler of the user's remembered before it drew the epoch in hand, in a form that a file can hold."""
         return None
 
-    def go_back(self, saved: Any) -> None:
-        """Have the sampler draw from what `saved` gave; None, from an earlier hotlap, leaves it as it is."""
+    def restore_sampler(self, saved: Any) -> None:
+        """Have the sampler draw from what `sampler_state` gave; None, from an earlier hotlap, leaves it as it is."""
 
     def _made(self, epoch: int) -> Epoch:
         indices = self._indices(epoch)
@@ -283,10 +283,10 @@ class Order:
         return torch.randperm(self._length, generator=generator, device="cpu")
 
 
-class _AskedOrder(Order):
+class _SamplerOrder(Order):
     """An order for which a sampler of the user's is asked, seeded anew for every epoch."""
 
-    asks_nobody = False
+    needs_no_user_code = False
 
     def __init__(self, sampler: Iterable[Any], length: int, **settings: Any) -> None:
         super().__init__(length, shuffled=False, **settings)
@@ -295,12 +295,12 @@ class _AskedOrder(Order):
         self._first, self._changes = Memory({"sampler": sampler}), Changes({"sampler": sampler})
         self._saved: list[Any] = []
 
-    def saved(self) -> Any:
+    def sampler_state(self) -> Any:
         """What the sampler remembered before it drew the epoch in hand."""
         return self._saved
 
-    def go_back(self, saved: Any) -> None:
-        """Have the sampler draw from what `saved` gave. Raises KeyError or ValueError where that does not fit."""
+    def restore_sampler(self, saved: Any) -> None:
+        """Put the sampler back to what `sampler_state` gave. Raises KeyError or ValueError where that does not fit."""
         if saved is not None:
             self._first.restore()
             self._changes.put_back(saved)
@@ -312,14 +312,14 @@ class _AskedOrder(Order):
         return _drawn(self._sampler, self._seed, epoch)
 
 
-class SampledOrder(_AskedOrder):
+class SampledOrder(_SamplerOrder):
     """The order that the user's own sampler gives."""
 
     def _indices(self, epoch: int) -> Tensor:
         return _as_indices(self._asked(epoch), self._length)
 
 
-class BatchedOrder(_AskedOrder):
+class BatchedOrder(_SamplerOrder):
     """The batches that the user's own batch sampler gives."""
 
     def __init__(self, batch_sampler: Iterable[Sequence[int]], length: int, *, seed: int, accumulate: int) -> None:

@@ -37,7 +37,7 @@ WIDTH = 30
 
 
 @contextlib.contextmanager
-def shown_bar(stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
     """Inside `with`, a function that is told how many items are done, of how many; HOTLAP_PROGRESS=off|lines counts."""
     stream = stream or sys.stderr
     asked = os.environ.get("HOTLAP_PROGRESS", "").strip().lower()
@@ -154,7 +154,7 @@ def parallel_map(
         )
     given = list(items)
     with contextlib.ExitStack() as stack:
-        told = stack.enter_context(shown_bar()) if progress is True else (progress or None)
+        told = stack.enter_context(progress_bar()) if progress is True else (progress or None)
         if cache is False:
             return cast("list[_Result]", _mapped(_Work(f, given, range(len(given)), told), workers))
         from hotlap.data.kept_results import KeptResults  # imports torch
@@ -204,23 +204,23 @@ def _mapped(work: _Work, workers: int | None) -> list[Any]:
     results: list[Any] = []
     most = workers or max(1, read_cpu().cores - 1)
     began = time.perf_counter()
-    for done in _done_here(work, results):
+    for done in _run_here(work, results):
         took_s, left = time.perf_counter() - began, len(work.items) - done
         # The first item tells how much to send at a time; half a second of them, whether to send any.
         saved_s = took_s / done * left * (1 - 1 / most) if took_s >= TRIED_S else 0.0
         if most == 1 or left == 0 or (workers is None and saved_s < START_S):
             continue
-        reason = why_not_apart(work.f)
+        reason = why_not_in_processes(work.f)
         if reason is None:
             size = max(1, min(int(GROUP_S * done / took_s), left // (4 * most)))
-            results += _done_apart(work, done, most, size)
+            results += _run_in_processes(work, done, most, size)
             break
         log.warning("one process does all the work: %s", reason)
         most = 1
     return results
 
 
-def why_not_apart(f: Callable[..., Any]) -> str | None:
+def why_not_in_processes(f: Callable[..., Any]) -> str | None:
     """Why other processes cannot call `f`, or None where they can."""
     if multiprocessing.current_process().daemon:
         return "this process is a worker itself, which may start no others"
@@ -268,7 +268,7 @@ def _made_in(statement: ast.stmt) -> set[str]:
     return {one.name for one in ast.walk(statement) if isinstance(one, kinds)}
 
 
-def _done_here(work: _Work, results: list[Any]) -> Iterator[int]:
+def _run_here(work: _Work, results: list[Any]) -> Iterator[int]:
     """Do one item after the other into `results`; how many are done, after each."""
     told_s = time.perf_counter()
     for at, item in enumerate(work.items):
@@ -286,7 +286,7 @@ def _done_here(work: _Work, results: list[Any]) -> Iterator[int]:
         yield at + 1
 
 
-def _done_apart(work: _Work, first: int, workers: int, size: int) -> list[Any]:
+def _run_in_processes(work: _Work, first: int, workers: int, size: int) -> list[Any]:
     """The results of all items from the first on, in order, from processes that get a group of items at a time."""
     # Started afresh: a fork would inherit CUDA, and the locks that other threads hold.
     context = multiprocessing.get_context("spawn")

@@ -14,9 +14,9 @@ GRADIENTS = "the data requires gradients, and batches by another feed would have
 def proof_of(source: Source, *, may_draw: bool = False) -> Proof:
     """What its code shows of a source; found out once. `may_draw` where draws are seeded for each sample."""
     name = "proof but for draws" if may_draw else "proof"
-    if name not in source.probed:
-        source.probed[name] = prove(source.given, source.own_collate, may_draw=may_draw)
-    proof: Proof = source.probed[name]
+    if name not in source.findings:
+        source.findings[name] = prove(source.given, source.own_collate, may_draw=may_draw)
+    proof: Proof = source.findings[name]
     return proof
 
 
@@ -43,7 +43,7 @@ def state_of(source: Source) -> ReadState | None:
     return proof.state if proof.why_traces is None else None
 
 
-def is_live(source: Source) -> bool:
+def reads_in_place(source: Source) -> bool:
     """Whether batches that are gathered come out of the user's own memory: who writes to it is seen at once."""
     while isinstance(source, Selection):
         source = source.inner

@@ -17,7 +17,7 @@ from hotlap.core.errors import DataError, TrainingError, first_line, kind_of
 from hotlap.core.units import MIB, show_bytes
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.data.purity import GRADIENTS, why_not_fixed
-from hotlap.data.sources import Columns, Room, Selection, Source, Stacked, Took, tensors_in
+from hotlap.data.sources import Allocate, Columns, HoldingCost, Selection, Source, StackedColumns, tensors_in
 from hotlap.machine.cuda import free_for_torch
 from hotlap.machine.limits import read_memory
 
@@ -41,7 +41,7 @@ class EpochOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PendingRows:
     """A batch that is still to be gathered: `count` samples of held columns, from `start` on in the epoch's order."""
 
     columns: Columns
@@ -64,18 +64,18 @@ class Rows:
         """The samples as a batch, on the device."""
         return self.columns.gather(self.order[self.start : self.start + self.count])
 
-    def widest(self) -> Rows:
+    def widest(self) -> PendingRows:
         """The same samples as wide as any batch is."""
         return self if self.columns is self.columns.widest else replace(self, columns=self.columns.widest)
 
-    def shifted(self, by: int) -> Rows:
+    def shifted(self, by: int) -> PendingRows:
         """As many samples further on in the order."""
         return replace(self, start=self.start + by)
 
 
 def gathered(batch: Batch) -> Batch:
     """The batch itself, gathered where it is still to be."""
-    return batch.gathered() if isinstance(batch, Rows) else batch
+    return batch.gathered() if isinstance(batch, PendingRows) else batch
 
 
 class ResidentFeeding:
@@ -97,16 +97,16 @@ class ResidentFeeding:
     @property
     def varies(self) -> bool:
         """Whether batches of as many samples may have other shapes."""
-        return type(self.columns).fitting is not Columns.fitting
+        return type(self.columns).at_width_of is not Columns.at_width_of
 
-    def fitting(self, start: int, end: int) -> Columns:
+    def at_width_of(self, start: int, end: int) -> Columns:
         """The columns that gather this piece of the epoch that was begun."""
         assert self._epoch is not None, "begin an epoch first"
-        return self.columns.fitting(self._epoch[start:end])
+        return self.columns.at_width_of(self._epoch[start:end])
 
-    def rows(self, start: int, count: int) -> Rows:
+    def rows(self, start: int, count: int) -> PendingRows:
         """A piece of the epoch that was begun."""
-        return Rows(self.fitting(start, start + count), self._order, self._order.number, start, count)
+        return PendingRows(self.at_width_of(start, start + count), self._order, self._order.number, start, count)
 
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """The batches at these indices, gathered on the device."""
@@ -141,7 +141,7 @@ class Packed(Columns):
         self._packed_columns = columns.sent(pack)
         super().__init__(tuple(self._packed_columns.tensors.values()))
 
-    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+    def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
         """The samples at `indices`, with the shape and numbers they were given in."""
         found = self._packed_columns.gather(indices)
         if type(found) is tuple and type(self._packed_columns) is Columns:
@@ -214,7 +214,7 @@ def sample_bytes(batch: Batch) -> int:
 Progress = Callable[[int, int], None]
 """Told how many samples are there, of how many; for columns that were tensors already, once at the end."""
 
-HOST = torch.device("cpu")
+CPU = torch.device("cpu")
 CHUNK_BYTES = 64 * MIB
 """What is brought at a time, so that the host needs no second copy of everything."""
 CHUNK_SAMPLES = 1024
@@ -241,8 +241,8 @@ def why_not_held(source: Source, device: torch.device, *, reserve_bytes: int) ->
     return None
 
 
-def held(source: Source, device: torch.device, progress: Progress | None = None) -> Columns:
-    """All samples as columns on `device`, in the containers in which a feed gives batches; `took` says what it cost.
+def hold_on_device(source: Source, device: torch.device, progress: Progress | None = None) -> Columns:
+    """All samples as columns on `device`, in the containers in which a feed gives batches, with their `holding_cost`.
 
     Tensors go there as they are, or stay where they are there already; windows as their series. Samples that are
     computed are fetched once, in their order. Raises DataError where they cannot be columns.
@@ -259,7 +259,7 @@ def held(source: Source, device: torch.device, progress: Progress | None = None)
             progress(len(source), len(source))
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    columns.took = Took(seconds=time.perf_counter() - start, bytes=size)
+    columns.holding_cost = HoldingCost(seconds=time.perf_counter() - start, bytes=size)
     return columns
 
 
@@ -268,7 +268,7 @@ SENT_A_SECOND = 4e9
 
 
 def time_to_hold(source: Source, device: torch.device) -> float:
-    """About how many seconds `held` would take: the fetching of samples that are computed is known from a few.
+    """About how many seconds `hold_on_device` takes; a few samples tell how long fetching computed ones takes.
 
     0 for samples that cannot be held: none of them is asked for.
     """
@@ -276,13 +276,13 @@ def time_to_hold(source: Source, device: torch.device) -> float:
         return 0.0
     seconds = bytes_needed(source, _numbered(device)) / SENT_A_SECOND
     if source.computes:
-        seconds += _sample_s(source.aside()) * len(source)
+        seconds += _sample_s(source.for_probing()) * len(source)
     return seconds
 
 
 def _sample_s(source: Source) -> float:
     """Seconds that fetching a sample takes, about: the middle one of a few tries, since others use the machine too."""
-    chosen, found = spread(len(source), TIMES * TIMED), list[float]()
+    chosen, found = evenly_spread(len(source), TIMES * TIMED), list[float]()
     for first in range(TIMES):
         few, start = chosen[first::TIMES], time.perf_counter()
         if not few or sum(found) > TIMED_S:
@@ -292,7 +292,7 @@ def _sample_s(source: Source) -> float:
     return statistics.median_low(found)
 
 
-def spread(length: int, most: int = PROBED) -> list[int]:
+def evenly_spread(length: int, most: int = PROBED) -> list[int]:
     """At most so many indices, evenly spread from the first to the last."""
     count = min(length, most)
     return [k * (length - 1) // max(1, count - 1) for k in range(count)]
@@ -376,7 +376,7 @@ def _fetched(source: Source, device: torch.device, progress: Progress | None) ->
     whole = map_tensors(measured.one, lambda t: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device=device))
     rooms = tensors_in(whole)
     step = min(CHUNK_SAMPLES, max(1, CHUNK_BYTES // max(1, measured.bytes)))
-    source = source.aside()
+    source = source.for_probing()
     for start in range(0, total, step):
         end = min(total, start + step)
         samples = source.read(range(start, end))
@@ -387,7 +387,7 @@ def _fetched(source: Source, device: torch.device, progress: Progress | None) ->
             room[start:end].copy_(rows)
         if progress is not None:
             progress(end, total)
-    return Stacked(whole)
+    return StackedColumns(whole)
 
 
 def _why_not_columns(source: Source) -> str | None:
@@ -400,7 +400,7 @@ def _why_not_columns(source: Source) -> str | None:
     return _measured(source).why_not if source.computes else None
 
 
-def bytes_needed(source: Source, device: torch.device = HOST) -> int:
+def bytes_needed(source: Source, device: torch.device = CPU) -> int:
     """Bytes that all samples take on a device beside what is there already."""
     return _measured(source).bytes * len(source) if source.computes else _sent(source, device, pretend=True)[1]
 
@@ -422,16 +422,16 @@ class _Measured:
 
 def _measured(source: Source) -> _Measured:
     """A few samples measured; asked for once a source."""
-    if "measured" not in source.probed:
-        source.probed["measured"] = _measure(source)
-    measured: _Measured = source.probed["measured"]
+    if "measured" not in source.findings:
+        source.findings["measured"] = _measure(source)
+    measured: _Measured = source.findings["measured"]
     return measured
 
 
 def _measure(source: Source) -> _Measured:
-    name, indices = type(source.samples).__name__, spread(len(source))
+    name, indices = type(source.samples).__name__, evenly_spread(len(source))
     try:
-        samples = source.aside().read(indices)
+        samples = source.for_probing().read(indices)
         batch = default_collate(samples[:1])
     except Exception as error:  # the user's code and whatever it gave
         return _Measured(f"samples of {name} cannot be stacked: {first_line(error)}")

@@ -20,7 +20,7 @@ from hotlap.core.errors import DataError, kind_of, listed, shown
 from hotlap.core.job_checks import is_whole
 from hotlap.data.batches import Batch
 from hotlap.data.order import Epoch, Order, mix
-from hotlap.data.sources import Columns, Place, Room, Selection, Source, as_tensor, holds, taken
+from hotlap.data.sources import Allocate, Columns, PlaceRows, Selection, Source, as_tensor, holds, select_rows
 
 MULTIPLE = 8
 """Widths are multiples of it: what tensor cores and attention kernels like."""
@@ -99,7 +99,7 @@ class Sequences(Dataset[Any]):
         """What goes into the model and the loss, as it is stored."""
         return {**self.fields, **self.columns}
 
-    def placed(self, place: Place, rows: Tensor | None) -> Sequences:
+    def placed(self, place: PlaceRows, rows: Tensor | None) -> Sequences:
         """These sequences, or some of them, with every tensor where `place` puts it; the joined fields stay whole."""
         other = copy.copy(self)
         other.fields = {name: place(field, None) for name, field in self.fields.items()}
@@ -113,7 +113,7 @@ class Sequences(Dataset[Any]):
 class SequenceColumns(Columns):
     """Sequences gathered as a whole: on a GPU by a few kernels, which also pad them and make their mask.
 
-    How wide, a batch's indices say, where they are on the host; else `fitting` has to be asked.
+    How wide, a batch's indices say, where they are on the host; else `at_width_of` has to be asked.
     """
 
     packs = False
@@ -131,7 +131,7 @@ class SequenceColumns(Columns):
         self._device = sequences.starts.device
         self.on_host = self._device.type == "cpu"
         self._shape = "dict"
-        self.widths = tuple(widths or sequences.widths or [rounded(sequences.longest)])
+        self.widths = tuple(widths or sequences.widths or [round_up(sequences.longest)])
         """How wide batches are; the last one takes the longest sequence."""
         self._bounds = np.asarray(self.widths)
         self._places = torch.arange(self.widths[-1], device=self._device)
@@ -174,7 +174,7 @@ class SequenceColumns(Columns):
         longest = self.sequences.host_lengths[indices.numpy()].max()
         return self.widths[int(self._bounds.searchsorted(longest))]
 
-    def fitting(self, indices: Tensor) -> Columns:
+    def at_width_of(self, indices: Tensor) -> Columns:
         """The columns whose batches have the width that these samples need; always the same ones for a width."""
         return self._view(self.width_of(indices))
 
@@ -191,7 +191,7 @@ class SequenceColumns(Columns):
             self._views[width] = made
         return self._views[width]
 
-    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+    def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
         """The sequences at `indices` as a batch, padded to one width."""
         data, width = self.sequences, self._width or self.width_of(indices)
         if not self.on_host:
@@ -206,9 +206,9 @@ class SequenceColumns(Columns):
             found[name] = values.masked_fill(is_padding.view(-1, width, *(1 for _ in rest)), data.pad[name])
         if data.mask is not None:
             found[data.mask] = is_padding.logical_not().to(torch.int64)
-        if room is not None:
-            found = {name: room(tuple(part.shape), part.dtype).copy_(part) for name, part in found.items()}
-        return found | {name: taken(column, indices, room) for name, column in data.columns.items()}
+        if allocate is not None:
+            found = {name: allocate(tuple(part.shape), part.dtype).copy_(part) for name, part in found.items()}
+        return found | {name: select_rows(column, indices, allocate) for name, column in data.columns.items()}
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         """The samples of these tickets; one by one where the user makes the batches."""
@@ -216,12 +216,12 @@ class SequenceColumns(Columns):
             return Source.fetch(self, tickets, seed, epoch)
         return self.gather(torch.tensor([ticket % len(self) for ticket in tickets]))
 
-    def sent(self, place: Place, rows: Tensor | None = None) -> Columns:
+    def sent(self, place: PlaceRows, rows: Tensor | None = None) -> Columns:
         """These sequences, or some of them, with every tensor where `place` puts it."""
         return SequenceColumns(self.sequences.placed(place, rows), widths=self.widths)
 
 
-def rounded(length: int) -> int:
+def round_up(length: int) -> int:
     """The least multiple that takes a sequence of this length."""
     return -(-length // MULTIPLE) * MULTIPLE
 
@@ -429,7 +429,7 @@ def lengths_in(source: Source) -> Numbers | None:
     return source.sequences.host_lengths if isinstance(source, SequenceColumns) else None
 
 
-def fitted(source: Source, order: Order) -> tuple[Source, Padding | None]:
+def with_chosen_widths(source: Source, order: Order) -> tuple[Source, Padding | None]:
     """The source whose batches have the widths that suit this order, and what is padded then; as it is without lengths.
 
     Widths that the user has given stay.
@@ -439,23 +439,23 @@ def fitted(source: Source, order: Order) -> tuple[Source, Padding | None]:
         return source, None
     longest, sizes = _batches_of(order.epoch(0), lengths)
     beneath = _columns_beneath(source)
-    most = rounded(beneath.sequences.longest)
-    widths = beneath.sequences.widths or found_widths(longest, sizes, most)
+    most = round_up(beneath.sequences.longest)
+    widths = beneath.sequences.widths or choose_widths(longest, sizes, most)
     bounds = np.asarray(widths)
     padded = int((bounds[bounds.searchsorted(longest)] * sizes).sum())
     entries = int(lengths[order.epoch(0).indices.numpy()[: int(sizes.sum())]].sum())
     padding = Padding(widths=widths, entries=entries, padded=padded, at_one_width=int(widths[-1] * sizes.sum()))
     found = _with_widths(source, widths)
-    found.given, found.again = source.given, source.again
+    found.given, found.reopen = source.given, source.reopen
     return found, padding
 
 
-def found_widths(longest: Numbers, sizes: Numbers, most: int) -> tuple[int, ...]:
+def choose_widths(longest: Numbers, sizes: Numbers, most: int) -> tuple[int, ...]:
     """The fewest widths, up to `most`, with which batches are padded little more than with as many as there may be.
 
     `longest` is the longest sequence of each batch, `sizes` how many it holds.
     """
-    steps = np.unique([*map(rounded, np.unique(longest).tolist()), most])
+    steps = np.unique([*map(round_up, np.unique(longest).tolist()), most])
     weights = np.bincount(steps.searchsorted(longest), weights=sizes, minlength=len(steps))
     before = np.concatenate([[0.0], np.cumsum(weights)])
     # costs[k][j]: the least that is computed for all batches up to step j, with k + 1 widths of which step j is one.

@@ -24,12 +24,12 @@ from hotlap.core.data_checks import named_columns
 from hotlap.core.errors import DataError
 from hotlap.core.units import MIB
 from hotlap.data.batches import Batch, map_tensors
-from hotlap.data.order import HOST, Generator, mix
+from hotlap.data.order import HOST_GENERATORS, HostGenerator, mix
 
-Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Gives memory of a shape and dtype for one tensor of a batch; asked for them always in the same order."""
 
-Place = Callable[[Tensor, Tensor | None], Tensor]
+PlaceRows = Callable[[Tensor, Tensor | None], Tensor]
 """Puts some rows of a tensor (None: all of them) where they are wanted."""
 
 
@@ -49,17 +49,17 @@ class Source:
         """The data as the user gave it, which may change."""
         self.in_workers = False
         """Whether the user's own loader fetches samples in processes of their own: devices notice nothing of it."""
-        self.again: Callable[[], Source] | None = None
+        self.reopen: Callable[[], Source] | None = None
         """Makes the source of the data as it is by then; None where it stands by itself."""
-        self.probed: dict[str, Any] = {}
+        self.findings: dict[str, Any] = {}
         """What was found out of the samples, kept so that it is found out once."""
         self._collate = collate or default_collate
-        self._drawn: list[Generator] | None = None
+        self._drawn: list[HostGenerator] | None = None
         """The generators that samples were seen to draw from; None before the first batch."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For other processes, without what was found out in this one."""
-        return {**vars(self), "probed": {}}
+        return {**vars(self), "findings": {}}
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -72,8 +72,8 @@ class Source:
         """Whether it is known that no whole number in the samples is `value`; no, where nobody looked."""
         return False
 
-    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
-        """The samples at `indices` as a batch, indexed as a whole: into new memory, or into what `room` gives."""
+    def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
+        """The samples at `indices` as a batch, indexed as a whole: into new memory, or into what `allocate` gives."""
         raise DataError(str(self.why_not_gather()))
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
@@ -86,8 +86,8 @@ class Source:
         A dataset that answers many indices at once is asked for whole batches as long as it draws nothing, from the
         first on; the batch in which it first draws is fetched again, sample by sample.
         """
-        before = [generator.state() for generator in HOST]
-        seeded: Sequence[Generator] = HOST
+        before = [generator.state() for generator in HOST_GENERATORS]
+        seeded: Sequence[HostGenerator] = HOST_GENERATORS
         try:
             if self._drawn is None:
                 self._drawn = []
@@ -95,13 +95,13 @@ class Source:
             while True:
                 seeded = self._drawn
                 batch = self._attempt(tickets, seed, epoch)
-                moved = [g for g, was in zip(HOST, before, strict=True) if g.moved(was, g.state())]
+                moved = [g for g, was in zip(HOST_GENERATORS, before, strict=True) if g.moved(was, g.state())]
                 surprises = [generator for generator in moved if generator not in self._drawn]
                 if not surprises:
                     return batch
                 self._drawn += surprises
         finally:
-            for generator, was in zip(HOST, before, strict=True):
+            for generator, was in zip(HOST_GENERATORS, before, strict=True):
                 if generator in seeded or generator in (self._drawn or ()):
                     generator.restore(was)
 
@@ -126,12 +126,12 @@ class Source:
     @contextmanager
     def _noting(self, number: int) -> Iterator[None]:
         """Inside, all generators are seeded by a number; those that move are noted."""
-        for generator in HOST:
+        for generator in HOST_GENERATORS:
             generator.seed(number)
-        before = [generator.state() for generator in HOST]
+        before = [generator.state() for generator in HOST_GENERATORS]
         yield
         assert self._drawn is not None
-        for generator, was in zip(HOST, before, strict=True):
+        for generator, was in zip(HOST_GENERATORS, before, strict=True):
             if generator not in self._drawn and generator.moved(was, generator.state()):
                 self._drawn.append(generator)
 
@@ -161,7 +161,7 @@ class Source:
             )
         return found
 
-    def aside(self) -> Source:
+    def for_probing(self) -> Source:
         """The same samples out of a copy of the dataset, to look at them in the training process.
 
         A dataset that opens a file when it is first asked would else hand it on to workers, which read from one
@@ -170,14 +170,14 @@ class Source:
         """
         kind = type(self.samples)
         if not hasattr(self.samples, "__dict__") or hasattr(kind, "__del__"):
-            return _Aside(self.samples, self.own_collate)
+            return _ProbedSource(self.samples, self.own_collate)
         try:
-            return _Aside(copy.copy(self.samples), self.own_collate)
+            return _ProbedSource(copy.copy(self.samples), self.own_collate)
         except Exception:  # whatever a user's class makes of being copied
-            return _Aside(self.samples, self.own_collate)
+            return _ProbedSource(self.samples, self.own_collate)
 
 
-class _Aside(Source):
+class _ProbedSource(Source):
     """Samples that are looked at beside the training: a dataset that seeds torch does not seed the devices."""
 
     def read(self, indices: Sequence[int]) -> list[Any]:
@@ -192,15 +192,15 @@ class _Aside(Source):
 def _seed_nothing(seed: int) -> None: ...
 
 
-def taken(tensor: Tensor, indices: Tensor, room: Room | None) -> Tensor:
+def select_rows(tensor: Tensor, indices: Tensor, allocate: Allocate | None) -> Tensor:
     """The rows of a tensor at `indices`: one kernel on a GPU, and no wait."""
-    if room is None:
+    if allocate is None:
         return tensor.index_select(0, indices)
-    return torch.index_select(tensor, 0, indices, out=room((len(indices), *tensor.shape[1:]), tensor.dtype))
+    return torch.index_select(tensor, 0, indices, out=allocate((len(indices), *tensor.shape[1:]), tensor.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Took:
+class HoldingCost:
     """What it took to bring columns where they are."""
 
     seconds: float
@@ -216,8 +216,8 @@ class Columns(Source):
     """Whether a batch is made of rows of its tensors as they are."""
     widths: tuple[int, ...] = ()
     """Of batches, where samples differ in size."""
-    took: Took | None = None
-    """What it took to hold them (see `holding.held`); None for columns as the user gave them."""
+    holding_cost: HoldingCost | None = None
+    """What it took to hold them (see `resident.hold_on_device`); None for columns as the user gave them."""
 
     def __init__(self, columns: Any, collate: Callable[[list[Any]], Batch] | None = None) -> None:
         # Without itself as its samples: a cycle would keep a GPU's memory until somebody collects it.
@@ -244,16 +244,16 @@ class Columns(Source):
         """Whether no column of whole numbers, of at most one number a sample, holds `value`."""
         return not self.own_collate and not any(holds(column, value) for column in self._in_order)
 
-    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+    def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
         """The samples at `indices` as a batch, indexed as a whole."""
         if self.on_host:
-            found = [rows.at(indices, room) for rows in self._rows]
+            found = [rows.at(indices, allocate) for rows in self._rows]
         else:
             indices = indices.to(self._device)
-            found = [taken(tensor, indices, room) for tensor in self._in_order]
+            found = [select_rows(tensor, indices, allocate) for tensor in self._in_order]
         return tuple(found) if self._shape == "tuple" else self._packed(dict(zip(self.tensors, found, strict=True)))
 
-    def fitting(self, indices: Tensor) -> Columns:
+    def at_width_of(self, indices: Tensor) -> Columns:
         """The columns that gather these samples wherever their indices are: itself, but where samples differ in size.
 
         The indices are on the host.
@@ -278,11 +278,11 @@ class Columns(Source):
         """The samples at these indices."""
         return [self[index] for index in indices]
 
-    def aside(self) -> Source:
+    def for_probing(self) -> Source:
         """Itself: reading tensors leaves no trace."""
         return self
 
-    def sent(self, place: Place, rows: Tensor | None = None) -> Columns:
+    def sent(self, place: PlaceRows, rows: Tensor | None = None) -> Columns:
         """Such columns of these rows (None: all), with every tensor where `place` puts it."""
         return Columns(self._packed({key: place(tensor, rows) for key, tensor in self.tensors.items()}))
 
@@ -292,7 +292,7 @@ class Columns(Source):
         return tuple(parts.values()) if self._shape == "tuple" else parts[""]
 
 
-class Stacked(Columns):
+class StackedColumns(Columns):
     """Columns in the containers that default_collate gives, however nested."""
 
     def __init__(self, whole: Batch) -> None:
@@ -302,20 +302,20 @@ class Stacked(Columns):
     def __getitem__(self, index: int) -> Batch:
         return map_tensors(self._whole, lambda tensor: tensor[index])
 
-    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+    def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
         """The samples at `indices` as a batch, indexed as a whole."""
         if not self.on_host:
             indices = indices.to(self._device)
-        return map_tensors(self._whole, lambda tensor: taken(tensor, indices, room))
+        return map_tensors(self._whole, lambda tensor: select_rows(tensor, indices, allocate))
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         """The samples of these tickets."""
         length = len(self)
         return self.gather(torch.tensor([ticket % length for ticket in tickets]))
 
-    def sent(self, place: Place, rows: Tensor | None = None) -> Columns:
+    def sent(self, place: PlaceRows, rows: Tensor | None = None) -> Columns:
         """Such columns of these rows (None: all), with every tensor where `place` puts it."""
-        return Stacked(map_tensors(self._whole, lambda tensor: place(tensor, rows)))
+        return StackedColumns(map_tensors(self._whole, lambda tensor: place(tensor, rows)))
 
 
 class Selection(Source):
@@ -344,9 +344,9 @@ class Selection(Source):
         """What the source beneath says."""
         return self.inner.never_holds(value)
 
-    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+    def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
         """The samples at `indices` of the selection; the indices are on the host."""
-        return self.inner.gather(self.rows.index_select(0, indices), room)
+        return self.inner.gather(self.rows.index_select(0, indices), allocate)
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         """The samples of these tickets of the selection, one by one."""
@@ -357,9 +357,9 @@ class Selection(Source):
         """The samples at these indices of the selection."""
         return self.inner.read([int(self.rows[index]) for index in indices])
 
-    def aside(self) -> Source:
+    def for_probing(self) -> Source:
         """The same rows of the source beneath, aside."""
-        return Selection(self.inner.aside(), self.rows)
+        return Selection(self.inner.for_probing(), self.rows)
 
 
 def tensors_in(batch: Batch) -> list[Tensor]:
@@ -397,13 +397,13 @@ def holds(column: Tensor, value: int) -> bool:
 # torch's own spin until the last of them is done, on all cores: one that a core is taken from holds up the others.
 
 
-MOST_BY_ONE = 4 * MIB
+SINGLE_THREAD_BYTES = 4 * MIB
 """Bytes up to which this thread gathers alone: on an H200's host 16 of torch's took 18 µs for 300 KB in the middle, but
 129 on average, where numpy took 13."""
-HANDS = 4
+GATHER_THREADS = 4
 """Threads that share what is more; 0 leaves all to torch. In a training on an H200 torch's 16 took 2.2 ms for 9 MB in
 the middle, 2.8 on average and 189 at worst, these 2.0, 1.7 and 3.6 (`python -m benchmarks.gathering`)."""
-GRAIN = 32768
+TORCH_GRAIN = 32768
 """Numbers up to which torch gathers in one thread itself (`at::internal::GRAIN_SIZE`)."""
 _NUMPYS = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -419,13 +419,15 @@ class HostRows:
         self._tensor, self._shape, self._dtype = tensor, tuple(tensor.shape[1:]), tensor.dtype
         self._by_numpy = _rows_by_numpy(tensor)
 
-    def at(self, indices: Tensor, room: Room | None) -> Tensor:
-        """The rows at `indices`, in new memory or in what `room` gives."""
+    def at(self, indices: Tensor, allocate: Allocate | None) -> Tensor:
+        """The rows at `indices`, in new memory or in what `allocate` gives."""
         count = indices.numel()
         if count not in self._by_numpy or not _are_within(indices, len(self._tensor)):
-            return taken(self._tensor, indices, room)
+            return select_rows(self._tensor, indices, allocate)
         shape = (count, *self._shape)
-        there = torch.empty(shape, dtype=self._dtype, device="cpu") if room is None else room(shape, self._dtype)
+        there = (
+            torch.empty(shape, dtype=self._dtype, device="cpu") if allocate is None else allocate(shape, self._dtype)
+        )
         # "clip" spares numpy a copy in between. Asked for anew: a script may have its tensor lie elsewhere by now.
         source, places, target = self._tensor.numpy(), indices.numpy(), there.numpy()
 
@@ -438,8 +440,8 @@ class HostRows:
 
 def _shared(work: Callable[[int, int], None], count: int, size: int) -> None:
     """Have so many rows of so many bytes in all gathered, by this thread and others where that pays."""
-    hands = min(HANDS, torch.get_num_threads(), count) if size > MOST_BY_ONE else 1
-    parts = deque(pairwise(count * number // hands for number in range(hands + 1)))
+    threads = min(GATHER_THREADS, torch.get_num_threads(), count) if size > SINGLE_THREAD_BYTES else 1
+    parts = deque(pairwise(count * number // threads for number in range(threads + 1)))
 
     def share() -> None:
         while parts:
@@ -452,7 +454,7 @@ def _shared(work: Callable[[int, int], None], count: int, size: int) -> None:
     others: list[Future[None]] = []
     try:
         with suppress(RuntimeError):  # no thread is to be had, at the end of the process for one: this one does it all
-            others.extend(_hands(os.getpid()).submit(share) for _ in range(hands - 1))
+            others.extend(_gather_threads(os.getpid()).submit(share) for _ in range(threads - 1))
         share()
     finally:
         parts.clear()
@@ -462,9 +464,9 @@ def _shared(work: Callable[[int, int], None], count: int, size: int) -> None:
 
 
 @lru_cache(maxsize=1)
-def _hands(process: int) -> ThreadPoolExecutor:
+def _gather_threads(process: int) -> ThreadPoolExecutor:
     """Threads of this process: one that was forked off has none of those of its parent."""
-    return ThreadPoolExecutor(HANDS, thread_name_prefix="hotlap-gather")
+    return ThreadPoolExecutor(GATHER_THREADS, thread_name_prefix="hotlap-gather")
 
 
 def _are_within(indices: Tensor, length: int) -> bool:
@@ -487,6 +489,6 @@ def _rows_by_numpy(tensor: Tensor) -> range:
         and not tensor.is_neg()
         and tensor.numel() > 0
     )
-    if not is_plain or not HANDS:
+    if not is_plain or not GATHER_THREADS:
         return range(0)
-    return range(GRAIN // tensor[:1].numel() + 1, sys.maxsize)
+    return range(TORCH_GRAIN // tensor[:1].numel() + 1, sys.maxsize)

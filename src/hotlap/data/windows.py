@@ -16,7 +16,7 @@ from hotlap.core.data_checks import dtype_problem
 from hotlap.core.errors import DataError, kind_of, listed, shown
 from hotlap.core.job_checks import is_whole
 from hotlap.data.batches import Batch
-from hotlap.data.sources import Columns, Place, Room, Source, as_tensor, holds, taken
+from hotlap.data.sources import Allocate, Columns, PlaceRows, Source, as_tensor, holds, select_rows
 
 Series = Tensor | np.ndarray[Any, Any]
 
@@ -93,7 +93,7 @@ class Windows(Dataset[Any]):
             return {"series": self.series}
         return {"series": self.series, "target": self.target}
 
-    def placed(self, place: Place, rows: Tensor | None) -> Windows:
+    def placed(self, place: PlaceRows, rows: Tensor | None) -> Windows:
         """These windows, or some of them, with every tensor where `place` puts it; the series stays whole."""
         other = copy.copy(self)
         other.series = place(self.series, None)
@@ -148,18 +148,18 @@ class WindowColumns(Columns):
         target = self._windows.target
         return not self.own_collate and (target is None or not holds(target, value))
 
-    def gather(self, indices: Tensor, room: Room | None = None) -> Batch:
+    def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
         """The windows at `indices` as a batch, indexed as a whole."""
         if not self.on_host:
             indices = indices.to(self._device)
         starts = self._windows.starts
         places = indices if starts is None else starts.index_select(0, indices)
-        found = taken(self._all, places, room)
+        found = select_rows(self._all, places, allocate)
         if self._targets is None:
             return found
-        return found, taken(self._targets, indices if self._windows.per_window else places, room)
+        return found, select_rows(self._targets, indices if self._windows.per_window else places, allocate)
 
-    def sent(self, place: Place, rows: Tensor | None = None) -> Columns:
+    def sent(self, place: PlaceRows, rows: Tensor | None = None) -> Columns:
         """These windows, or some of them, with series and target where `place` puts them."""
         return WindowColumns(self._windows.placed(place, rows))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hotlap.data.order import HOST, Generator
+from hotlap.data.order import HOST_GENERATORS, HostGenerator
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules of these classes have nothing in common."""
@@ -122,7 +122,7 @@ class _Block:
         self._block = block
         self._given: Callable[..., Any] | None = None
         """A forward of this very block's, which the user or a library has put there."""
-        self._drawn_from: Sequence[Generator] | None = None
+        self._drawn_from: Sequence[HostGenerator] | None = None
         """Generators that the block draws from and torch does not look after; None before it is known."""
 
     def put_on(self) -> None:
@@ -144,7 +144,7 @@ class _Block:
         if keeps_nothing or any(_is_filled(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
         names, count = tuple(kwargs), len(args)
-        then = _Start(block, HOST[:2] if self._drawn_from is None else self._drawn_from)
+        then = _Start(block, HOST_GENERATORS[:2] if self._drawn_from is None else self._drawn_from)
         is_again = False
 
         def run(*values: Any) -> Any:
@@ -169,7 +169,7 @@ class _Start:
     them, they would move twice, or the numbers would be others. So the second pass has copies of them, from before.
     """
 
-    def __init__(self, block: nn.Module, generators: Sequence[Generator]) -> None:
+    def __init__(self, block: nn.Module, generators: Sequence[HostGenerator]) -> None:
         self._buffers: _Buffers = [
             (layer, {name: None if one is None else one.detach().clone() for name, one in layer._buffers.items()})
             for layer in block.modules()
@@ -177,7 +177,7 @@ class _Start:
         ]
         self._states = [(generator, generator.state()) for generator in generators]
 
-    def moved(self) -> list[Generator]:
+    def moved(self) -> list[HostGenerator]:
         """The generators that are no longer where they were."""
         return [generator for generator, state in self._states if generator.moved(state, generator.state())]
 
@@ -193,7 +193,7 @@ class _Start:
             _set(buffers, states)
 
 
-def _set(buffers: _Buffers, states: Sequence[tuple[Generator, Any]]) -> None:
+def _set(buffers: _Buffers, states: Sequence[tuple[HostGenerator, Any]]) -> None:
     for layer, values in buffers:
         layer._buffers.update(values)
     for generator, state in states:

@@ -13,12 +13,12 @@ from torch import Tensor
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed, Plan
 from hotlap.data.batches import Batch
-from hotlap.data.dataset import Course
+from hotlap.data.dataset import OrderedDataset
 from hotlap.data.feeds import Feeding, open_feed, within_cores
 from hotlap.data.order import Epoch
-from hotlap.data.purity import is_live, proof_of, state_of
+from hotlap.data.purity import proof_of, reads_in_place, state_of
 from hotlap.data.read_state import ReadState
-from hotlap.data.resident import ResidentFeeding, held, packed, time_to_hold, why_not_held
+from hotlap.data.resident import ResidentFeeding, hold_on_device, packed, time_to_hold, why_not_held
 from hotlap.engine.step import Window
 from hotlap.machine.cuda import free_for_torch
 
@@ -36,15 +36,15 @@ class Place(NamedTuple):
 
 
 class Cursor:
-    """Windows of a course, in its order, brought as the plan in force says.
+    """Windows of a dataset, in its order, brought as the plan in force says.
 
     The plan may change between any two windows: the next one is then brought the new way, from the same place.
     """
 
     def __init__(
-        self, course: Course, plan: Callable[[], Plan], *, device: torch.device, ignored: int | None = None
+        self, dataset: OrderedDataset, plan: Callable[[], Plan], *, device: torch.device, ignored: int | None = None
     ) -> None:
-        self.course = course
+        self.dataset = dataset
         self.place = Place()
         self.epoch_windows = 0
         """Windows in the current epoch."""
@@ -58,7 +58,7 @@ class Cursor:
         """Told why data that was brought for other windows is not what it was."""
         self._state: ReadState | None = None
         self._seen: deque[Window] = deque(maxlen=SEEN)
-        self._all_count = ignored is not None and course.source.never_holds(ignored)
+        self._all_count = ignored is not None and dataset.source.never_holds(ignored)
         self._feeding: Feeding | None = None
         self._version = 0
         self._left = False
@@ -119,11 +119,11 @@ class Cursor:
         """Why the data cannot be held on the device beside so many bytes, or None where it can."""
         if self._resident:
             return None
-        return why_not_held(self.course.source, self._device, reserve_bytes=reserve_bytes)
+        return why_not_held(self.dataset.source, self._device, reserve_bytes=reserve_bytes)
 
     def holding_s(self) -> float:
         """About how many seconds it would take to hold the data on the device; 0 where it is there."""
-        return 0.0 if self._resident else time_to_hold(self.course.source, self._device)
+        return 0.0 if self._resident else time_to_hold(self.dataset.source, self._device)
 
     def leave(self) -> None:
         """Give the route up for another one."""
@@ -146,10 +146,10 @@ class Cursor:
         try:
             while epochs is None or self.place.epoch < epochs:
                 number = self.place.epoch
-                epoch = self.course.order.epoch(number)
+                epoch = self.dataset.order.epoch(number)
                 self.epoch_windows = len(epoch)
                 if epochs is None or number + 1 < epochs:
-                    self.course.order.draw_ahead(number + 1)
+                    self.dataset.order.draw_ahead(number + 1)
                 version, expected, count = -1, self.place, len(epoch)
                 stream: Iterator[Window] = iter(())
                 while (place := self.place).epoch == number and place.window < count:
@@ -183,7 +183,7 @@ class Cursor:
     @property
     def _may_look(self) -> bool:
         """Whether samples may be fetched that the training has not asked for."""
-        source = self.course.source
+        source = self.dataset.source
         return not source.computes or proof_of(source, may_draw=True).why_traces is None
 
     def _is_stale(self, is_new: bool, place: Place) -> bool:
@@ -191,12 +191,12 @@ class Cursor:
         begins = is_new and not place.window
         if self._state is None:
             self._watch()
-        elif not begins and self.course.feed.workers:
+        elif not begins and self.dataset.feed.workers:
             return False  # the user's own workers, too, see in the next epoch what changes in this one
         reason = self._why_stale(thorough=begins)
         if reason is None:
             return False
-        was_held = bool(self._resident) or not self.course.source.computes
+        was_held = bool(self._resident) or not self.dataset.source.computes
         self._renew()
         if was_held and self.on_change is not None:
             self.on_change(reason)
@@ -207,18 +207,18 @@ class Cursor:
             return None
         feed = self._plan().feed
         reads_anew = feed.kind in ("gather", "loader") and not feed.workers
-        return self._state.why_changed(thorough=thorough, live=reads_anew and is_live(self.course.source))
+        return self._state.why_changed(thorough=thorough, live=reads_anew and reads_in_place(self.dataset.source))
 
     def _renew(self) -> None:
         """Let go of what was brought, and see the data as it is now."""
         self.let_go()
-        self.course = self.course.renewed()
+        self.dataset = self.dataset.renewed()
         self._watch()
 
     def _watch(self) -> None:
         """Watch what the samples depend on, where they come of columns or copies, and not of the user's own feed."""
-        source, feed = self.course.source, self._plan().feed
-        is_copied = feed.kind == "resident" or (feed.kind == "loader" and feed != self.course.feed)
+        source, feed = self.dataset.source, self._plan().feed
+        is_copied = feed.kind == "resident" or (feed.kind == "loader" and feed != self.dataset.feed)
         self._state = state_of(source) if is_copied or not source.computes else None
 
     def _stream(self, epoch: Epoch, number: int, steps: int | None, room: Callable[[], int] | None) -> Iterator[Window]:
@@ -253,22 +253,22 @@ class Cursor:
             yield Window(whole, here, self._all_count)
 
     def _opened(self, plan: Plan) -> Feeding:
-        course = self.course
+        dataset = self.dataset
         if plan.feed.kind == "resident":
             layout = self._layout_held(plan)
             if layout not in self._resident:
                 if not self.keeps or self._is_memory_short():
                     self._resident = {}
-                columns = packed(held(course.source, self._device), images_last=layout == "channels_last")
+                columns = packed(hold_on_device(dataset.source, self._device), images_last=layout == "channels_last")
                 self._resident[layout] = ResidentFeeding(columns, self._device)
             return self._resident[layout]
         return self._parked.pop(plan.feed) if plan.feed in self._parked else self._new(plan.feed)
 
     def _new(self, feed: Feed) -> Feeding:
-        course, on_gpu = self.course, self._device.type == "cuda"
-        feed = within_cores(feed, course.feed.workers)
+        dataset, on_gpu = self.dataset, self._device.type == "cuda"
+        feed = within_cores(feed, dataset.feed.workers)
         return open_feed(
-            course.source, feed, seed=course.seed, on_gpu=on_gpu, device=self._device, extras=course.extras
+            dataset.source, feed, seed=dataset.seed, on_gpu=on_gpu, device=self._device, extras=dataset.extras
         )
 
     def _held_windows(
@@ -301,7 +301,7 @@ class Cursor:
             return False
         # Whose samples differ in size may have batches of other widths.
         bounds = [epoch.bounds(number, micro) for number in range(window, window + count)]
-        mine = {tuple(feeding.fitting(a, b) for a, b in pairwise(one)) for one in bounds} if feeding.varies else ()
+        mine = {tuple(feeding.at_width_of(a, b) for a, b in pairwise(one)) for one in bounds} if feeding.varies else ()
         return len(mine) < 2
 
     def _held_window(
@@ -314,7 +314,7 @@ class Cursor:
     @property
     def windows_here(self) -> int:
         """Windows in the epoch that the place is in, whether it has begun or not."""
-        return len(self.course.order.epoch(self.place.epoch))
+        return len(self.dataset.order.epoch(self.place.epoch))
 
     def look(self, plan: Plan, windows: Iterable[int]) -> Generator[Window, None, None]:
         """Some windows of the epoch that the place is in, one update each, as `plan` would bring them.
@@ -328,7 +328,7 @@ class Cursor:
             yield from (self._seen[window % len(self._seen)] for window in windows)
             return
         number, micro = self.place.epoch, plan.memory.micro_batch
-        epoch = self.course.order.epoch(number)
+        epoch = self.dataset.order.epoch(number)
         if plan.feed.kind == "resident":
             if self._why_stale(thorough=False) is not None:
                 self._renew()

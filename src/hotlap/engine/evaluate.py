@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from hotlap.core.errors import HotlapError, TrainingError
 from hotlap.core.plan import Plan
 from hotlap.data.batches import Batch, map_tensors, to_device
-from hotlap.data.dataset import Course, evaluation_course
+from hotlap.data.dataset import OrderedDataset, evaluation_dataset
 from hotlap.data.feeds import Feeding, open_feed
 from hotlap.data.purity import state_of
 from hotlap.data.read_state import ReadState
-from hotlap.data.resident import ResidentFeeding, held, why_not_held
+from hotlap.data.resident import ResidentFeeding, hold_on_device, why_not_held
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.rewiring import rewire
 from hotlap.engine.capture.captured_step import BatchError, shape_of
@@ -56,18 +56,18 @@ class Evaluator:
     ) -> dict[str, float]:
         """Loss and metrics by name, on the plan's own path. A batch that does not fit is halved until it does."""
         scores: dict[str, float] = self._without_a_trace(
-            lambda course, feeding: self._scores(course, feeding, metrics, plan), data, batch_size, collate, plan
+            lambda dataset, feeding: self._scores(dataset, feeding, metrics, plan), data, batch_size, collate, plan
         )
         return scores
 
     def outputs(self, data: Any, *, batch_size: int, collate: Any, plan: Plan) -> Any:
         """The model's outputs for all of `data`, in its order, on the host."""
         return self._without_a_trace(
-            lambda course, feeding: self._predictions(course, feeding, plan), data, batch_size, collate, plan
+            lambda dataset, feeding: self._predictions(dataset, feeding, plan), data, batch_size, collate, plan
         )
 
     def _without_a_trace(
-        self, work: Callable[[Course, Feeding], Any], data: Any, batch_size: int, collate: Any, plan: Plan
+        self, work: Callable[[OrderedDataset, Feeding], Any], data: Any, batch_size: int, collate: Any, plan: Plan
     ) -> Any:
         objective, device = self._objective, self._device
         modules = objective.modules
@@ -76,10 +76,10 @@ class Evaluator:
             module.eval()
         try:
             while True:
-                course, feeding = self._open(data, collate, batch_size, plan)
+                dataset, feeding = self._open(data, collate, batch_size, plan)
                 try:
                     with torch.no_grad(), Switches(plan.numerics, plan.execution, device):
-                        return work(course, feeding)
+                        return work(dataset, feeding)
                 except torch.OutOfMemoryError:
                     if batch_size == 1:
                         raise
@@ -99,32 +99,32 @@ class Evaluator:
             self._kept = None
         self._captured = {}
 
-    def _open(self, data: Any, collate: Any, size: int, plan: Plan) -> tuple[Course, Feeding]:
+    def _open(self, data: Any, collate: Any, size: int, plan: Plan) -> tuple[OrderedDataset, Feeding]:
         kept, wanted = self._kept, plan.feed.kind == "resident"
         if kept is not None and kept.is_for(data, collate, size, wanted):
             if kept.state is None or kept.state.why_changed(thorough=True) is None:
-                return kept.course, kept.feeding
+                return kept.dataset, kept.feeding
             self.close()  # the data is no longer what was held
         on_gpu = self._device.type == "cuda"
-        course = evaluation_course(data, batch_size=size, collate=collate, on_gpu=on_gpu)
+        dataset = evaluation_dataset(data, batch_size=size, collate=collate, on_gpu=on_gpu)
         # A third of what is free: the training needs the rest, and evaluation only runs now and then.
-        resident = wanted and why_not_held(course.source, self._device, reserve_bytes=self._two_thirds_free()) is None
+        resident = wanted and why_not_held(dataset.source, self._device, reserve_bytes=self._two_thirds_free()) is None
         feeding: Feeding = (
-            ResidentFeeding(held(course.source, self._device), self._device)
+            ResidentFeeding(hold_on_device(dataset.source, self._device), self._device)
             if resident
-            else open_feed(course.source, course.feed, on_gpu=on_gpu, device=self._device, extras=course.extras)
+            else open_feed(dataset.source, dataset.feed, on_gpu=on_gpu, device=self._device, extras=dataset.extras)
         )
-        if course.feed.persistent or resident:
+        if dataset.feed.persistent or resident:
             self.close()
-            state = state_of(course.source) if resident else None
-            self._kept = _Kept(data, collate, size, course, feeding, wanted, state)
-        return course, feeding
+            state = state_of(dataset.source) if resident else None
+            self._kept = _Kept(data, collate, size, dataset, feeding, wanted, state)
+        return dataset, feeding
 
     def _two_thirds_free(self) -> int:
         return 2 * free_for_torch(self._device) // 3 if self._device.type == "cuda" else 0
 
     def _scores(
-        self, course: Course, feeding: Feeding, metrics: Sequence[str] | Mapping[str, Any], plan: Plan
+        self, dataset: OrderedDataset, feeding: Feeding, metrics: Sequence[str] | Mapping[str, Any], plan: Plan
     ) -> dict[str, float]:
         objective, device = self._objective, self._device
         context = precision_context(plan.numerics, device, objective.modules)
@@ -132,7 +132,7 @@ class Evaluator:
         if "loss" in gathered:
             raise HotlapError("a metric called 'loss' hides the loss; give it another name")
         outputs = self._outputs(plan)
-        for batch, samples in self._batches(course, feeding):
+        for batch, samples in self._batches(dataset, feeding):
             if objective.is_criterion:
                 shared = outputs(batch)
                 with context():
@@ -147,19 +147,19 @@ class Evaluator:
                 metric.add(*shared, samples)
         return {"loss": totals.mean(), **{name: metric.result() for name, metric in gathered.items()}}
 
-    def _predictions(self, course: Course, feeding: Feeding, plan: Plan) -> Any:
+    def _predictions(self, dataset: OrderedDataset, feeding: Feeding, plan: Plan) -> Any:
         outputs = self._outputs(plan, predicting=True)
-        parts = [map_tensors(outputs(batch)[0], _on_host) for batch, _ in self._batches(course, feeding)]
+        parts = [map_tensors(outputs(batch)[0], _on_host) for batch, _ in self._batches(dataset, feeding)]
         joined = [_joined(column) for column in zip(*map(tensors_in, parts), strict=True)]
-        if course.is_sorted:
-            back = course.order.epoch(0).indices.argsort()
+        if dataset.is_sorted:
+            back = dataset.order.epoch(0).indices.argsort()
             joined = [column.index_select(0, back) for column in joined]
         columns = iter(joined)
         return map_tensors(parts[0], lambda _: next(columns))
 
-    def _batches(self, course: Course, feeding: Feeding) -> Iterator[tuple[Any, int]]:
+    def _batches(self, dataset: OrderedDataset, feeding: Feeding) -> Iterator[tuple[Any, int]]:
         """Batches on the device, and their samples."""
-        epoch = course.order.epoch(0)
+        epoch = dataset.order.epoch(0)
         indices = [epoch.pieces(window, None, tickets=feeding.tickets)[0] for window in range(len(epoch))]
         for asked, piece in zip(indices, feeding.pieces(indices, 0), strict=True):
             yield to_device(piece, self._device, non_blocking=True), len(asked)
@@ -216,7 +216,7 @@ class _Kept:
     data: Any
     collate: Any
     size: int
-    course: Course
+    dataset: OrderedDataset
     feeding: Feeding
     resident: bool
     """Whether it was to be held on the device."""

@@ -21,7 +21,7 @@ from hotlap.core.job_checks import is_whole, metric_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Feed, Plan
 from hotlap.data.batches import Batch, count_samples, cut
-from hotlap.data.dataset import Course, training_course
+from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.feeds import why_not
 from hotlap.data.purity import proof_of
 from hotlap.data.sources import Columns, Source
@@ -171,7 +171,7 @@ class Rig:
         if plan.execution.without:
             return f"execution.without={list(plan.execution.without)} is for scripts under `hotlap run` alone"
         if self._cursor is not None:
-            reason = why_not(self._cursor.course.source, feed, device=self.device)
+            reason = why_not(self._cursor.dataset.source, feed, device=self.device)
             if reason is None and feed.kind == "resident":
                 reason = self._cursor.why_not_resident(self._reserve())
             if reason:
@@ -307,7 +307,7 @@ class Rig:
     @property
     def shapes(self) -> int:
         """Shapes that whole batches have: as many as there are widths."""
-        source = self._cursor.course.source if self._cursor is not None else None
+        source = self._cursor.dataset.source if self._cursor is not None else None
         return max(1, len(source.widths)) if isinstance(source, Columns) else 1
 
     @property
@@ -323,7 +323,7 @@ class Rig:
     def cautions(self, plan: Plan) -> list[str]:
         """What a plan changes in the training beyond rounding, a line each; it is the user's to want that."""
         micro = plan.memory.micro_batch
-        if micro is None or (self._cursor is not None and micro >= self._cursor.course.batch_size):
+        if micro is None or (self._cursor is not None and micro >= self._cursor.dataset.batch_size):
             return []
         found = []
         if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in self.model.modules()):
@@ -340,7 +340,7 @@ class Rig:
     def _data_changed(self, why: str) -> None:
         """Told that the data is not what it was: it is brought anew a few times, then only as the user does."""
         assert self._cursor is not None
-        own = self._cursor.course.feed
+        own = self._cursor.dataset.feed
         if self.plan.feed in (own, Feed(kind="gather")):
             return  # which reads it where it lies
         self._changes += 1
@@ -355,7 +355,7 @@ class Rig:
         if self._changes <= MOST_CHANGES or self._cursor is None or plan.feed.kind == "gather":
             return plan
         execution = dataclasses.replace(plan.execution, replay_steps=1)
-        return dataclasses.replace(plan, feed=self._cursor.course.feed, execution=execution)
+        return dataclasses.replace(plan, feed=self._cursor.dataset.feed, execution=execution)
 
     def write_down(
         self,
@@ -418,7 +418,7 @@ class Rig:
         lasting = {name: value for name, value in settings.items() if name not in ("epochs", "steps")}
         given = self._feed_given
         if given is None or given[0] is not data or given[1] != lasting:
-            self.attach(training_course(job, workers=machine.workers_wanted(), on_gpu=self._on_gpu))
+            self.attach(training_dataset(job, workers=machine.workers_wanted(), on_gpu=self._on_gpu))
             self._feed_given = (data, lasting)
         elif self.place.window:  # left in the middle of an epoch: the next one begins
             self.place = Place(self.place.epoch + 1, 0, self.place.served)
@@ -426,30 +426,30 @@ class Rig:
         steps = None if job.steps is None else self.place.served + job.steps
         return self.windows(epochs=epochs, steps=steps)
 
-    def attach(self, course: Course) -> None:
-        """Train on a course from its beginning; without a plan of its own the rig feeds it as the user would."""
+    def attach(self, dataset: OrderedDataset) -> None:
+        """Train on a dataset from its beginning; without a plan of its own the rig feeds it as the user would."""
         if self._cursor is not None:
             self._cursor.leave()
             self._steps.forget()
         self._cursor, self._feed_given = (
-            Cursor(course, lambda: self.plan, device=self.device, ignored=self.objective.ignored),
+            Cursor(dataset, lambda: self.plan, device=self.device, ignored=self.objective.ignored),
             None,
         )
         self._cursor.on_change, self._changes = self._data_changed, 0
         if self._follows_user:
-            self.use(dataclasses.replace(self.plan, feed=course.feed), why="as the data is given")
+            self.use(dataclasses.replace(self.plan, feed=dataset.feed), why="as the data is given")
         reason = self.supports(self.plan)
         if reason:
             raise PlanError(reason)
-        if course.padding is not None:
-            shares = {"padding": course.padding.share, "padding_at_one_width": course.padding.share_at_one_width}
-            self.write_down("batches by length", "chosen", course.padding.line, figures=shares)
+        if dataset.padding is not None:
+            shares = {"padding": dataset.padding.share, "padding_at_one_width": dataset.padding.share_at_one_width}
+            self.write_down("batches by length", "chosen", dataset.padding.line, figures=shares)
 
     @property
     def source(self) -> Source:
         """Where the samples come from."""
         assert self._cursor is not None, "attach data first"
-        return self._cursor.course.source
+        return self._cursor.dataset.source
 
     def windows(
         self, *, epochs: int | None = None, steps: int | None = None, room: Callable[[], int] | None = None
@@ -598,8 +598,8 @@ class Rig:
 
     @property
     def _evaluation_batch(self) -> int:
-        course = self._cursor.course if self._cursor is not None else None
-        return EVAL_BATCHES * (self.plan.memory.micro_batch or (course.batch_size if course is not None else 16))
+        dataset = self._cursor.dataset if self._cursor is not None else None
+        return EVAL_BATCHES * (self.plan.memory.micro_batch or (dataset.batch_size if dataset is not None else 16))
 
     # --- state -----------------------------------------------------------------------------------
 

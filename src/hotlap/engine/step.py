@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.data.batches import Batch, map_tensors, to_device
-from hotlap.data.resident import Rows
+from hotlap.data.resident import PendingRows
 from hotlap.engine.assists.overlap import Overlap
 from hotlap.engine.capture.recording import intended_wait
 from hotlap.engine.layout import Layout
@@ -57,7 +57,7 @@ class Window:
     @property
     def is_held(self) -> bool:
         """Whether its samples are on the device, still to be gathered."""
-        return isinstance(self.pieces[0], Rows)
+        return isinstance(self.pieces[0], PendingRows)
 
 
 class EagerStep:
@@ -260,7 +260,7 @@ class EagerStep:
 
     def _here(self, batch: Batch) -> tuple[Batch, bool]:
         """The batch on the device as the model takes it, and whether its target is the one that was given."""
-        if type(batch) is Rows:
+        if type(batch) is PendingRows:
             batch = batch.gathered()
         elif self._moves:
             batch = to_device(batch, self._device, non_blocking=True)

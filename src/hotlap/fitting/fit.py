@@ -17,7 +17,7 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import logger
 from hotlap.core.units import show_seconds
-from hotlap.data.dataset import training_course
+from hotlap.data.dataset import training_dataset
 from hotlap.data.order import mix, seed_host
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
@@ -110,7 +110,7 @@ def fit(
     if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
         raise StoreError(f"both out={str(out)!r} and resume={str(resume)!r} are given; a resumed run keeps its folder")
     view = open_view(progress)
-    course = training_course(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
+    dataset = training_dataset(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
     randomness = Randomness(device)
     seed_host(mix(job.seed))
     if device.type == "cuda":
@@ -118,7 +118,7 @@ def fit(
     task: Task | None = None
     session: RunSession | None = None
     try:
-        task = set_up(job, course, chosen, device, view, save_every, tune_s)
+        task = set_up(job, dataset, chosen, device, view, save_every, tune_s)
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)
@@ -256,7 +256,7 @@ def go_on(task: Task, session: RunSession, *, allow_changes: bool, keep_plan: bo
             return ended
     if record is not None and record.ended is not None:
         _say_of_schedule(task, record.ended.asked)
-    if record is not None and session.checkpoints.none_yet():
+    if record is not None and session.checkpoints.none_completed():
         return _begin_again(task, session, record, allow_changes=allow_changes, keep_plan=keep_plan)
     return _go_on_from_checkpoint(task, session, record, allow_changes=allow_changes, keep_plan=keep_plan)
 
@@ -324,7 +324,7 @@ def _go_on_from_checkpoint(
     state = ProgressState(task, first=None if record is None else record.first, from_checkpoint=name)
     with unfit_checkpoint(name):
         loop = import_state(rig, checkpoint.files, task.memory.changes)
-        task.course.order.go_back(loop.get("order"))
+        task.dataset.order.restore_sampler(loop.get("order"))
         counts(*rig.place, rig.steps, rig.updates, rig.samples)
         rig.totals.mean()
         rig.ledger = state.put_back(loop)
@@ -355,7 +355,7 @@ def _refuse(folder: RunFolder, changed: list[str], allow_changes: bool) -> None:
 
 
 def _say_banner(task: Task, folder: RunFolder) -> None:
-    for line in banner(task.job, task.rig, task.course, task.total, folder.path):
+    for line in banner(task.job, task.rig, task.dataset, task.total, folder.path):
         task.voice.say(line)
     for caution in task.rig.cautions(task.rig.plan):
         task.voice.say(f"note   {caution}")

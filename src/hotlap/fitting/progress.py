@@ -19,7 +19,7 @@ from hotlap.core.errors import MachineError, did_you_mean
 from hotlap.core.job import Job
 from hotlap.core.terminal import clean, is_terminal, say, write
 from hotlap.core.units import show_rate, show_seconds
-from hotlap.data.dataset import Course
+from hotlap.data.dataset import OrderedDataset
 from hotlap.engine.rig import Rig
 
 
@@ -316,7 +316,7 @@ class Voice:
         self.say(f"warning: {problem}")
 
 
-def banner(job: Job, rig: Rig, course: Course, total: int, folder: Path) -> list[str]:
+def banner(job: Job, rig: Rig, dataset: OrderedDataset, total: int, folder: Path) -> list[str]:
     """The settings in force, before the first step."""
     trained = sum(p.numel() for p in rig.model.parameters() if p.requires_grad)
     device = (
@@ -324,9 +324,9 @@ def banner(job: Job, rig: Rig, course: Course, total: int, folder: Path) -> list
         if rig.device.type == "cuda"
         else f"{torch.get_num_threads()} CPU threads"
     )
-    batch = f"batch {course.batch_size}"
+    batch = f"batch {dataset.batch_size}"
     if job.accumulate > 1:
-        batch += f" × {job.accumulate} accumulated = {course.batch_size * job.accumulate} per update"
+        batch += f" × {job.accumulate} accumulated = {dataset.batch_size * job.accumulate} per update"
     length = (
         f"{job.epochs} epoch{'s' if job.epochs > 1 else ''} = {total:,} updates"
         if job.epochs is not None
@@ -335,8 +335,8 @@ def banner(job: Job, rig: Rig, course: Course, total: int, folder: Path) -> list
     return [
         f"hotlap {__version__} on {device}, torch {torch.__version__}",
         f"model  {type(job.model).__name__}, {trained:,} parameters in training",
-        f"data   {len(course.source):,} samples, {batch}, {length}",
-        *([f"       {course.padding.line}"] if course.padding is not None else []),
+        f"data   {len(dataset.source):,} samples, {batch}, {length}",
+        *([f"       {dataset.padding.line}"] if dataset.padding is not None else []),
         f"plan   {rig.plan}",
         f"run    {folder}",
     ]

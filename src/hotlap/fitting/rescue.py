@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Memory, Plan
-from hotlap.data.resident import Rows
+from hotlap.data.resident import PendingRows
 from hotlap.data.sources import tensors_in
 from hotlap.engine.blocks import checkpointed_blocks
 from hotlap.engine.capture.captured_step import CapturedStep
@@ -203,7 +203,7 @@ def _shape(window: Window) -> Hashable:
     """What tells windows apart by the memory that they need."""
     pieces = window.pieces
     first = pieces[0]
-    if type(first) is Rows:
+    if type(first) is PendingRows:
         return window.updates, *((id(piece.columns), piece.count) for piece in pieces)
     if len(pieces) == 1 and type(first) is tuple and type(first[-1]) is type(first[0]) is Tensor and len(first) == 2:
         return first[0].shape, first[1].shape  # the usual case, in every step: in a third of the time

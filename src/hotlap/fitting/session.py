@@ -183,7 +183,7 @@ class RunSession:
     def save(self, state: ProgressState, *, wait: bool = False) -> None:
         """Make a checkpoint of where the rig stands; it is written beside the training unless that is to `wait`."""
         rig, loop = self._task.rig, state.export(self._task.rig.ledger)
-        loop["order"] = self._task.course.order.saved()
+        loop["order"] = self._task.dataset.order.sampler_state()
         remembered, note = self._task.memory.found()
         if note is not None:
             self._task.voice.say(f"note   {note}")

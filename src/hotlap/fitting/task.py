@@ -19,7 +19,7 @@ from hotlap.core.job_checks import plateau_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.object_memory import Path, generators_in
 from hotlap.core.plan import Plan
-from hotlap.data.dataset import Course
+from hotlap.data.dataset import OrderedDataset
 from hotlap.data.sources import Columns, Selection, Source
 from hotlap.engine.augment import Augment, check_classes
 from hotlap.engine.rig import Rig
@@ -60,7 +60,7 @@ class Task:
     """What one call of `fit` is to train, and all that does not change while it does."""
 
     job: Job
-    course: Course
+    dataset: OrderedDataset
     rig: Rig
     voice: Voice
     save_every: int | None
@@ -133,7 +133,7 @@ def check_targets(augment: Augment, source: Source) -> None:
 
 def set_up(
     job: Job,
-    course: Course,
+    dataset: OrderedDataset,
     plan: Plan | Mapping[str, Any] | Ledger | str,
     device: torch.device,
     view: View,
@@ -142,7 +142,7 @@ def set_up(
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
-    total = job.steps if job.steps is not None else len(course.order.epoch(0)) * (job.epochs or 0)
+    total = job.steps if job.steps is not None else len(dataset.order.epoch(0)) * (job.epochs or 0)
     modes = Modes([job.model])
     rig = Rig(
         job.model,
@@ -162,9 +162,9 @@ def set_up(
         wrong = plateau_problems(rig.schedule.scheduler, job)
         if wrong:
             raise JobError(wrong)
-    rig.attach(course)
+    rig.attach(dataset)
     if isinstance(job.augment, Augment) and job.augment.mixes and job.prepare is None:
-        check_targets(job.augment, course.source)
+        check_targets(job.augment, dataset.source)
     own_plan = rig.plan
     if plan == EVERYTHING:
         _use_everything(rig)
@@ -172,12 +172,12 @@ def set_up(
         rig.use(plan if isinstance(plan, Plan) else rig.plan.but(**plan), why="given")
     return Task(
         job=job,
-        course=course,
+        dataset=dataset,
         rig=rig,
         voice=Voice(view),
         save_every=save_every,
         total=total,
-        identity=identity(job, course, rig.optimizer),
+        identity=identity(job, dataset, rig.optimizer),
         versions=machine.environment()["versions"],
         modes=modes,
         start_s=start_s,

@@ -217,7 +217,7 @@ class _Loop:
         try:
             checkpoint, _ = session.checkpoints.newest_good(until=good)
             loop = import_state(rig, checkpoint.files, self._task.memory.changes)
-            self._task.course.order.go_back(loop.get("order"))
+            self._task.dataset.order.restore_sampler(loop.get("order"))
             state.put_back(loop)
         except StoreError as error:
             self._voice.warn(f"{why}; another one is used from step {rig.steps:,} on ({error})")

@@ -11,7 +11,7 @@ from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.table import rows
-from hotlap.data.dataset import training_course
+from hotlap.data.dataset import training_dataset
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.fitting.progress import open_view
 from hotlap.fitting.task import TUNED, Task, set_up
@@ -38,7 +38,7 @@ def chooser_for(task: Task) -> PlanChooser:
         updates=task.total,
         most_s=task.tune_s,
         period=task.job.eval_every,
-        known=KnownPlans(rig, batch_size=task.course.batch_size),
+        known=KnownPlans(rig, batch_size=task.dataset.batch_size),
         found=found,
     )
 
@@ -73,11 +73,13 @@ def tune(job: Job, *, most_s: float = MOST_S, progress: bool = True) -> Found:
     """
     device = machine.choose_device(job.device)
     view = open_view(progress)
-    course = training_course(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
+    dataset = training_dataset(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
     randomness, modes = Randomness(device), Modes([job.model])
     try:
         # A schedule made for the job's own updates may refuse to go on beyond them, and takes no time to speak of.
-        task = set_up(dataclasses.replace(job, schedule=None), course, TUNED, device, view, save_every=0, tune_s=most_s)
+        task = set_up(
+            dataclasses.replace(job, schedule=None), dataset, TUNED, device, view, save_every=0, tune_s=most_s
+        )
         rig, before = task.rig, task.rig.snapshot()
         # For ever, as far as what pays is concerned: it is for runs to come.
         tuner = Tuner(rig, updates=max(task.total, FOREVER), most_s=most_s)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from hotlap.core.job import Job
-from hotlap.data.dataset import Course
+from hotlap.data.dataset import OrderedDataset
 from hotlap.data.sources import Columns
 from hotlap.guard.fingerprint import CODE, SHORT, Holdings, file_of, is_library, outside_of
 
@@ -28,12 +28,12 @@ _MOVED_BY_SCHEDULES = ("lr", "betas", "momentum")
 _BY_PLAN = ("fused", "foreach", "capturable")
 
 
-def identity(job: Job, course: Course, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def identity(job: Job, dataset: OrderedDataset, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """What makes this training this training, as JSON; `optimizer` is the one that the job's function made."""
     return {
         "settings": settings_of(job, optimizer),
         "code": code_of(job),
-        "data": data_of(job, course),
+        "data": data_of(job, dataset),
         "model": shapes_of(job.model),
         "held": held_by(job, optimizer),
         "held form": HELD_FORM,
@@ -135,11 +135,11 @@ def code_of(job: Job) -> dict[str, str]:
     return {name: _hash(*sorted(digests)) if len(digests) > 1 else min(digests) for name, digests in found.items()}
 
 
-def data_of(job: Job, course: Course) -> dict[str, Any]:
+def data_of(job: Job, dataset: OrderedDataset) -> dict[str, Any]:
     """How many samples there are, and a hash of what can be told of them without asking for any."""
     data = job.data.dataset if isinstance(job.data, DataLoader) else job.data
-    told = outside_of(course.source.tensors if isinstance(course.source, Columns) else data)
-    found: dict[str, Any] = {"samples": len(course.source), "sha256": _hash(told)}
+    told = outside_of(dataset.source.tensors if isinstance(dataset.source, Columns) else data)
+    found: dict[str, Any] = {"samples": len(dataset.source), "sha256": _hash(told)}
     if job.valid is not None:
         valid = job.valid.dataset if isinstance(job.valid, DataLoader) else job.valid
         found["validation sha256"] = _hash(outside_of(valid.tensors if type(valid) is TensorDataset else valid))

@@ -191,7 +191,7 @@ def batch_of_job(job: Job, *, name: str, most: int | None = None, seconds: float
 
 def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) -> BatchFound:
     effective = bench.job.effective_batch
-    own = bench.course.batch_size
+    own = bench.dataset.batch_size
     allowed = (1 - RESERVE) * bench.room_bytes
     most = min(bench.most, most or bench.most)
     began = Prior(size=own, why="your own")

@@ -19,7 +19,7 @@ from hotlap import machine
 from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.job import Job
 from hotlap.data.batches import Batch, to_device
-from hotlap.data.dataset import Course, training_course
+from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.sources import tensors_in
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
@@ -39,10 +39,10 @@ WARM, BLOCKS, BLOCK_S = 3, 5, 0.04
 class Bench:
     """A rig on which batches of any size are tried."""
 
-    def __init__(self, job: Job, course: Course, rig: Rig, kept: Kept) -> None:
-        self.job, self.course, self.rig, self._kept = job, course, rig, kept
+    def __init__(self, job: Job, dataset: OrderedDataset, rig: Rig, kept: Kept) -> None:
+        self.job, self.dataset, self.rig, self._kept = job, dataset, rig, kept
         self.device = rig.device
-        self.longest = longest_first(course.source)
+        self.longest = longest_first(dataset.source)
         self.room_bytes = room_on(self.device)
 
     @property
@@ -63,7 +63,7 @@ class Bench:
     @property
     def most(self) -> int:
         """The largest batch that the data can fill."""
-        return len(self.course.source)
+        return len(self.dataset.source)
 
     @property
     def least(self) -> int:
@@ -73,7 +73,7 @@ class Bench:
 
     def batch(self, size: int) -> Batch:
         """A batch of so many samples, the longest that there are."""
-        source, chosen = self.course.source, self.longest.order[:size]
+        source, chosen = self.dataset.source, self.longest.order[:size]
         if source.why_not_gather() is None:
             return source.gather(torch.from_numpy(chosen))
         return source.fetch(chosen.tolist(), self.job.seed, 0)
@@ -191,12 +191,12 @@ class Bench:
 def opened(job: Job) -> Iterator[Bench]:
     """A bench for the job; afterwards weights, optimizer, modes, randomness and device are as they were."""
     device = machine.choose_device(job.device)
-    course = training_course(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
+    dataset = training_dataset(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
     kept = Kept(job, device)
     try:
         # A schedule made for the job's own updates may refuse to go on beyond them.
         try:
-            task = set_up(dataclasses.replace(job, schedule=None), course, OFF, device, Silence(), save_every=0)
+            task = set_up(dataclasses.replace(job, schedule=None), dataset, OFF, device, Silence(), save_every=0)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -204,7 +204,7 @@ def opened(job: Job) -> Iterator[Bench]:
         if isinstance(task.rig.optimizer, torch.optim.LBFGS):
             raise TrainingError("LBFGS calls the model as often as it likes in an update: its steps cannot be compared")
         try:
-            yield Bench(job, course, task.rig, kept)
+            yield Bench(job, dataset, task.rig, kept)
         finally:
             task.rig.hand_back()
             task.rig.close()

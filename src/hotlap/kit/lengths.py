@@ -97,6 +97,6 @@ def size_of(sample: Any) -> int:
 def _read(source: Source, indices: np.ndarray[Any, Any]) -> list[Any]:
     kept = Randomness(torch.device("cpu"))
     try:
-        return source.aside().read(indices.tolist())
+        return source.for_probing().read(indices.tolist())
     finally:
         kept.restore()

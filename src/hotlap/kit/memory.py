@@ -151,7 +151,7 @@ class _Account:
 
     def __init__(self, bench: Bench, say: Say) -> None:
         self._bench, self._rig, self._say = bench, bench.rig, say
-        self._size = min(bench.course.batch_size, bench.most)
+        self._size = min(bench.dataset.batch_size, bench.most)
         self._window = bench.window(self._size, bench.job.accumulate)
 
     def found(self, name: str) -> MemoryFound:

@@ -202,7 +202,7 @@ class _Ways:
         self._rig.keep_plans()
         self._windows: Iterator[Window] = self._rig.windows()
         self._plan: Plan = self._rig.plan
-        self._varies = lengths_in(self._bench.course.source) is not None
+        self._varies = lengths_in(self._bench.dataset.source) is not None
         """Whether batches differ in width, so that laps are only alike over the very same ones."""
 
     def found(self, name: str) -> WorkersFound:
@@ -229,7 +229,7 @@ class _Ways:
             bare_s=bare_s,
             compared=comparison.estimate if comparison is not None else None,
             verdict=comparison.verdict if comparison is not None else None,
-            transforms=costs_of(self._bench.course.source.samples) if self._bench.course.source.computes else (),
+            transforms=costs_of(self._bench.dataset.source.samples) if self._bench.dataset.source.computes else (),
             notes=tuple(notes),
             writes=loader_words if isinstance(self._bench.job.data, DataLoader) else _plan_words,
         )

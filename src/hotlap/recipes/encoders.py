@@ -18,7 +18,7 @@ from torch import nn
 
 from hotlap.core.errors import DataError, JobError, MachineError, StoreError, shown
 from hotlap.core.terminal import logger
-from hotlap.data.sequences import MULTIPLE, rounded
+from hotlap.data.sequences import MULTIPLE, round_up
 from hotlap.data.texts import is_panic
 from hotlap.recipes import library_models
 from hotlap.recipes.library_models import CONFIG, first_words, library, read_config
@@ -246,7 +246,7 @@ def _from_scratch(
 ) -> Encoder:
     positions = int(config.get("max_position_embeddings") or 0)
     # RoBERTa counts positions from behind its padding token on, and batches are padded to a multiple.
-    config |= {"max_position_embeddings": max(positions, rounded(wanted.most) + 2), "pad_token_id": 0}
+    config |= {"max_position_embeddings": max(positions, round_up(wanted.most) + 2), "pad_token_id": 0}
     config.setdefault("type_vocab_size", 2)
     for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
         config.pop(name, None)

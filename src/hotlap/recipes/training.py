@@ -41,7 +41,7 @@ from hotlap.recipes.options import Options, as_file, exists, is_file, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
 from hotlap.store.files import read_text, write_text
 from hotlap.store.run_folder import RunFolder, finite
-from hotlap.store.weights import made_with, plain_state, save_state
+from hotlap.store.weights import build_with_weights, plain_state, save_state
 
 STATE, OPTIONS, REPORT, MODEL = "recipe.json", "options.toml", "report.json", "model.safetensors"
 CURVES, CONFUSION = "curves.svg", "confusion.svg"
@@ -276,7 +276,7 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
         if problem is not None:
             raise StoreError(f"{path} is damaged: {problem}; train again")
         reader = recipe_named(state["recipe"]).revive(state["reader"], folder)
-        model = made_with(partial(reader.model, state["model"]), folder / MODEL)
+        model = build_with_weights(partial(reader.model, state["model"]), folder / MODEL)
         if not isinstance(state["target"], str):
             raise TypeError(f"target={shown(state['target'])}")
         state["batch_size"]  # is needed later

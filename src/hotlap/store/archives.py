@@ -70,7 +70,7 @@ def unpack(archive: Path, into: Path, *, most_bytes: int = MOST_BYTES) -> Path:
     Refused with StoreError, before anything is written: names that lead out of the folder, links, devices, names
     given twice or differing only in case, encryption, more than 10,000 entries or `most_bytes`, and bombs.
     """
-    _refuse_filled(into)
+    _refuse_non_empty(into)
     new = into.with_name(f".new-{into.name}-{secrets.token_hex(8)}")
     try:
         with _opened(archive) as raw, zipfile.ZipFile(raw) as file:
@@ -124,7 +124,7 @@ def _opened(archive: Path) -> _Bounded:
     return _Bounded(io.FileIO(handle))
 
 
-def _refuse_filled(into: Path) -> None:
+def _refuse_non_empty(into: Path) -> None:
     try:
         if into.is_symlink() or (into.exists() and not into.is_dir()):
             raise StoreError(f"{into} is no folder; name a new one")

@@ -86,7 +86,7 @@ class Checkpoints:
                 f"{self._made.name} could not be written: {error.strerror or error}; {final.name} itself is whole"
             ) from error
 
-    def none_yet(self) -> bool:
+    def none_completed(self) -> bool:
         """Whether none was ever completed here, so that beginning at the start loses nothing. Tidy up first."""
         return not os.path.lexists(self._made) and not self.folder.is_symlink() and not self._found()
 

@@ -115,10 +115,10 @@ def tensors_from(content: bytes, name: str) -> dict[str, Tensor]:
     try:
         return load(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError, OverflowError) as error:
-        raise StoreError(f"{name} is {kind_of(content)}: {str(error).splitlines()[0]}") from None
+        raise StoreError(f"{name} is {file_kind(content)}: {str(error).splitlines()[0]}") from None
 
 
-def kind_of(content: bytes) -> str:
+def file_kind(content: bytes) -> str:
     """What a file that is no safetensors file seems to be, in words that say what to do."""
     if content[:2] == b"PK":
         return "a zip, as torch.save writes them, not safetensors; files that can hold code are never opened"

@@ -160,7 +160,7 @@ def load_into(model: nn.Module, path: str | Path) -> None:
     load_weights_into(unwrapped(model), load_weights(path))
 
 
-def made_with(make: Callable[[], nn.Module], path: str | Path) -> nn.Module:
+def build_with_weights(make: Callable[[], nn.Module], path: str | Path) -> nn.Module:
     """A model that `make` makes, with the weights of a file; no first weights are drawn, which takes seconds.
 
     Raises StoreError, before memory is taken, for a model that is many times larger than its weights.
@@ -169,7 +169,7 @@ def made_with(make: Callable[[], nn.Module], path: str | Path) -> nn.Module:
     size, held = bytes_of(make), sum(one.numel() * one.element_size() for one in weights.values())
     if size > MOST_BEYOND * held + MIB:
         raise StoreError(f"{path} has {show_bytes(held)} of weights, and its model would have {show_bytes(size)}")
-    with _Undrawn():
+    with _SkipRandomInit():
         model = make()
     load_weights_into(unwrapped(model), weights)
     return model
@@ -187,7 +187,7 @@ def bytes_of(make: Callable[[], nn.Module]) -> int:
     return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
 
 
-class _Undrawn(TorchFunctionMode):
+class _SkipRandomInit(TorchFunctionMode):
     """Inside, parameters that are to be filled with random numbers are left as they are."""
 
     def __torch_function__(
@@ -200,7 +200,7 @@ class _Undrawn(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def what_is(head: bytes) -> str:
+def describe_file(head: bytes) -> str:
     """What a file that is not safetensors seems to be by its first 512 bytes, and what to do about it."""
     if head[257:262] == b"ustar":
         return f"a tar archive, which can hold a pickle; {_CONVERT}"
@@ -226,7 +226,7 @@ def _check_head(file: BinaryIO, size: int, path: Path) -> None:
         raise StoreError(f"{path} is not safetensors: it is empty")
     if head[8:9] == b"{":
         raise StoreError(f"{path} is not a whole safetensors file: header of {length:,} bytes, file of {size:,}")
-    raise StoreError(f"{path} is not safetensors: {what_is(head)}")
+    raise StoreError(f"{path} is not safetensors: {describe_file(head)}")
 
 
 def _in_folder(folder: Path) -> list[Path]:

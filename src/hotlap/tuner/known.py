@@ -94,7 +94,7 @@ def _facts(rig: TunableTraining, batch_size: int) -> dict[str, Any]:
     on_gpu = rig.device.type == "cuda"
     # It is only asked where that leaves no trace.
     is_pure = why_not_pure(source) is None
-    sample = outline(source.aside().read([0])[0]) if is_pure else ()
+    sample = outline(source.for_probing().read([0])[0]) if is_pure else ()
     return {
         "format": FORMAT,
         "hotlap": __version__,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hotlap.core.plan import Plan
 from hotlap.data.batches import map_tensors
-from hotlap.data.resident import Rows
+from hotlap.data.resident import PendingRows
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import Window
@@ -64,7 +64,7 @@ class Windows:
         def copied(tensor: Tensor) -> Tensor:
             return tensor.clone() if tensor.device.type == device.type else tensor
 
-        pieces = [piece if isinstance(piece, Rows) else map_tensors(piece, copied) for piece in window.pieces]
+        pieces = [piece if isinstance(piece, PendingRows) else map_tensors(piece, copied) for piece in window.pieces]
         return Window(pieces, window.sizes, window.all_count, window.updates)
 
 

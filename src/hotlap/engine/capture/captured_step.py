@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
 from hotlap.data.batches import Batch, map_tensors
-from hotlap.data.resident import Rows, narrowed, sample_bytes
+from hotlap.data.resident import PendingRows, narrowed, sample_bytes
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
 from hotlap.engine.capture.fingerprint import QuickCheck, StateCheck, fingerprint, places_in
@@ -234,7 +234,7 @@ class CapturedStep:
 
     def _replay(self, graph: StepGraph, window: Window) -> Tensor:
         first = window.pieces[0]
-        if isinstance(first, Rows):
+        if isinstance(first, PendingRows):
             # (that its epoch is not over, `signature` has seen)
             if first.start != self._left.expected:
                 self._left.place.fill_(first.start)
@@ -388,7 +388,7 @@ class StepGraph:
             yield self._inputs
             return
         rows = window.pieces[0]
-        assert isinstance(rows, Rows)
+        assert isinstance(rows, PendingRows)
         chosen = rows.order.index_select(0, self._offsets + self._left.place)
         each = sum(window.sizes)
         at_once = rows.columns.gather(chosen) if self._at_once else None
@@ -412,7 +412,7 @@ def _in_pieces(batch: Batch, sizes: list[int]) -> list[Batch]:
 def signature(window: Window) -> Hashable | None:
     """What tells windows apart for a capture; None where one cannot be captured."""
     first = window.pieces[0]
-    if isinstance(first, Rows):
+    if isinstance(first, PendingRows):
         where = (id(first.columns), first.order.data_ptr())
         return ("rows", where, window.updates, tuple(window.sizes), window.all_count)
     try:

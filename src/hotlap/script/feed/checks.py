@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotlap.data.batches import Batch
-from hotlap.data.resident import spread
+from hotlap.data.resident import evenly_spread
 from hotlap.data.sources import Source, tensors_in
 from hotlap.script.feed.sending import Copy
 from hotlap.tuner.feed_gate import why_unlike
@@ -48,13 +48,13 @@ def why_no_samples(dataset: Any) -> str | None:
 def compared_indices(length: int, batch_size: int | None) -> list[list[int]]:
     """Index batches to compare: the first samples, some of all the data backwards, the last one, and one twice."""
     size = min(length, batch_size or COMPARED, COMPARED)
-    return [list(range(size)), spread(length, COMPARED)[::-1], [length - 1], [0, length - 1, 0]]
+    return [list(range(size)), evenly_spread(length, COMPARED)[::-1], [length - 1], [0, length - 1, 0]]
 
 
 def true_batch(source: Source, loader: DataLoader[Any], index: list[int], *, pinned: bool) -> Batch:
     """What the script's own dataset and collate function make of an index batch."""
     # Columns are not the script's own tensors but views of them, without what these have beside their numbers.
-    dataset = source.aside() if source.computes else Source(loader.dataset)
+    dataset = source.for_probing() if source.computes else Source(loader.dataset)
     batch = loader.collate_fn(dataset.read(index))
     return pin_memory(batch) if pinned else batch  # type: ignore[no-untyped-call]
 
@@ -88,7 +88,7 @@ class Compared:
     def why_other(self) -> str | None:
         """What a copy has other than its tensor; None where nothing."""
         for tensor, copy in self._pairs:
-            landed = copy.landed()
+            landed = copy.on_device()
             reason = why_unlike(tensor, landed.cpu(), "the copy on the device")
             if reason is None and landed.stride() != tensor.stride():
                 reason = f"the copy on the device has strides {landed.stride()}, not {tensor.stride()}"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from hotlap.core.plan import Feed
 from hotlap.core.units import MIB
 from hotlap.data.batches import Batch, map_tensors
-from hotlap.data.feeds import AHEAD, STAGES, Flight, Lane, Stage, WorkerStart, within_cores
+from hotlap.data.feeds import AHEAD, BUFFER_SETS, DeviceCopier, PendingCopy, PinnedBuffers, WorkerStart, within_cores
 from hotlap.data.sources import Columns, Selection, Source, tensors_in
 from hotlap.script.feed.indices import Block, Indices, Places
 from hotlap.script.feed.sending import Receives
@@ -81,7 +81,7 @@ class LikeLoader:
     def begin(self, indices: Iterator[Any]) -> Iterator[Batch]:
         """The batches at these indices; those of an earlier beginning are given up."""
         self._requests.indices = indices
-        with self._start.in_peace():
+        with self._start.without_collector():
             return self._iterate(self._loader)
 
     def as_own(self, batch: Batch) -> Batch:
@@ -234,12 +234,19 @@ class Streamed:
     """Batches indexed out of columns on the host and copied to the device ahead, on a stream of their own."""
 
     def __init__(
-        self, columned: Columned, indices: Iterator[Any], *, lane: Lane, sending: Receives, pinned: bool, stages: bool
+        self,
+        columned: Columned,
+        indices: Iterator[Any],
+        *,
+        copier: DeviceCopier,
+        sending: Receives,
+        pinned: bool,
+        stages: bool,
     ) -> None:
         """Without `stages`, batches lie in page-locked memory themselves; else they are copied there (`pinned`)."""
-        self._columned, self._take, self._lane, self._sending = columned, _takes(indices), lane, sending
-        self._stages = deque(Stage(pinned=pinned) for _ in range(STAGES if stages else 0))
-        self._coming: deque[tuple[Places, Batch, list[Flight]]] = deque()
+        self._columned, self._take, self._copier, self._sending = columned, _takes(indices), copier, sending
+        self._stages = deque(PinnedBuffers(pinned=pinned) for _ in range(BUFFER_SETS if stages else 0))
+        self._coming: deque[tuple[Places, Batch, list[PendingCopy]]] = deque()
 
     def __iter__(self) -> Self:
         return self
@@ -268,24 +275,24 @@ class Streamed:
             _give_up(flights)
         self._coming.clear()
 
-    def _sent(self, batch: Batch) -> tuple[Batch, list[Flight]]:
+    def _sent(self, batch: Batch) -> tuple[Batch, list[PendingCopy]]:
         tensors = tensors_in(batch)
         if not self._stages:
-            return batch, [self._lane.send(tensor) for tensor in tensors]
+            return batch, [self._copier.send(tensor) for tensor in tensors]
         stage = self._stages[0]
         self._stages.rotate(-1)
         stage.clear()
         # Memory that is used again must not be the script's inference mode's.
         with torch.inference_mode(False):
-            flights = [self._lane.send(stage.room(tuple(t.shape), t.dtype).copy_(t)) for t in tensors]
+            flights = [self._copier.send(stage.room(tuple(t.shape), t.dtype).copy_(t)) for t in tensors]
         if flights:
             stage.sent(flights[-1])  # one stream copies them all, in this order
         return batch, flights
 
 
-def _give_up(flights: list[Flight]) -> None:
+def _give_up(flights: list[PendingCopy]) -> None:
     for flight in flights:
-        flight.abandoned()
+        flight.discard()
 
 
 # --- copies ahead ----------------------------------------------------------------------------------------
@@ -307,7 +314,7 @@ class Copies:
     def __init__(self, source: Source, device: torch.device) -> None:
         self._source, self._device, self._is_cuda = source, device, device.type == "cuda"
         # Where samples differ in size, a batch is as wide as the widest in it.
-        self._goes_ahead = isinstance(source, Columns) and type(source).fitting is Columns.fitting
+        self._goes_ahead = isinstance(source, Columns) and type(source).at_width_of is Columns.at_width_of
         self._sample_bytes = 0
         self._block: Block | None = None
         self._ready: dict[int, list[Tensor | None]] = {}
@@ -395,9 +402,9 @@ class Part:
     def __init__(self, batch: _Gatherable, number: int) -> None:
         self._batch, self._number = batch, number
 
-    def landed(self) -> Tensor:
+    def on_device(self) -> Tensor:
         """The tensor on the device."""
         return self._batch.part(self._number)
 
-    def abandoned(self) -> None:
+    def discard(self) -> None:
         """Nothing was done for it."""

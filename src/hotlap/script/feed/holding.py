@@ -15,7 +15,7 @@ from hotlap.core.errors import DataError
 from hotlap.core.plan import Feed
 from hotlap.core.units import MIB
 from hotlap.data.batches import Batch
-from hotlap.data.resident import HOST, SENT_A_SECOND, bytes_needed, held, packed, time_to_hold, why_not_held
+from hotlap.data.resident import CPU, SENT_A_SECOND, bytes_needed, hold_on_device, packed, time_to_hold, why_not_held
 from hotlap.data.sources import Columns, Selection, Source, tensors_in
 from hotlap.machine.cuda import usable_bytes
 from hotlap.script.feed.feeds import Columned
@@ -41,7 +41,7 @@ class Holding:
     def why_not(self, feed: Feed) -> str | None:
         """Why the samples cannot be held as a feed needs them, or None where they can."""
         if self.columned is None and (self.learned is None or self.learned.missing == 1):  # else it has its memory
-            reason = why_not_held(self._source, HOST, reserve_bytes=0)
+            reason = why_not_held(self._source, CPU, reserve_bytes=0)
             if reason is not None:
                 return reason
         if feed.kind == "resident" and self.there is None:
@@ -53,10 +53,10 @@ class Holding:
         source = self._columns or self._source
         if kind == "resident" and self.there is not None:
             return 0.0
-        device = self._device if kind == "resident" else HOST
+        device = self._device if kind == "resident" else CPU
         if self.learned is not None and source.computes:
             sent_s = bytes_needed(source) / SENT_A_SECOND if kind == "resident" else 0.0
-            return self.learned.missing * self._time_to_hold(source, HOST) + sent_s
+            return self.learned.missing * self._time_to_hold(source, CPU) + sent_s
         return self._time_to_hold(source, device) if source.computes or kind == "resident" else 0.0
 
     def learn(self) -> Learned:
@@ -70,7 +70,7 @@ class Holding:
         # The script may be in any mode, and what is held outlives it.
         with torch.inference_mode(False), torch.no_grad():
             if self.columned is None:
-                like = default_collate(self._source.aside().read([0]))
+                like = default_collate(self._source.for_probing().read([0]))
                 self._columns = self._source
                 if self._source.computes:
                     self._columns = self._as_columns()
@@ -79,13 +79,13 @@ class Holding:
                 assert self._columns is not None
                 self._tensors = _tensors_of(self._columns)
                 self._versions = [tensor._version for tensor in self._tensors]
-                self.there = packed(held(self._columns, self._device), images_last=False)
+                self.there = packed(hold_on_device(self._columns, self._device), images_last=False)
 
     def _as_columns(self) -> Source:
         if self.learned is not None and self.learned.missing < 1:
             columns, self.learned = self.learned.columns(), None
             return columns
-        return Columns(tuple(held(self._source, HOST).tensors.values()))
+        return Columns(tuple(hold_on_device(self._source, CPU).tensors.values()))
 
     def is_same(self) -> bool:
         """Whether what is held on the device is what the host has: a script may write to its own tensors."""
@@ -100,9 +100,9 @@ class Holding:
 
     def _time_to_hold(self, source: Source, device: torch.device) -> float:
         name = f"time to hold on {device}"
-        if name not in source.probed:
-            source.probed[name] = time_to_hold(source, device)
-        return float(source.probed[name])
+        if name not in source.findings:
+            source.findings[name] = time_to_hold(source, device)
+        return float(source.findings[name])
 
 
 def _tensors_of(source: Source) -> list[Tensor]:
@@ -196,7 +196,7 @@ class Learned:
         return Selection(Columns(tuple(self._rooms)), torch.from_numpy(self._rows))
 
     def _fetched(self, places: _Numbers) -> list[Tensor]:
-        return tensors_in(default_collate(self._source.aside().read(places.tolist())))
+        return tensors_in(default_collate(self._source.for_probing().read(places.tolist())))
 
     def _keep(self, places: _Numbers, tensors: list[Tensor]) -> None:
         total, size = len(self._rows), len(places)

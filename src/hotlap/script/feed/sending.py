@@ -20,12 +20,12 @@ _ANY_GPU = torch.device("cuda")
 
 
 class Copy(Protocol):
-    """A copy of a tensor on the device, or what becomes one (see `hotlap.data.feeds.Flight`)."""
+    """A copy of a tensor on the device, or what becomes one (see `hotlap.data.feeds.PendingCopy`)."""
 
-    def landed(self) -> Tensor:
+    def on_device(self) -> Tensor:
         """The copy, for work that is launched from here on; asked for once."""
 
-    def abandoned(self) -> None:
+    def discard(self) -> None:
         """Nobody will come for it."""
 
 
@@ -99,7 +99,7 @@ class Sending:
         for tensor, copy in pairs:
             # Of inference tensors torch does not count who writes to them.
             if not self.installed or tensor.is_inference():
-                copy.abandoned()
+                copy.discard()
                 continue
             served = _Served(tensor, self._gone)
             served.key, served.version, served.pointer = id(tensor), tensor._version, tensor.data_ptr()
@@ -133,9 +133,9 @@ class Sending:
                 return None
             known, served.copy = served.copy, None
             if served() is not tensor or tensor.requires_grad or _is_written_to(tensor, served):
-                known.abandoned()
+                known.discard()
                 return None
-            copy = known.landed()
+            copy = known.on_device()
             if copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 return None
             if copy.is_inference() and not torch.is_inference_mode_enabled():
@@ -162,7 +162,7 @@ class Sending:
             copy, served.copy = served.copy, None
             if copy is not None and os.getpid() == self._home:  # CUDA does not live through a fork
                 try:
-                    copy.abandoned()
+                    copy.discard()
                 except Exception as error:
                     self._failed(error)
 

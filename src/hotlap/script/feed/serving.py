@@ -14,9 +14,9 @@ from hotlap.core.errors import PlanError, first_line
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
 from hotlap.data.dataset import as_source, loader_feed, own_collate
-from hotlap.data.feeds import CudaLane
+from hotlap.data.feeds import CudaCopier
 from hotlap.data.order import HostRandomness
-from hotlap.data.purity import GRADIENTS, is_live, proof_of, why_not_pure
+from hotlap.data.purity import GRADIENTS, proof_of, reads_in_place, why_not_pure
 from hotlap.data.read_state import ReadState
 from hotlap.data.sources import Source
 from hotlap.script.feed.checks import (
@@ -336,8 +336,8 @@ class Serving:
             return Gathered(holding.columned, indices)
         assert sending is not None  # supports has seen to it
         if feed.kind == "stream":
-            lane, stages = CudaLane(self.device), not self.own.pinned
-            return Streamed(holding.columned, indices, lane=lane, sending=sending, pinned=True, stages=stages)
+            copier, stages = CudaCopier(self.device), not self.own.pinned
+            return Streamed(holding.columned, indices, copier=copier, sending=sending, pinned=True, stages=stages)
         assert holding.there is not None, "it is held before it is used"
         return Resident(
             holding.columned,
@@ -467,7 +467,7 @@ class Serving:
             return None
         # Workers that stay never see what is written after they were started.
         live = (
-            is_live(self.source)
+            reads_in_place(self.source)
             and not self.own.persistent
             and all(feed.kind == "gather" or feed == self.own for feed in (self.feed, self.wanted))
         )
