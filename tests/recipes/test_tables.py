@@ -405,6 +405,12 @@ def test_names_that_come_twice_are_refused(written):
     assert refused(path) == f"{path} has the column 'a' 2 times (fields 1, 3); give each a name of its own"
 
 
+def test_a_name_that_comes_thousands_of_times_is_refused_in_a_short_line(written):
+    path = written(",".join(["a" * 1000] * 9000) + "\n" + ",".join(["1"] * 9000) + "\n")
+    assert "9,000 times (fields 1, 2, 3, 4 …); give" in refused(path)
+    assert len(refused(path)) < 300
+
+
 def test_a_column_that_is_not_there_is_named_with_one_that_is(written):
     path = written("text,label\na,b\n")
     with pytest.raises(DataError, match=re.escape(f"{path} has no column 'lable'; did you mean 'label'?")):

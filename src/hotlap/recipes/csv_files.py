@@ -211,8 +211,9 @@ class TextFile:
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             places = [str(place) for place, name in enumerate(names, 1) if name == twice[0]]
+            fields = ", ".join(places[:_LISTED]) + (" …" if len(places) > _LISTED else "")
             raise DataError(
-                f"{self.file} has the column {twice[0]!r} {len(places)} times (fields {', '.join(places)}); "
+                f"{self.file} has the column {shown(twice[0])} {len(places):,} times (fields {fields}); "
                 "give each a name of its own"
             )
         return tuple(
