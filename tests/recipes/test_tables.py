@@ -435,7 +435,7 @@ def test_folders_that_are_no_table_are_refused(written, tmp_path):
 def test_parquet_without_pyarrow_says_how_to_get_it(written, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     path = written(b"PAR1", "t.parquet")
-    assert refused(path) == f"{path} needs pyarrow; install it: pip install pyarrow"
+    assert refused(path) == f"{path} needs pyarrow: pip install hotlap[recipes]"
 
 
 def test_parquet_columns_are_what_they_say(tmp_path):

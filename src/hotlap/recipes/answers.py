@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hotlap.core.errors import StoreError, shown
 from hotlap.engine.rig import Rig
-from hotlap.recipes.recipe import Numbers
+from hotlap.recipes.recipe import Numbers, Reader
+from hotlap.recipes.scores import judge_of
 from hotlap.recipes.tables import PARQUET, Table, arrow_columns, libraries, plain_cells, write_parquet
 from hotlap.store.files import write_bytes, write_text
 
@@ -114,11 +115,10 @@ def outputs_of(
     return found
 
 
-class Threshold(NamedTuple):
-    """From which probability on a rare class is answered."""
-
-    rare: int
-    least: float
+def answers_of(reader: Reader, model: nn.Module, data: Any, *, batch_size: int, device: str) -> Numbers:
+    """What a model answers for each sample of `data`, in its order: probabilities of classes, or numbers."""
+    found = outputs_of(reader.forward, model, data, batch_size=batch_size, device=device)
+    return judge_of(reader.classes).answers(found)
 
 
 def check_name(path: Path, option: str, suffixes: Sequence[str]) -> None:

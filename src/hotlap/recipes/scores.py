@@ -1,118 +1,120 @@
-"""How good predictions are: scores of classes and of numbers, defined as scikit-learn defines them.
+"""How good answers are: scores by scikit-learn, a threshold for a rare class, and what a file of answers holds.
 
-Classes are whole numbers from 0 on. What is divided by nothing is 0, as the precision of a class that is never
-predicted; a ROC AUC of one class alone is nan.
+Answers are probabilities of classes, judged by macro-F1, or numbers, judged by RMSE. Classes are numbered from 0.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from hotlap.core.errors import DataError
 from hotlap.core.terminal import clean
+from hotlap.recipes.library_models import library
+from hotlap.recipes.recipe import Numbers
 
-Array = np.ndarray[Any, Any]
-CLASSES = "give a whole number from 0 on for the class of each row"
-
-
-class PerClass(NamedTuple):
-    """A value for each class."""
-
-    precision: Array
-    recall: Array
-    f1: Array
-    support: Array
-    """Rows of the class."""
-
-
-# --- classes -------------------------------------------------------------------------------------------
+RARE = 0.5
+"""A class with less than this part of an equal share of the samples gets its own threshold."""
+PARTS = 5
+"""Parts of the rows: hotlap judges each part by the threshold of the others."""
+SURE = 2.0
+"""Standard errors above which a difference is more than chance."""
+MISTAKES = 10
+"""Worst mistakes in a report."""
+LONGEST_NAME = 30
+"""Characters of a class name in a table."""
+Report = dict[str, Any]
 
 
-def confusion(target: Any, predicted: Any, classes: int | None = None) -> Array:
-    """How many rows of each class (down) were predicted as each (across)."""
-    target, predicted = _classes("target", target), _classes("predictions", predicted)
-    _refuse_unequal(target, predicted)
-    highest = int(max(target.max(), predicted.max()))
-    side = highest + 1 if classes is None else classes
-    if highest >= side:
-        raise DataError(f"there is a class {highest} among {side} classes; they are counted from 0")
-    counts = np.bincount(target * side + predicted, minlength=side * side)
-    return counts.reshape(side, side)
+class Threshold(NamedTuple):
+    """The probability from which on the model answers a rare class."""
+
+    rare: int
+    least: float
 
 
-def per_class(target: Any, predicted: Any, classes: int | None = None) -> PerClass:
-    """Precision, recall, F1 and number of rows of each class."""
-    return _per_class(confusion(target, predicted, classes))
+# --- scores --------------------------------------------------------------------------------------------
 
 
-def accuracy(target: Any, predicted: Any) -> float:
-    """The share of rows that were predicted right."""
-    table = confusion(target, predicted)
-    return float(table.trace() / table.sum())
+def report(target: Numbers, predicted: Numbers, scores: Numbers | None, classes: Sequence[str]) -> Report:
+    """All scores of predicted classes, as JSON holds them; with `scores` (probabilities) also log loss and ROC AUC.
 
-
-def macro_f1(target: Any, predicted: Any) -> float:
-    """The mean of F1 over the classes that are there or were predicted."""
-    return _macro(confusion(target, predicted)).f1
-
-
-def weighted_f1(target: Any, predicted: Any) -> float:
-    """The mean of F1 over classes, each as often as it is there."""
-    return _weighted(confusion(target, predicted)).f1
-
-
-def roc_auc(target: Any, scores: Any) -> float:
-    """The chance that a row of a class is scored above one of another; half of it for equal scores.
-
-    For two classes, scores of the second, or a column for each. For more, a column for each: the mean over
-    classes of one against the rest. A class that no row has does not count.
+    The macro mean is over the classes that occur in the target or the predictions. An undefined score is None.
     """
-    target, scores = _classes("target", target), _numbers("scores", scores)
-    _refuse_unequal(target, scores)
-    if scores.ndim == 1 or scores.shape[1] == 2:
-        return _auc(target == _second(target), scores if scores.ndim == 1 else scores[:, 1])
-    _refuse_beyond(target, scores.shape[1])
-    return float(np.mean([_auc(target == one, scores[:, one]) for one in np.unique(target)]))
+    metrics, labels = _metrics(), range(len(classes))
+    table = metrics.confusion_matrix(target, predicted, labels=labels)
+    each = metrics.precision_recall_fscore_support(target, predicted, labels=labels, zero_division=0)
+    support = table.sum(1)
+    macro, weighted = (_mean(each, weights) for weights in (table.sum(0) + support > 0, support))
+    found: Report = {
+        "rows": len(target),
+        "accuracy": float(table.trace() / len(target)),
+        "macro_f1": macro["f1"],
+        "weighted_f1": weighted["f1"],
+        "classes": {
+            name: {"precision": float(p), "recall": float(r), "f1": float(f), "support": int(n)}
+            for name, p, r, f, n in zip(classes, *each, strict=True)
+        },
+        "macro": macro,
+        "weighted": weighted,
+        "confusion": table.tolist(),
+    }
+    if scores is not None:
+        auc = roc_auc(target, scores)
+        found["roc_auc"] = auc if math.isfinite(auc) else None
+        found["log_loss"] = float(metrics.log_loss(target, scores, labels=labels))
+    return found
 
 
-def log_loss(target: Any, probabilities: Any) -> float:
-    """The mean of −log of the probability that was given to the true class.
+def number_report(target: Numbers, predicted: Numbers) -> Report:
+    """All scores of predicted numbers, as JSON holds them. SMAPE is from 0 to 2; a row of two zeros counts as 0."""
+    metrics, size = _metrics(), (np.abs(target) + np.abs(predicted)) / 2
+    off = np.abs(predicted - target)
+    return {
+        "rows": len(target),
+        "mae": float(metrics.mean_absolute_error(target, predicted)),
+        "rmse": float(metrics.root_mean_squared_error(target, predicted)),
+        "smape": float(np.divide(off, size, out=np.zeros(len(off)), where=size > 0).mean()),
+    }
 
-    For two classes, probabilities of the second, or a column for each. None is taken for less than the smallest
-    step of its type, so that a wrong answer of full certainty is very bad and not infinite.
+
+def roc_auc(target: Numbers, scores: Numbers) -> float:
+    """ROC AUC of the second of two classes, or the mean over the classes that occur of one against the rest.
+
+    `scores` has a column for each class, or is of the second of two alone. It is nan where all rows are of one class.
     """
-    target, given = _classes("target", target), _numbers("probabilities", probabilities)
-    _refuse_unequal(target, given)
-    if given.ndim == 1:
-        given = np.stack([1 - given, given], axis=1)
-    _refuse_beyond(target, given.shape[1])
-    least = float(np.finfo(given.dtype).eps)
-    chosen = np.clip(given[np.arange(len(target)), target], least, 1 - least)
-    return float(-np.log(chosen).mean())
+    metrics, present = _metrics(), np.unique(target)
+    if len(present) < 2:
+        return math.nan
+    if scores.ndim == 1:
+        return float(metrics.roc_auc_score(target, scores))
+    chosen = [1] if scores.shape[1] == 2 else present
+    return float(np.mean([metrics.roc_auc_score(target == one, scores[:, one]) for one in chosen]))
 
 
-def best_threshold(scores: Any, target: Any) -> float:
-    """The score from which on a row is best taken for class 1 of two, so that F1 of the rarer class is highest.
+def class_weights(target: Numbers, classes: int) -> Numbers:
+    """Weights that make all classes count alike: rows / (classes × rows of the class); 0 for a class without rows."""
+    counts = np.bincount(target, minlength=classes)
+    present = counts > 0
+    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 0.0)
 
-    It lies half way between two scores that were seen. Of equally good ones it is the highest.
+
+def best_threshold(scores: Numbers, is_rare: Numbers) -> float:
+    """The score from which on a row is best taken for the rare class: where its F1 is highest.
+
+    It lies half way between two scores of these rows. Of equally good thresholds it is the highest.
     """
-    scores, target = _numbers("scores", scores).astype(np.float64), _classes("target", target)
-    _refuse_unequal(target, scores)
-    if scores.ndim != 1 or target.max() > 1:
-        raise DataError(f"a threshold parts two classes, 0 and 1; there is class {int(target.max())}")
     values, place = np.unique(scores, return_inverse=True)
-    # Of rows at each score and above, how many are of class 1, and how many there are.
-    ones = np.bincount(place, weights=target, minlength=len(values))[::-1].cumsum()[::-1]
-    rows = np.bincount(place, minlength=len(values))[::-1].cumsum()[::-1]
-    ones, rows = np.append(ones, 0), np.append(rows, 0)
-    rare = int(target.sum() * 2 <= len(target))
-    hits = ones if rare else (len(target) - rows) - (ones[0] - ones)
-    taken = rows if rare else len(target) - rows
-    f1 = 2 * hits / np.maximum(1, taken + (target == rare).sum())
+    # Of the rows at each score and above: how many are of the rare class, and how many there are.
+    hits, taken = (
+        np.append(np.bincount(place, weights=weights, minlength=len(values))[::-1].cumsum()[::-1], 0)
+        for weights in (is_rare, np.ones(len(place)))
+    )
+    f1 = 2 * hits / np.maximum(1, taken + is_rare.sum())
     best = len(f1) - 1 - int(f1[::-1].argmax())
     if best == 0:
         return float(values[0])
@@ -123,78 +125,12 @@ def best_threshold(scores: Any, target: Any) -> float:
     return float(middle if middle > below else above)
 
 
-def class_weights(target: Any, classes: int | None = None) -> Array:
-    """Weights with which all classes count alike: rows / (classes × rows of the class); 0 for one that has no rows."""
-    counts = np.bincount(_classes("target", target), minlength=classes or 0)
-    present = counts > 0
-    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 0.0)
-
-
-# --- numbers -------------------------------------------------------------------------------------------
-
-
-def mae(target: Any, predicted: Any) -> float:
-    """The mean absolute error."""
-    target, predicted = _both(target, predicted)
-    return float(np.abs(predicted - target).mean())
-
-
-def rmse(target: Any, predicted: Any) -> float:
-    """The square root of the mean squared error."""
-    target, predicted = _both(target, predicted)
-    return float(np.sqrt(np.square(predicted - target).mean()))
-
-
-def smape(target: Any, predicted: Any) -> float:
-    """The mean of |error| / mean of |target| and |prediction|, from 0 to 2; 0 where both are 0."""
-    target, predicted = _both(target, predicted)
-    size = (np.abs(target) + np.abs(predicted)) / 2
-    return float(np.divide(np.abs(predicted - target), size, out=np.zeros_like(size), where=size > 0).mean())
-
-
-# --- all of them ---------------------------------------------------------------------------------------
-
-
-def report(target: Any, predicted: Any, scores: Any = None, classes: Sequence[str] = ()) -> dict[str, Any]:
-    """All scores of predicted classes as JSON holds them; with `scores` (probabilities) also log loss and ROC AUC.
-
-    A score that is none is None. `told` makes lines for people of it.
-    """
-    table = confusion(target, predicted, len(classes) or None)
-    names = tuple(classes) or tuple(map(str, range(len(table))))
-    each, macro, weighted = _per_class(table), _macro(table), _weighted(table)
-    found: dict[str, Any] = {
-        "rows": int(table.sum()),
-        "accuracy": float(table.trace() / table.sum()),
-        "macro_f1": macro.f1,
-        "weighted_f1": weighted.f1,
-        "classes": {
-            name: {"precision": float(p), "recall": float(r), "f1": float(f), "support": int(n)}
-            for name, p, r, f, n in zip(names, *each, strict=True)
-        },
-        "macro": macro._asdict(),
-        "weighted": weighted._asdict(),
-        "confusion": table.tolist(),
-    }
-    if scores is not None:
-        auc = roc_auc(target, scores)
-        found["roc_auc"] = auc if math.isfinite(auc) else None
-        found["log_loss"] = log_loss(target, scores)
-    return found
-
-
-def number_report(target: Any, predicted: Any) -> dict[str, Any]:
-    """All scores of predicted numbers, as JSON holds them."""
-    said = {"mae": mae(target, predicted), "rmse": rmse(target, predicted), "smape": smape(target, predicted)}
-    return {"rows": len(np.asarray(target)), **said}
-
-
-def told(found: dict[str, Any]) -> list[str]:
-    """The lines of a report for people: a table of classes where there are any, and the scores of all rows."""
+def report_lines(found: Report) -> list[str]:
+    """A report for people: a table of the classes, if there are any, and the scores of all rows in a line."""
     plain = {"accuracy": "accuracy", "macro_f1": "macro F1", "weighted_f1": "weighted F1", "roc_auc": "ROC AUC"}
     plain |= {"log_loss": "log loss", "mae": "MAE", "rmse": "RMSE", "smape": "SMAPE"}
-    said = [f"{words} {found[name]:.4g}" for name, words in plain.items() if found.get(name) is not None]
-    last = f"{' · '.join(said)} ({found['rows']:,} rows)"
+    figures = [f"{words} {found[name]:.4g}" for name, words in plain.items() if found.get(name) is not None]
+    last = f"{' · '.join(figures)} ({found['rows']:,} rows)"
     if "classes" not in found:
         return [last]
     rows = [*found["classes"].items(), ("macro mean", found["macro"]), ("weighted mean", found["weighted"])]
@@ -202,102 +138,189 @@ def told(found: dict[str, Any]) -> list[str]:
     width = max(map(len, labels))
     lines = [f"{'':<{width}}  precision  recall      F1     rows"]
     for label, (_, one) in zip(labels, rows, strict=True):
-        figures = f"{one['precision']:9.3f}  {one['recall']:6.3f}  {one['f1']:6.3f}  {one['support']:7,}"
-        lines.append(f"{label:<{width}}  {figures}")
+        row = f"{one['precision']:9.3f}  {one['recall']:6.3f}  {one['f1']:6.3f}  {one['support']:7,}"
+        lines.append(f"{label:<{width}}  {row}")
     return [*lines, last]
 
 
-class _Mean(NamedTuple):
-    precision: float
-    recall: float
-    f1: float
-    support: int
-
-
-def _per_class(table: Array) -> PerClass:
-    hits, predicted, support = table.diagonal(), table.sum(0), table.sum(1)
-    return PerClass(_share(hits, predicted), _share(hits, support), _share(2 * hits, predicted + support), support)
-
-
-def _macro(table: Array) -> _Mean:
-    """Over the classes that are there or were predicted."""
-    return _mean(table, (table.sum(0) + table.sum(1) > 0).astype(np.int64))
-
-
-def _weighted(table: Array) -> _Mean:
-    return _mean(table, table.sum(1))
-
-
-def _mean(table: Array, weights: Array) -> _Mean:
-    precision, recall, f1 = (float(np.average(values, weights=weights)) for values in _per_class(table)[:3])
-    return _Mean(precision, recall, f1, int(table.sum()))
-
-
-def _share(part: Array, whole: Array) -> Array:
-    return np.divide(part, whole, out=np.zeros(len(whole)), where=whole > 0)
-
-
-def _second(target: Array) -> int:
-    if target.max() > 1:
-        raise DataError(f"scores of one class are for two classes, and there is class {int(target.max())}")
-    return 1
-
-
-def _auc(positive: Array, scores: Array) -> float:
-    ones = int(positive.sum())
-    others = len(positive) - ones
-    if not ones or not others:
-        return math.nan
-    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = np.cumsum(counts) - (counts - 1) / 2  # equal scores share the mean of their ranks
-    return float((ranks[place[positive]].sum() - ones * (ones + 1) / 2) / (ones * others))
+def _mean(each: Sequence[Numbers], weights: Numbers) -> dict[str, Any]:
+    means = {
+        name: float(np.average(values, weights=weights))
+        for name, values in zip(("precision", "recall", "f1"), each, strict=False)
+    }
+    return {**means, "support": int(each[3].sum())}
 
 
 def _label(name: str) -> str:
     words = clean(name)
-    return words if len(words) <= 30 else f"{words[:28]} …"
+    return words if len(words) <= LONGEST_NAME else f"{words[: LONGEST_NAME - 2]} …"
 
 
-# --- what goes in --------------------------------------------------------------------------------------
+def check_installed() -> None:
+    """Raise MachineError where scikit-learn is missing, without the second that its import takes."""
+    if importlib.util.find_spec("sklearn") is None:
+        _metrics()
 
 
-def _classes(name: str, values: Any) -> Array:
-    found = np.asarray(values)
-    if found.dtype == bool:
-        found = found.astype(np.int64)
-    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
-        raise DataError(f"the {name} of shape {found.shape} and type {found.dtype} cannot be classes; {CLASSES}")
-    if found.min() < 0:
-        raise DataError(f"there is {found.min()} in the {name}; {CLASSES}")
-    return found.astype(np.int64)
+def _metrics() -> Any:
+    return library("sklearn.metrics", "a recipe", "hotlap[recipes]")
 
 
-def _numbers(name: str, values: Any) -> Array:
-    found = np.asarray(values)
-    if found.dtype.kind in "iub":
-        found = found.astype(np.float64)
-    if found.ndim not in (1, 2) or not len(found) or found.dtype.kind != "f":
-        raise DataError(f"the {name} of shape {found.shape} and type {found.dtype} cannot be numbers; give one a row")
-    cells = found.reshape(len(found), -1)
-    wrong = np.flatnonzero(~np.isfinite(cells).all(1))
-    if len(wrong):
-        cell = next(cell for cell in cells[wrong[0]] if not np.isfinite(cell))
-        raise DataError(f"there is {cell} in row {wrong[0] + 1:,} of the {name}, the first of {len(wrong):,} such rows")
+# --- judges --------------------------------------------------------------------------------------------
+
+
+def judge_of(classes: Sequence[str]) -> Judge:
+    """The judge of answers that are one of these classes; without classes, of numbers."""
+    return ByClass(tuple(classes)) if classes else ByNumber()
+
+
+class ByClass:
+    """Answers are probabilities of classes."""
+
+    columns = (("accuracy", "accuracy"), ("macro-F1", "macro_f1"))
+
+    def __init__(self, classes: tuple[str, ...]) -> None:
+        self._classes = classes
+
+    def answers(self, outputs: Tensor) -> Numbers:
+        """The probability of each class."""
+        found: Numbers = outputs.double().softmax(1).numpy()
+        return found
+
+    def threshold(self, answers: Numbers, target: Numbers) -> Threshold | None:
+        """From where on the rarest class is answered, if it is rare: others come as they are likely."""
+        counts = np.bincount(target, minlength=answers.shape[1])
+        # Fewer rows than there are parts are too few to say which threshold suits them.
+        rare = int(np.where(counts >= PARTS, counts, len(target)).argmin())
+        ours, theirs = counts[rare], len(target) - counts[rare]
+        if not PARTS <= ours < RARE * len(target) / len(counts):
+            return None
+        # By chance alone a threshold that suits these rows would be found, too.
+        spread = ((len(target) + 1) / (12 * ours * theirs)) ** 0.5
+        if roc_auc(target == rare, answers[:, rare]) <= 0.5 + SURE * spread:
+            return None
+        found = Threshold(rare, _parting(answers, target, rare))
+        plain, parted = (self.report(target, answers, one) for one in (None, found))
+        return found if self.score(parted) > self.score(plain) else None
+
+    def report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
+        """All scores, those of the probabilities too; where there is a threshold, each row by that of others."""
+        if threshold is None:
+            return report(target, chosen(answers, None), answers, self._classes)
+        found = report(target, parted_by_others(answers, target, threshold.rare), answers, self._classes)
+        return {**found, "threshold": {"class": self._classes[threshold.rare], "least": threshold.least}}
+
+    def rule_report(self, target: Numbers, answers: Numbers) -> Report:
+        """All scores of classes."""
+        return report(target, answers, None, self._classes)
+
+    def score(self, report: Report) -> float:
+        """Macro-F1."""
+        return float(report["macro_f1"])
+
+    def may_be_chance(self, rules: Sequence[Report], rows: int) -> bool:
+        """By accuracy, which is a share of rows."""
+        right = [said["accuracy"] for said in rules]
+        return bool(max(right) <= right[0] + SURE * (right[0] * (1 - right[0]) / rows) ** 0.5)
+
+    def written(self, name: str, answers: Numbers, threshold: Threshold | None, *, all_of_it: bool) -> dict[str, Any]:
+        """The class, and the probability of each where all of it is wanted."""
+        words = np.asarray(self._classes, dtype=object)[chosen(answers, threshold)]
+        columns: dict[str, Any] = {name: words.tolist()}
+        if all_of_it:
+            columns |= {f"{name}_{one}": answers[:, number].tolist() for number, one in enumerate(self._classes)}
+        return columns
+
+    def worst(
+        self, target: Numbers, answers: Numbers, threshold: Threshold | None, shown: Callable[[int], str]
+    ) -> list[Mapping[str, Any]]:
+        """The samples of which it was surest and wrong."""
+        sure = answers[np.arange(len(answers)), target]
+        answered = chosen(answers, threshold)
+        wrong = np.flatnonzero(answered != target)
+        return [
+            {
+                "sample": shown(int(at)),
+                "true": self._classes[int(target[at])],
+                "answered": self._classes[int(answered[at])],
+                "probability_of_the_true_one": float(sure[at]),
+            }
+            for at in wrong[np.argsort(sure[wrong], kind="stable")][:MISTAKES]
+        ]
+
+
+def chosen(answers: Numbers, threshold: Threshold | None) -> Numbers:
+    """The class of each row: the likeliest; where there is a threshold, the rare one from it on, else one of others."""
+    if threshold is None:
+        likeliest: Numbers = answers.argmax(1)
+        return likeliest
+    is_rare = answers[:, threshold.rare] >= threshold.least
+    others = answers.copy()
+    others[:, threshold.rare] = -1
+    return np.where(is_rare, threshold.rare, others.argmax(1))
+
+
+def parted_by_others(answers: Numbers, target: Numbers, rare: int) -> Numbers:
+    """The class of each row, by the threshold that suits the rows of all parts but its own: never by itself."""
+    parts = np.empty(len(target), dtype=np.int64)
+    for one in np.unique(target):  # as many of each class in each
+        rows = np.flatnonzero(target == one)
+        # Stretches: of two rows that follow each other, as windows of bars, one would tell the other's class.
+        parts[rows] = np.arange(len(rows)) * PARTS // len(rows)
+    found = np.empty_like(target)
+    for part in range(PARTS):
+        inside = parts == part
+        least = _parting(answers[~inside], target[~inside], rare)
+        found[inside] = chosen(answers[inside], Threshold(rare, least))
     return found
 
 
-def _both(target: Any, predicted: Any) -> tuple[Array, Array]:
-    target, predicted = _numbers("target", target), _numbers("predictions", predicted)
-    if target.shape != predicted.shape:
-        raise DataError(f"the target has shape {target.shape} and the predictions {predicted.shape}; give the same")
-    return target.astype(np.float64), predicted.astype(np.float64)
+def _parting(answers: Numbers, target: Numbers, rare: int) -> float:
+    return best_threshold(answers[:, rare], target == rare)
 
 
-def _refuse_unequal(target: Array, other: Array) -> None:
-    if len(target) != len(other):
-        raise DataError(f"the target has {len(target):,} rows and what is compared with it {len(other):,}")
+class ByNumber:
+    """Answers are numbers."""
+
+    columns = (("MAE", "mae"), ("RMSE", "rmse"))
+
+    def answers(self, outputs: Tensor) -> Numbers:
+        """The one number of each row."""
+        found: Numbers = outputs.double().reshape(len(outputs)).numpy()
+        return found
+
+    def threshold(self, answers: Numbers, target: Numbers) -> None:
+        """There is none."""
+
+    def report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
+        """All scores of numbers."""
+        return number_report(target, answers)
+
+    def rule_report(self, target: Numbers, answers: Numbers) -> Report:
+        """The same."""
+        return number_report(target, answers)
+
+    def score(self, report: Report) -> float:
+        """The lower the root of the mean square, the better."""
+        return -float(report["rmse"])
+
+    def may_be_chance(self, rules: Sequence[Report], rows: int) -> bool:
+        """Where even the mean, the simplest rule, is not beaten."""
+        return True
+
+    def written(self, name: str, answers: Numbers, threshold: Threshold | None, *, all_of_it: bool) -> dict[str, Any]:
+        """The number."""
+        return {name: answers.tolist()}
+
+    def worst(
+        self, target: Numbers, answers: Numbers, threshold: Threshold | None, shown: Callable[[int], str]
+    ) -> list[Mapping[str, Any]]:
+        """The samples whose answers are furthest off."""
+        off = np.abs(answers - target)
+        return [
+            {"sample": shown(int(at)), "true": float(target[at]), "answered": float(answers[at])}
+            for at in np.argsort(-off, kind="stable")[:MISTAKES]
+        ]
 
 
-def _refuse_beyond(target: Array, columns: int) -> None:
-    if target.max() >= columns:
-        raise DataError(f"there is a class {int(target.max())}, and scores have {columns} columns: one for each class")
+Judge = ByClass | ByNumber

@@ -35,7 +35,7 @@ def libraries(file: Path) -> tuple[Any, Any]:
     try:
         return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
-        raise DataError(f"{file} needs pyarrow; install it: pip install pyarrow") from None
+        raise DataError(f"{file} needs pyarrow: pip install hotlap[recipes]") from None
 
 
 def _read(file: Path) -> Any:

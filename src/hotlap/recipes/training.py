@@ -22,13 +22,13 @@ from hotlap.fitting.fit import AnotherTrainingError, fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.machine.device import choose_device
-from hotlap.recipes import onnx_files, plots, scores
+from hotlap.recipes import onnx_files, plots
 from hotlap.recipes.answers import (
     TABLES,
     VECTORS,
     Answered,
-    Threshold,
     answered,
+    answers_of,
     check_name,
     kept_names,
     outputs_of,
@@ -36,9 +36,9 @@ from hotlap.recipes.answers import (
     write_answers,
     write_vectors,
 )
-from hotlap.recipes.judging import Report, answers_of, judge_of
 from hotlap.recipes.options import Options, as_file, exists, is_file, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
+from hotlap.recipes.scores import Report, Threshold, check_installed, judge_of, report_lines
 from hotlap.store.files import read_text, write_text
 from hotlap.store.run_folder import RunFolder, finite
 from hotlap.store.weights import build_with_weights, plain_state, save_state
@@ -80,6 +80,7 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
         raise UsageError(f"no data is named; give --data FILE ({recipe.expects})")
     _check_names(recipe, options, out)
     choose_device(options.device)
+    check_installed()
     if getattr(options, "onnx", False):
         onnx_files.libraries()  # what is missing is said before anything is trained
     prepared = recipe.prepare(options, say)
@@ -109,7 +110,7 @@ def _trained(
     _write(recipe, options, prepared, found, best, rules, folds, folder)
     if prepared.finish is not None:
         prepared.finish(best.name, revived(folder)[2], folder, say)
-    for line in scores.told(best.report):
+    for line in report_lines(best.report):
         say(line)
     if options.test:
         answers = folder / "predictions.csv"
