@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import functools
+import inspect
 import itertools
 import os
 import random
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 from torch.utils.data import default_collate, default_convert, get_worker_info
 
-from hotlap.data.code_objects import Objects, is_library
+from hotlap.data.code_objects import Objects
 from hotlap.data.code_values import (
     ITERATOR,
     NEW,
@@ -51,6 +52,7 @@ from hotlap.data.pure_calls import (
     FILE_METHODS,
     GENERATORS,
     LEAVES,
+    MAY_GIVE_NONE,
     METHODS_NEW,
     METHODS_SAME,
     MUTATORS,
@@ -61,11 +63,14 @@ from hotlap.data.pure_calls import (
     drawn_from,
     is_deterministic,
     is_drawn,
+    is_library,
     known_call,
 )
 from hotlap.data.read_state import is_content, is_fixed
 
 SYSTEMS = "draws from the system's randomness"
+_SPREADS = ("extend", "update")
+_ADDING = (*_SPREADS, "append", "insert", "setdefault", "add")
 MOST_ROUNDS = 8
 """Rounds of a loop until nothing new comes."""
 
@@ -107,6 +112,10 @@ class Calls(Objects):
             is_own |= isinstance(atom, Thing) and isinstance(atom.value, LEAVES)
             if not is_own:
                 raise RefusedError(what)
+
+    @abstractmethod
+    def grow(self, box: Box, added: Value) -> None:
+        """A container holds more from here on."""
 
     def call(self, function: Value, given: Given) -> Value:
         """What a call gives that may be made any number of times, as those of `map` are."""
@@ -183,8 +192,7 @@ class Calls(Objects):
         raise RefusedError(f"calls {_called_name(function)}, which is not known to compute and do nothing else")
 
     def _computed(self, function: Any, known: Known, given: Given) -> Value:
-        if "out" in given.names:
-            self.written_to(given.names["out"], f"writes with {known.name}")
+        self.written_to(_written_by(function, given), f"writes with {known.name}")
         if _is_in_place(function, given):
             self.written_to(given.all, f"writes to its data with {known.name}")
         is_fresh = self.plain(given.all, f"hands {known.name}")
@@ -212,33 +220,39 @@ class Calls(Objects):
         if is_drawn(name):
             return NEW
         is_fresh = self.plain(given.all, f"hands .{name}()") and owner.fresh
+        self.written_to(_written_by(getattr(np, name, None), given.before(NOTHING)), f"writes with .{name}()")
         if name in FILE_METHODS and isinstance(owner, Data) and owner.kind is not None and issubclass(owner.kind, Path):
             if name == "open" and not _reads_only(given.before(NOTHING)):
                 raise RefusedError("opens a file to write to it")
             self.reads_files = True
             return NEW
         # `tensor.add` computes; of sets, which `add` writes to, the way above is taken.
-        is_writing = (
-            name in MUTATORS - {"add"} or (name.endswith("_") and not name.startswith("_")) or "out" in given.names
-        )
+        is_writing = name in MUTATORS - {"add"} or (name.endswith("_") and not name.startswith("_"))
+        is_writing |= name == "resize" and isinstance(owner, Data) and owner.kind is np.ndarray
         if is_writing or "refcheck" in given.names:
             if not owner.fresh:
                 raise RefusedError(f"writes to its data with .{name}()")
             return NEW
         if name in METHODS_NEW:
-            return frozenset({Data("copy" not in given.names or is_fresh)})
+            may_share = "copy" in given.names or (name == "astype" and len(given.places) > 1)
+            found = frozenset({Data(not may_share or is_fresh)})
+            return found | thing(None) if name in MAY_GIVE_NONE else found
         if name in METHODS_SAME:
-            return frozenset({Data(is_fresh)})
+            found = frozenset({Data(is_fresh)})
+            return found | thing(None) if name in MAY_GIVE_NONE else found
         raise RefusedError(f"calls .{name}(), which is not known to compute and do nothing else")
 
     def _call_of_box(self, name: str, box: Box, given: Given) -> Value | None:
         """A method of a container; None where it is one that data has too."""
         if name == "sort" and given.names:
             raise RefusedError("sorts by a function")
-        if name in MUTATORS:
+        if name in MUTATORS or name == "rotate":
             if not box.fresh:
                 raise RefusedError(f"writes to a {box.kind.__name__} with .{name}()")
-            return box.parts if name in ("pop", "setdefault") else thing(None)
+            added = joined([given.all, *(self.iterate(one) for one in given.places if name in _SPREADS)])
+            if name in _ADDING:
+                self.grow(box, added)
+            return box.parts | added if name in ("pop", "setdefault") else thing(None)
         if name in ("items", "keys", "values"):
             return boxed(list, boxed(tuple, box.parts) if name == "items" else box.parts)
         if name in ("get", "__getitem__"):
@@ -464,6 +478,27 @@ def _call_deepcopy(follows: Calls, given: Given) -> Value:
     return NEW
 
 
+def _call_copy(follows: Calls, given: Given) -> Value:
+    """A copy of a container holds the very things that it holds, and that of a tensor lies in the same memory."""
+    found = Data(follows.plain(given.all, "copies"))
+    boxes = [
+        Box(atom.kind, atom.parts) if isinstance(atom, Box) else Box(type(atom.value), follows.elements_of(atom.value))
+        for atom in given.all
+        if isinstance(atom, Box)
+        or (isinstance(atom, Thing) and is_content(atom.value) and not isinstance(atom.value, (Tensor, np.ndarray)))
+    ]
+    return frozenset({found, *boxes})
+
+
+def _call_most(follows: Calls, given: Given) -> Value:
+    parts = follows.iterate(given.places[0]) if len(given.places) == 1 else joined(given.places)
+    if "key" in given.names:
+        follows.call(given.names["key"], Given([parts]))
+    else:
+        follows.plain(parts, "compares")
+    return joined([parts, given.names.get("default", NOTHING), given.rest, follows.entries_of(given.rest)])
+
+
 def _call_collate(follows: Calls, given: Given) -> Value:
     follows.plain(given.all, "collates")
     # Of texts lists, of dicts dicts, of pairs lists; all of it is made anew.
@@ -509,7 +544,9 @@ def _special() -> dict[Any, Callable[[Calls, Given], Value]]:
         torch.random.manual_seed: _call_seed,
         torch.set_rng_state: _call_set_state,
         copy.deepcopy: _call_deepcopy,
-        copy.copy: _call_deepcopy,
+        copy.copy: _call_copy,
+        max: _call_most,
+        min: _call_most,
         default_collate: _call_collate,
         default_convert: _call_collate,
         get_worker_info: _call_worker_info,
@@ -541,19 +578,44 @@ def _called_name(function: Any) -> str:
     return f"{home}.{name}" if home and home != "__main__" else str(name)
 
 
+@functools.lru_cache(maxsize=512)
+def _parameters(function: Any) -> tuple[str, ...]:
+    """The names of a function's parameters in their order, as far as it tells."""
+    if isinstance(function, np.ufunc):
+        return ("x",) * function.nin + ("out",) * function.nout
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of torch's functions, which take `out` by name alone
+        return ()
+
+
+def _written_by(function: Any, given: Given) -> Value:
+    """What a call may write to since it is to put its result there."""
+    names = _parameters(function)
+    found = [value for name, value in zip(names, given.places, strict=False) if name == "out"]
+    found += [value for name, value in given.names.items() if name in ("out", "dst")]
+    found += [given.rest] if "out" in names else []
+    flat = joined([*found, given.more])
+    return joined([flat, *(atom.parts for atom in flat if isinstance(atom, Box))])
+
+
+_IN_PLACE = {"inplace": False, "in_place": False, "overwrite_input": False, "max_norm": None}
+"""Parameters by which functions are asked to write to what they are given, and what leaves it alone."""
+
+
 def _is_in_place(function: Any, given: Given) -> bool:
     """Whether a function may write to what it is given, since it is asked to."""
-    if not isinstance(function, types.FunctionType):
-        return False
-    code = function.__code__
-    names = code.co_varnames[: code.co_argcount]
-    if "inplace" in given.names:
-        value = given.names["inplace"]
-    elif "inplace" in names and names.index("inplace") < len(given.places):
-        value = given.places[names.index("inplace")]
-    else:
-        return "inplace" in names and bool(given.rest or given.more)
-    return only(value) is not False
+    names, harmless = _parameters(function), dict(_IN_PLACE)
+    if function is np.nan_to_num:
+        harmless["copy"] = True
+    placed = dict(zip(names, given.places, strict=False))
+    for name, value in harmless.items():
+        asked = given.names.get(name) or placed.get(name)
+        if asked is not None and asked != thing(value):
+            return True
+        if asked is None and name in names and (given.rest or given.more):
+            return True
+    return False
 
 
 def _reads_only(given: Given) -> bool:

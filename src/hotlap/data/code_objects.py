@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
 import os
-import sys
 import types
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -38,12 +36,13 @@ from hotlap.data.code_values import (
     only,
     thing,
 )
-from hotlap.data.pure_calls import GENERATORS, OWN_GENERATOR, is_plain_tensor
+from hotlap.data.pure_calls import GENERATORS, OWN_GENERATOR, is_library, is_plain_tensor
 from hotlap.data.read_state import MISSING, ReadState, is_content, is_fixed
 
 _PLAIN_LOOKUPS = (object.__getattribute__, types.FunctionType.__getattribute__, types.SimpleNamespace.__getattribute__)
 
-_SIMPLE = frozenset({int, float, bool, str, bytes, type(None), Tensor, np.ndarray})
+_NONE = type(None)
+_SIMPLE = frozenset({int, float, bool, str, bytes, _NONE, Tensor, np.ndarray})
 
 
 class Objects(ABC):
@@ -177,7 +176,7 @@ class Objects(ABC):
         if is_content(value):
             # Many alike make one case.
             return Box(type(value), self.elements_of(value), fresh=type(value) is tuple)
-        return Data(True) if is_fixed(value) else Thing(value)
+        return Data(True) if value is not None and is_fixed(value) else Thing(value)
 
     def subscript(self, value: Value, index: Value) -> Value:
         """What `value[index]` is."""
@@ -247,6 +246,8 @@ class Objects(ABC):
 
     def _attribute(self, atom: Atom, name: str) -> Value:
         match atom:
+            case Box() if atom.kind is tuple and not hasattr(tuple, name):  # a field of a named one
+                return atom.parts
             case Data() | Box():
                 return frozenset({Attr(name, atom)})
             case Attr():
@@ -366,16 +367,4 @@ def _simple(container: Any) -> Value | None:
     kinds = set(map(type, container))
     if not _SIMPLE.issuperset(kinds):
         return None
-    return frozenset(Data(kind not in (Tensor, np.ndarray)) for kind in kinds)
-
-
-@functools.cache
-def is_library(module: str | None) -> bool:
-    """Whether a module is Python's own or an installed one: those do not change while a script runs."""
-    root = (module or "builtins").partition(".")[0]
-    if root == "__main__":
-        return False
-    if root in sys.stdlib_module_names:
-        return True
-    file = str(getattr(sys.modules.get(root), "__file__", "") or "")
-    return "site-packages" in file or "dist-packages" in file
+    return frozenset(Thing(None) if kind is _NONE else Data(kind not in (Tensor, np.ndarray)) for kind in kinds)

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from hotlap.data.code_calls import MOST_ROUNDS, Calls
-from hotlap.data.code_objects import is_library
 from hotlap.data.code_values import (
     ITERATOR,
     NEW,
     NOTHING,
     NUMBER,
+    Atom,
     Attr,
     Box,
     Data,
@@ -49,14 +49,13 @@ from hotlap.data.code_values import (
     only,
     thing,
 )
-from hotlap.data.pure_calls import MUTATORS, TORCHS
+from hotlap.data.pure_calls import TORCHS, is_library
 from hotlap.data.read_state import MISSING, ReadState, UnreadableError, is_content
 from hotlap.data.source_text import Written, tree_of
 
 MOST_CALLS, MOST_DEPTH = 2000, 40
 """Calls that are followed, in all and within each other."""
 FILES = "reads files, which may change"
-_SPREADS = ("extend", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +109,8 @@ class _Follows(Calls):
         self.where = ""
         self._calls = 0
         self._depth = 0
+        self._live: list[Scope] = []
+        self._growths = 0
         self._running: set[Any] = set()
         self._known: dict[Any, Value] = {}
 
@@ -117,9 +118,9 @@ class _Follows(Calls):
         """What the samples are."""
         self.length(thing(samples))
         found = self.subscript(thing(samples), NUMBER)
-        if not is_content(samples) and self.of_class(samples, "__getitems__") is not MISSING:
-            together = self.call(self.attribute(thing(samples), "__getitems__"), Given([boxed(list, NUMBER)]))
-            found = joined([found, self.iterate(together)])
+        at_once = NOTHING if is_content(samples) else self.attribute(thing(samples), "__getitems__")
+        if at_once:
+            found = joined([found, self.iterate(self.call(at_once, Given([boxed(list, NUMBER)])))])
         self.plain(found, "gives")
         return found
 
@@ -147,14 +148,16 @@ class _Follows(Calls):
                    {name: self.read(one) for name, one in named.items()})  # fmt: skip
         self._running.add(key)
         self._depth += 1
-        was = self.where
+        was, growths = self.where, self._growths
         try:
             found = self._body(node, scope)
         finally:
             self._depth -= 1
             self._running.discard(key)
         self.where = was
-        self._known[key] = found
+        holds_more = self._growths != growths and not all(isinstance(atom, (Data, Thing)) for atom in given.all)
+        if not holds_more:  # else the next call may fill another container
+            self._known[key] = found
         # It stays as it is as long as it has this code and these defaults.
         self.state.slot(function, "__code__", function.__code__)
         self.state.slot(function, "__defaults__", function.__defaults__)
@@ -181,11 +184,13 @@ class _Follows(Calls):
 
     def _body(self, node: Written, scope: Scope) -> Value:
         scope.is_seeded = self.is_seeded
+        self._live.append(scope)
         if isinstance(node, ast.Lambda):
             found, ends = self.value(node.body, scope), True
         else:
             ends = self._block(node.body, scope)
             found = joined([*scope.returned, thing(None) if ends else NOTHING])
+        self._live.pop()
         if ends:
             self.left_as(scope.is_seeded)
         self.is_seeded = scope.is_seeded
@@ -258,7 +263,7 @@ class _Follows(Calls):
             case ast.Try():
                 return self._tried(node, scope)
             case ast.Assert():
-                self.value(node.test, scope)
+                self.truth(self.value(node.test, scope))
             case ast.Break() | ast.Continue():
                 scope.loops[-1].append(dict(scope.names))
                 self.left_as(scope.loops_seeded[-1])
@@ -308,7 +313,7 @@ class _Follows(Calls):
             if isinstance(node, ast.For):
                 self._assign(node.target, coming, scope)
             else:
-                self.value(node.test, scope)
+                self.truth(self.value(node.test, scope))
             if self._block(node.body, scope):
                 scope.loops[-1].append(scope.names)
                 self.left_as(was_seeded)
@@ -382,7 +387,7 @@ class _Follows(Calls):
                 self.value(target.slice, scope)
                 owner = self.value(target.value, scope)
                 self.written_to(owner, f"writes to {_shown(target)}")
-                self._put(target.value, owner, value, scope)
+                self._put(target.value, owner, value)
             case ast.Attribute():
                 raise RefusedError(f"sets {_shown(target)}")
             case _:
@@ -403,22 +408,34 @@ class _Follows(Calls):
             else:
                 self._assign(one, parts, scope)
 
-    def _put(self, node: ast.expr, owner: Value, value: Value, scope: Scope) -> None:
+    def _put(self, node: ast.expr, owner: Value, value: Value) -> None:
         """A container that the code has made holds more from here on."""
         if not any(isinstance(atom, Box) for atom in owner):
             self.plain(value, "stores")
             return
         if not isinstance(node, ast.Name):
             raise RefusedError("writes into a container within another")
-        boxes = frozenset(atom for atom in owner if isinstance(atom, Box))
-        grown = frozenset(Box(atom.kind, atom.parts | value) for atom in boxes)
-        scope.set(node.id, (owner - boxes) | grown)
-        at: Scope | None = scope
-        while at is not None:  # other names may stand for the same container
-            for name, known in list(at.names.items()):
-                if known & boxes:
-                    at.set(name, joined([known, grown]))
-            at = at.outer
+        for atom in owner:
+            if isinstance(atom, Box):
+                self.grow(atom, value)
+
+    def grow(self, box: Box, added: Value) -> None:
+        """A container holds more from here on: for every name, in whatever function, that may stand for it."""
+        if added <= box.parts:
+            return
+        self._growths += 1
+        grown = Box(box.kind, box.parts | added)
+        scopes: dict[int, Scope] = {}
+        for one in self._live:
+            at: Scope | None = one
+            while at is not None:
+                scopes[id(at)] = at
+                at = at.outer
+        for scope in scopes.values():
+            for name, known in list(scope.names.items()):
+                more = joined([known, *(_regrown(atom, box, grown) for atom in known)])
+                if more != known:
+                    scope.set(name, more)
 
     def _augmented(self, node: ast.AugAssign, scope: Scope) -> None:
         target = node.target
@@ -491,6 +508,8 @@ class _Follows(Calls):
                 return frozenset({Data(True, slice)})
             case ast.NamedExpr():
                 found = self.value(node.value, scope)
+                while scope.outer is not None and scope.outer.node is scope.node:  # out of comprehensions
+                    scope = scope.outer
                 self._assign(node.target, found, scope)
                 return found
             case ast.Starred():
@@ -528,14 +547,18 @@ class _Follows(Calls):
 
     def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope) -> Value:
         within = scope.inner()
+        self._live.append(within)
         for one in node.generators:
             self._assign(one.target, self.iterate(self.value(one.iter, within)), within)
             for test in one.ifs:
                 self.truth(self.value(test, within))
         if isinstance(node, ast.DictComp):
-            return boxed(dict, joined([self.value(node.key, within), self.value(node.value, within)]))
-        kinds: dict[type, type] = {ast.ListComp: list, ast.SetComp: set, ast.GeneratorExp: ITERATOR}
-        return boxed(kinds[type(node)], self.value(node.elt, within))
+            found = boxed(dict, joined([self.value(node.key, within), self.value(node.value, within)]))
+        else:
+            kinds: dict[type, type] = {ast.ListComp: list, ast.SetComp: set, ast.GeneratorExp: ITERATOR}
+            found = boxed(kinds[type(node)], self.value(node.elt, within))
+        self._live.pop()
+        return found
 
     def _unary(self, node: ast.UnaryOp, scope: Scope) -> Value:
         value = self.value(node.operand, scope)
@@ -630,20 +653,10 @@ class _Follows(Calls):
                 given.more = joined([given.more, self.entries_of(value)])
             else:
                 given.names[keyword.arg] = value
-        if isinstance(node.func, ast.Attribute):
-            self._grown(node.func, given, scope)
         # One function alone, called once, may seed for what comes after it.
         found = self._call(next(iter(function)), given) if len(function) == 1 else self.call(function, given)
         self.where = _place(scope.function, node)
         return found
-
-    def _grown(self, node: ast.Attribute, given: Given, scope: Scope) -> None:
-        """`rows.append(…)` and its like: what is in the container from here on."""
-        if node.attr in MUTATORS and isinstance(node.value, ast.Name):
-            owner = scope.names.get(node.value.id, NOTHING)
-            if any(isinstance(atom, Box) and atom.fresh for atom in owner):
-                added = joined([given.all, *(self.iterate(one) for one in given.places if node.attr in _SPREADS)])
-                self._put(node.value, owner, added, scope)
 
     def _super(self, scope: Scope) -> Value:
         code, at = scope.function.__code__, scope
@@ -673,6 +686,20 @@ def _loaded(target: ast.expr) -> ast.expr:
         case ast.Subscript():
             return ast.copy_location(ast.Subscript(target.value, target.slice, ast.Load()), target)
     return target
+
+
+def _regrown(atom: Atom, box: Box, grown: Box) -> Value:
+    """What an atom may be once a container has grown: that one, what holds it, or a method of it."""
+    if atom == box:
+        return frozenset({grown})
+    match atom:
+        case Box():
+            parts = joined([atom.parts, *(_regrown(one, box, grown) for one in atom.parts)])
+            return frozenset({Box(atom.kind, parts, atom.fresh)}) if parts != atom.parts else NOTHING
+        case Attr() if isinstance(atom.owner, Box):
+            owners = _regrown(atom.owner, box, grown)
+            return frozenset(Attr(atom.name, owner) for owner in owners if isinstance(owner, Box))
+    return NOTHING
 
 
 def _mangled(name: str, function: types.FunctionType) -> str:

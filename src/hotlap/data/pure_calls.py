@@ -50,15 +50,15 @@ _TORCH_NEW = _words("""
     dstack column_stack add sub mul div true_divide floor_divide remainder fmod pow sqrt rsqrt square exp exp2 log log2
     log10 log1p expm1 sin cos tan asin acos atan atan2 sinh cosh tanh sigmoid abs neg sign floor ceil round trunc frac
     clamp clip maximum minimum where sum mean std var prod max min amax amin argmax argmin norm cumsum cumprod matmul mm
-    bmm mv dot outer einsum eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not logical_xor
+    bmm mv dot outer eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not logical_xor
     bitwise_and bitwise_or bitwise_xor all any sort argsort topk unique bincount histc flip roll rot90 tril triu
     cross gather index_select masked_select take nonzero searchsorted bucketize nan_to_num
     block_diag combinations cdist lerp median mode repeat_interleave tile fft complex angle tril_indices triu_indices
 """)
 _TORCH_SAME = _words("""
-    as_tensor from_numpy asarray meshgrid squeeze unsqueeze reshape flatten ravel permute transpose t movedim swapaxes
-    broadcast_to split chunk unbind narrow select view_as_real view_as_complex is_tensor is_floating_point is_complex
-    numel get_default_dtype is_storage
+    as_tensor from_numpy asarray einsum meshgrid squeeze unsqueeze reshape flatten ravel permute transpose t movedim
+    swapaxes broadcast_to split chunk unbind narrow select view_as_real view_as_complex is_tensor is_floating_point
+    is_complex numel get_default_dtype is_storage
 """)
 _FUNCTIONAL = _words("""
     one_hot pad interpolate normalize relu gelu silu sigmoid tanh softmax log_softmax softplus elu leaky_relu embedding
@@ -67,16 +67,16 @@ _FUNCTIONAL = _words("""
 """)
 _NUMPY_NEW = _words("""
     array zeros ones full zeros_like ones_like full_like eye identity arange linspace logspace geomspace stack
-    concatenate hstack vstack dstack column_stack append insert delete repeat tile pad roll rot90 mean std var sum prod
-    min max amin amax ptp median percentile quantile argmax argmin argsort sort cumsum cumprod diff clip where
-    nonzero unique bincount histogram digitize searchsorted interp dot matmul inner outer einsum tensordot cross
+    concatenate hstack vstack dstack column_stack append insert delete repeat tile pad roll mean std var sum prod
+    min max amin amax ptp median percentile quantile argmax argmin argsort sort cumsum cumprod clip where
+    nonzero unique bincount histogram digitize searchsorted interp dot matmul inner outer tensordot cross
     nan_to_num round around take copy all any isin allclose array_equal count_nonzero nanmean nanstd nanmin nanmax
     convolve correlate tril triu meshgrid indices average gradient trapezoid
 """)
 _NUMPY_SAME = _words("""
-    asarray ascontiguousarray squeeze expand_dims reshape ravel transpose moveaxis swapaxes flip fliplr flipud
-    broadcast_to atleast_1d atleast_2d atleast_3d split array_split hsplit vsplit shape ndim size isscalar dtype
-    result_type frombuffer
+    asarray ascontiguousarray squeeze expand_dims reshape ravel transpose moveaxis swapaxes flip fliplr flipud rot90
+    einsum diff broadcast_to atleast_1d atleast_2d atleast_3d split array_split hsplit vsplit shape ndim size isscalar
+    dtype result_type frombuffer
 """)
 _PATHS = _words("join basename dirname split splitext normpath abspath relpath expanduser fspath")
 _PATHS_READ = _words("exists isfile isdir getsize")
@@ -167,14 +167,14 @@ def computes_pictures(kind: type) -> bool:
 
 METHODS_NEW = _words("""
     abs add all any amax amin argmax argmin argsort astype bincount ceil clamp clip clone copy cos cumprod
-    cumsum diff div dot eq exp flip floor gather index_select int isalpha isdigit isnan isnumeric log log10 log1p log2
+    cumsum diff div dot eq exp flip floor gather index_select isalpha isdigit isnan isnumeric log log10 log1p log2
     lower lstrip matmul max mean median min mm mul ne neg nonzero norm pow prod ptp repeat repeat_interleave replace
     roll round rstrip sigmoid sign sin sqrt square std strip sub sum tanh tile title tolist upper var zfill item
     encode decode join format startswith endswith find rfind index count splitlines casefold
     capitalize bit_length hex tobytes convert rotate filter point quantize getpixel
     getextrema histogram getbands getbbox entropy new_zeros new_ones new_full new_tensor masked_select masked_fill
     logical_and logical_or logical_not bitwise_and bitwise_or remainder fmod trunc frac tril triu
-    unique topk cross outer lerp where heaviside nan_to_num is_integer as_integer_ratio conjugate
+    unique topk cross outer lerp where heaviside nan_to_num is_integer as_integer_ratio
     removeprefix removesuffix center ljust rjust expandtabs translate isspace isupper islower istitle isalnum
     isidentifier ge gt le lt match fullmatch search findall group groups groupdict start end span
     isoformat strftime timestamp weekday total_seconds with_suffix with_name as_posix is_absolute
@@ -182,8 +182,8 @@ METHODS_NEW = _words("""
 """Methods of numbers, texts, tensors, arrays and pictures whose result lies in memory of its own."""
 
 METHODS_SAME = _words("""
-    bfloat16 bool byte char chunk contiguous cpu crop dim diagonal detach double element_size expand expand_as
-    flatten float get get_device getchannel half is_contiguous is_cuda is_floating_point items keys long movedim
+    bfloat16 bool byte char chunk conjugate contiguous cpu crop dim diagonal detach double element_size expand expand_as
+    flatten float get get_device getchannel half int is_contiguous is_cuda is_floating_point items keys long movedim
     narrow ndimension numel numpy permute ravel real reduce requires_grad reshape reshape_as resize resolve_conj
     resolve_neg select short size split squeeze stride swapaxes swapdims t take to transpose type type_as unbind
     unflatten unfold unsqueeze values view view_as to_dense getdata load close read readline readlines seek tell
@@ -196,6 +196,9 @@ FILE_METHODS = _words("exists is_file is_dir stat read_text read_bytes open iter
 
 MUTATORS = _words("append extend insert remove pop clear update setdefault add discard sort reverse fill")
 """Methods that write to what they are called on."""
+
+MAY_GIVE_NONE = _words("match fullmatch search group get getbbox")
+"""Methods of patterns, matches and pictures that give None where they find nothing."""
 
 _RANDOM_METHODS = _words("""
     random_ normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ bernoulli multinomial
@@ -247,3 +250,15 @@ def drawn_from(function: Any) -> str | None:
 def is_plain_tensor(value: Any) -> bool:
     """Whether a value is a tensor without ways of its own."""
     return type(value) in (Tensor, torch.nn.Parameter)
+
+
+@functools.cache
+def is_library(module: str | None) -> bool:
+    """Whether a module is Python's own or an installed one: those do not change while a script runs."""
+    root = (module or "builtins").partition(".")[0]
+    if root == "__main__":
+        return False
+    if root in sys.stdlib_module_names:
+        return True
+    file = str(getattr(sys.modules.get(root), "__file__", "") or "")
+    return "site-packages" in file or "dist-packages" in file

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hotlap.core.units import MIB
-from hotlap.data.pure_calls import LEAVES, is_plain_tensor
+from hotlap.data.pure_calls import LEAVES, is_library, is_plain_tensor
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """Stands for a name that has no value."""
@@ -45,8 +45,9 @@ class UnreadableError(Exception):
 
 
 def is_fixed(value: Any) -> bool:
-    """Whether nobody can change a value."""
-    return isinstance(value, _FIXED)
+    """Whether nobody can change a value, and it computes as Python does: a class of the user's own may do anything."""
+    kind = type(value)
+    return isinstance(value, _FIXED) and (kind in LEAVES or isinstance(value, enum.Enum) or is_library(kind.__module__))
 
 
 def is_content(value: Any) -> bool:
