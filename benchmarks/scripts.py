@@ -43,7 +43,7 @@ from pathlib import Path
 
 from benchmarks.versions import versions
 from hotlap.core.plan import Feed, Plan
-from hotlap.core.tricks import TRICKS
+from hotlap.core.tricks import RUN_TRICKS
 from hotlap.store.files import save_plan
 
 HOME = Path(__file__).parent / "user_scripts"
@@ -171,7 +171,7 @@ def tricks(options: argparse.Namespace, bytecode: Path) -> int:
     for name in options.only:
         epochs = epochs_for(name, options.seconds, bytecode)
         print(f"\n{name}: {epochs} epochs under a captured plan in fp32, with each trick beside without it", flush=True)
-        found: dict[str, list[float]] = {trick: [] for trick in options.tricks or TRICKS}
+        found: dict[str, list[float]] = {trick: [] for trick in options.tricks or RUN_TRICKS}
         for number in range(rounds):
             turns = list(found)[:: -1 if number % 2 else 1]
             runs = [ran(name, epochs, PRECISIONS[0], bytecode)]
@@ -238,7 +238,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--epochs", type=int, default=35, help="with --seeds and --idle")
-    parser.add_argument("--tricks", nargs="*", choices=list(TRICKS), metavar="NAME")
+    parser.add_argument("--tricks", nargs="*", choices=list(RUN_TRICKS), metavar="NAME")
     parser.add_argument("--idle", action="store_true")
     options = parser.parse_args()
     facts: dict[str, object] = {"versions": versions(), "seconds": options.seconds, "scripts": {}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,13 @@ from benchmarks import rivals, text_rivals
 from benchmarks.rivals import Steps
 from benchmarks.texts import TextWork
 from benchmarks.work import Normalise, Work
-from hotlap.engine.assists import overlap
-from hotlap.engine.assists.attention import left_to_torch
+from hotlap.core.tricks import ATTENTION_KERNEL, ATTENTION_MASKS, CAST_TOGETHER, OVERLAPPED_GRADIENTS
+
+LEFT_OUT = {
+    "torch_attention": (ATTENTION_KERNEL, ATTENTION_MASKS),
+    "not_overlapped": (OVERLAPPED_GRADIENTS, CAST_TOGETHER),
+}
+"""Names of what the plans of some columns leave out."""
 
 
 def fast_plan(work: Work, device: torch.device) -> hotlap.Plan:
@@ -66,9 +70,7 @@ def engine(
     made: Callable[[hotlap.Rig], None] = lambda rig: None,
 ) -> Steps:
     """The work trained by hotlap; who wants to ask its rig anything is given it when it is `made`."""
-    otherwise = {"torch_attention": left_to_torch, "not_overlapped": overlap.switched_off}.get(column, nullcontext)
-    with otherwise():
-        rig = make_rig(work, model, plan, device)
+    rig = make_rig(work, model, plan.but(without=LEFT_OUT.get(column, ())), device)
     made(rig)
     given, settings = work.fed(column)
     try:

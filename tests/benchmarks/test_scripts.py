@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from benchmarks import scripts
-from hotlap.core.tricks import TRICKS
+from hotlap.core.tricks import RUN_TRICKS
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def measured(monkeypatch, tmp_path, capsys):
 def test_a_trick_is_worth_what_runs_without_it_take_longer(measured):
     code, turns, said = measured(lambda place, trick: 12.0 if trick == "early-item" else 10.0)
     assert code == 0
-    there, back = ([word for trick in names for word in (None, trick)] for names in (TRICKS, reversed(TRICKS)))
+    there, back = ([word for trick in names for word in (None, trick)] for names in (RUN_TRICKS, reversed(RUN_TRICKS)))
     assert turns == [*there, None, *back, None]
     rows = {line.split()[0]: line.split()[1:] for line in said.out.splitlines() if line.startswith("  ")}
     assert rows["early-item"] == ["1.200x", "[1.200,", "1.200]"]
     assert rows["short-step"] == ["1.000x", "[1.000,", "1.000]"]
-    assert {*rows} == {*TRICKS}
+    assert {*rows} == {*RUN_TRICKS}
 
 
 def test_a_machine_that_slows_down_evenly_makes_no_trick_better(measured):

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from hotlap import Plan, Rig
+from hotlap.core.tricks import ATTENTION_KERNEL
 from hotlap.engine.assists import attention
 from hotlap.engine.assists.attention import (
     Attention,
@@ -28,12 +29,11 @@ from hotlap.engine.assists.attention import (
     candidates,
     fastest,
     in_words,
-    left_to_torch,
     masks_of,
     own_kernel,
 )
 from hotlap.engine.capture import captured_step as capture_module
-from hotlap.engine.capture.captured_step import WARM_UPDATES, CapturedStep, Left, signature
+from hotlap.engine.capture.captured_step import WARM_UPDATES, CapturedStep, ReplayOutputs, signature
 from hotlap.engine.precision import Switches
 from hotlap.engine.step import Window
 
@@ -603,7 +603,7 @@ def test_a_step_chooses_before_it_is_recorded_and_while_it_is_and_not_once_it_is
         rig._step,
         device=cpu,
         recorder=NoRecorder(),
-        left=Left(cpu),
+        outputs=ReplayOutputs(cpu),
         why_split=None,
         attention=rig.attention(CAPTURED),
         note=lambda why: None,
@@ -641,10 +641,9 @@ def test_steps_that_are_not_recorded_or_are_compiled_do_not_choose(clock, plan):
         assert F.scaled_dot_product_attention is OWN
 
 
-def test_a_training_can_leave_it_to_torch_for_good(clock):
-    with left_to_torch():
-        rig = rig_of(Attending())
-    with rig.attention(CAPTURED):
+def test_a_plan_can_leave_the_choice_to_torch(clock):
+    rig = rig_of(Attending())
+    with rig.attention(CAPTURED.but(without=[ATTENTION_KERNEL])):
         assert F.scaled_dot_product_attention is OWN
-    with rig_of(Attending()).attention(CAPTURED):
+    with rig.attention(CAPTURED):
         assert F.scaled_dot_product_attention is not OWN

@@ -10,7 +10,7 @@ from torch import nn
 
 from hotlap import Rig
 from hotlap.engine.capture import captured_step as capture
-from hotlap.engine.capture.captured_step import PATIENCE, CapturedStep, Left
+from hotlap.engine.capture.captured_step import PATIENCE, CapturedStep, ReplayOutputs
 from hotlap.engine.step import Window
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def step(monkeypatch):
     rig = Rig(nn.Linear(6, 1), functools.partial(torch.optim.SGD, lr=0.1), nn.MSELoss(), device="cpu")
     recorder = SimpleNamespace(aside=nullcontext)
     return Replaying(
-        rig._step, device=CPU, recorder=recorder, left=Left(CPU), why_split=None, attention=nullcontext(),
+        rig._step, device=CPU, recorder=recorder, outputs=ReplayOutputs(CPU), why_split=None, attention=nullcontext(),
         note=lambda why: None,
     )  # fmt: skip
 

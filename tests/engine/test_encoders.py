@@ -383,9 +383,9 @@ def test_a_rig_runs_steps_in_that_form_under_a_captured_plan_alone(monkeypatch):
     # Without a GPU what would be recorded is run eagerly.
     monkeypatch.setattr(steps_module, "CapturedStep", type("Eagerly", (), {"__new__": lambda kind, eager, **_: eager}))
     monkeypatch.setattr(steps_module, "Recorder", lambda device: None)
-    monkeypatch.setattr(steps_module, "Left", lambda device: None)
+    monkeypatch.setattr(steps_module, "ReplayOutputs", lambda device: None)
     monkeypatch.setattr(Rig, "supports", lambda rig, plan: None)
-    monkeypatch.setattr(steps_module.Steps, "_why_split", lambda steps: "this is a test")
+    monkeypatch.setattr(steps_module.StepCache, "_why_split", lambda steps, execution: "this is a test")
     model, given = tiny("bert"), batch()
     model.bert.pooler.activation = Spy(model.bert)
     attributes = [list(vars(layer)) for layer in model.modules()]

@@ -210,6 +210,24 @@ def test_from_the_second_pass_on_weights_are_cast_at_once():
     assert casts == [5, 5]
 
 
+def test_where_weights_are_not_cast_together_each_is_cast_by_itself():
+    model, casts = layers(), []
+    overlap = Overlap(CPU, torch.bfloat16, casts_together=False)
+    made_of = overlap.made_of
+    overlap.made_of = lambda weights: casts.append(len(weights)) or made_of(weights)
+    for _ in range(PASSES):
+        with overlap, torch.autocast("cpu", dtype=torch.bfloat16):
+            overlap.backward(model(torch.randn(12, 8)).float().sum())
+    assert casts == 2 * 5 * [1]
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_only_where_gradients_overlap_is_there_a_second_stream(overlaps, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(room, "_second_stream", lambda device: object())
+    assert (Overlap(torch.device("cuda", 0), None, overlaps=overlaps)._stream is not None) == overlaps
+
+
 def test_gradients_are_left_where_there_is_room_for_them():
     torch.manual_seed(0)
     model, overlap = layers(), Overlap(CPU, torch.bfloat16)

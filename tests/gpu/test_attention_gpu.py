@@ -11,13 +11,13 @@ from plain import parameters_of
 from torch import nn
 
 from hotlap import Plan, Rig
+from hotlap.core.tricks import ATTENTION_KERNEL, ATTENTION_MASKS
 from hotlap.engine.assists import attention
 from hotlap.engine.assists.attention import (
     NAMES,
     Attention,
     Call,
     candidates,
-    left_to_torch,
     masks_of,
     own_kernel,
     timed,
@@ -295,8 +295,7 @@ def test_what_is_recorded_draws_and_learns_as_eager_steps_by_the_same_kernels(an
 
 
 def test_a_training_made_so_leaves_it_to_torch(another):
-    with left_to_torch():
-        rig = made(CAPTURED)
+    rig = made(CAPTURED.but(without=[ATTENTION_KERNEL, ATTENTION_MASKS]))
     trained(rig)
     assert rig.given_up is None
     assert rig._step.recorded == 2

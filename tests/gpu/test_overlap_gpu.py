@@ -6,8 +6,9 @@ from plain import parameters_of
 from torch import nn
 
 from hotlap import Plan, Rig
+from hotlap.core.tricks import CAST_TOGETHER, OVERLAPPED_GRADIENTS
 from hotlap.engine.assists import overlap
-from hotlap.engine.assists.overlap import Overlap, switched_off
+from hotlap.engine.assists.overlap import Overlap
 
 DEVICE = torch.device("cuda", 0)
 CAPTURED = Plan().but(kind="resident", mode="captured", optimizer="fused")
@@ -110,8 +111,7 @@ def assert_bit_equal(mine, theirs):
 
 
 def both(make, plan, **settings):
-    with switched_off():
-        theirs = trained(make, plan, **settings)
+    theirs = trained(make, plan.but(without=[OVERLAPPED_GRADIENTS, CAST_TOGETHER]), **settings)
     return trained(make, plan, **settings), theirs
 
 
@@ -199,7 +199,7 @@ def test_a_loss_with_a_gradient_in_it_waits_for_all_parts_of_a_weights_gradient(
 def test_the_optimizers_step_outside_the_capture_finds_all_gradients():
     plan = CAPTURED.but(precision="bf16")
 
-    def hooked(make):
+    def hooked(make, plan):
         generator = torch.Generator().manual_seed(5)
         data = torch.randn(1024, 512, generator=generator), torch.randint(3, (1024,), generator=generator)
         model = made(make)
@@ -219,9 +219,15 @@ def test_the_optimizers_step_outside_the_capture_finds_all_gradients():
         rig.close()
         return (parameters_of(rig.model).clone(),)
 
-    with switched_off():
-        theirs = hooked(Deep)
-    assert_bit_equal(hooked(Deep), theirs)
+    theirs = hooked(Deep, plan.but(without=[OVERLAPPED_GRADIENTS, CAST_TOGETHER]))
+    assert_bit_equal(hooked(Deep, plan), theirs)
+
+
+@pytest.mark.parametrize("trick", [OVERLAPPED_GRADIENTS, CAST_TOGETHER])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_of_both_left_out_gives_the_same_bits(precision, trick):
+    plan = CAPTURED.but(precision=precision)
+    assert_bit_equal(trained(Deep, plan.but(without=[trick])), trained(Deep, plan))
 
 
 def test_weights_are_cast_by_a_few_kernels():

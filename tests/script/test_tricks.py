@@ -11,23 +11,32 @@ import pytest
 import torch
 from evaluations import Recorder, Replays
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.tricks import (
+    COUNTED_NORMS,
     EARLY_ITEM,
     EVALUATION_FEED,
     GRADIENTS_IN_PLACE,
+    LOSS_WITHOUT_WAITING,
     ONE_THREAD_BACKWARD,
     REPLAYED_CLIPPING,
     REPLAYED_EVALUATION,
     REPLAYED_LOSS,
+    REWIRED_LAYERS,
+    RUN_TRICKS,
     SHORT_STEP,
+    STEP_TRICKS,
     TRICKS,
 )
+from hotlap.engine.assists import rewiring
 from hotlap.script import training as script_training
 from hotlap.script.calls.call import Call
+from hotlap.script.calls.capture import CapturedCall
+from hotlap.script.calls.endings import Endings
 from hotlap.script.calls.readings import Readings
 from hotlap.script.feed import evaluating
 from hotlap.script.feed.serving import Serving
@@ -143,20 +152,20 @@ def used(tmp_path, monkeypatch):
             REPLAYED_EVALUATION: sum(g.replays for g in graphs if isinstance(g, Replays)),
             EVALUATION_FEED: sum(entry.what == evaluating.WHAT for entry in entries),
         }
-        assert {*in_use} == {*TRICKS}
+        assert {*in_use} == {*RUN_TRICKS}
         return {name for name, times in in_use.items() if times}, settings.out
 
     return run
 
 
 def test_all_of_them_are_in_use(used, capsys):
-    assert used()[0] == {*TRICKS}
+    assert used()[0] == {*RUN_TRICKS}
     assert "left out" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize("trick", RUN_TRICKS)
 def test_one_that_is_left_out_is_not_used_and_all_others_are(used, capsys, trick):
-    others = {*TRICKS} - {trick, *NEEDED_BY.get(trick, ())}
+    others = {*RUN_TRICKS} - {trick, *NEEDED_BY.get(trick, ())}
     in_use, folder = used(trick)
     assert in_use == others
     assert f"left out: {trick}\n" in capsys.readouterr().err
@@ -166,20 +175,46 @@ def test_one_that_is_left_out_is_not_used_and_all_others_are(used, capsys, trick
 
 def test_those_of_a_plan_file_and_of_the_command_line_are_both_left_out(used):
     in_use, folder = used(REPLAYED_LOSS, SHORT_STEP, in_file=[EARLY_ITEM])
-    assert in_use == {*TRICKS} - {REPLAYED_LOSS, SHORT_STEP, EARLY_ITEM}
+    assert in_use == {*RUN_TRICKS} - {REPLAYED_LOSS, SHORT_STEP, EARLY_ITEM}
     assert load_plan(folder / "plan.toml").execution.without == (EARLY_ITEM, REPLAYED_LOSS, SHORT_STEP)
 
 
 def test_a_run_that_is_replayed_leaves_out_what_it_left_out_and_more(used):
     _, folder = used(SHORT_STEP)
-    assert used(as_in=folder)[0] == {*TRICKS} - {SHORT_STEP}
-    assert used(EARLY_ITEM, as_in=folder)[0] == {*TRICKS} - {SHORT_STEP, EARLY_ITEM}
+    assert used(as_in=folder)[0] == {*RUN_TRICKS} - {SHORT_STEP}
+    assert used(EARLY_ITEM, as_in=folder)[0] == {*RUN_TRICKS} - {SHORT_STEP, EARLY_ITEM}
 
 
-def test_the_guide_has_a_line_for_each():
-    guide = (Path(__file__).parents[2] / "docs/script.md").read_text()
-    assert [name for name, what in TRICKS.items() if f"| `{name}` | {what} |\n" not in guide] == []
+@pytest.mark.parametrize(("page", "tricks"), [("script", RUN_TRICKS), ("plan", STEP_TRICKS)])
+def test_the_docs_have_a_line_for_each(page, tricks):
+    text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text()
+    assert [name for name, what in tricks.items() if f"| `{name}` | {what} |\n" not in text] == []
 
 
 def test_all_of_them_can_be_left_out(used):
     assert used(*TRICKS)[0] == set()
+
+
+def test_those_of_steps_leave_the_others_as_they_are(used):
+    assert used(*STEP_TRICKS)[0] == {*RUN_TRICKS}
+
+
+@pytest.mark.parametrize("without", [[], [REWIRED_LAYERS], [COUNTED_NORMS]], ids=["none", "layers", "norms"])
+def test_calls_obey_the_names_of_steps_too(without):
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    call = CapturedCall(None, encoder, torch.device("cpu"), SimpleNamespace(make_recorder=None), without=without)
+    assert (call._adapted is None) == (REWIRED_LAYERS in without)
+    assert call._counts_norms == (COUNTED_NORMS not in without)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_loss_waits_only_where_that_trick_is_left_out(used, monkeypatch, waits):
+    found, put = [], Endings.put
+    monkeypatch.setattr(
+        Endings, "put", lambda self, **how: put(self, **how) or found.append(F.cross_entropy.__wrapped__)
+    )
+    own = F.cross_entropy
+    used(*([LOSS_WITHOUT_WAITING] if waits else []))
+    assert (own in found) == waits
+    assert (rewiring.cross_entropy in found) != waits

@@ -19,7 +19,7 @@ class Pretended:
 
     fault = None
 
-    def __init__(self, eager, *, device, recorder, left, why_split, attention, note):
+    def __init__(self, eager, *, device, recorder, outputs, why_split, attention, note, without=()):
         self._eager, self._seen, self._recorded = eager, Counter(), {}
         self.warmup_steps, self.given_up, self.rates = 0, None, eager.rates
 
@@ -46,9 +46,9 @@ def pretend(monkeypatch):
     """A captured plan can be obeyed here."""
     monkeypatch.setattr(engine, "CapturedStep", Pretended)
     monkeypatch.setattr(engine, "Recorder", lambda device: None)
-    monkeypatch.setattr(engine, "Left", lambda device: None)
+    monkeypatch.setattr(engine, "ReplayOutputs", lambda device: None)
     monkeypatch.setattr(Rig, "supports", lambda self, plan: None)
-    monkeypatch.setattr(engine.Steps, "_why_split", lambda self: "it is pretended")
+    monkeypatch.setattr(engine.StepCache, "_why_split", lambda self, execution: "it is pretended")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,7 @@
-"""The tricks of `hotlap run`: what it does beside the choices of a plan. Each can be left out by its name."""
+"""Optimisations beside the choices of a plan. Each has a name, by which `execution.without` leaves it out.
+
+This is the one table of them. `hotlap run --without`, plan files and `fit(plan={"without": [...]})` all take its names.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,17 @@ GRADIENTS_IN_PLACE: Final = "gradients-in-place"
 REPLAYED_EVALUATION: Final = "replayed-evaluation"
 EVALUATION_FEED: Final = "evaluation-feed"
 
-TRICKS: Final[Mapping[str, str]] = MappingProxyType(
+OVERLAPPED_GRADIENTS: Final = "overlapped-gradients"
+CAST_TOGETHER: Final = "cast-together"
+ATTENTION_KERNEL: Final = "attention-kernel"
+ATTENTION_MASKS: Final = "attention-masks"
+REWIRED_LAYERS: Final = "rewired-layers"
+LOSS_WITHOUT_WAITING: Final = "loss-without-waiting"
+COUNTED_NORMS: Final = "counted-norms"
+GATHERED_TOGETHER: Final = "gathered-together"
+CAPTURED_UPDATE: Final = "captured-update"
+
+RUN_TRICKS: Final[Mapping[str, str]] = MappingProxyType(
     {
         REPLAYED_LOSS: "One replay computes the gradients of a loss of torch's, from the loss back to the weights.",
         EARLY_ITEM: "A loss that the script reads at every step is copied to the host before its backward pass.",
@@ -28,4 +41,27 @@ TRICKS: Final[Mapping[str, str]] = MappingProxyType(
         EVALUATION_FEED: "Loaders beside the training loop, such as those of evaluations, get the feed of the loop.",
     }
 )
-"""What each of them does. All but the last work under a captured plan alone."""
+"""What `hotlap run` does with a script. All but the last work under a captured plan alone."""
+
+STEP_TRICKS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        OVERLAPPED_GRADIENTS: "The gradients of linear layers' weights are computed on a second stream, beside those "
+        "of activations.",
+        CAST_TOGETHER: "Under autocast one kernel casts a group of weights, and one casts their gradients back.",
+        ATTENTION_KERNEL: "Attention takes the kernel of torch that is fastest for its shape, found by timing.",
+        ATTENTION_MASKS: "In 16 bits, attention with dropout avoids cuDNN's kernel, which draws poor masks; "
+        f"{ATTENTION_KERNEL} avoids it too.",
+        REWIRED_LAYERS: "Encoders of torch and `transformers` read no masks, labels or positions back to the host.",
+        LOSS_WITHOUT_WAITING: "`cross_entropy` with class weights and smoothed labels does not wait for the GPU.",
+        COUNTED_NORMS: "One kernel counts the batches of all batch norms.",
+        GATHERED_TOGETHER: "One kernel gathers the batches of all updates in a replay, up to 64 MiB.",
+        CAPTURED_UPDATE: "The optimizer's step is captured with the gradients, where torch can record it.",
+    }
+)
+"""What the steps of `fit` and `Rig` do. All but attention-masks work under a captured plan alone."""
+
+TRICKS: Final[Mapping[str, str]] = MappingProxyType({**RUN_TRICKS, **STEP_TRICKS})
+"""What each of them does, in one sentence."""
+
+FIT_TRICKS: Final = frozenset({*STEP_TRICKS, REPLAYED_EVALUATION})
+"""Those that `fit` and `Rig` can leave out."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hotlap.core.errors import HotlapError, TrainingError
 from hotlap.core.plan import Plan
+from hotlap.core.tricks import REPLAYED_EVALUATION, REWIRED_LAYERS
 from hotlap.data.batches import Batch, map_tensors, to_device
 from hotlap.data.dataset import OrderedDataset, evaluation_dataset
 from hotlap.data.feeds import Feeding, open_feed
@@ -179,12 +180,12 @@ class Evaluator:
                     return self._objective.model(*ready if isinstance(ready, (tuple, list)) else (ready,)), None
                 return self._objective.outputs(ready)
 
-        if plan.execution.mode != "captured":
+        if plan.execution.mode != "captured" or REPLAYED_EVALUATION in plan.execution.without:
             return eager
         kept = self._captured.get(predicting)
         if kept is None or kept[0] != plan:
             modules = self._objective.modules
-            adapted = rewire(*modules)
+            adapted = rewire(*modules) if REWIRED_LAYERS not in plan.execution.without else None
             recordable = eager if adapted is None else adapted.during(eager)
             made = CapturedOutputs(recordable, modules, self._objective.functions, self._device)
             kept = self._captured[predicting] = (plan, made)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
+from hotlap.core.tricks import ATTENTION_MASKS
 from hotlap.engine.assists.attention import GoodMasks, WithoutPoorMasks
 from hotlap.engine.capture.fingerprint import INSIDE
 from hotlap.engine.depthwise import compile_kernels, depthwise_directly, depthwise_kinds
@@ -145,7 +146,7 @@ class Switches:
         self._tf32 = Tf32() if numerics.precision == "tf32" and on_gpu else None
         self._autotune = execution.autotune and on_gpu
         self._masks: AbstractContextManager[Any] | None = None
-        if on_gpu and numerics.precision in AUTOCAST:
+        if on_gpu and numerics.precision in AUTOCAST and ATTENTION_MASKS not in execution.without:
             # torch's compiler would trace what looks at calls, so that it chooses without that kernel altogether.
             self._masks = GoodMasks() if execution.compile == "no" else WithoutPoorMasks()
         self._without_onednn = not on_gpu and numerics.precision == "bf16" and _is_emulated("bf16", device)

@@ -20,6 +20,7 @@ from hotlap.core.job import Job
 from hotlap.core.job_checks import is_whole, metric_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Feed, Plan
+from hotlap.core.tricks import FIT_TRICKS
 from hotlap.data.batches import Batch, count_samples, cut
 from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.feeds import why_not
@@ -38,7 +39,7 @@ from hotlap.engine.scaling import Guards
 from hotlap.engine.schedules import make_schedule
 from hotlap.engine.snapshot import PythonState, Snapshot
 from hotlap.engine.step import Window, explained
-from hotlap.engine.step_cache import Steps
+from hotlap.engine.step_cache import StepCache
 from hotlap.machine.cuda import usable_bytes
 
 EVAL_BATCHES = 4
@@ -138,7 +139,7 @@ class Rig:
         self.settled = self.plan
         """The last plan that was meant to stay: not the one of a lap that is measured."""
         self._drops_in_rnn = False
-        self._steps = Steps(
+        self._steps = StepCache(
             self.objective,
             self.optimizer,
             self.schedule,
@@ -168,8 +169,9 @@ class Rig:
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
         feed, numerics = plan.feed, plan.numerics
-        if plan.execution.without:
-            return f"execution.without={list(plan.execution.without)} is for scripts under `hotlap run` alone"
+        foreign = [name for name in plan.execution.without if name not in FIT_TRICKS]
+        if foreign:
+            return f"execution.without={foreign} is for scripts under `hotlap run` alone"
         if self._cursor is not None:
             reason = why_not(self._cursor.dataset.source, feed, device=self.device)
             if reason is None and feed.kind == "resident":

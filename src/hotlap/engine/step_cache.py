@@ -12,11 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Numerics, Plan
-from hotlap.engine.assists import overlap
+from hotlap.core.tricks import (
+    ATTENTION_KERNEL,
+    CAPTURED_UPDATE,
+    CAST_TOGETHER,
+    LOSS_WITHOUT_WAITING,
+    OVERLAPPED_GRADIENTS,
+    REWIRED_LAYERS,
+)
 from hotlap.engine.assists.attention import Attention
+from hotlap.engine.assists.overlap import Overlap
 from hotlap.engine.assists.rewiring import rewire, without_waiting
 from hotlap.engine.blocks import Checkpointing
-from hotlap.engine.capture.captured_step import CapturedStep, Left
+from hotlap.engine.capture.captured_step import CapturedStep, ReplayOutputs
 from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.compiling import CompiledStep, Compiling
 from hotlap.engine.layout import Layout
@@ -30,7 +38,7 @@ from hotlap.engine.step import EagerStep
 Step = EagerStep | CapturedStep
 
 
-class Steps:
+class StepCache:
     """Makes the step of a plan when it is first asked for. `note` is told why a plan is obeyed in part only.
 
     `tell_attention` is told by which kernels captured steps make attention, and the seconds it took to choose them.
@@ -55,10 +63,10 @@ class Steps:
         self._objective, self._optimizer, self._schedule, self._totals = objective, optimizer, schedule, totals
         self._modules, self._device, self._layout, self._guards = modules, device, layout, guards
         self._compiling, self._clip, self._note = compiling, clip, note
-        self._attention, self._overlaps = Attention(tell_attention), overlap.is_on()
+        self._attention = Attention(tell_attention)
         self._made: dict[tuple[Numerics, Execution, int], Step] = {}
         self._recorder: Recorder | None = None
-        self._left: Left | None = None
+        self._outputs: ReplayOutputs | None = None
 
     def values(self) -> Iterator[Step]:
         """All that are kept."""
@@ -81,7 +89,8 @@ class Steps:
     def attention(self, execution: Execution) -> AbstractContextManager[None]:
         """Inside, attention is made by the kernels that such steps are recorded with."""
         # torch's compiler has its own mind about attention, and would trace the choice.
-        return self._attention if execution.mode == "captured" and execution.compile == "no" else nullcontext()
+        chooses = execution.mode == "captured" and execution.compile == "no"
+        return self._attention if chooses and ATTENTION_KERNEL not in execution.without else nullcontext()
 
     def keep(self, step: Step) -> None:
         """Let go of all but this one."""
@@ -104,7 +113,7 @@ class Steps:
 
     def _new(self, numerics: Numerics, execution: Execution, blocks: int) -> Step:
         captured = execution.mode == "captured"
-        why_split = self._why_split() if captured else None
+        why_split = self._why_split(execution) if captured else None
         scale, on_device = self._guards.of(numerics.precision)
         rates = None
         if (captured and why_split is None) or (on_device and self._schedule.moves_per_update):
@@ -131,31 +140,43 @@ class Steps:
         if blocks:
             checkpointing = Checkpointing(self._objective.model, blocks)
             eager.gradients = checkpointing.during(eager.gradients)  # type: ignore[method-assign]
-        elif captured and execution.compile == "no" and self._overlaps:
+        elif captured and execution.compile == "no":
             # torch's compiler casts by itself, and what is computed again would not find what was cast.
-            eager.overlap = overlap.Overlap(self._device, AUTOCAST.get(numerics.precision))
+            eager.overlap = self._overlap(numerics, execution)
         return self._recording(eager, why_split, execution) if captured else eager
 
+    def _overlap(self, numerics: Numerics, execution: Execution) -> Overlap | None:
+        dtype = AUTOCAST.get(numerics.precision)
+        overlaps, casts = (name not in execution.without for name in (OVERLAPPED_GRADIENTS, CAST_TOGETHER))
+        if not overlaps and (dtype is None or not casts):
+            return None
+        return Overlap(self._device, dtype, overlaps=overlaps, casts_together=casts)
+
     def _recording(self, eager: EagerStep, why_split: str | None, execution: Execution) -> CapturedStep:
-        adapted = rewire(*self._modules)
+        without = execution.without
+        adapted = rewire(*self._modules) if REWIRED_LAYERS not in without else None
         if adapted is not None:
             eager.gradients = adapted.during(eager.gradients)  # type: ignore[method-assign]
-        eager.gradients = without_waiting(eager.gradients)  # type: ignore[method-assign]
+        if LOSS_WITHOUT_WAITING not in without:
+            eager.gradients = without_waiting(eager.gradients)  # type: ignore[method-assign]
         # One memory for the captures of all plans: they are replayed one after the other.
         self._recorder = self._recorder or Recorder(self._device)
-        self._left = self._left or Left(self._device)
+        self._outputs = self._outputs or ReplayOutputs(self._device)
         return CapturedStep(
             eager,
             device=self._device,
             recorder=self._recorder,
-            left=self._left,
+            outputs=self._outputs,
             why_split=why_split,
             attention=self.attention(execution),
             note=self._note,
+            without=without,
         )
 
-    def _why_split(self) -> str | None:
+    def _why_split(self, execution: Execution) -> str | None:
         """Why the optimizer's step stays outside a capture, or None where it can be recorded."""
+        if CAPTURED_UPDATE in execution.without:
+            return f"the plan leaves {CAPTURED_UPDATE} out"
         if any(isinstance(group["lr"], Tensor) for group in self._optimizer.param_groups):
             return "its learning rate is a tensor of the user's own"
         if has_step_hooks(self._optimizer):

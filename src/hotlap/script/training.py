@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hotlap.core.errors import PlanError, first_line
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Execution, Feed, Numerics, Plan
-from hotlap.core.tricks import EARLY_ITEM, ONE_THREAD_BACKWARD, REPLAYED_LOSS
+from hotlap.core.tricks import EARLY_ITEM, LOSS_WITHOUT_WAITING, ONE_THREAD_BACKWARD, REPLAYED_LOSS
 from hotlap.data.sources import Source
 from hotlap.engine.cursor import Place
 from hotlap.moves import MOVES, OTHERS
@@ -219,7 +219,7 @@ class ScriptTraining:
         self._backwards.use(here=captured and self.may(ONE_THREAD_BACKWARD))
         self.readings.use(early=captured and self.may(EARLY_ITEM))
         if captured and (self.may(REPLAYED_LOSS) or self.may(EARLY_ITEM)):
-            self.endings.put(replays=self.may(REPLAYED_LOSS))
+            self.endings.put(replays=self.may(REPLAYED_LOSS), waits=not self.may(LOSS_WITHOUT_WAITING))
         else:
             self.endings.take_out()
         for call in self.calls:

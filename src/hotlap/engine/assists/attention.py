@@ -32,7 +32,6 @@ MOST_SHAPES = 64
 _NAME = "scaled_dot_product_attention"
 _known: dict[Hashable, Choice] = {}
 _in_force: list[GoodMasks] = []
-_left_to_torch = False
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,9 @@ class GoodMasks:
     make them.
     """
 
-    def __init__(self) -> None:
-        self._is_off = _left_to_torch
-
     def __enter__(self) -> None:
         # Where somebody else has put a function of their own there, that is what the user wants.
-        if not self._is_off and vars(F)[_NAME] in (TORCHS_OWN, _answered):
+        if vars(F)[_NAME] in (TORCHS_OWN, _answered):
             _in_force.append(self)
             setattr(F, _NAME, _answered)
 
@@ -102,7 +98,6 @@ class Attention(GoodMasks):
     """
 
     def __init__(self, tell: Callable[[str, float], None]) -> None:
-        super().__init__()
         self._tell = tell
         self._seen: dict[Choice, None] = {}
         self._told, self._untold_s = "", 0.0
@@ -119,17 +114,6 @@ class Attention(GoodMasks):
         """Know a choice that is followed, and the seconds that it took to make it just now."""
         self._seen[choice] = None
         self._untold_s += took_s
-
-
-@contextmanager
-def left_to_torch() -> Iterator[None]:
-    """Trainings made inside leave the choice to torch for good: to be measured against, and for tests."""
-    global _left_to_torch
-    before, _left_to_torch = _left_to_torch, True
-    try:
-        yield
-    finally:
-        _left_to_torch = before
 
 
 def in_words(choices: Iterable[Choice]) -> str:

@@ -26,7 +26,6 @@ MOST_BEHIND = 16
 """Layers whose gradients may be under way on the second stream: what they read is kept as long."""
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 Room = Callable[[Tensor], Tensor]
-_is_on = True
 
 
 class Overlap:
@@ -37,11 +36,15 @@ class Overlap:
     there is none; then only the second stream is left to gain by.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype | None, *, overlaps: bool = True, casts_together: bool = True
+    ) -> None:
+        """Without `overlaps` there is no second stream; without `casts_together` each weight is cast by itself."""
         number = torch.cuda.current_device() if device.type == "cuda" else None
         self._device = device if number is None or device.index is not None else torch.device("cuda", number)
         self._dtype = dtype
-        self._stream = _second_stream(self._device) if device.type == "cuda" else None
+        self._stream = _second_stream(self._device) if device.type == "cuda" and overlaps else None
+        self._group_bytes = GROUP_BYTES if casts_together else 0
         self._groups: list[list[Tensor]] = []
         self._group_of: dict[int, int] = {}
         self._new: set[int] = set()
@@ -160,7 +163,7 @@ class Overlap:
     def _learn(self, weight: Tensor) -> None:
         if id(weight) in self._group_of:
             return
-        if not self._groups or sum(one.nbytes for one in self._groups[-1]) + weight.nbytes > GROUP_BYTES:
+        if not self._groups or sum(one.nbytes for one in self._groups[-1]) + weight.nbytes > self._group_bytes:
             self._groups.append([])
         self._groups[-1].append(weight)
         self._group_of[id(weight)] = len(self._groups) - 1
@@ -265,22 +268,6 @@ class Overlap:
         self._new.clear()
         self._uses.clear()
         self._is_forked = False
-
-
-@contextmanager
-def switched_off() -> Iterator[None]:
-    """Trainings made inside record their steps as torch makes them, to be compared with others."""
-    global _is_on
-    before, _is_on = _is_on, False
-    try:
-        yield
-    finally:
-        _is_on = before
-
-
-def is_on() -> bool:
-    """Whether trainings that are made now have it."""
-    return _is_on
 
 
 class _Weights(torch.autograd.Function):

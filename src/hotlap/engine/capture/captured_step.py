@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
+from hotlap.core.tricks import CAPTURED_UPDATE, COUNTED_NORMS, GATHERED_TOGETHER
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.resident import PendingRows, narrowed, sample_bytes
 from hotlap.data.sources import tensors_in
@@ -30,7 +31,7 @@ MOST_GRAPHS = 16
 PATIENCE = 200
 """Windows in a row that are all new, by their shape or by what the model holds, before capturing is given up."""
 BLINKS = 3
-"""Quick looks in a row that saw something touched where nothing was, before they are left."""
+"""Quick looks in a row that saw something touched where nothing was, before they are left out."""
 MOST_AHEAD = 8
 """Replays that may be launched and not yet done."""
 
@@ -49,15 +50,16 @@ class CapturedStep:
         *,
         device: torch.device,
         recorder: Recorder,
-        left: Left,
+        outputs: ReplayOutputs,
         why_split: str | None,
         attention: AbstractContextManager[None],
         note: Callable[[str], None],
+        without: Collection[str] = (),
     ) -> None:
         self._eager, self._device, self._attention, self._note = eager, device, attention, note
         self._overlap: AbstractContextManager[None] = eager.overlap or nullcontext()
         self.split = why_split is not None or eager.waits
-        if self.split:
+        if self.split and CAPTURED_UPDATE not in without:
             self._note(f"the optimizer's step stays outside the capture: {why_split or 'it waits for the device'}")
         self._modules = eager.modules
         self._graphs: dict[Hashable, StepGraph] = {}
@@ -70,8 +72,9 @@ class CapturedStep:
         self._warm = False
         self._in_vain = 0
         self._unfit_told = self._full_told = False
-        self._recorder, self._left = recorder, left
-        self._norms = NormCounts(self._modules)
+        self._recorder, self._outputs = recorder, outputs
+        self._norms = NormCounts(self._modules if COUNTED_NORMS not in without else ())
+        self._gathers_together = GATHERED_TOGETHER not in without
         self._behind: deque[torch.cuda.Event] = deque()
         self.warmup_steps = 0
         """Windows that were no replay of what had been recorded before, where there may be one yet."""
@@ -132,7 +135,7 @@ class CapturedStep:
 
     def kept(self, loss: Tensor) -> Tensor:
         """A loss that the next call does not overwrite."""
-        return loss.to(self._left.loss_dtype, copy=True) if loss is self._left.loss else loss
+        return loss.to(self._outputs.loss_dtype, copy=True) if loss is self._outputs.loss else loss
 
     def forget(self) -> None:
         """Drop all that was recorded: the memory it was made for is no longer the training's."""
@@ -226,7 +229,15 @@ class CapturedStep:
         try:
             norms = self._norms.settled(key)
             with self._attention, self._overlap:
-                return StepGraph(self._eager, window, self._left, self._recorder, norms, whole=not self.split)
+                return StepGraph(
+                    self._eager,
+                    window,
+                    self._outputs,
+                    self._recorder,
+                    norms,
+                    whole=not self.split,
+                    gathers_together=self._gathers_together,
+                )
         except NotRecordedError as error:
             self._eager.optimizer.zero_grad(set_to_none=True)
             self._give_up(f"it cannot be recorded: {error}")
@@ -236,9 +247,9 @@ class CapturedStep:
         first = window.pieces[0]
         if isinstance(first, PendingRows):
             # (that its epoch is not over, `signature` has seen)
-            if first.start != self._left.expected:
-                self._left.place.fill_(first.start)
-            self._left.expected = first.start + window.samples
+            if first.start != self._outputs.expected:
+                self._outputs.place.fill_(first.start)
+            self._outputs.expected = first.start + window.samples
         # Launching a replay takes so little that the host would run seconds ahead: a signal, or a checkpoint, would
         # have to wait for all of it.
         event = self._behind.popleft() if len(self._behind) == MOST_AHEAD else None
@@ -259,7 +270,7 @@ GATHERED_AT_ONCE = 64 * 2**20
 """Bytes of the batches of one replay up to which all of them are gathered by one kernel."""
 
 
-class Left:
+class ReplayOutputs:
     """What the replays of one training leave behind for others to read, outside the memory of their graphs."""
 
     def __init__(self, device: torch.device) -> None:
@@ -281,7 +292,7 @@ class Left:
                 self._grads[id(parameter)] = (parameter, torch.empty_like(parameter, requires_grad=False))
 
     def grad_of(self, parameter: Tensor) -> Tensor:
-        """Where the last gradient of a parameter is left."""
+        """Where the last gradient of a parameter is."""
         return self._grads[id(parameter)][1]
 
 
@@ -296,26 +307,27 @@ class StepGraph:
         self,
         eager: EagerStep,
         window: Window,
-        left: Left,
+        outputs: ReplayOutputs,
         recorder: Recorder,
         norms: Sequence[tuple[_BatchNorm, int]],
         *,
         whole: bool,
+        gathers_together: bool = True,
     ) -> None:
-        self._eager, self._window, self._left, self._norms, self._whole = eager, window, left, norms, whole
+        self._eager, self._window, self._outputs, self._norms, self._whole = eager, window, outputs, norms, whole
         self._scores: list[Scored] = []
         self._counted = 0
         self._parameters = list(eager.parameters())
         self._grads: list[Tensor | None] = []
         """What is each parameter's gradient after a replay."""
         if whole:
-            left.make_room(self._parameters)
-        device = left.place.device
+            outputs.make_room(self._parameters)
+        device = outputs.place.device
         if window.is_held:
             self._offsets = torch.arange(window.samples, device=device)
             rows = window.pieces[0]
             bytes_in_all = window.samples * sample_bytes(rows.columns.gather(rows.order[:1]))
-            self._at_once = window.updates > 1 and bytes_in_all <= GATHERED_AT_ONCE
+            self._at_once = gathers_together and window.updates > 1 and bytes_in_all <= GATHERED_AT_ONCE
         else:
             # Without what the user's code may have made of them: a leaf that requires gradients, for one.
             self._inputs = [map_tensors(piece, lambda t: t.detach().to(device, copy=True)) for piece in window.pieces]
@@ -334,7 +346,7 @@ class StepGraph:
     def _work(self) -> None:
         eager, window = self._eager, self._window
         overlap = eager.overlap
-        leaving = overlap.leaving(self._left.grad_of) if overlap is not None and self._whole else nullcontext()
+        leaving = overlap.leaving(self._outputs.grad_of) if overlap is not None and self._whole else nullcontext()
         with eager.switches if eager.switches else nullcontext(), leaving:
             for number, pieces in enumerate(self._batches()):
                 with counted_at_once(self._norms):
@@ -345,14 +357,14 @@ class StepGraph:
                         eager.finish(self._scores)
             if self._whole:
                 self._leave_gradients()
-            self._left.loss.copy_(loss)
-        self._left.loss_dtype = loss.dtype
+            self._outputs.loss.copy_(loss)
+        self._outputs.loss_dtype = loss.dtype
         if window.is_held:
-            self._left.place.add_(window.samples)
+            self._outputs.place.add_(window.samples)
 
     def _leave_gradients(self) -> None:
         with_grad = [parameter for parameter in self._parameters if parameter.grad is not None]
-        rooms = [self._left.grad_of(parameter) for parameter in with_grad]
+        rooms = [self._outputs.grad_of(parameter) for parameter in with_grad]
         moves = [(room, p.grad) for room, p in zip(rooms, with_grad, strict=True) if p.grad is not room]
         if moves:
             torch._foreach_copy_([room for room, _ in moves], [grad for _, grad in moves if grad is not None])
@@ -375,11 +387,11 @@ class StepGraph:
         if self._whole:
             eager.totals.count(self._counted)
             eager.ended(updated=True)
-            return self._left.loss
+            return self._outputs.loss
         with eager.rates.given(0) if eager.rates is not None else nullcontext():
             updated = eager.finish(self._scores)
         eager.ended(updated)
-        return self._left.loss
+        return self._outputs.loss
 
     def _batches(self) -> Iterator[list[Batch]]:
         """The pieces of each update, as the graph reads them."""
@@ -389,7 +401,7 @@ class StepGraph:
             return
         rows = window.pieces[0]
         assert isinstance(rows, PendingRows)
-        chosen = rows.order.index_select(0, self._offsets + self._left.place)
+        chosen = rows.order.index_select(0, self._offsets + self._outputs.place)
         each = sum(window.sizes)
         at_once = rows.columns.gather(chosen) if self._at_once else None
         for number in range(window.updates):

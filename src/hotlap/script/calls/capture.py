@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.tricks import GRADIENTS_IN_PLACE, REPLAYED_EVALUATION
+from hotlap.core.tricks import COUNTED_NORMS, GRADIENTS_IN_PLACE, REPLAYED_EVALUATION, REWIRED_LAYERS
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.rewiring import rewire
 from hotlap.engine.capture.captured_step import MOST_GRAPHS, PATIENCE, WARM_UPDATES, BatchError, shape_of
@@ -117,7 +117,8 @@ class CapturedCall:
         self._eager, self._module, self._device, self._lanes = eager, module, device, lanes
         self._endings = endings
         self._key = functools.partial(_key_of, device)
-        self._adapted = rewire(module)
+        self._adapted = rewire(module) if REWIRED_LAYERS not in without else None
+        self._counts_norms = COUNTED_NORMS not in without
         self._evaluations = Evaluations(eager, module, device, self._key, lanes.make_recorder)
         self._now = Recordings()
         self._before: Recordings | None = None
@@ -336,6 +337,7 @@ class CapturedCall:
                 recorder=recorder,
                 rooms=self._rooms_now(),
                 ending=ending,
+                counts_norms=self._counts_norms,
             )
             if fingerprint([self._module]) != self._now.made_for:
                 raise NotRecordedError("it changes what it remembers as it is called")

@@ -79,7 +79,7 @@ class Endings:
         self._patches, self._readings = Patches(), readings
         self._given: _Given | None = None
         self._noted: _Noted | None = None
-        self._is_in = self._replays = False
+        self._is_in = self._replays = self._waits = False
         self._last: weakref.ref[Replayed] | None = None
         self._kept = 0
         self.made = 0
@@ -87,11 +87,15 @@ class Endings:
         self.on_pass: Callable[[], None] | None = None
         """Told of each of these."""
 
-    def put(self, *, replays: bool = True) -> None:
-        """Stand in for them; without `replays`, only to tell of each loss whose backward pass begins."""
-        if self._is_in and self._replays == replays:
+    def put(self, *, replays: bool = True, waits: bool = False) -> None:
+        """Stand in for them; without `replays`, only to tell of each loss whose backward pass begins.
+
+        With `waits`, losses that wait for the device without need go on doing so.
+        """
+        if self._is_in and (self._replays, self._waits) == (replays, waits):
             return
         self.take_out()
+        self._waits = waits
         self._is_in, self._replays = True, replays
         for name in LOSSES if replays else ():
             self._patches.put(F, name, functools.partial(self._loss, name))
@@ -112,7 +116,7 @@ class Endings:
                 self._given = _Given(weakref.ref(output), output._version, _stream_of(output), weakref.ref(turn))
 
     def _loss(self, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
-        own = losses.replacement_of(found)
+        own = found if self._waits else losses.replacement_of(found)
 
         @functools.wraps(own)
         def loss(*args: Any, **kwargs: Any) -> Any:

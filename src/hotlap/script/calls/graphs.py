@@ -83,6 +83,7 @@ class CallGraph:
         recorder: Recording,
         rooms: GradientRooms | None = None,
         ending: Ending | None = None,
+        counts_norms: bool = True,
     ) -> None:
         """`used` are the outputs that get gradients; `kept` where they may get them twice. Raises NotRecordedError.
 
@@ -107,6 +108,7 @@ class CallGraph:
         """Whether gradients go to one of these."""
         self.standing = StandIns(module)
         self._leaves = [*(t for t in self.static if t.requires_grad), *self.standing.stand_ins]
+        self._counts_norms = counts_norms
         self._rooms, self._lent = rooms, list[Tensor]()
         self.tree: Any = None
         """The outputs in their containers, in memory that every replay overwrites."""
@@ -277,7 +279,7 @@ class CallGraph:
             self.differentiable = [output.requires_grad for output in self.outputs]
             self._incoming = [torch.ones_like(self.outputs[number]) for number in self.used]
             self._make_gradients()
-        norms = NormCounts([self._module])
+        norms = NormCounts([self._module] if self._counts_norms else ())
         before = marks(self.static)
         with recorder.aside(), Watch([self._module], self._device) as watch, _sees_set_randomness() as was_set:
             with norms.watched(None):
