@@ -41,10 +41,10 @@ from benchmarks.tuner_runs import Runs, report, trained
 from benchmarks.tuner_stats import CALM, RATIOS, SPREADS, Row, broken, row, shown, summed
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_seconds
+from hotlap.tuner.agreement import SAME_LOSS
 from hotlap.tuner.budget import Budget, Length
 from hotlap.tuner.gates import Gate
 from hotlap.tuner.laps import LAP_S, LapClock
-from hotlap.tuner.rounding import SAME_LOSS
 from hotlap.tuner.stats import LEAST_GAIN, Estimate
 from hotlap.tuner.trials import Trials
 from hotlap.tuner.tuner import WARM

@@ -16,7 +16,7 @@ from hotlap.data.sources import Source
 from hotlap.moves import FUSED, RESIDENT
 from hotlap.script.judging import ScriptGate
 from hotlap.script.session import Session, Settings
-from hotlap.tuner.allowance import SpentError, allowed, check_allowed
+from hotlap.tuner.budget import SpentError, allowed, check_allowed
 from hotlap.tuner.gates import Gate, Judgement
 from hotlap.tuner.moment import Windows
 from hotlap.tuner.probe import CountingProbe

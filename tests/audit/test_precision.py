@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from hotlap import Rig
-from hotlap.tuner.canary import STORM_STEPS, Canary
+from hotlap.tuner.agreement import UNTELLING, Outcome, alike, trained_alike
 from hotlap.tuner.gates import TRAINED, Gate
-from hotlap.tuner.gradients import Outcome
-from hotlap.tuner.likeness import UNTELLING, alike, trained_alike
+from hotlap.tuner.tuner import STORM_STEPS, Canary
 
 FEATURES = 6
 
@@ -75,7 +74,7 @@ def test_the_same_maths_in_other_kernels_pass_in_such_a_network():
 
 
 def test_where_rounding_turns_gradients_wholly_losses_of_updates_side_by_side_decide(monkeypatch):
-    monkeypatch.setattr("hotlap.tuner.likeness.UNTELLING", 0.1)
+    monkeypatch.setattr("hotlap.tuner.agreement.UNTELLING", 0.1)
     found = judged(training(lambda: deep(14), count=2048))
     assert found.ok, found
     assert found.why == f"losses of {TRAINED} updates agree as far as rounding lets them"

@@ -12,8 +12,7 @@ from torch import nn
 from hotlap import Job, fit
 from hotlap.core.plan import Plan
 from hotlap.fitting import training
-from hotlap.tuner.choosers import Replay
-from hotlap.tuner.tuner import Tuner
+from hotlap.tuner.tuner import Replay, Tuner
 
 
 class Stopping:

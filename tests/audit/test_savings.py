@@ -12,7 +12,7 @@ from hotlap.fitting.tuning import tune, tuning_line
 from hotlap.moves import RESIDENT
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.budget import savings
-from hotlap.tuner.choosers import PlanChooser
+from hotlap.tuner.tuner import PlanChooser
 
 
 def test_a_run_that_stops_early_saves_what_its_own_updates_saved(monkeypatch):

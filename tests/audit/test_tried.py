@@ -7,7 +7,7 @@ from hotlap.core.plan import Plan
 from hotlap.core.table import rows, table
 from hotlap.core.units import show_about
 from hotlap.moves import COMPILED, RESIDENT
-from hotlap.tuner.stand import Doubt, Stand
+from hotlap.tuner.search_state import Doubt, SearchState
 
 
 def ledger_of(*entries):
@@ -48,7 +48,7 @@ def test_what_a_trial_would_take_is_told_as_an_estimate(monkeypatch):
 
 def test_a_trial_that_may_not_be_paid_for_says_what_it_needs_and_one_that_cannot_help_does_not(monkeypatch):
     doubts = {RESIDENT: Doubt("too dear", 7.5), COMPILED: Doubt("at most 1.01x")}
-    monkeypatch.setattr(Stand, "why_not_worth", lambda self, move, beside_s=0.0: doubts[move])
+    monkeypatch.setattr(SearchState, "why_not_worth", lambda self, move, beside_s=0.0: doubts[move])
     training = Clocked(monkeypatch, updates=3000, pace=lambda plan: OWN_S, moves=(*doubts,))
     training.train(3000)
     needs = {row.what: row.needs_s for row in rows(training.rig.ledger) if row.outcome == "not tried"}

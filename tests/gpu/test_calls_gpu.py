@@ -17,7 +17,7 @@ from waiting import no_waiting
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.script.calls import refusals as call_refusals
-from hotlap.tuner.stepping import without_dropout
+from hotlap.tuner.moment import without_dropout
 
 DEVICE = torch.device("cuda")
 STEPS = 20

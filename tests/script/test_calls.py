@@ -38,7 +38,7 @@ from hotlap.script.calls.call import Call
 from hotlap.script.calls.capture import MOST_LANES
 from hotlap.script.calls.eager import leave_broken_passes, switch_in_backward
 from hotlap.script.calls.traces import Drawn
-from hotlap.tuner.stepping import without_dropout
+from hotlap.tuner.moment import without_dropout
 
 BF16 = Numerics(precision="bf16"), Execution()
 FP16 = Numerics(precision="fp16"), Execution()

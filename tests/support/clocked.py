@@ -44,7 +44,7 @@ class Clocked:
         self.now = 100.0
         self.pace = pace or (lambda plan: HELD_S if plan.feed.kind == "resident" else OWN_S)
         here = SimpleNamespace(perf_counter=self)
-        for module in ("tuner", "trials", "search", "canary", "glance", "allowance"):
+        for module in ("tuner", "trials", "search", "search_state", "budget"):
             monkeypatch.setattr(f"hotlap.tuner.{module}.time", here)
         monkeypatch.setattr("hotlap.tuner.tuner.LapClock", functools.partial(LapClock, clock=self))
         monkeypatch.setattr("hotlap.tuner.trials.Random", lambda: Random(coin))

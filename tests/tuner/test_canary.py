@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.tuner import canary
-from hotlap.tuner.canary import FIRST_S, QUIET, SHARE, SOON_S, STORM_STEPS, Canary
+from hotlap.tuner import tuner
 from hotlap.tuner.gates import Judgement
+from hotlap.tuner.tuner import FIRST_S, QUIET, SHARE, SOON_S, STORM_STEPS, Canary
 
 OWN = Plan()
 EXACT = OWN.but(optimizer="fused")
@@ -48,7 +48,7 @@ class Training:
 @pytest.fixture
 def training(monkeypatch):
     made = Training()
-    monkeypatch.setattr(canary, "time", SimpleNamespace(perf_counter=made.perf_counter))
+    monkeypatch.setattr(tuner, "time", SimpleNamespace(perf_counter=made.perf_counter))
     return made
 
 

@@ -17,10 +17,8 @@ from hotlap import Rig
 from hotlap.core.plan import Plan
 from hotlap.data.feeds import LoaderFeeding
 from hotlap.data.order import HostRandomness
-from hotlap.tuner.feed_gate import chosen_windows
-from hotlap.tuner.gates import AMPLIFIED_UPDATES, UPDATES, Gate
-from hotlap.tuner.gradients import Gap, Outcome
-from hotlap.tuner.rounding import SAME, noise_of, same_maths
+from hotlap.tuner.agreement import SAME, Gap, Outcome, noise_of, same_maths
+from hotlap.tuner.gates import AMPLIFIED_UPDATES, UPDATES, Gate, chosen_windows
 
 FUSED = {"optimizer": "fused"}
 

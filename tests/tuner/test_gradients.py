@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hotlap.tuner import gradients
-from hotlap.tuner.gradients import brought_near, gaps_between, whole
+from hotlap.tuner import agreement
+from hotlap.tuner.agreement import brought_near, gaps_between, whole
 
 
 def parts(seed, **more):
@@ -34,7 +34,7 @@ def test_what_is_missing_is_nothing():
 def test_little_and_large_tensors_come_to_the_same(monkeypatch):
     truth, made = parts(0), parts(1)
     found = gaps_between(truth, made)
-    monkeypatch.setattr(gradients, "LITTLE", 0)
+    monkeypatch.setattr(agreement, "LITTLE", 0)
     assert gaps_between(truth, made) == found
 
 
@@ -42,6 +42,6 @@ def test_what_is_little_is_copied_to_the_host_and_what_is_not_stays():
     little = {"weight": torch.ones(3, requires_grad=True)}
     ((weight,),) = (parts.values() for parts in brought_near(little))
     assert not weight.requires_grad
-    half = torch.empty(gradients.LITTLE // 2 + 1, dtype=torch.uint8, device="meta")
+    half = torch.empty(agreement.LITTLE // 2 + 1, dtype=torch.uint8, device="meta")
     for several in ([{"one": half, "two": half}], [{"one": half}, {"one": half}]):  # large together
         assert all(tensor.device.type == "meta" for parts in brought_near(*several) for tensor in parts.values())

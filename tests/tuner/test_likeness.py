@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hotlap.tuner.gradients import Outcome
-from hotlap.tuner.likeness import IMMATERIAL, alike
+from hotlap.tuner.agreement import IMMATERIAL, Outcome, alike
 
 COUNT = 4096
 

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hotlap import Rig
 from hotlap.core.plan import Feed, Plan
 from hotlap.monitor.bound import BOUNDS, Diagnosis
-from hotlap.tuner.allowance import allowed
-from hotlap.tuner.budget import HOPEFUL_SHARE, SHARE, Budget, Length
+from hotlap.tuner.budget import HOPEFUL_SHARE, SHARE, Budget, Length, allowed
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.probe import BOUND_TO_PAY, COMPILED, REPLAY_S, CountingProbe, Probe
 from hotlap.tuner.stats import LEAST_GAIN
@@ -222,7 +221,7 @@ def test_a_glance_is_stopped_inside_of_its_first_update_and_gone_on_with_after_i
     takes_s, is_seen, glances_here, monkeypatch
 ):
     clock, last = [100.0], Counting()
-    monkeypatch.setattr("hotlap.tuner.allowance.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("hotlap.tuner.budget.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     rig, _ = rig_for(model=nn.Sequential(Slow(clock, takes_s), Slow(clock, []), last))
     probe = CountingProbe(rig)
     Probe.look(probe, Lap(step_s=1.0, updates=5, wall_s=5.0), may_s=0.0)

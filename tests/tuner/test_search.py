@@ -133,7 +133,7 @@ class Clock:
 def clock(monkeypatch):
     """What the search times itself takes as long as a test says: on a busy machine it may take seconds."""
     made = Clock()
-    for name in ("search", "trials", "glance"):
+    for name in ("search", "trials", "search_state"):
         monkeypatch.setattr(f"hotlap.tuner.{name}.time", made)
     return made
 

@@ -15,9 +15,9 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Feed
 from hotlap.tuner import budget as budgets
 from hotlap.tuner.budget import MOST_S, Budget, Length
-from hotlap.tuner.choosers import Replay
 from hotlap.tuner.known import Found, KnownPlans
 from hotlap.tuner.stats import Comparison
+from hotlap.tuner.tuner import Replay
 
 
 def loader(size=128):

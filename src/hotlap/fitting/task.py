@@ -27,7 +27,7 @@ from hotlap.engine.snapshot import Modes, changes_of
 from hotlap.fitting.progress import View, Voice
 from hotlap.guard.identity import identity
 from hotlap.moves import everything
-from hotlap.tuner.choosers import plan_changes
+from hotlap.tuner.tuner import plan_changes
 
 
 class TaskMemory:

@@ -21,7 +21,7 @@ from hotlap.fitting.task import Task
 from hotlap.fitting.tuning import chooser_for, tuning_line
 from hotlap.guard.saving import import_state
 from hotlap.guard.signals import StopRequest
-from hotlap.tuner.choosers import PlanChooser
+from hotlap.tuner.tuner import PlanChooser
 
 SIGNAL_S = 2.0
 """How long a signal may take to arrive after it has ended the workers."""

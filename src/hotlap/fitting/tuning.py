@@ -16,9 +16,8 @@ from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.fitting.progress import open_view
 from hotlap.fitting.task import TUNED, Task, set_up
 from hotlap.tuner.budget import MOST_S
-from hotlap.tuner.choosers import PlanChooser, Replay
 from hotlap.tuner.known import KnownPlans
-from hotlap.tuner.tuner import Tuner
+from hotlap.tuner.tuner import PlanChooser, Replay, Tuner
 
 FOREVER = 10**7
 """Updates."""

@@ -22,12 +22,20 @@ from hotlap.script.calls.call import Call
 from hotlap.script.calls.traces import Untouched
 from hotlap.script.training import ScriptTraining
 from hotlap.script.update.trials import memory_of
-from hotlap.tuner.allowance import check_allowed
+from hotlap.tuner.agreement import (
+    Agreement,
+    Noise,
+    Outcome,
+    alike,
+    brought_near,
+    gaps_between,
+    noise_of,
+    same_maths,
+    shown_cosine,
+)
+from hotlap.tuner.budget import check_allowed
 from hotlap.tuner.gates import NUDGES, Judgement
-from hotlap.tuner.gradients import Agreement, Outcome, brought_near, gaps_between, shown_cosine
-from hotlap.tuner.likeness import alike
-from hotlap.tuner.rounding import Noise, noise_of, same_maths
-from hotlap.tuner.stepping import roundoff, without_dropout
+from hotlap.tuner.moment import roundoff, without_dropout
 
 
 class ScriptGate:

@@ -21,11 +21,10 @@ from hotlap.script.training import ScriptTraining
 from hotlap.store.files import load_plan
 from hotlap.store.run_folder import RunFolder
 from hotlap.tuner.budget import Length
-from hotlap.tuner.choosers import Replay
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.probe import Probe
-from hotlap.tuner.tuner import Tuner
+from hotlap.tuner.tuner import Replay, Tuner
 
 FEW_WINDOWS = 32
 """Batches of an epoch up to which laps are whole epochs, where these are short: what a script saves or shows in each

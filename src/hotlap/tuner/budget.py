@@ -6,8 +6,14 @@ little beside what one that succeeds saves. The same holds of what was seen to b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
+
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 SHARE = 0.015
 """Of the run, as predicted at the user's own pace."""
@@ -54,7 +60,7 @@ class Budget:
 
     @property
     def all_s(self) -> float:
-        """What may be spent in all, as things stand."""
+        """What may be spent in all, as things state."""
         if self._most_s is not None:
             return self._most_s
         return min(self.most_s, self._earned_s + OF_HOPED * self.hoped_s)
@@ -121,3 +127,41 @@ def savings(tuned: Mapping[str, float], *, updates: int, looks_s: float) -> dict
         net_s = tuned["net_s"] + updates * (tuned["own_s"] - tuned["found_s"]) - looks_s
         figures |= {"net_s": net_s, "saved_s": net_s}
     return figures
+
+
+_until: ContextVar[float] = ContextVar("until", default=math.inf)
+
+
+class SpentError(BaseException):
+    """All that may be spent was. No handler on the way takes it for a fault of the plan on trial."""
+
+
+@contextmanager
+def allowed(seconds: float, *, at_least: bool = False) -> Iterator[None]:
+    """Inside, `check_allowed` raises SpentError once so many seconds are over; with `at_least`, not before.
+
+    The first update of a glance checks between modules too: loading the kernels of another precision can take longer
+    than all the rest of a short run.
+    """
+    until = time.perf_counter() + seconds
+    token = _until.set(max(until, _until.get()) if at_least else until)
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+@contextmanager
+def checked_between_modules() -> Iterator[None]:
+    """Inside, every call of a module raises SpentError where the time is over."""
+    hook = register_module_forward_pre_hook(lambda module, arguments: check_allowed())
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def check_allowed() -> None:
+    """Raise SpentError where the time is over; outside of `allowed` it never is."""
+    if time.perf_counter() > _until.get():
+        raise SpentError

@@ -19,7 +19,7 @@ from hotlap.engine.step import Window
 from hotlap.monitor.bound import Diagnosis, diagnose, least_traffic
 from hotlap.monitor.calibration import calibration
 from hotlap.monitor.census import census
-from hotlap.tuner.allowance import SpentError, allowed, check_allowed, checked_between_modules
+from hotlap.tuner.budget import SpentError, allowed, check_allowed, checked_between_modules
 from hotlap.tuner.laps import Lap
 from hotlap.tuner.stats import LEAST_GAIN
 

@@ -19,14 +19,12 @@ from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
 from hotlap.engine.protocol import TunableTraining
 from hotlap.moves import MOVES, OTHERS, Move, everything
-from hotlap.tuner.allowance import SpentError
-from hotlap.tuner.budget import SHARE, Budget, Length
+from hotlap.tuner.budget import SHARE, Budget, Length, SpentError
 from hotlap.tuner.gates import Judge
-from hotlap.tuner.glance import Glance, at_a_glance
 from hotlap.tuner.known import Found, KnownPlans
 from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.probe import HOPE, Probe
-from hotlap.tuner.stand import Doubt, Stand
+from hotlap.tuner.search_state import Doubt, Glance, SearchState, at_a_glance
 from hotlap.tuner.trials import Laps, Rest, Trials, Tried, middle
 
 MORE_THAN = 2
@@ -76,7 +74,7 @@ class Search:
         known: KnownPlans | None = None,
     ) -> None:
         self._rig, self._length, self._most_s = rig, length, most_s
-        self._now = Stand(rig, moves=(*MOVES, *OTHERS), length=length, probe=probe)
+        self._now = SearchState(rig, moves=(*MOVES, *OTHERS), length=length, probe=probe)
         self.gate, self._probe, self._known = gate, probe, known
         self._postponed: dict[Move, float] = {}
         self._unpaid: dict[str, float] = {}

@@ -17,8 +17,7 @@ from hotlap.core.units import show_bytes, show_seconds
 from hotlap.engine.protocol import TunableTraining
 from hotlap.machine.cuda import free_for_torch, usable_bytes
 from hotlap.moves import Move
-from hotlap.tuner.allowance import SpentError, allowed
-from hotlap.tuner.budget import Budget
+from hotlap.tuner.budget import Budget, SpentError, allowed
 from hotlap.tuner.gates import SAME_MATHS, Judge
 from hotlap.tuner.laps import LAP_S, Lap
 from hotlap.tuner.stats import LEAST_GAIN, Comparison, Estimate, Outcome

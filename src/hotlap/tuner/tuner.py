@@ -4,23 +4,185 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
 
 from hotlap.core.errors import first_line
-from hotlap.core.plan import Plan
+from hotlap.core.ledger import Entry, Ledger
+from hotlap.core.plan import MOST_REPLAY_STEPS, Plan
 from hotlap.engine.protocol import TunableTraining
 from hotlap.engine.rig import Place, Rig
-from hotlap.tuner.allowance import SpentError
-from hotlap.tuner.budget import Length, savings
-from hotlap.tuner.canary import Canary
-from hotlap.tuner.choosers import PlanChooser
+from hotlap.tuner.budget import Length, SpentError, savings
 from hotlap.tuner.gates import Gate, Judge
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.laps import Lap, LapClock
 from hotlap.tuner.probe import CountingProbe, Probe
 from hotlap.tuner.search import Search
 from hotlap.tuner.trials import Rest, TrialError
+
+
+class PlanChooser:
+    """Chooses the plan for each step of a training. This one leaves the plan as it is; others override what differs."""
+
+    done = True
+    """Whether the search for a plan is over."""
+
+    @property
+    def trusted(self) -> int | None:
+        """The last step at which the plan was seen to train as the user's own; None where nothing compares them."""
+        return None
+
+    def drifted(self) -> int | None:
+        """The last step at which all was well, once after the plan was seen to train otherwise; else None."""
+        return None
+
+    def room(self) -> int:
+        """Updates that may be made before `stepped` has to be called."""
+        return MOST_REPLAY_STEPS
+
+    def fed(self, seconds: float) -> None:
+        """Take in how long the host waited for the batch of the next step."""
+
+    def paused(self, seconds: float) -> None:
+        """Take in how many seconds went by for something else than steps: an evaluation, a save."""
+
+    def stepped(self, updates: int = 1) -> None:
+        """Take in that a step has ended, of so many updates; on return the plan for the next step is in force."""
+
+    def failed(self, error: Exception) -> bool:
+        """Whether the plan on trial broke the step, and another plan is in force to make it again."""
+        return False
+
+    def ended(self) -> None:
+        """Take in that the training is over."""
+
+
+class Replay(PlanChooser):
+    """Puts a training under the plans of another run's ledger, each at its step."""
+
+    def __init__(self, rig: TunableTraining, ledger: Ledger) -> None:
+        changes = list(plan_changes(ledger))
+        self._rig, self._plans = rig, [entry.plan for entry in changes]
+        self._steps = [entry.step for entry in changes]
+        self.stepped()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._rig.plan
+
+    def room(self) -> int:
+        """Updates until the plan changes."""
+        step = self._rig.place.served
+        later = bisect_right(self._steps, step)
+        return self._steps[later] - step if later < len(self._steps) else MOST_REPLAY_STEPS
+
+    def stepped(self, updates: int = 1) -> None:
+        """Put the plan of the next step in force."""
+        now = bisect_right(self._steps, self._rig.steps) - 1
+        if now >= 0:
+            self._rig.use(self._plans[now], why="as in the run that is replayed")
+
+
+def plan_changes(ledger: Ledger) -> Ledger:
+    """A ledger of those entries alone at which the plan changed."""
+    last: dict[int, Entry] = {}
+    for entry in ledger:
+        last[entry.step] = entry
+    found = Ledger()
+    plan: Plan | None = None
+    for entry in last.values():
+        if entry.plan != plan:
+            found.record(entry)
+        plan = entry.plan
+    return found
+
+
+SHARE = 0.005
+"""Of the time, what looking may take."""
+FIRST_S = 5.0
+"""The least between the end of tuning and the first look, and between two."""
+
+SOON_S = 1.0
+"""What is near: a script's calls are watched from then on."""
+QUIET = 32
+"""Updates that pass before the next check whether a look is near."""
+STORM_STEPS = 100
+"""Steps in fp16 after each of which skipped updates are counted; where half of them were, a look is due."""
+
+
+class Canary:
+    """Looks after a tuned training: where its plan and the user's own drift apart, it goes back to one that agrees."""
+
+    def __init__(self, rig: TunableTraining, gate: Judge, *, plan: Plan, baseline: Plan, takes_s: float = 0.0) -> None:
+        """`takes_s` is about what a look takes."""
+        self._rig, self._gate, self._baseline = rig, gate, baseline
+        self.plan = plan
+        """The plan that is trusted."""
+        self.good = rig.steps
+        """The last step at which the plans agreed."""
+        self.drifted: int | None = None
+        """That step, once they did not; whoever drives goes back to it, and sets None."""
+        self._next_s = time.perf_counter() + max(FIRST_S, takes_s / SHARE)
+        self._doubts = 0
+        self._counted = rig.steps, rig.skipped
+        """Steps and skipped updates when they were last counted."""
+        self.spent_s = 0.0
+        """What all looks took."""
+
+    @property
+    def looks_soon(self) -> bool:
+        """Whether a look is near."""
+        return self.plan != self._baseline and time.perf_counter() > self._next_s - SOON_S
+
+    @property
+    def quiet(self) -> int:
+        """Updates before the next that it has to be told of."""
+        return 0 if self.looks_soon else QUIET
+
+    def stepped(self) -> None:
+        """Told that a step has ended."""
+        if self.plan == self._baseline:
+            return
+        if time.perf_counter() < self._next_s and not self._is_in_a_storm():
+            return
+        if not self._gate.is_ready:
+            self._next_s = 0.0
+            return
+        began = time.perf_counter()
+        self.plan = self._rig.obeyed(self.plan)
+        passed = self._gate.check(self.plan)
+        self._gate.forget()
+        took_s = time.perf_counter() - began
+        self.spent_s += took_s
+        self._next_s = time.perf_counter() + max(FIRST_S, took_s / SHARE)
+        if passed.ok:
+            self.good, self._doubts = self._rig.steps, 0
+        elif self._doubts == 0:
+            self._doubts = 1
+            self._next_s = 0.0  # once more, on the next batch: one may be an odd one
+        else:
+            self._go_back(passed.why)
+
+    def _is_in_a_storm(self) -> bool:
+        """Whether most of the latest updates were skipped: numbers that have grown too large for fp16."""
+        steps, skipped = self._counted
+        if self.plan.numerics.precision != "fp16" or self._rig.steps - steps < STORM_STEPS:
+            return False
+        made = self._rig.steps - steps
+        self._counted = self._rig.steps, self._rig.skipped
+        return self._rig.skipped - skipped > made / 2
+
+    def _go_back(self, why: str) -> None:
+        rig = self._rig
+        exact = self.plan.but(precision=self._baseline.numerics.precision)
+        self.plan = exact if exact != self.plan and self._gate.check(exact).ok else self._baseline
+        self._gate.forget()
+        rig.write_down("canary", "fault", why)
+        rig.use(self.plan, why="the last plan that agrees with the user's own")
+        self.drifted, self._doubts = self.good, 0
+
 
 WARM = 2
 """Windows under a plan that has just taken over, before a lap begins."""

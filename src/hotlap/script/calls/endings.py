@@ -21,7 +21,7 @@ from hotlap.engine.assists import rewiring as losses
 from hotlap.script.calls.graphs import CallGraph, Ending, Replayed
 from hotlap.script.calls.readings import Readings
 from hotlap.script.patches import Patches
-from hotlap.tuner.gradients import gaps_between, whole
+from hotlap.tuner.agreement import gaps_between, whole
 
 LOSSES = (
     "cross_entropy",

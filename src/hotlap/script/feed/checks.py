@@ -13,7 +13,7 @@ from hotlap.data.batches import Batch
 from hotlap.data.resident import evenly_spread
 from hotlap.data.sources import Source, tensors_in
 from hotlap.script.feed.sending import Copy
-from hotlap.tuner.feed_gate import why_unlike
+from hotlap.tuner.gates import why_unlike
 
 COMPARED = 8
 """Samples in each of the batches that are compared, at most."""

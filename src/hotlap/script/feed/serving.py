@@ -32,7 +32,7 @@ from hotlap.script.feed.feeds import Gathered, Iterate, LikeLoader, Resident, St
 from hotlap.script.feed.holding import Holding, Learned
 from hotlap.script.feed.indices import Indices, generator_of, order_of, why_not_early
 from hotlap.script.feed.sending import Receives, Sending
-from hotlap.tuner.allowance import check_allowed
+from hotlap.tuner.budget import check_allowed
 
 CHANGED = "the data changed during the run"
 

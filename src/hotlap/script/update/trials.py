@@ -15,8 +15,7 @@ from hotlap.engine.optimizers import Fusion, is_fused
 from hotlap.script.calls.graphs import Recording
 from hotlap.script.update.capture import CapturedUpdate, hush, unhush
 from hotlap.script.update.graphs import Desk, UpdateGraph
-from hotlap.tuner.gradients import Parts, brought_near, gaps_between, percent
-from hotlap.tuner.rounding import GRAIN, SAME
+from hotlap.tuner.agreement import GRAIN, SAME, Parts, brought_near, gaps_between, percent
 
 SCALES = "_step_supports_amp_scaling"
 """By which GradScaler knows, before a step, that the optimizer itself takes the scale out of its gradients."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_about, show_seconds
 from hotlap.engine.protocol import TunableTraining
-from hotlap.moves import Move, everything
-from hotlap.tuner.budget import Budget, Length
+from hotlap.moves import Everything, Move, everything
+from hotlap.tuner.budget import Budget, Length, allowed
 from hotlap.tuner.laps import Lap
-from hotlap.tuner.probe import Probe
+from hotlap.tuner.probe import HOPE, UPDATES, Probe
 from hotlap.tuner.stats import LEAST_GAIN
 from hotlap.tuner.trials import Trials
 
@@ -31,7 +33,7 @@ class Doubt(NamedTuple):
     """Whether it would be tried if it cost less."""
 
 
-class Stand:
+class SearchState:
     """The plan that has been settled on so far, and what trying others may still give."""
 
     trials: Trials
@@ -117,3 +119,63 @@ class Stand:
         """About how long it takes until a plan of which nothing is recorded yet replays all that it will."""
         is_captured = plan.execution.mode == "captured"
         return RECORDING * self.budget.base_s * self._rig.shapes if is_captured else 0.0
+
+
+@dataclass(frozen=True)
+class Glance:
+    """Moves that were seen to give much together."""
+
+    moves: Sequence[Move] = ()
+    gain: float = 1.0
+    was_taken: bool = False
+    """Whether anything was seen at all: there may be no time for it, or too few windows in an epoch."""
+
+    @property
+    def line(self) -> str:
+        """What was seen, for people; nothing where that was not much."""
+        names = ", ".join(move.name for move in self.moves)
+        return f"at a glance {self.gain:.2g}x by {names}" if self.moves else ""
+
+
+def at_a_glance(rig: TunableTraining, state: SearchState, probe: Probe, moves: Sequence[Move]) -> Glance:
+    """Roughly what those moves that are quickly applied give together, before a gate judges any of them.
+
+    Gates and laps cost seconds, and a short run may spend less than a gain takes to prove. A few updates made aside
+    cost a tenth of that. They do not show that the training stays the same, and leave no trace.
+    """
+    began = time.perf_counter()
+    made = _soon_made(rig, state, moves)
+    with allowed(state.budget.left_s):
+        step_s = probe.glance(made.plan) if made is not None else None
+    state.budget.made(0, time.perf_counter() - began)
+    gain = state.lap.step_s / step_s if step_s else 1.0
+    if made is None or step_s is None:
+        return Glance()
+    return Glance(made.made, gain, True) if gain >= HOPE else Glance(was_taken=True)
+
+
+def _soon_made(rig: TunableTraining, state: SearchState, moves: Sequence[Move]) -> Everything | None:
+    """As many of the moves as a glance at them may be paid for.
+
+    None where what shows most in short runs is not among them: another precision, and a recorded step where there can
+    be one.
+    """
+    made = everything(rig, state.plan, moves)
+    needed = {move for move in made.made if move.at_a_glance}
+    if not any(move.at_a_glance == "needed" for move in needed):
+        return None
+    setups_s = {move: state.setup_s(move) for move in moves}
+    while needed <= set(made.made):
+        # Updates that load the kernels of one move load those of the others; data has to be brought besides.
+        held = {move for move in made.made if move.feeds == "held" and made.plan.feed.kind == "resident"}
+        held_s = sum(setups_s[move] for move in held)
+        most_s = max(setups_s[move] for move in made.made if move not in held)
+        if UPDATES * state.budget.base_s + held_s + most_s <= state.budget.left_s:
+            return made
+        spare = [move for move in made.made if move not in needed]
+        if not spare:
+            return None
+        dearest = max(spare, key=lambda move: setups_s[move])
+        moves = [move for move in moves if move is not dearest]
+        made = everything(rig, state.plan, moves)  # another may take its place
+    return None
