@@ -9,7 +9,7 @@
 - jpeg: files decoded once, then samples/s of training with hotlap against the same step with its batch at hand (at
   least 0.9), and against Lightning with its best count of workers (at least 2.5x).
 
-- catalogue: the bytes a sample of every example in `hotlap.kit.catalogue`, counted again on the CPU and compared.
+- catalogue: the bytes a sample of every example in `hotlap.kit.start_size`, counted again on the CPU and compared.
 
 Each part takes less than 10 minutes on an H200. A requirement is `kept` or `broken`; exit code 1 where one is broken.
 `--quick` makes all of it small: it shows that the benchmark runs, and nothing else.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.kit.rows import Options, Row
 from hotlap import Job
 from hotlap.core.units import MIB
-from hotlap.kit import catalogue
+from hotlap.kit import start_size as catalogue
 from hotlap.kit.bench import opened
 from hotlap.recipes.networks import NetworkPlan, made
 

@@ -12,7 +12,6 @@ from plain import class_data, small_mlp
 from torch import nn, optim
 
 from hotlap import Job, fit
-from hotlap.kit.visiting import _ended_in_order
 from hotlap.script.comparing import _Child
 
 IGNORED = (signal.SIGINT, signal.SIGHUP)
@@ -53,9 +52,8 @@ def test_a_training_that_ignores_hangups_and_interrupts_goes_on_ignoring_them(tm
     assert in_a_child(training, said) == 0, said.read_text()
 
 
-@pytest.mark.parametrize("around", [_ended_in_order, _Child])
-def test_what_watches_over_other_processes_leaves_it_ignored(ignored, around):
-    with around():
+def test_what_watches_over_other_processes_leaves_it_ignored(ignored):
+    with _Child():
         assert signal.getsignal(ignored) is signal.SIG_IGN
         os.kill(os.getpid(), ignored)
     assert signal.getsignal(ignored) is signal.SIG_IGN

@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from hotlap.core.errors import StoreError
-from hotlap.kit.visiting import _look_folder
+from hotlap.kit.probe import _in_copy
 from hotlap.store.cache import Cache, key_of
 
 
@@ -18,22 +18,24 @@ def generous():
     os.umask(before)
 
 
-def test_a_first_look_leaves_a_cache_that_can_be_used(tmp_path, monkeypatch, generous):
-    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "above" / "cache"))
-    with _look_folder() as folder:
+def test_a_probe_copies_the_working_folder_into_a_private_one(tmp_path, monkeypatch, generous):
+    monkeypatch.chdir(tmp_path)
+    with _in_copy() as (folder, _):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_first_entry_leaves_a_cache_that_can_be_used(tmp_path, monkeypatch, generous):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "above" / "cache"))
+    Cache().put("features", key_of(1), values=[1], facts={})
     assert stat.S_IMODE((tmp_path / "above" / "cache").stat().st_mode) == 0o700
-    cache = Cache()
-    cache.put("features", key_of(1), values=[1], facts={})
-    found = cache.get("features", key_of(1))
-    assert found.values == [1]
+    assert Cache().get("features", key_of(1)).values == [1]
 
 
-def test_a_look_says_how_to_mend_a_cache_that_others_can_write_to(tmp_path, monkeypatch):
+def test_hotlap_says_how_to_mend_a_cache_that_others_can_write_to(tmp_path, monkeypatch):
     root = tmp_path / "cache"
     root.mkdir()
     root.chmod(0o775)
     monkeypatch.setenv("HOTLAP_CACHE", str(root))
-    with pytest.raises(StoreError) as caught, _look_folder():
-        pass
+    with pytest.raises(StoreError) as caught:
+        Cache().put("features", key_of(1), values=[1], facts={})
     assert str(caught.value) == f"others can write to the cache {root}; mend it with: chmod go-w {root}"

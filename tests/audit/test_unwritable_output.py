@@ -16,7 +16,6 @@ from hotlap.core import terminal
 from hotlap.core.job import Job
 from hotlap.data.parallel import progress_bar
 from hotlap.fitting.progress import TerminalView, open_view
-from hotlap.kit.telling import sayer
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
@@ -173,7 +172,6 @@ def test_bars_and_lines_of_all_other_work_are_lost_alone(monkeypatch):
         with progress_bar() as show:
             show(0, 4)
             show(2, 4)
-        sayer(True)("a line")
         terminal.say("a line")
         open_view().say("a line")
     monkeypatch.undo()

@@ -3,9 +3,8 @@
 import pytest
 
 from hotlap.kit.batch import batch_of_script
-from hotlap.kit.looks import Wish
 from hotlap.kit.memory import memory_of_script
-from hotlap.kit.visiting import visit
+from hotlap.kit.probe import ProbeRequest, run_probe
 from hotlap.script.running import Target
 
 GIB = 2**30
@@ -56,7 +55,7 @@ def test_a_scripts_account_adds_up(tmp_path):
 def test_a_scripts_batches_come_as_hotlap_run_brings_them(tmp_path, kind):
     path = tmp_path / "mine.py"
     path.write_text(SCRIPT)
-    seen = visit(Target(path=str(path)), Wish(laps=2, lap_s=0.05, feed=kind))
+    seen = run_probe(Target(path=str(path)), ProbeRequest(laps=2, lap_s=0.05, feed=kind))
     assert seen.why_not is None
     assert seen.refused == {}
     assert len(seen.laps) == 2

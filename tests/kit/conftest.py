@@ -8,14 +8,13 @@ import os
 import subprocess
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from preloaded import Preloaded
 
-from hotlap.kit import batch, script_workers, visiting, workers
+from hotlap.kit import batch, probe, workers
 
 
 class Forks:
@@ -27,18 +26,20 @@ class Forks:
         """The first looks, `after` of them, take processes of their own, as they do for users."""
         self._preloaded, self._real = preloaded, after
 
-    def run(self, command, *, stdin, stdout, stderr, timeout, check):
+    def run(self, command, *, cwd, stdin, stdout, stderr, timeout, check):
         self._real -= 1
         if self._real >= 0:
-            return subprocess.run(command, stdin=stdin, stdout=stdout, stderr=stderr, timeout=timeout, check=check)
-        done = self._preloaded.run(*command[1:], cwd=Path.cwd(), timeout_s=timeout, **os.environ)
+            return subprocess.run(
+                command, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, timeout=timeout, check=check
+            )
+        done = self._preloaded.run(*command[1:], cwd=cwd, timeout_s=timeout, **os.environ)
         stdout.write((done.stdout + done.stderr).encode())
         return done
 
 
 @pytest.fixture(scope="session")
 def preloaded():
-    made = Preloaded("hotlap.kit.child", "hotlap.kit.obeying", "torch._dynamo", environment=dict(os.environ))
+    made = Preloaded("hotlap.kit.probe_process", "hotlap.kit.plan_probe", "torch._dynamo", environment=dict(os.environ))
     yield made
     made.close()
 
@@ -51,10 +52,16 @@ def looks_are_forks(preloaded):
     def inside(after=0):
         with pytest.MonkeyPatch.context() as patch:
             if not torch.cuda.is_available():
-                patch.setattr(visiting, "subprocess", Forks(preloaded, after))
+                patch.setattr(probe, "subprocess", Forks(preloaded, after))
             yield
 
     return inside
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Each probe copies the working folder."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -67,5 +74,5 @@ def _looks_are_forks(looks_are_forks):
 def _limits_are_spent_by_looking(monkeypatch):
     """What a command may spend passes by a quarter of a second with each look at it: on no machine sooner or later."""
     clock = SimpleNamespace(monotonic=itertools.count(0, 0.25).__next__, perf_counter=time.perf_counter)
-    for module in (batch, script_workers, workers):
+    for module in (batch, workers):
         monkeypatch.setattr(module, "time", clock)

@@ -16,12 +16,12 @@ import hotlap
 from hotlap import Job, Sequences
 from hotlap.core.errors import TrainingError
 from hotlap.kit import batch as kit
-from hotlap.kit import catalogue
+from hotlap.kit import start_size as catalogue
 from hotlap.kit.batch import BatchFound
 from hotlap.kit.bench import only_new_garbage, opened
-from hotlap.kit.lengths import longest_in, size_of
-from hotlap.kit.prior import Prior, prior, remember
+from hotlap.kit.samples import longest_in, size_of
 from hotlap.kit.search import Line, Search, Searched, Trial
+from hotlap.kit.start_size import StartSize, keep_measured, start_size
 
 
 @pytest.fixture(autouse=True)
@@ -273,11 +273,11 @@ def test_a_model_is_known_by_its_layers_and_its_samples(name):
 def test_the_first_size_follows_the_gpu_the_kind_of_model_and_the_samples(cache):
     network = kinds()[catalogue.CONVOLUTIONS][0]
     assert catalogue.example_of(catalogue.kind_of_model(network, pictures(224))).bytes_a_sample == round(5.65 * MIB)
-    assert prior(network, pictures(224), 16 * GIB, "a T4").size == 2048  # 2,900 of 5.65 MiB
-    assert prior(network, pictures(448), 16 * GIB, "a T4").size == 512
-    assert prior(network, pictures(224), 64 * GIB, "an A100").size == 8192
+    assert start_size(network, pictures(224), 16 * GIB, "a T4").size == 2048  # 2,900 of 5.65 MiB
+    assert start_size(network, pictures(448), 16 * GIB, "a T4").size == 512
+    assert start_size(network, pictures(224), 64 * GIB, "an A100").size == 8192
     attending, tokens, _ = kinds()[catalogue.TEXT]
-    assert prior(attending, tokens, 16 * GIB, "a T4").size < prior(attending, tokens, 32 * GIB, "a T4").size
+    assert start_size(attending, tokens, 16 * GIB, "a T4").size < start_size(attending, tokens, 32 * GIB, "a T4").size
 
 
 def test_attention_over_rows_of_numbers_is_known_by_their_count():
@@ -288,8 +288,8 @@ def test_attention_over_rows_of_numbers_is_known_by_their_count():
 def test_the_weights_and_what_an_update_needs_of_them_are_taken_off_first(cache):
     model = nn.Linear(1024, 1024, bias=False)  # 4 MiB, four times
     one = catalogue.example_of(catalogue.kind_of_model(model, (torch.zeros(1, 1024),))).bytes_a_sample
-    assert prior(model, (torch.zeros(1, 1024),), 16 * MIB + 4.5 * one, "a T4").size == 4
-    assert prior(model, (torch.zeros(1, 1024),), MIB, "a T4").size == 1
+    assert start_size(model, (torch.zeros(1, 1024),), 16 * MIB + 4.5 * one, "a T4").size == 4
+    assert start_size(model, (torch.zeros(1, 1024),), MIB, "a T4").size == 1
 
 
 def test_a_larger_model_of_a_kind_is_likened_to_a_larger_example():
@@ -303,20 +303,20 @@ def test_a_larger_model_of_a_kind_is_likened_to_a_larger_example():
 def test_what_was_measured_before_is_where_the_next_search_begins(cache):
     network, sample, _ = kinds()[catalogue.CONVOLUTIONS]
     kind = catalogue.kind_of_model(network, sample)
-    remember(kind, "a T4", Line(bytes_a_sample=GIB, rest_bytes=3 * GIB))
-    begun = prior(network, sample, 16 * GIB, "a T4")
+    keep_measured(kind, "a T4", Line(bytes_a_sample=GIB, rest_bytes=3 * GIB))
+    begun = start_size(network, sample, 16 * GIB, "a T4")
     assert begun.size == 8  # of 13 that fit
     assert "1.0 GiB a sample were measured on a T4 before" in begun.why
-    assert "a guess" in prior(network, sample, 16 * GIB, "an A100").why
-    assert "a guess" in prior(network, pictures(96), 16 * GIB, "a T4").why
+    assert "a guess" in start_size(network, sample, 16 * GIB, "an A100").why
+    assert "a guess" in start_size(network, pictures(96), 16 * GIB, "a T4").why
 
 
 def test_a_cache_that_cannot_be_used_stops_no_search(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "file"))
     network, sample, _ = kinds()[catalogue.CONVOLUTIONS]
-    remember(catalogue.kind_of_model(network, sample), "a T4", Line(bytes_a_sample=1.0, rest_bytes=0.0))
-    assert "a guess" in prior(network, sample, 16 * GIB, "a T4").why
+    keep_measured(catalogue.kind_of_model(network, sample), "a T4", Line(bytes_a_sample=1.0, rest_bytes=0.0))
+    assert "a guess" in start_size(network, sample, 16 * GIB, "a T4").why
     assert "not a folder" in caplog.text
 
 
@@ -359,7 +359,7 @@ def found_of(speeds, *, effective, own, writes=lambda size, times: f"{times} tim
         own_batch=own,
         effective_batch=effective,
         searched=Searched(trials=trials, ended="enough", found_largest=proven),
-        began=Prior(size=own, why="your own"),
+        began=StartSize(size=own, why="your own"),
         room_bytes=10**6,
         writes=writes,
     )

@@ -20,9 +20,9 @@ from hotlap.cli import app
 from hotlap.core.errors import HotlapError
 from hotlap.kit import memory as kit
 from hotlap.kit import savings
-from hotlap.kit.growing import FIRST, TURNS, Turns, grown
-from hotlap.kit.looks import Seen
 from hotlap.kit.memory import ScriptTrials, draw_course, memory_of_script
+from hotlap.kit.probe import ProbeResult
+from hotlap.kit.tensor_memory import FIRST, TURNS, GrowthWatch, grown
 from hotlap.script.running import Target
 
 WIDTH, LENGTH, BATCH, BLOCKS = 16, 8, 32, 3
@@ -300,7 +300,7 @@ def test_what_would_bring_a_scripts_memory_down_is_predicted_and_tried(found_of_
 
 
 def test_a_script_is_tried_in_half_precision_as_hotlap_run_has_it(script, found_of_script):
-    own = Seen(samples_an_update=256, loader=0)
+    own = ProbeResult(samples_an_update=256, loader=0)
     tried = ScriptTrials(script, own, say=lambda line: None).in_precision("bf16")
     assert tried.why_not is None
     assert tried.peak_bytes < found_of_script.peak_bytes
@@ -405,7 +405,7 @@ class Allocator:
     ],
 )
 def test_growth_that_only_the_allocator_sees_is_told_without_a_line(monkeypatch, allocated, reserved, said):
-    turns = Turns(Allocator(monkeypatch, allocated, reserved))
+    turns = GrowthWatch(Allocator(monkeypatch, allocated, reserved))
     while not turns.are_done:
         turns.end()
     found = [str(one) for one in turns.growth()]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from hotlap import Job
 from hotlap.cli import app
 from hotlap.core.errors import HotlapError
-from hotlap.kit.naming import named
+from hotlap.kit.calls import named
 
 JOBS = """
 import torch
@@ -151,6 +151,6 @@ def test_an_error_of_hotlaps_own_keeps_its_lines(tmp_path, monkeypatch):
     (tmp_path / "badly_made.py").write_text(textwrap.dedent(MINE))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "badly_made", raising=False)
-    monkeypatch.setattr("hotlap.kit.batch.Prior", None)
+    monkeypatch.setattr("hotlap.kit.batch.StartSize", None)
     done = CliRunner().invoke(app, ["batch", "--quiet", "badly_made:unfit"])
     assert isinstance(done.exception, TypeError)

@@ -1,7 +1,6 @@
 """The kit on scripts that are not as one would like them: each is told of, and nothing that was measured is lost."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,17 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from dispositions import heeded
 
-from hotlap.core.errors import HotlapError, StoreError, TrainingError, UsageError
-from hotlap.kit import saved_files, script_workers
+from hotlap.core.errors import HotlapError, TrainingError, UsageError
+from hotlap.kit import workers
 from hotlap.kit.batch import batch_of_script
-from hotlap.kit.looks import Seen, Wish
+from hotlap.kit.calls import named
 from hotlap.kit.memory import memory_of_script
-from hotlap.kit.naming import named
-from hotlap.kit.saved_files import SavedFiles, put_back
+from hotlap.kit.probe import ProbeRequest, ProbeResult, ScriptEndedError, run_probe
 from hotlap.kit.search import TooShortError
-from hotlap.kit.visiting import EndedError, visit
 from hotlap.kit.workers import by
 from hotlap.script.running import Target
 
@@ -71,7 +67,7 @@ def test_its_own_size_has_to_train(target):
         for x, y in DataLoader(data, batch_size=16):
             raise KeyError("mine")
     """)
-    with pytest.raises(EndedError, match="mine ended by an error: KeyError"):
+    with pytest.raises(ScriptEndedError, match="mine ended by an error: KeyError"):
         batch_of_script(mine)
 
 
@@ -82,7 +78,7 @@ def test_of_several_loaders_the_first_is_counted_and_the_others_are_told_of(targ
             for (x, y), (u, _) in zip(first, second):
                 update(torch.cat((x, u[:0])), y)
     """)
-    seen = visit(mine, Wish(laps=2, lap_s=0.0))
+    seen = run_probe(mine, ProbeRequest(laps=2, lap_s=0.0))
     assert (seen.batch_size, seen.samples_an_update, seen.other_loaders) == (4, 4, 1)
     assert {samples for _, samples in seen.laps} == {4}
     found = batch_of_script(mine, most=4, seconds=30)
@@ -100,19 +96,19 @@ def test_workers_that_would_repeat_samples_are_not_tried(target, monkeypatch):
             for x, y in DataLoader(Rows(), batch_size=16):
                 update(x, y)
     """)
-    monkeypatch.setattr(script_workers, "counts", lambda cores: [0, 1, 2])
-    found = script_workers.workers_of_script(mine, seconds=60)
+    monkeypatch.setattr(workers, "counts", lambda cores: [0, 1, 2])
+    found = workers.workers_of_script(mine, seconds=60)
     reasons = {one.feed.workers: one.why_not for one in found.settings if one.feed.kind == "loader"}
     assert reasons[0] is None
     assert reasons[1] is None
-    assert reasons[2] == script_workers.REPEATS
+    assert reasons[2] == workers.REPEATS
     assert found.best.feed.workers < 2
 
 
 def test_a_dataset_that_shares_its_samples_out_already_may_have_other_workers():
-    first = Seen(iterates=True, workers=4, laps=[[0.1, 8]], samples_an_update=8)
-    looks = script_workers._Looks(Target(path="mine.py"), first, lambda line: None)
-    assert looks.setting(by(8, on_gpu=False), 5).why_not == "5 s were spent"
+    first = ProbeResult(iterates=True, workers=4, laps=[[0.1, 8]], samples_an_update=8)
+    probes = workers._FeedProbes(Target(path="mine.py"), first, lambda line: None)
+    assert probes.setting(by(8, on_gpu=False), 5).why_not == "5 s were spent"
 
 
 def test_where_nothing_else_was_timed_nothing_is_said_to_be_slower(target):
@@ -121,7 +117,7 @@ def test_where_nothing_else_was_timed_nothing_is_said_to_be_slower(target):
             for x, y in DataLoader(data, batch_size=16):
                 update(x, y)
     """)
-    found = script_workers.workers_of_script(mine, seconds=0)
+    found = workers.workers_of_script(mine, seconds=0)
     assert found.advice == "nothing is known: no other way than no workers was timed"
 
 
@@ -139,12 +135,12 @@ def test_memory_that_was_not_seen_is_told_with_its_reason(target):
 
 
 def test_a_script_that_reads_is_told_that_there_is_nothing_to_read(target):
-    with pytest.raises(EndedError, match=r"EOFError.*without anything to read on stdin"):
-        visit(target("input()"), Wish())
+    with pytest.raises(ScriptEndedError, match=r"EOFError.*without anything to read on stdin"):
+        run_probe(target("input()"), ProbeRequest())
 
 
 @pytest.mark.parametrize("waits", ["time.sleep(600)", "while True: torch.ones(1)"])
-@pytest.mark.parametrize("look", [batch_of_script, script_workers.workers_of_script, memory_of_script])
+@pytest.mark.parametrize("look", [batch_of_script, workers.workers_of_script, memory_of_script])
 def test_a_script_that_never_trains_is_ended_and_told_where_it_was(target, waits, look):
     # The script itself has the time be over once it runs: until then it may take as long as it likes.
     mine = target(f"""
@@ -183,8 +179,8 @@ def test_a_script_ends_with_whoever_looked_at_it(target, tmp_path):
 
 def _look_at(mine):
     code = (
-        "import sys; from hotlap.kit.looks import Wish; from hotlap.kit.visiting import visit; "
-        "from hotlap.script.running import Target; visit(Target(path=sys.argv[1]), Wish())"
+        "import sys; from hotlap.kit.probe import ProbeRequest; from hotlap.kit.probe import run_probe; "
+        "from hotlap.script.running import Target; run_probe(Target(path=sys.argv[1]), ProbeRequest())"
     )
     return subprocess.Popen([sys.executable, "-c", code, mine.path])
 
@@ -214,8 +210,8 @@ def test_a_script_that_refuses_its_arguments_is_told_in_its_own_words(target):
         parser.add_argument("--data", required=True)
         parser.parse_args()
     """)
-    with pytest.raises(EndedError, match=r"mine\.py: error: the following arguments are required: --data"):
-        visit(mine, Wish())
+    with pytest.raises(ScriptEndedError, match=r"mine\.py: error: the following arguments are required: --data"):
+        run_probe(mine, ProbeRequest())
 
 
 def test_an_error_of_a_script_is_told_with_its_line(target):
@@ -224,8 +220,8 @@ def test_an_error_of_a_script_is_told_with_its_line(target):
             raise ValueError("boom")
     """)
     line = next(number for number, text in enumerate(Path(mine.path).read_text().splitlines(), 1) if "boom" in text)
-    with pytest.raises(EndedError, match=rf"ended by an error: ValueError: boom \(mine.py:{line}\)"):
-        visit(mine, Wish())
+    with pytest.raises(ScriptEndedError, match=rf"ended by an error: ValueError: boom \(mine.py:{line}\)"):
+        run_probe(mine, ProbeRequest())
 
 
 def test_an_error_of_a_script_is_told_with_the_lines_that_led_to_it(target):
@@ -235,8 +231,8 @@ def test_an_error_of_a_script_is_told_with_the_lines_that_led_to_it(target):
 
         main()
     """)
-    with pytest.raises(EndedError) as caught:
-        visit(mine, Wish())
+    with pytest.raises(ScriptEndedError) as caught:
+        run_probe(mine, ProbeRequest())
     first, *lines = str(caught.value).splitlines()
     assert first.startswith("mine ended by an error: NameError: name 'undefined' is not defined (mine.py:")
     assert [line.strip() for line in lines[1::2]] == ["main()", "print(undefined)"]
@@ -252,8 +248,8 @@ def test_an_error_in_a_worker_is_told_by_what_it_said(target):
         for x, y in DataLoader(Broken(*data.tensors), num_workers=1):
             pass
     """)
-    with pytest.raises(EndedError) as caught:
-        visit(mine, Wish())
+    with pytest.raises(ScriptEndedError) as caught:
+        run_probe(mine, ProbeRequest())
     assert "in DataLoader worker process 0. ValueError: no such picture (mine.py:" in str(caught.value).splitlines()[0]
     assert 'raise ValueError("no such picture")' in str(caught.value)
 
@@ -266,150 +262,28 @@ def test_what_is_not_python_is_told_with_its_line(target, tmp_path):
     ):
         named([mine.path])
     (tmp_path / "helper.py").write_text("x = 1\ndef g(:\n")
-    with pytest.raises(EndedError, match=r"SyntaxError: invalid syntax \(helper.py:2\)\n(.*\n)*.*def g\(:"):
-        visit(target("import helper"), Wish())
+    with pytest.raises(ScriptEndedError, match=r"SyntaxError: invalid syntax \(helper.py:2\)\n(.*\n)*.*def g\(:"):
+        run_probe(target("import helper"), ProbeRequest())
 
 
 def test_a_module_that_is_not_there_is_told_without_names_of_hotlaps_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    with pytest.raises(EndedError, match=r"^mine\.inner ended by an error: No module named mine\.inner$"):
-        visit(Target(module="mine.inner"), Wish())
+    with pytest.raises(ScriptEndedError, match=r"^mine\.inner ended by an error: No module named mine\.inner$"):
+        run_probe(Target(module="mine.inner"), ProbeRequest())
     with pytest.raises(UsageError, match=r"there is no file 'gone\.py'"):
         named(["gone.py"])
 
 
 def test_a_script_that_trains_nothing_is_told_to_be_none(target):
     with pytest.raises(TooShortError, match="none of torch's optimizers made an update"):
-        visit(target("print('hello')"), Wish())
+        run_probe(target("print('hello')"), ProbeRequest())
     short = target("""
         for x, y in DataLoader(data, batch_size=256):
             update(x, y)
     """)
     with pytest.raises(TooShortError, match="over after 2 updates, too few to be timed"):
-        visit(short, Wish())
-
-
-def test_files_that_a_script_saves_are_as_before_afterwards(target, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "best.pt").write_text("precious")
-    mine = target("""
-        import shutil
-        for epoch in range(10_000):
-            for x, y in DataLoader(data, batch_size=16):
-                update(x, y)
-            torch.save(model.state_dict(), "best.pt")
-            torch.save({"epoch": epoch}, open("other.pt", "wb"))
-            torch.save({"epoch": epoch}, "last.pt")
-            shutil.copyfile("last.pt", "copy.pt")
-            assert torch.load("best.pt")["weight"].shape == (2, 8)
-    """)
-    seen = visit(mine, Wish(laps=80, lap_s=0.0))  # as many updates, so that two epochs are over
-    assert seen.updates > 64
-    assert (tmp_path / "best.pt").read_text() == "precious"
-    assert not (tmp_path / "last.pt").exists()
-    assert not (tmp_path / "other.pt").exists()
-    assert not (tmp_path / "copy.pt").exists()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="there nothing is told before it is ended")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_files_are_put_back_where_the_look_is_ended_from_outside(target, tmp_path, name):
-    number, best = getattr(signal, name), tmp_path / "best.pt"
-    best.write_text("precious")
-    mine = target(
-        f"""
-        import pathlib
-        torch.save(torch.ones(8), {str(best)!r})
-        pathlib.Path({str(tmp_path / "saved")!r}).touch()
-        time.sleep(600)
-    """,
-        head=PLAIN,
-    )
-    with heeded(number):
-        looking = _look_at(mine)
-    try:
-        _read_once_there(tmp_path / "saved")
-        assert best.read_bytes() != b"precious"
-        looking.send_signal(number)
-        assert looking.wait(600) == 128 + number
-    finally:
-        looking.kill()
-        looking.wait()
-    assert best.read_text() == "precious"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the script lives on")
-def test_what_a_killed_look_has_left_is_brought_back_by_the_next(target, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
-    best, gone = tmp_path / "best.pt", tmp_path / "gone.pt"
-    best.write_text("precious")
-    gone.write_text("precious too")
-    mine = target(
-        f"""
-        import os, pathlib
-        torch.save(torch.ones(8), {str(best)!r})
-        os.remove({str(gone)!r})
-        pathlib.Path({str(tmp_path / "saved")!r}).touch()
-        time.sleep(600)
-    """,
-        head=PLAIN,
-    )
-    looking = _look_at(mine)
-    try:
-        _read_once_there(tmp_path / "saved")
-        with pytest.raises(TooShortError):  # while the other one goes on, nothing of it is touched
-            visit(target(""), Wish())
-        assert not gone.exists()
-    finally:
-        looking.kill()
-        looking.wait()
-    newer = best.read_bytes()
-    with pytest.raises(TooShortError):
-        visit(target(""), Wish())
-    assert gone.read_text() == "precious too"
-    assert best.read_bytes() == newer, "it may be of a training since then"
-    assert (tmp_path / "best.pt.before-look").read_text() == "precious"
-    assert f"{gone} is put back" in caplog.text
-    assert f"{best} may be of a look that was killed; what it was before is {best}.before-look" in caplog.text
-    assert not list((tmp_path / "cache" / "looks").iterdir())
-
-
-def test_a_file_that_cannot_be_put_back_is_not_lost(target, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
-    best = tmp_path / "best.pt"
-    best.write_text("precious")
-    mine = target(f"""
-        torch.save(1, {str(best)!r})
-        while True:
-            update(*data[:8])
-    """)
-    with monkeypatch.context() as patched:
-        patched.setattr(saved_files.shutil, "move", _full)
-        with pytest.raises(StoreError, match=r"not all .* put back: .*full; .*looks/"):
-            visit(mine, Wish(laps=1, lap_s=0.0))
-        with pytest.raises(TooShortError):  # nor does it keep others from looking
-            visit(target(""), Wish())
-        assert "files that an earlier look has kept are still in" in caplog.text
-    with pytest.raises(TooShortError):
-        visit(target(""), Wish())
-    assert best.read_text() == "precious"
-
-
-def _full(source, target):
-    raise OSError(f"{target}: the disk is full")
-
-
-def test_a_file_is_put_back_where_its_folder_was_cleared_away(tmp_path):
-    place, aside = tmp_path / "models" / "best.pt", tmp_path / "aside"
-    place.parent.mkdir()
-    aside.mkdir()
-    place.write_text("precious")
-    SavedFiles(aside).before(lambda obj, f: Path(f).write_text("new"))(None, str(place))
-    assert place.read_text() == "new"
-    shutil.rmtree(place.parent)
-    put_back(aside)
-    assert place.read_text() == "precious"
+        run_probe(short, ProbeRequest())
 
 
 def test_an_evaluation_is_no_part_of_an_updates_memory(target):
@@ -423,5 +297,5 @@ def test_an_evaluation_is_no_part_of_an_updates_memory(target):
                 update(x, y)
                 made += 1
     """)
-    account = visit(mine, Wish(laps=1, lap_s=0.0, counts=True)).account
+    account = run_probe(mine, ProbeRequest(laps=1, lap_s=0.0, counts=True)).account
     assert 0 < account["peak_bytes"] < 65536 * 2 * 4

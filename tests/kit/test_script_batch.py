@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 from hotlap.cli import app
 from hotlap.core.errors import TrainingError
 from hotlap.kit import batch as kit
-from hotlap.kit.looks import Wish
-from hotlap.kit.visiting import visit
+from hotlap.kit.probe import ProbeRequest, run_probe
 from hotlap.script.running import Target
 
 SCRIPT = """
@@ -47,11 +46,11 @@ def script(tmp_path):
 
 def test_a_scripts_loader_is_found_and_made_with_another_batch_size(script):
     target = Target(path=str(script), args=["1000"])
-    other = visit(target, Wish(loader=1, change={"batch_size": 32}, laps=2, lap_s=0.0, counts=True))
+    other = run_probe(target, ProbeRequest(loader=1, change={"batch_size": 32}, laps=2, lap_s=0.0, counts=True))
     assert (other.loader, other.batch_size, other.samples) == (1, 32, 512)
     assert [samples for _, samples in other.laps] == [64, 64]
     assert other.peak_bytes > 3 * 8 * 2 * 4
-    full = visit(Target(path=str(script), args=["20"]), Wish(loader=1, change={"batch_size": 32}))
+    full = run_probe(Target(path=str(script), args=["20"]), ProbeRequest(loader=1, change={"batch_size": 32}))
     assert full.out_of_memory == "CUDA out of memory."
 
 
@@ -91,12 +90,12 @@ for epoch in range(10_000):
 def test_a_scripts_batches_are_of_its_longest_samples_where_lengths_can_be_read(tmp_path):
     path = tmp_path / "ragged.py"
     path.write_text(RAGGED.replace("LEAST", "3"))
-    first = visit(Target(path=str(path)), Wish(laps=1, lap_s=0.0, counts=True, lengths=True))
+    first = run_probe(Target(path=str(path)), ProbeRequest(laps=1, lap_s=0.0, counts=True, lengths=True))
     assert first.varies
     assert first.longest == "batches hold the longest of all 64 samples"
     path.write_text(RAGGED.replace("LEAST", "50"))
-    wish = Wish(loader=first.loader, change={"batch_size": 4}, longest=True, laps=1, lap_s=0.0, counts=True)
-    seen = visit(Target(path=str(path)), wish)
+    request = ProbeRequest(loader=first.loader, change={"batch_size": 4}, longest=True, laps=1, lap_s=0.0, counts=True)
+    seen = run_probe(Target(path=str(path)), request)
     assert seen.batch_size == 4
     assert seen.peak_bytes > 4 * 50 * 16 * 4
 
@@ -124,7 +123,7 @@ for epoch in range(10_000):
 def test_memory_is_that_of_a_whole_batch_and_not_of_an_epochs_last(tmp_path, sizes):
     path = tmp_path / "uneven.py"
     path.write_text(UNEVEN.replace("SIZES", str(sizes)))
-    seen = visit(Target(path=str(path)), Wish(laps=1, lap_s=0.0, counts=True))
+    seen = run_probe(Target(path=str(path)), ProbeRequest(laps=1, lap_s=0.0, counts=True))
     assert seen.samples_an_update == 64
     assert seen.peak_bytes > 64 * 512 * 4
 
@@ -148,4 +147,4 @@ def test_a_script_that_does_not_train_is_told_in_one_line(tmp_path, text, said):
     path = tmp_path / "idle.py"
     path.write_text(text)
     with pytest.raises(TrainingError, match=said):
-        visit(Target(path=str(path)), Wish())
+        run_probe(Target(path=str(path)), ProbeRequest())

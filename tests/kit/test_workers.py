@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 import hotlap
 from hotlap import Feed, Job, Sequences
 from hotlap.cli import app
-from hotlap.kit import script_workers as scripts
-from hotlap.kit import transforms
+from hotlap.kit import samples
 from hotlap.kit import workers as kit
+from hotlap.kit import workers as scripts
 from hotlap.kit.bench import opened
-from hotlap.kit.child import Visitor
-from hotlap.kit.looks import Seen, Wish
-from hotlap.kit.visiting import visit
+from hotlap.kit.probe import ProbeRequest, ProbeResult, run_probe
+from hotlap.kit.probe_process import ScriptWatch
 from hotlap.kit.workers import Setting, WorkersFound, best_of, counts, words_of
 from hotlap.script.running import Target
 from hotlap.tuner.stats import Estimate
@@ -182,7 +181,7 @@ for epoch in range(1000):
 def test_a_scripts_loader_is_tried_with_other_workers(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(SCRIPT)
     monkeypatch.setattr(scripts, "counts", lambda cores: [0, 2])
-    monkeypatch.setattr(scripts, "Wish", partial(Wish, laps=3))
+    monkeypatch.setattr(scripts, "ProbeRequest", partial(ProbeRequest, laps=3))
     done = CliRunner().invoke(app, ["workers", "--json", "--quiet", str(tmp_path / "mine.py")])
     assert (done.exit_code, done.stderr) == (0, "")
     found = json.loads(done.stdout)
@@ -221,7 +220,7 @@ for epoch in range(1000):
 def test_a_scripts_batches_are_gathered_as_hotlap_run_does_and_it_is_seen_that_they_are(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(IN_MEMORY)
     monkeypatch.chdir(tmp_path)
-    seen = visit(Target(path="mine.py"), Wish(laps=2, lap_s=0.02, feed="gather"))
+    seen = run_probe(Target(path="mine.py"), ProbeRequest(laps=2, lap_s=0.02, feed="gather"))
     assert seen.why_not is None
     assert set(seen.refused) == {"stream", "resident"}
     assert len(seen.laps) == 2
@@ -233,8 +232,8 @@ def test_a_scripts_batches_are_gathered_as_hotlap_run_does_and_it_is_seen_that_t
 def test_a_loader_that_is_made_anew_for_each_epoch_is_changed_each_time_and_no_other_is(tmp_path):
     data, few = TensorDataset(torch.arange(12)), TensorDataset(torch.arange(4))
     made = lambda dataset: DataLoader(dataset, batch_size=2)  # noqa: E731
-    visitor = Visitor(Wish(loader=1, change={"batch_size": 3}), tmp_path / "seen.json", "mine")
-    with visitor:
+    watch = ScriptWatch(ProbeRequest(loader=1, change={"batch_size": 3}), tmp_path / "seen.json", "mine")
+    with watch:
         sizes = [[made(few).batch_size, DataLoader(data).batch_size, made(data).batch_size] for _ in range(3)]
         by_name = {name: made(one).batch_size for name, one in (("train", data), ("valid", few))}
     assert sizes == [[2, 3, 2]] * 3
@@ -246,17 +245,19 @@ class Script:
 
     def __init__(self, monkeypatch, times):
         self.times, self.asked = times, []
-        monkeypatch.setattr(scripts, "visit", self.visit)
+        monkeypatch.setattr(scripts, "run_probe", self.run_probe)
         monkeypatch.setattr(scripts, "counts", lambda cores: [0, 1])
 
-    def visit(self, target, wish):
-        way = wish.feed or wish.change.get("num_workers", 0)
+    def run_probe(self, target, request):
+        way = request.feed or request.change.get("num_workers", 0)
         self.asked.append(way)
-        refused = {"stream": "it cannot be"} if wish.feed else {}
+        refused = {"stream": "it cannot be"} if request.feed else {}
         if isinstance(self.times[way], str):
-            return Seen(why_not=self.times[way], refused=refused)
+            return ProbeResult(why_not=self.times[way], refused=refused)
         laps = [[self.times[way], 4]] * 5
-        return Seen(laps=laps, samples_an_update=4, loader=0, device="cuda:0", first_batch_s=0.5, refused=refused)
+        return ProbeResult(
+            laps=laps, samples_an_update=4, loader=0, device="cuda:0", first_batch_s=0.5, refused=refused
+        )
 
 
 def test_where_another_feed_pays_a_script_is_told_the_command_that_has_it(monkeypatch):
@@ -276,7 +277,9 @@ def test_a_script_that_was_lucky_where_it_was_chosen_is_not_told_of_a_gain_while
     seconds, is_told, monkeypatch
 ):
     made_up = Script(monkeypatch, {0: 0.04, 1: 0.05, "gather": 0.05, "resident": 0.02})
-    first = scripts._Looks(Target(path="train.py"), made_up.visit(None, scripts.Wish()), say=lambda line: None)
+    first = scripts._FeedProbes(
+        Target(path="train.py"), made_up.run_probe(None, scripts.ProbeRequest()), say=lambda line: None
+    )
     resident = Feed(kind="resident")
     for feed in (resident, resident, first.own):
         first.look(feed)
@@ -365,15 +368,15 @@ class Transformed(Dataset):
 
 
 def test_each_transform_is_told_with_its_cost_and_nothing_is_changed(monkeypatch):
-    monkeypatch.setattr(transforms, "LOOKED_AT", 8)
+    monkeypatch.setattr(samples, "TIMED", 8)
     mine = Transformed(Compose([Noise(), Compose([halved])]))
     before, chance = dict(vars(mine)), torch.get_rng_state()
     for dataset in (mine, Subset(mine, range(50))):
-        noise, half, rest = transforms.costs_of(dataset)
+        noise, half, rest = samples.costs_of(dataset)
         assert (noise.name, half.name, rest.name) == ("Noise", "halved", "all else")
         assert noise.sample_s >= 0.004
         assert half.sample_s >= 0.001
-    both = transforms.costs_of(ConcatDataset([mine, Transformed(Noise())]))
+    both = samples.costs_of(ConcatDataset([mine, Transformed(Noise())]))
     assert [one.name for one in both] == ["Noise", "halved", "Noise", "all else"]
     assert vars(mine) == before
     assert mine.transform.transforms[1].transforms == [halved]
@@ -385,13 +388,13 @@ def test_a_dataset_without_transforms_or_one_that_cannot_be_read_tells_none():
         def __getitem__(self, index):
             raise KeyError(index)
 
-    assert transforms.costs_of([1, 2, 3]) == ()
-    assert transforms.costs_of(TensorDataset(torch.ones(3))) == ()
-    assert transforms.costs_of(Broken(halved)) == ()
+    assert samples.costs_of([1, 2, 3]) == ()
+    assert samples.costs_of(TensorDataset(torch.ones(3))) == ()
+    assert samples.costs_of(Broken(halved)) == ()
 
 
 def test_the_cost_of_transforms_stands_in_what_workers_tells(quick, monkeypatch):
-    monkeypatch.setattr(transforms, "LOOKED_AT", 4)
+    monkeypatch.setattr(samples, "TIMED", 4)
     monkeypatch.setattr("hotlap.kit.workers.read_cpu", lambda: type("Cpu", (), {"cores": 1}))
     model = nn.Linear(4, 3)
     mine = Job(

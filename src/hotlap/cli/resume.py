@@ -37,7 +37,7 @@ def resume(
     """Go on with an interrupted run: from its newest checkpoint that is whole, or from step 0 if it never had one."""
     from hotlap.fitting.fit import fit
     from hotlap.fitting.record import checked_words
-    from hotlap.kit.naming import named_job
+    from hotlap.kit.calls import named_job
     from hotlap.store.run_folder import RunFolder
 
     folder = RunFolder.open(run)

@@ -28,7 +28,7 @@ def tune(
     from hotlap.core.table import table
     from hotlap.demo import digits_job
     from hotlap.fitting.tuning import tune as find_plan
-    from hotlap.kit.naming import named_job
+    from hotlap.kit.calls import named_job
     from hotlap.store.files import save_plan
 
     if out.exists() and not overwrite:

@@ -12,7 +12,11 @@ import logging
 import re
 import sys
 import unicodedata
+from collections.abc import Callable
 from typing import TextIO
+
+Say = Callable[[str], None]
+"""Shows the user one line of progress."""
 
 _FORGED_LINE = re.compile(r"\n(?!  )")
 
@@ -49,6 +53,10 @@ def say(*lines: str, stream: TextIO | None = None) -> None:
     if stream is not None:  # without a console, as under pythonw, there is none
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last inside of another write
             write(stream, "".join(f"{clean(line)}\n" for line in lines))
+
+
+def silent(line: str) -> None:
+    """Show nothing: a `Say` for callers who want no progress."""
 
 
 def write(stream: TextIO, text: str) -> None:

@@ -1,1 +1,11 @@
-"""The kit: which batch, how many workers, where the memory goes, each by real steps of a training that is named."""
+"""Questions about a training, answered by its own updates: `batch`, `workers` and `memory`.
+
+`calls` takes a Job, or finds the training that a command line names, and asks `batch`, `workers` or `memory`.
+
+- A Job runs in this process: `bench` builds its rig, tries updates on it, and restores the job.
+- A script runs in a process of its own for every try: `probe` starts it, `probe_process` watches it from inside,
+  `plan_probe` runs it under a plan of `hotlap run`.
+- `search` finds the largest and the fastest batch; `start_size` chooses the size that it begins with.
+- `samples` finds the longest samples of a dataset and times its transforms.
+- `tensor_memory` counts tensors as they come and go; `savings` predicts and tries what would lower the peak.
+"""

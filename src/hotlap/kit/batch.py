@@ -13,15 +13,12 @@ import torch
 
 from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
-from hotlap.core.terminal import clean
+from hotlap.core.terminal import Say, clean, silent
 from hotlap.core.units import show_bytes, show_rate
 from hotlap.kit.bench import Bench, only_new_garbage, opened, room_on
-from hotlap.kit.catalogue import kind_of_model
-from hotlap.kit.looks import BEGINS_S, Seen, Wish
-from hotlap.kit.prior import Prior, prior, remember
+from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, ScriptEndedError, run_probe
 from hotlap.kit.search import KNEE, Search, Searched, Trial, fastest, knee
-from hotlap.kit.telling import silent
-from hotlap.kit.visiting import RUNS, EndedError, visit
+from hotlap.kit.start_size import StartSize, keep_measured, kind_of_model, start_size
 from hotlap.script.running import Target
 
 RESERVE = 0.1
@@ -33,7 +30,6 @@ MOST_S = 120.0
 SCRIPT_FINER = 8
 """To which part of itself the largest batch of a script is sought: each try takes a process."""
 COUNTED = "memory is counted from the sizes of tensors: a CPU keeps no account of it"
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +43,7 @@ class BatchFound:
     effective_batch: int | None
     """Samples an update; nothing here changes it."""
     searched: Searched
-    began: Prior
+    began: StartSize
     room_bytes: int
     """What the process may take."""
     notes: tuple[str, ...] = ()
@@ -194,9 +190,9 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
     own = bench.dataset.batch_size
     allowed = (1 - RESERVE) * bench.room_bytes
     most = min(bench.most, most or bench.most)
-    began = Prior(size=own, why="your own")
+    began = StartSize(size=own, why="your own")
     if bench.memory_ends:
-        guess = prior(bench.rig.model, bench.batch(1), allowed, bench.where)
+        guess = start_size(bench.rig.model, bench.batch(1), allowed, bench.where)
         began = dataclasses.replace(guess, size=min(guess.size, most))
     say(f"batch      begun with {began.size:,}: {began.why}; {bench.most:,} samples, {show_bytes(bench.room_bytes)}")
     until = time.monotonic() + seconds
@@ -216,7 +212,7 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
         enough=lambda: f"{seconds:g} s were spent" if time.monotonic() > until else None,
     ).run()
     if bench.memory_ends and searched.line is not None:
-        remember(kind_of_model(bench.rig.model, bench.batch(1)), bench.where, searched.line)
+        keep_measured(kind_of_model(bench.rig.model, bench.batch(1)), bench.where, searched.line)
     knee_size = 0 if (one := knee(searched.within(allowed))) is None else one.size
     cautions = bench.rig.cautions(bench.rig.plan.but(micro_batch=knee_size)) if 0 < knee_size < (effective or 0) else []
     notes = [
@@ -297,7 +293,7 @@ def batch_of_script(
     """
     until = time.monotonic() + seconds
     say(f"batch      {target.name} is run as it is, to find its loader")
-    first = visit(target, Wish(counts=True, lengths=True, begins_s=max(seconds, BEGINS_S)))
+    first = run_probe(target, ProbeRequest(counts=True, lengths=True, begins_s=max(seconds, BEGINS_S)))
     if first.out_of_memory is not None:
         raise TrainingError(f"{target.name} runs out of memory as it is ({first.out_of_memory}); lower its batch size")
     if first.why_fixed is not None or first.batch_size is None:
@@ -306,7 +302,7 @@ def batch_of_script(
     room = first.room_bytes if on_gpu else room_on(torch.device("cpu"))
 
     def attempt(size: int, timed: bool) -> Trial:
-        wish = Wish(
+        request = ProbeRequest(
             loader=first.loader,
             change={"batch_size": size},
             longest=first.varies,
@@ -314,8 +310,8 @@ def batch_of_script(
             counts=True,
         )
         try:
-            seen = first if size == own and not first.varies else visit(target, wish)
-        except EndedError as error:
+            seen = first if size == own and not first.varies else run_probe(target, request)
+        except ScriptEndedError as error:
             if size == own:
                 raise
             one = Trial(size=size, why_not=error.why)  # it may be written for its own size
@@ -324,7 +320,7 @@ def batch_of_script(
         say(told(one))
         return one
 
-    began = Prior(size=own, why="the script's own")
+    began = StartSize(size=own, why="the script's own")
     searched = Search(
         attempt=attempt,
         start=own,
@@ -353,7 +349,7 @@ def _script_words(accumulates: bool, size: int, times: int) -> str:
     return f"the loader's batch_size={size}{updates if times > 1 or accumulates else ''}"
 
 
-def _script_notes(first: Seen, searched: Searched) -> tuple[str, ...]:
+def _script_notes(first: ProbeResult, searched: Searched) -> tuple[str, ...]:
     notes = [
         RUNS,
         "speed is that of the script's own loop, its loading included; its accumulation was left as it is",
@@ -369,7 +365,7 @@ def _script_notes(first: Seen, searched: Searched) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def of_visit(size: int, seen: Seen) -> Trial:
+def of_visit(size: int, seen: ProbeResult) -> Trial:
     """A size as it was seen in a script."""
     if seen.out_of_memory is not None:
         return Trial(size=size, why_not=seen.out_of_memory)

@@ -27,8 +27,8 @@ from hotlap.engine.step import Window
 from hotlap.fitting.progress import Silence
 from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.fitting.task import OFF, set_up
-from hotlap.kit.lengths import longest_first
-from hotlap.kit.live import LiveTensors
+from hotlap.kit.samples import longest_first
+from hotlap.kit.tensor_memory import LiveTensors
 from hotlap.machine.cuda import usable_bytes
 from hotlap.machine.limits import read_memory
 
@@ -39,7 +39,7 @@ WARM, BLOCKS, BLOCK_S = 3, 5, 0.04
 class Bench:
     """A rig on which batches of any size are tried."""
 
-    def __init__(self, job: Job, dataset: OrderedDataset, rig: Rig, kept: Kept) -> None:
+    def __init__(self, job: Job, dataset: OrderedDataset, rig: Rig, kept: JobState) -> None:
         self.job, self.dataset, self.rig, self._kept = job, dataset, rig, kept
         self.device = rig.device
         self.longest = longest_first(dataset.source)
@@ -58,7 +58,7 @@ class Bench:
     @property
     def rest_bytes(self) -> int:
         """What weights, their gradients and the optimizer's state take, however large the batch."""
-        return rest_of(parameters_of(self.rig), self.rig.optimizer)
+        return rest_of(trained_tensors(self.rig), self.rig.optimizer)
 
     @property
     def most(self) -> int:
@@ -160,7 +160,7 @@ class Bench:
             self.rig.wait()
             return self.peak_so_far
         counted = LiveTensors(self.device)
-        know_training(counted, self.rig)
+        count_training(counted, self.rig)
         counted.know((tensor for piece in window.pieces for tensor in tensors_in(piece)), "batch")
         with counted:
             self.rig.step(window)
@@ -179,7 +179,7 @@ class Bench:
 
     def tidy(self) -> None:
         """Let go of gradients and of all memory that nobody uses."""
-        for parameter in parameters_of(self.rig):
+        for parameter in trained_tensors(self.rig):
             parameter.grad = None
         gc.collect()
         if self.device.type == "cuda":
@@ -192,7 +192,7 @@ def opened(job: Job) -> Iterator[Bench]:
     """A bench for the job; afterwards weights, optimizer, modes, randomness and device are as they were."""
     device = machine.choose_device(job.device)
     dataset = training_dataset(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
-    kept = Kept(job, device)
+    kept = JobState(job, device)
     try:
         # A schedule made for the job's own updates may refuse to go on beyond them.
         try:
@@ -227,7 +227,7 @@ def only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-class Kept:
+class JobState:
     """What the job came with, on the host, so that on the device there is as much room as in the training itself."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
@@ -265,18 +265,18 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def parameters_of(rig: Rig) -> list[Tensor]:
+def trained_tensors(rig: Rig) -> list[Tensor]:
     """All that may have a gradient."""
     mine = [p for group in rig.optimizer.param_groups for p in group["params"]]
     every = (*mine, *(p for module in rig.modules for p in module.parameters()))
     return list({id(p): p for p in every}.values())
 
 
-def know_training(counted: LiveTensors, rig: Rig) -> None:
+def count_training(counted: LiveTensors, rig: Rig) -> None:
     """Have the rig's weights and optimizer state counted for what they are."""
-    counted.know(parameters_of(rig), "parameters")
+    counted.know(trained_tensors(rig), "parameters")
     counted.know((buffer for module in rig.modules for buffer in module.buffers()), "parameters")
-    counted.know((p.grad for p in parameters_of(rig)), "gradients")
+    counted.know((p.grad for p in trained_tensors(rig)), "gradients")
     counted.know(state_of(rig.optimizer), "optimizer")
 
 

@@ -1,18 +1,27 @@
-"""`hotlap.batch`, `hotlap.workers` and `hotlap.memory`, of a job or of whatever the commands can name."""
+"""`hotlap.batch`, `hotlap.workers` and `hotlap.memory`, for a Job or for a training that a command line names."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import shlex
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hotlap.core.errors import UsageError, shown
+from hotlap.core.errors import HotlapError, UsageError, did_you_mean, shown
 from hotlap.core.job import Job
+from hotlap.core.terminal import Say, say, silent
 from hotlap.kit.batch import MOST_S, BatchFound, batch_of_job, batch_of_script
 from hotlap.kit.memory import MemoryFound, memory_of_job, memory_of_script
-from hotlap.kit.naming import Named, named
-from hotlap.kit.script_workers import workers_of_script
-from hotlap.kit.telling import sayer
-from hotlap.kit.workers import WorkersFound, workers_of_job
+from hotlap.kit.workers import WorkersFound, workers_of_job, workers_of_script
+
+if TYPE_CHECKING:
+    from hotlap.core.job import Job
+    from hotlap.script.running import Target
+
 
 Training = Job | str | Sequence[str]
 """A job; or what names one, as behind `hotlap batch`: in one string, or its words."""
@@ -28,11 +37,11 @@ def batch(training: Training, *, most: int | None = None, seconds: float = MOST_
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise UsageError(f"most={shown(most)} must be a whole number of at least 1, or None")
     _check_seconds(seconds)
-    say = sayer(progress)
-    chosen = _chosen(training, say)
+    show_progress = say if progress else silent
+    chosen = _chosen(training, show_progress)
     if chosen.target is not None:
-        return batch_of_script(chosen.target, most=most, seconds=seconds, say=say)
-    return batch_of_job(chosen.make_job(), name=chosen.name, most=most, seconds=seconds, say=say)
+        return batch_of_script(chosen.target, most=most, seconds=seconds, say=show_progress)
+    return batch_of_job(chosen.make_job(), name=chosen.name, most=most, seconds=seconds, say=show_progress)
 
 
 def workers(training: Training, *, seconds: float = MOST_S, progress: bool = True) -> WorkersFound:
@@ -42,11 +51,11 @@ def workers(training: Training, *, seconds: float = MOST_S, progress: bool = Tru
     then compared with the training's own in turns. After about `seconds` no other is tried. A job is left as it was.
     """
     _check_seconds(seconds)
-    say = sayer(progress)
-    chosen = _chosen(training, say)
+    show_progress = say if progress else silent
+    chosen = _chosen(training, show_progress)
     if chosen.target is not None:
-        return workers_of_script(chosen.target, seconds=seconds, say=say)
-    return workers_of_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=say)
+        return workers_of_script(chosen.target, seconds=seconds, say=show_progress)
+    return workers_of_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=show_progress)
 
 
 def memory(training: Training, *, seconds: float = MOST_S, progress: bool = True) -> MemoryFound:
@@ -56,11 +65,11 @@ def memory(training: Training, *, seconds: float = MOST_S, progress: bool = True
     within `seconds`. Raises TrainingError where not even one update fits.
     """
     _check_seconds(seconds)
-    say = sayer(progress)
-    chosen = _chosen(training, say)
+    show_progress = say if progress else silent
+    chosen = _chosen(training, show_progress)
     if chosen.target is not None:
-        return memory_of_script(chosen.target, seconds=seconds, say=say)
-    return memory_of_job(chosen.make_job(), name=chosen.name, say=say)
+        return memory_of_script(chosen.target, seconds=seconds, say=show_progress)
+    return memory_of_job(chosen.make_job(), name=chosen.name, say=show_progress)
 
 
 def _check_seconds(seconds: float) -> None:
@@ -68,7 +77,7 @@ def _check_seconds(seconds: float) -> None:
         raise UsageError(f"seconds={shown(seconds)} must be a number above 0")
 
 
-def _chosen(training: Training, say: Callable[[str], None]) -> Named:
+def _chosen(training: Training, show_progress: Say) -> Named:
     if isinstance(training, Job):
         return Named(name="job", job=lambda: training)
     try:
@@ -79,4 +88,127 @@ def _chosen(training: Training, say: Callable[[str], None]) -> Named:
         ) from None
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
         raise UsageError(f"{shown(training)} is no training: give a Job, or what names one, as 'train.py --epochs 3'")
-    return named(words, say=say)
+    return named(words, say=show_progress)
+
+
+# --- the training that a command line names ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A training that was named: either a job can be made of it, or it is a script, which is run."""
+
+    name: str
+    job: Callable[[], Job] | None = None
+    """Makes the job anew. It is then looked at in this process, and of that nothing is left in it."""
+    target: Target | None = None
+    """What python would run. Each look at it takes a process of its own, which ends after some updates."""
+
+    def make_job(self) -> Job:
+        """The job, where it is no script."""
+        assert self.job is not None, "a script has no job"
+        return self.job()
+
+
+def named(words: Sequence[str], *, say: Say = silent) -> Named:
+    """The training that these words name. Raises UsageError where there is none.
+
+    Nothing is read or run yet, but for a script's file, which has to be there.
+    """
+    from hotlap.recipes.recipe import NAMES
+    from hotlap.script.running import NoScriptError, Target, check_syntax, look
+
+    module = list(words[:1]) == ["-m"]
+    if len(words) == module:
+        raise UsageError("which training? name module:job, a recipe with its options, train.py ARGS, or -m MODULE ARGS")
+    first, *rest = words[module:]
+    if module or first.endswith(".py") or (first not in (*NAMES, "demo") and Path(first).exists()):
+        target = Target(args=rest, **{"module" if module else "path": first})
+        try:
+            look(target)
+            check_syntax(target)
+        except NoScriptError as error:
+            raise UsageError(str(error)) from None
+        except SyntaxError as error:
+            raise HotlapError(f"{_not_python(error)}; correct it: {(error.text or '').strip()}") from None
+        return Named(name=target.name, target=target)
+    if ":" in first:
+        if rest:
+            raise UsageError(f"{first} takes nothing behind it, and there is {' '.join(rest)!r:.60}")
+        return Named(name=first, job=lambda: named_job(first))
+    if first == "demo":
+        from hotlap.demo import digits_job
+
+        return Named(name="demo", job=digits_job)
+    if first in NAMES:
+        return Named(name=first, job=lambda: recipe_job(first, rest, say))
+    raise UsageError(
+        f"{first!r:.60} names no training: it is no file, no module:job and no recipe"
+        f"{did_you_mean(first, (*NAMES, 'demo'))}"
+    )
+
+
+def named_job(name: str) -> Job:
+    """The Job called `module:job`, seen from the current folder, or what the function of that name returns."""
+    from hotlap.core.job import Job
+
+    module, _, attribute = name.partition(":")
+    if module.endswith(".py") or not all(word.isidentifier() for word in (*module.split("."), attribute)):
+        raise UsageError(
+            f"{name!r:.60} is no module:job; name a module seen from this folder, as train:job{_meant(name)}"
+        )
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        made = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise UsageError(f"{name}: {module} imports {error.name!r}, which is not there; install it") from None
+        raise UsageError(f"{name}: {error}; name it as module:job, seen from this folder") from None
+    except SyntaxError as error:
+        raise UsageError(f"{name}: {_not_python(error)}; correct it") from None
+    if not hasattr(made, attribute):
+        raise UsageError(
+            f"{name}: {module} has no {attribute!r}; name a hotlap.Job of it, or a function that gives one"
+        )
+    found = getattr(made, attribute)
+    if callable(found) and not isinstance(found, Job):
+        try:
+            inspect.signature(found).bind()
+        except (TypeError, ValueError):  # one that takes arguments, or does not say which
+            raise UsageError(f"{name} is no Job, and no function that gives one without arguments") from None
+        found = found()
+    job = found
+    if not isinstance(job, Job):
+        raise UsageError(f"{name} is a {type(job).__name__}, not a hotlap.Job")
+    return job
+
+
+def _not_python(error: SyntaxError) -> str:
+    return f"{Path(error.filename or '').name}:{error.lineno} is not Python as it is written: {error.msg}"
+
+
+def _meant(name: str) -> str:
+    """In words, the module:job that may be meant by the name of a file."""
+    file, _, attribute = name.rpartition(":")
+    parts = Path(file.removesuffix(".py")).parts
+    is_one = bool(parts) and all(part.isidentifier() for part in (*parts, attribute))
+    return f"; did you mean {'.'.join(parts)}:{attribute}?" if is_one else ""
+
+
+def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
+    """The job of a recipe's first model, with options as `hotlap train` takes them."""
+    from hotlap.recipes.options import from_words, options_of
+    from hotlap.recipes.recipe import recipe_named
+
+    recipe = recipe_named(name)
+    given = from_words(list(words))
+    file = given.pop("options", None)
+    options = options_of(recipe.options, None if file is None else Path(file), given)
+    if not options.data:
+        raise UsageError(f"no data is named; give --data FILE ({recipe.expects})")
+    prepared = recipe.prepare(options, say)
+    first, *others = prepared.candidates
+    if others:
+        say(f"model     {first.name}; it has {', '.join(one.name for one in others)} too")
+    return first.job()

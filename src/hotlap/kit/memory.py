@@ -13,26 +13,21 @@ from xml.sax.saxutils import escape
 from hotlap.core.errors import DataError, HotlapError, TrainingError
 from hotlap.core.job import Job
 from hotlap.core.plan import Plan
-from hotlap.core.terminal import clean
+from hotlap.core.terminal import Say, clean, silent
 from hotlap.core.units import show_bytes
 from hotlap.data.sources import tensors_in
 from hotlap.engine.step import Window
-from hotlap.kit.bench import Bench, know_training, opened, parameters_of
-from hotlap.kit.growing import Held, Turns
-from hotlap.kit.live import LiveTensors
-from hotlap.kit.looks import BEGINS_S, Seen, Wish
+from hotlap.kit.bench import Bench, count_training, opened, trained_tensors
+from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, run_probe
 from hotlap.kit.savings import ModelFacts, Saving, Tried, Update, model_facts, savings, table
 from hotlap.kit.search import TooShortError
-from hotlap.kit.telling import silent
-from hotlap.kit.visiting import RUNS, visit
-from hotlap.kit.watching import KINDS, Watch
+from hotlap.kit.tensor_memory import KINDS, GrowingMemory, GrowthWatch, LiveTensors, UpdateWatch
 from hotlap.recipes.plots import round_marks
 from hotlap.script.running import Target
 from hotlap.store.files import write_text
 
 LAYERS = 10
 """So many layers are shown."""
-Say = Callable[[str], None]
 _TOLD = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -72,7 +67,7 @@ class MemoryFound:
     """Over one update: what was being done, and the bytes that lived."""
     step_s: float | None
     savings: tuple[Saving, ...] = ()
-    held: tuple[Held, ...] = ()
+    held: tuple[GrowingMemory, ...] = ()
     """Memory that grows from update to update."""
     notes: tuple[str, ...] = ()
 
@@ -202,7 +197,7 @@ class _Account:
         self._bench.tidy()
         live = LiveTensors(self._rig.device, lines=lines)
         live.know_libraries()
-        know_training(live, self._rig)
+        count_training(live, self._rig)
         live.know((tensor for piece in window.pieces for tensor in tensors_in(piece)), "batch")
         return live
 
@@ -210,14 +205,14 @@ class _Account:
         """What lived over an update, and the bytes that each module gave."""
         live = self._live(window)
         live.forget_peak()
-        with Watch(live, parameters_of(self._rig), self._rig.modules) as watch:
+        with UpdateWatch(live, trained_tensors(self._rig), self._rig.modules) as watch:
             self._rig.step(window)
             self._rig.wait()
         return live, watch.outputs
 
-    def _grows(self) -> list[Held]:
-        turns = Turns(self._live(self._window, lines=True))
-        with Watch(turns.live, parameters_of(self._rig), self._rig.modules):
+    def _grows(self) -> list[GrowingMemory]:
+        turns = GrowthWatch(self._live(self._window, lines=True))
+        with UpdateWatch(turns.live, trained_tensors(self._rig), self._rig.modules):
             while not turns.are_done:
                 self._rig.step(self._window)
                 self._rig.wait()
@@ -262,12 +257,12 @@ class _Account:
 def memory_of_script(target: Target, *, seconds: float = 120.0, say: Say = silent) -> MemoryFound:
     """The same of somebody's script, which is run for some updates in a process of its own, and so for each try."""
     say(f"memory     {target.name} is run for some updates")
-    first = Wish(laps=LAPS, lap_s=LAP_S, counts=True, watches=True)
-    seen = visit(target, replace(first, lengths=True, begins_s=max(seconds, BEGINS_S)))
+    first = ProbeRequest(laps=LAPS, lap_s=LAP_S, counts=True, watches=True)
+    seen = run_probe(target, replace(first, lengths=True, begins_s=max(seconds, BEGINS_S)))
     if seen.varies and seen.loader is not None and seen.out_of_memory is None:
         say("memory     again with its longest samples")
         seen = replace(
-            visit(target, replace(first, loader=seen.loader, longest=True)), longest=seen.longest, varies=True
+            run_probe(target, replace(first, loader=seen.loader, longest=True)), longest=seen.longest, varies=True
         )
     if seen.out_of_memory is not None:
         raise TrainingError(f"{target.name} runs out of memory as it is: {seen.out_of_memory}; lower its batch size")
@@ -304,13 +299,12 @@ def memory_of_script(target: Target, *, seconds: float = 120.0, say: Say = silen
         course=tuple((kind, size) for kind, size in account["course"]),
         step_s=update.step_s,
         savings=tuple(found),
-        held=tuple(Held(**one) for one in account["held"]),
+        held=tuple(GrowingMemory(**one) for one in account["held"]),
         notes=tuple(notes),
     )
 
 
-# ---
-# Memory over one update as a picture: an SVG file of one line, its parts shaded by what was being done.
+# --- memory over one update, drawn into an SVG file ----------------------------------------------------------
 
 
 MOST_POINTS = 1500
@@ -364,7 +358,7 @@ def draw_course(course: Sequence[tuple[str, int]], path: Path, title: str) -> No
     )
 
 
-# --- What would bring the memory of somebody's script down, tried in processes of its own ----------------
+# --- what would lower the peak of a script, each tried in a process of its own -------------------------------
 
 
 LAPS, LAP_S = 3, 0.05
@@ -374,29 +368,29 @@ LAPS, LAP_S = 3, 0.05
 class ScriptTrials:
     """Tries things in a script: each takes a process of its own."""
 
-    def __init__(self, target: Target, own: Seen, say: Callable[[str], None]) -> None:
+    def __init__(self, target: Target, own: ProbeResult, say: Callable[[str], None]) -> None:
         self._target, self._own, self._say = target, own, say
-        self._wish = Wish(laps=LAPS, lap_s=LAP_S, counts=True, loader=own.loader, longest=own.varies)
+        self._request = ProbeRequest(laps=LAPS, lap_s=LAP_S, counts=True, loader=own.loader, longest=own.varies)
 
     def in_pieces(self, size: int) -> Tried:
         """Batches of this size, with an update after each; gradients stay in memory as while they are accumulated."""
-        wish = replace(self._wish, change={"batch_size": size}, keeps_gradients=True)
-        tried = self._tried(f"micro-batches of {size:,}", wish)
+        request = replace(self._request, change={"batch_size": size}, keeps_gradients=True)
+        tried = self._tried(f"micro-batches of {size:,}", request)
         norms = "batch norms see micro-batches, so their statistics differ"
         return replace(tried, changes=norms) if self._own.model["least"] > 1 else tried
 
     def checkpointed(self, blocks: int) -> Tried:
         """Updates with all blocks checkpointed."""
-        return self._tried(f"all {blocks} blocks checkpointed", replace(self._wish, checkpoint=True))
+        return self._tried(f"all {blocks} blocks checkpointed", replace(self._request, checkpoint=True))
 
     def in_precision(self, precision: str) -> Tried:
         """Updates under autocast, as `hotlap run --plan` has it."""
-        return self._tried(f"{precision} autocast", replace(self._wish, precision=precision))
+        return self._tried(f"{precision} autocast", replace(self._request, precision=precision))
 
-    def _tried(self, what: str, wish: Wish) -> Tried:
+    def _tried(self, what: str, request: ProbeRequest) -> Tried:
         self._say(f"memory     {what}: tried")
         try:
-            seen = visit(self._target, wish)
+            seen = run_probe(self._target, request)
         except HotlapError as error:
             return Tried(why_not=str(error).partition("\n")[0])
         over = None if seen.peak_bytes else f"{self._target.name} is over before its memory was looked at"

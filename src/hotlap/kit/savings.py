@@ -15,7 +15,7 @@ from hotlap.core.units import show_bytes, show_seconds
 from hotlap.data.batches import Batch
 from hotlap.engine.blocks import checkpointed_blocks, why_not_checkpointed
 from hotlap.engine.precision import why_not_precision
-from hotlap.kit.catalogue import DENSE, RECURRENT, TEXT, UNITS, kind_of_model
+from hotlap.kit.start_size import DENSE, RECURRENT, TEXT, UNITS, kind_of_model
 
 CHANGES = "it changes what is learnt"
 

@@ -1,9 +1,25 @@
-"""What is to be looked at in somebody's script, and what was seen: plain values that pass between two processes."""
+"""Probes of a script: each runs it in a process of its own, which ends after some updates.
+
+`ProbeRequest` names what to change and what to watch. `ProbeResult` holds what the process has seen. Both are plain
+values that pass between the two processes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from hotlap.core.errors import StoreError, TrainingError
+from hotlap.kit.search import TooShortError
+from hotlap.kit.working_copy import WorkingCopy
+from hotlap.script.running import Target
 
 LAP_ROUNDS = 8
 """Batches of each worker in a lap at least: they come in bursts, and two of each may have been ready before it."""
@@ -13,7 +29,7 @@ BEGINS_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class ProbeRequest:
     """What is to be looked at."""
 
     loader: int | None = None
@@ -50,7 +66,7 @@ class Wish:
 
 
 @dataclass(kw_only=True)
-class Seen:
+class ProbeResult:
     """What was."""
 
     updates: int = 0
@@ -116,3 +132,84 @@ class Seen:
             return self.sample_s * self.samples_an_update
         every = sorted(spent / count for (spent, _), count in zip(self.laps, self.lap_updates, strict=True))
         return every[len(every) // 2]
+
+
+MOST_S = 600.0
+"""What one look may take, with all that the script does before it trains."""
+RUNS = (
+    "each try ran some updates of the script in a copy of its working folder; what it wrote there is gone, and files "
+    "elsewhere are as they were"
+)
+
+
+class ScriptEndedError(TrainingError):
+    """A script ended by an error of its own."""
+
+    def __init__(self, name: str, why: str, trace: str = "") -> None:
+        """`why` in a line; `trace` are those of its code that led to it."""
+        lines = [line if line.startswith("  ") else f"  {line}" for line in trace.split("\n") if trace]
+        super().__init__("\n".join([f"{name} ended by an error: {why}", *lines]))
+        self.why = why
+
+
+@contextlib.contextmanager
+def _in_copy() -> Iterator[tuple[Path, WorkingCopy]]:
+    """A folder for one probe, with a copy of the working folder in it; both go afterwards."""
+    with tempfile.TemporaryDirectory(prefix="hotlap-probe-", ignore_cleanup_errors=True) as folder:
+        try:
+            copy = WorkingCopy(Path(folder))
+        except OSError as error:
+            raise StoreError(
+                f"cannot copy the working folder to {tempfile.gettempdir()}: {error.strerror or error}; "
+                "name another place with TMPDIR"
+            ) from error
+        yield Path(folder), copy
+
+
+def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
+    """Run a script for some updates as the request says, and return what the process has seen.
+
+    Raises ScriptEndedError if the script ends by an error of its own, TooShortError if it ends before it has made
+    enough updates, and TrainingError if it takes too long.
+    """
+    with _in_copy() as (folder, copy):
+        report, said = folder / "seen.json", folder / "said.txt"
+        settings = json.dumps({**asdict(request), "report": str(report)})
+        there = target if target.path is None else replace(target, path=copy.path_of(target.path))
+        command = [sys.executable, "-m", "hotlap.kit.probe_process", settings, *there.words]
+        with said.open("wb") as out:
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=copy.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    timeout=MOST_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise TrainingError(f"{target.name} made too few updates in {MOST_S:.0f} s") from None
+        found = copy.original(report.read_text(encoding="utf-8")) if report.is_file() else None
+        seen = None if found is None else ProbeResult(**json.loads(found))
+        last = copy.original(said.read_text(encoding="utf-8", errors="replace")).strip().splitlines()[-1:]
+    if seen is not None and seen.late is not None:
+        raise TrainingError(
+            f"{target.name} has made no update in {request.begins_s:g} s, and is at {seen.late}; "
+            "name the script that trains, or give it more time (--seconds)"
+        )
+    is_seen = seen is not None and bool(seen.laps or seen.out_of_memory or seen.why_not)
+    if seen is None or seen.error is not None or (done.returncode and not is_seen):
+        why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
+        if why.startswith("EOFError"):
+            why += " (it is run without anything to read on stdin)"
+        raise ScriptEndedError(target.name, why, "" if seen is None else seen.trace)
+    if not is_seen:
+        changed = ", ".join(f"{name}={value}" for name, value in request.change.items())
+        raise TooShortError(
+            f"{target.name} is over after {seen.updates:,} updates{f' with {changed}' if changed else ''}, "
+            "too few to be timed; let it train for a few seconds"
+            if seen.updates
+            else f"{target.name} is over, and none of torch's optimizers made an update; name the script that trains"
+        )
+    return seen

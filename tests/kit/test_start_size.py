@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from benchmarks.kit.examples import EXAMPLES, bytes_a_sample
 
-from hotlap.kit import catalogue
+from hotlap.kit import start_size as catalogue
 
 SMALL = [one for one in catalogue.EXAMPLES if one.parameters < 6e5]
 

@@ -1,7 +1,7 @@
-"""A look at somebody's script from inside: it is run in this process, watched for some updates, and ended.
+"""A probe of a script from inside: this process runs the script, watches some of its updates, and ends it.
 
-`python -m hotlap.kit.child SETTINGS train.py args`. It is changed as the wish says, and in nothing else. What was
-seen is written to a file.
+`python -m hotlap.kit.probe_process SETTINGS train.py args`. The request names what to change; nothing else changes.
+The process writes what it has seen to a file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import safetensors.torch
@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotlap.core.errors import HotlapError, first_line
@@ -39,15 +39,12 @@ from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.engine.blocks import Checkpointing, checkpointed_blocks
 from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.kit.bench import rest_of, room_on, state_of
-from hotlap.kit.growing import Turns
-from hotlap.kit.live import LiveTensors, is_users_file
-from hotlap.kit.loaders import maker_of, tell_lengths, tell_of, with_change, with_longest
-from hotlap.kit.looks import LAP_ROUNDS, Seen, Wish
-from hotlap.kit.obeying import Obeying
-from hotlap.kit.saved_files import SavedFiles
+from hotlap.kit.plan_probe import PlanProbe
+from hotlap.kit.probe import LAP_ROUNDS, ProbeRequest, ProbeResult
+from hotlap.kit.samples import LongestSampler, costs_of, longest_in
 from hotlap.kit.savings import model_facts
-from hotlap.kit.transforms import costs_of
-from hotlap.kit.watching import Watch
+from hotlap.kit.tensor_memory import GrowthWatch, LiveTensors, UpdateWatch, is_users_file
+from hotlap.kit.working_copy import WriteGuard
 from hotlap.script.calls.refusals import why_not_changed
 from hotlap.script.feed.epoch import Served
 from hotlap.script.patches import Patches
@@ -74,13 +71,13 @@ NUMBER = "_hotlap_number"
 """The attribute that tells loaders apart, and their iterators, by the order in which the first of each is made."""
 
 
-class Visitor:
+class ScriptWatch:
     """Watches a script while it trains, and ends it once enough was seen."""
 
-    def __init__(self, wish: Wish, report: Path, name: str) -> None:
-        self._wish, self._report, self.seen = wish, report, Seen()
-        self.files = SavedFiles(report.parent, default_root())
-        self._obeying = Obeying(name, wish, report.parent) if wish.has_plan else None
+    def __init__(self, request: ProbeRequest, report: Path, name: str) -> None:
+        self._request, self._report, self.seen = request, report, ProbeResult()
+        self.guard = WriteGuard(report.parent, default_root())
+        self._plan_probe = PlanProbe(name, request, report.parent) if request.has_plan else None
         self._patches = Patches(in_forks=True)  # what the script forks may save files, too
         self._makers: dict[Hashable, int] = {}
         self._loaders: dict[int, DataLoader[Any]] = {}
@@ -95,8 +92,8 @@ class Visitor:
         self._sizes: dict[int, Counter[int]] = defaultdict(Counter)
         """How many updates had so many samples."""
         self._lap: tuple[float, Counter[int]] | None = None
-        self._watch: Watch | None = None
-        self._turns: Turns | None = None
+        self._watch: UpdateWatch | None = None
+        self._turns: GrowthWatch | None = None
         self._modules: list[nn.Module] = []
         self._sample: Batch | None = None
         """A batch of the training's, its shapes and kinds alone."""
@@ -113,23 +110,23 @@ class Visitor:
         put = self._patches.put
         for owner, name in SAVES:
             if hasattr(owner, name):  # TorchScript may be turned off
-                put(owner, name, self.files.before)
+                put(owner, name, self.guard.before_saving)
         put(DataLoader, "__init__", self._made)
         put(DataLoader, "_get_iterator", self._iterated)
         put(_BaseDataLoaderIter, "__next__", self._given)
-        if self._obeying is not None:
-            self._obeying.start()
+        if self._plan_probe is not None:
+            self._plan_probe.start()
             put(Served, "__next__", self._given)
-        if self._wish.keeps_gradients:
+        if self._request.keeps_gradients:
             for kind in (Optimizer, nn.Module):
                 put(kind, "zero_grad", _in_place)
-        if self._wish.watches or self._wish.checkpoint:
+        if self._request.watches or self._request.checkpoint:
             self._patches.hooked("model", register_module_forward_pre_hook(self._called))
         self._patches.hooked("steps", register_optimizer_step_pre_hook(self._steps))
         self._patches.hooked("step", register_optimizer_step_post_hook(self._stepped))
 
-        if self._wish.begins_s is not None:
-            timer = threading.Timer(self._wish.begins_s, self._look_whether_it_trains)
+        if self._request.begins_s is not None:
+            timer = threading.Timer(self._request.begins_s, self._look_whether_it_trains)
             timer.daemon = True
             timer.start()
 
@@ -153,7 +150,7 @@ class Visitor:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         own = [one for one in traceback.extract_stack(frame) if is_users_file(one.filename)]
         self.seen.late = f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else "its start"
-        write_text(self._report, json.dumps(asdict(self.seen)))
+        write_text(self._report, json.dumps(asdict(self.seen), ensure_ascii=False))
         os._exit(1)
 
     # --- the script's loaders ----------------------------------------------------------------------
@@ -167,9 +164,9 @@ class Visitor:
             number = self._makers.setdefault(maker_of(given["dataset"]), len(self._makers))
             self._loaders[number] = loader
             vars(loader)[NUMBER] = number  # which copies have too
-            if number == self._wish.loader:
-                changed = with_change({k: v for k, v in given.items() if k != "self"}, self._wish.change)
-                args, kwargs = (), with_longest(changed) if self._wish.longest else changed
+            if number == self._request.loader:
+                changed = with_change({k: v for k, v in given.items() if k != "self"}, self._request.change)
+                args, kwargs = (), with_longest(changed) if self._request.longest else changed
             original(loader, *args, **kwargs)
 
         return made
@@ -209,9 +206,9 @@ class Visitor:
 
     def _note(self, batch: Batch, seconds: float) -> None:
         """Told of a batch that the training was given, for which it waited so long."""
-        if self._obeying is not None:
-            self._obeying.gave(seconds)
-        if self._wish.watches and self._sample is None:
+        if self._plan_probe is not None:
+            self._plan_probe.gave(seconds)
+        if self._request.watches and self._sample is None:
             with suppress(Exception):  # batches may be whatever the script likes
                 self._sample = map_tensors(batch, lambda tensor: tensor.to("meta"))
 
@@ -248,17 +245,17 @@ class Visitor:
         for one, count in self._samples_last.items():
             self._sizes[one][count] += 1
         self._samples_before = self._samples.copy()
-        if self._obeying is not None:
-            self._obeying.stepped()
-            if self._obeying.why_given_up() is not None:
+        if self._plan_probe is not None:
+            self._plan_probe.stepped()
+            if self._plan_probe.why_given_up() is not None:
                 self._end()
-        if self._wish.checkpoint and seen.updates == 1:
+        if self._request.checkpoint and seen.updates == 1:
             self._checkpoint()
         if self._watch is not None:
             self._count_ends()
         elif self._lap is not None:
             self._lap_goes_on(*self._lap)
-        elif seen.updates >= WARM and (self._obeying is None or self._obeying.has_settled):
+        elif seen.updates >= WARM and (self._plan_probe is None or self._plan_probe.has_settled):
             self._begin()
 
     def _lap_goes_on(self, began: float, samples: Counter[int]) -> None:
@@ -268,16 +265,16 @@ class Visitor:
         spent_s = time.perf_counter() - began - self._paused_s
         workers = self._workers
         is_round = self._lap_updates >= LAP_ROUNDS * workers and self._lap_updates % max(1, workers) == 0
-        if spent_s >= self._wish.lap_s and is_round:
+        if spent_s >= self._request.lap_s and is_round:
             self._wait()
             main = self._main
             made = self._samples[main] - samples[main]
             self.seen.laps.append([time.perf_counter() - began - self._paused_s, made])
             self.seen.lap_updates.append(self._lap_updates)
             self._begin()
-        if len(self.seen.laps) >= self._wish.laps:
+        if len(self.seen.laps) >= self._request.laps:
             self._lap = None
-            self._count_begins() if self._wish.counts else self._end()
+            self._count_begins() if self._request.counts else self._end()
 
     @property
     def _model(self) -> nn.Module | None:
@@ -304,12 +301,12 @@ class Visitor:
 
     def _count_begins(self) -> None:
         """On a GPU torch has kept account all along; on the CPU, or where it is asked for, operations are looked at."""
-        if self._optimizer is None or (self._on_gpu and not self._wish.watches):
+        if self._optimizer is None or (self._on_gpu and not self._request.watches):
             self._end()
         if self._on_gpu:
             self.seen.peak_bytes, self.seen.taken_bytes = self._peaks()
-        if self._obeying is not None:
-            self._obeying.cast_here()
+        if self._plan_probe is not None:
+            self._plan_probe.cast_here()
         self._open_watch(lines=False)
 
     def _open_watch(self, *, lines: bool) -> LiveTensors:
@@ -322,7 +319,7 @@ class Visitor:
         live.know((p.grad for p in weights), "gradients")
         live.know(state_of(optimizer), "optimizer")
         live.forget_peak()
-        self._watch = Watch(live, weights, self._modules, sees_updates=False).__enter__()
+        self._watch = UpdateWatch(live, weights, self._modules, sees_updates=False).__enter__()
         return live
 
     def _count_ends(self) -> None:
@@ -348,9 +345,9 @@ class Visitor:
                 "held": [],
             }
             watch.__exit__(None, None, None)
-            if not self._wish.watches:
+            if not self._request.watches:
                 self._end()
-            self._turns = Turns(self._open_watch(lines=True))
+            self._turns = GrowthWatch(self._open_watch(lines=True))
         elif self._turns is not None:
             self._wait()
             self._turns.end()
@@ -392,10 +389,10 @@ class Visitor:
             return
         seen.first_batch_s = self._first_s.get(number)
         seen.other_loaders = sum(2 * count >= self._served[number] for count in self._served.values()) - 1
-        tell_of(self._loaders, number, seen)
-        if self._wish.lengths:
-            tell_lengths(self._loaders[number], seen)
-        if self._wish.transforms:
+        describe_loader(self._loaders, number, seen)
+        if self._request.lengths:
+            describe_lengths(self._loaders[number], seen)
+        if self._request.transforms:
             seen.transforms = [(one.name, one.sample_s) for one in costs_of(self._loaders[number].dataset)]
 
     def _wait(self) -> None:
@@ -418,11 +415,11 @@ class Visitor:
             )
         seen.samples_an_update = self._samples_an_update
         self._say_loader()
-        if self._obeying is not None:
-            seen.refused, seen.first_batch_s = self._obeying.refused, self._obeying.start_s
-            seen.why_not = self._obeying.why_not_obeyed()
+        if self._plan_probe is not None:
+            seen.refused, seen.first_batch_s = self._plan_probe.refused, self._plan_probe.start_s
+            seen.why_not = self._plan_probe.why_not_probed()
         model = self._model
-        if self._wish.watches and model is not None:
+        if self._request.watches and model is not None:
             seen.model = asdict(model_facts(model, self._sample, next(model.parameters()).device))
         if self._on_gpu:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -431,7 +428,7 @@ class Visitor:
                 seen.peak_bytes, seen.taken_bytes = self._peaks()
         else:
             seen.room_bytes = room_on(torch.device("cpu"))
-        write_text(self._report, json.dumps(asdict(seen)))
+        write_text(self._report, json.dumps(asdict(seen), ensure_ascii=False))
 
 
 def _line_of(error: Exception) -> str:
@@ -466,6 +463,79 @@ def _in_place(original: Callable[..., None]) -> Callable[..., None]:
     return zero_grad
 
 
+# --- the script's loaders, made with other arguments ---------------------------------------------------------
+
+
+def maker_of(dataset: Any) -> Hashable:
+    """What makes the loader that is being made: the lines at work, and what it is made for.
+
+    One that is made anew for each epoch has the same each time, in every process that runs the script.
+    """
+    lines = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))  # a line may make several
+        frame = frame.f_back
+    samples = None
+    with suppress(Exception):  # of somebody's class, or for want of a length
+        samples = len(dataset)
+    return tuple(lines), type(dataset), samples
+
+
+def with_change(given: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """A loader's arguments with some in their place; those that go with workers alone leave with them."""
+    given = {**given, **given.pop("kwargs", {}), **change}
+    if not given.get("num_workers"):
+        for name in ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"):
+            given.pop(name, None)
+    return given
+
+
+def with_longest(given: dict[str, Any]) -> dict[str, Any]:
+    """A loader's arguments with the longest samples in every batch."""
+    longest = longest_in(given["dataset"])
+    if longest is None:
+        return given
+    return {**given, "sampler": LongestSampler(longest.order, given.get("batch_size", 1)), "shuffle": False}
+
+
+def describe_loader(loaders: Mapping[int, DataLoader[Any]], number: int, seen: ProbeResult) -> None:
+    """Tell how the loader of this number is set, and whether its batch size can be."""
+    loader = loaders[number]
+    seen.workers, seen.pinned = loader.num_workers, bool(loader.pin_memory)
+    seen.loader, seen.batch_size = number, loader.batch_size
+    seen.iterates = isinstance(loader.dataset, IterableDataset)
+    try:
+        seen.samples = len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        seen.samples = None
+    if loader.batch_size is None:
+        sampler = loader.batch_sampler
+        # Accelerate, for one, makes a loader of the batches of another.
+        first = next((n for n, one in loaders.items() if one.batch_sampler is sampler and n < number), None)
+        if first is not None and type(sampler) is BatchSampler:
+            seen.loader, seen.batch_size = first, sampler.batch_size
+        else:
+            seen.why_fixed = f"a {type(sampler).__name__} makes its batches"
+
+
+def describe_lengths(loader: DataLoader[Any], seen: ProbeResult) -> None:
+    """Tell whether its batches can be made of the longest samples. A sampler of the script's own is left to it."""
+    if type(loader.sampler) not in (RandomSampler, SequentialSampler, LongestSampler):
+        return
+    try:
+        longest = longest_in(loader.dataset)
+    except Exception as error:  # somebody's dataset, asked for samples that the script may never ask for
+        why = type(error).__name__
+        seen.longest = f"batches are those that came first: the lengths of samples cannot be read ({why})"
+        return
+    if longest is not None:
+        seen.longest, seen.varies = longest.words, longest.varies
+
+
+# --- the process itself ----------------------------------------------------------------------------------
+
+
 def end_with_parent() -> None:
     """On Linux: where whoever asked for the look is killed, this process is too, whatever the script is at."""
     with suppress(OSError, AttributeError):
@@ -480,9 +550,9 @@ def main() -> None:
     report = Path(settings.pop("report"))
     is_module = words[0] == "-m"
     target = Target(args=words[2:], module=words[1]) if is_module else Target(args=words[1:], path=words[0])
-    visitor = Visitor(Wish(**settings), report, target.name)
-    visitor.files.listen()
-    sys.exit(abs(run(target, visitor)))
+    watch = ScriptWatch(ProbeRequest(**settings), report, target.name)
+    watch.guard.listen()
+    sys.exit(abs(run(target, watch)))
 
 
 if __name__ == "__main__":

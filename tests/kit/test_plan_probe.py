@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hotlap.core.plan import Feed, Numerics, Plan
-from hotlap.kit import obeying as kit
-from hotlap.kit.looks import Wish
+from hotlap.kit import plan_probe as kit
+from hotlap.kit.probe import ProbeRequest
 from hotlap.store.files import load_plan
 
 OWN = Plan(feed=Feed(kind="loader", workers=2), numerics=Numerics(optimizer="fused"))
@@ -39,10 +39,10 @@ class Session:
 
 @pytest.fixture
 def under(tmp_path):
-    """A script that obeys a wish, once its training is found."""
+    """A script that obeys a asked, once its training is found."""
 
-    def make(training=None, **wish):
-        one = kit.Obeying("mine", Wish(**wish), tmp_path)
+    def make(training=None, **asked):
+        one = kit.PlanProbe("mine", ProbeRequest(**asked), tmp_path)
         one._session = Session()
         if training is not None:
             load_plan(one._named(training))
@@ -58,11 +58,11 @@ def steps(one, count):
 
 
 @pytest.mark.parametrize(
-    ("wish", "plan"),
+    ("asked", "plan"),
     [({"feed": "gather"}, OWN.with_feed(Feed(kind="gather"))), ({"precision": "bf16"}, OWN.but(precision="bf16"))],
 )
-def test_the_plan_is_the_scripts_own_but_for_what_is_wished(under, tmp_path, wish, plan):
-    under(Training(), **wish)
+def test_the_plan_is_the_scripts_own_but_for_what_is_wished(under, tmp_path, asked, plan):
+    under(Training(), **asked)
     assert load_plan(tmp_path / "plan.toml") == plan
 
 
@@ -71,7 +71,7 @@ def test_what_is_refused_is_told_for_every_feed_and_the_script_keeps_its_own_pla
     training.refusals = {"gather": "no rows", "resident": "no room"}
     one = under(training, feed="gather")
     assert one.refused == {"gather": "no rows", "resident": "no room"}
-    assert one.why_given_up() == one.why_not_obeyed() == "no rows"
+    assert one.why_given_up() == one.why_not_probed() == "no rows"
     assert load_plan(tmp_path / "plan.toml") == OWN
 
 
@@ -92,11 +92,11 @@ def test_laps_begin_once_the_feed_is_in_force_and_nothing_else_takes_time(under,
     assert not one.has_settled
     steps(one, 1)
     assert one.has_settled
-    assert one.why_not_obeyed() is None
+    assert one.why_not_probed() is None
 
 
-def settled(under, training, **wish):
-    one = under(training, **wish)
+def settled(under, training, **asked):
+    one = under(training, **asked)
     steps(one, 1 + kit.SETTLES)
     return one
 
@@ -105,22 +105,22 @@ def test_it_is_read_back_whether_the_plan_was_obeyed(under):
     training = Training()
     one = settled(under, training, feed="gather")
     training.servings[0].other = "a batch has other values"
-    assert one.why_not_obeyed() == "a batch has other values"
+    assert one.why_not_probed() == "a batch has other values"
     training.servings[0].feed = OWN.feed
-    assert one.why_not_obeyed() == "its batches came by its own loader all the same"
+    assert one.why_not_probed() == "its batches came by its own loader all the same"
     one._session.is_steering = False
-    assert one.why_given_up() == one.why_not_obeyed() == "hotlap had to stop: it fell"
+    assert one.why_given_up() == one.why_not_probed() == "hotlap had to stop: it fell"
 
 
 def test_a_precision_that_only_calls_show_to_be_the_scripts_own_is_told(under):
     training = Training()
     one = settled(under, training, precision="bf16")
-    assert one.why_not_obeyed() is None
+    assert one.why_not_probed() is None
     training.given_up = "it fell back"
-    assert one.why_not_obeyed() == "it fell back"
+    assert one.why_not_probed() == "it fell back"
     training.refusals["bf16"] = "the script uses autocast itself"
     assert one.why_given_up() is None
-    assert one.why_not_obeyed() == "the script uses autocast itself"
+    assert one.why_not_probed() == "the script uses autocast itself"
 
 
 def test_a_loop_that_is_not_found_is_not_waited_for(under):
@@ -128,7 +128,7 @@ def test_a_loop_that_is_not_found_is_not_waited_for(under):
     one._session.is_steering = False
     steps(one, kit.MOST_UNFOUND - 1)
     assert one.why_given_up() is None
-    assert one.why_not_obeyed() == "the script is over before it could be"
+    assert one.why_not_probed() == "the script is over before it could be"
     steps(one, 1)
     assert one.why_given_up() == "hotlap does not find its training loop"
 

@@ -1,4 +1,4 @@
-"""Somebody's script under a plan of hotlap's for the length of a look: its own plan, with one thing changed."""
+"""Runs a script under a plan of hotlap for the length of a probe: its own plan, with one thing changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from hotlap.core.plan import Feed, Numerics, Plan
 from hotlap.data.batches import map_tensors
 from hotlap.engine.precision import precision_context
-from hotlap.kit.looks import Wish
+from hotlap.kit.probe import ProbeRequest
 from hotlap.script.session import LOOKED, Session, Settings
 from hotlap.script.training import ScriptTraining
 from hotlap.store.files import save_plan
@@ -27,12 +27,12 @@ MOST_UNFOUND = 16
 """Updates after which a loop that was not found is no longer waited for."""
 
 
-class Obeying:
+class PlanProbe:
     """Has a script obey a plan as `hotlap run --plan FILE` would, and tells whether it does."""
 
-    def __init__(self, name: str, wish: Wish, folder: Path) -> None:
+    def __init__(self, name: str, request: ProbeRequest, folder: Path) -> None:
         """`folder` is for what a run leaves, and is thrown away with it."""
-        self._wish, self._folder = wish, folder
+        self._request, self._folder = request, folder
         self._session = Session(Settings(name=name, plan=self._named, out=folder / "run"))
         self._training: ScriptTraining | None = None
         self._plan = Plan()
@@ -52,14 +52,14 @@ class Obeying:
     def _named(self, training: ScriptTraining) -> str:
         """The session has found the training, and asks for a plan file."""
         self._asked_at, self._training = time.perf_counter(), training
-        own, wish = training.own, self._wish
-        if wish.feed is not None:
+        own, request = training.own, self._request
+        if request.feed is not None:
             plans = {kind: own.with_feed(Feed(kind=kind)) for kind in FEEDS}
             reasons = {kind: training.supports(plan) for kind, plan in plans.items()}
             self.refused = {kind: reason for kind, reason in reasons.items() if reason is not None}
-            self._plan = plans[wish.feed]
+            self._plan = plans[request.feed]
         else:
-            self._plan = own.but(precision=wish.precision)
+            self._plan = own.but(precision=request.precision)
         self._refusal = training.supports(self._plan)
         path = self._folder / "plan.toml"
         save_plan(self._plan if self._refusal is None else own, path)
@@ -94,7 +94,7 @@ class Obeying:
 
     def cast_here(self) -> None:
         """From here on modules are cast by this: a session leaves their calls alone while operations are looked at."""
-        precision, training = self._wish.precision, self._training
+        precision, training = self._request.precision, self._training
         if precision is not None and training is not None:
             numerics = Numerics(precision=precision)
             for module in training.modules:
@@ -108,7 +108,7 @@ class Obeying:
             return None
         return "hotlap does not find its training loop" if self._training is None else self._session.so_far()[-1]
 
-    def why_not_obeyed(self) -> str | None:
+    def why_not_probed(self) -> str | None:
         """Why what was seen was not the script under the plan, looked at in every way; None where it was."""
         training, plan = self._training, self._plan
         reason = self.why_given_up()
@@ -118,7 +118,7 @@ class Obeying:
             return "the script is over before it could be"
         # What a call is made in shows only once it was made: under an autocast of the script's own, for one.
         reason = training.supports(plan) or training.given_up
-        if reason is None and self._wish.feed is not None:
+        if reason is None and self._request.feed is not None:
             if any(serving.feed != plan.feed for serving in training.servings):
                 return "its batches came by its own loader all the same"
             reason = next(filter(None, (serving.why_other(plan.feed) for serving in training.servings)), None)
