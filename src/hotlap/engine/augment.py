@@ -1,8 +1,8 @@
-"""Augmentation of pictures on the device: functions on whole batches, in which every sample draws its own luck.
+"""Augmentation of pictures on the device: functions of whole batches, with separate draws for each sample.
 
-All draws come from torch's generator of the device that the batch is on, within the step. So they are the same
-under every feed, go on where a checkpoint left off, and advance from replay to replay where the step is captured. No
-shape depends on a draw, and nothing is read back to the host.
+All draws come from torch's generator of the batch's device, within the step. They are therefore the same under every
+feed, resume from a checkpoint, and advance from replay to replay if the step is captured. No shape depends on a draw,
+and nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from torch.distributions import Beta
 from hotlap.core.errors import JobError, TrainingError, shown
 
 IMAGENET_MEAN, IMAGENET_SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of red, green and blue over the pictures that most pretrained networks know, on a scale from 0 to 1."""
+"""Mean and standard deviation of red, green and blue in ImageNet, on a scale from 0 to 1. Most pretrained networks use
+them."""
 GREY = (0.299, 0.587, 0.114)
-"""How much of red, green and blue the eye sees as brightness."""
+"""Weights of red, green and blue in the brightness that the eye sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augment:
-    """For `Job(augment=…)`: changes a batch `(pictures, target)` at random, and gives pictures of 0 to 1.
+    """For `Job(augment=…)`: changes a batch `(pictures, target)` at random, and returns pictures of 0 to 1.
 
-    Pictures are uint8, or floats of 0 to 1, of (samples, channels, height, width). With `mixup` or `cutmix` targets
-    become shares: of `classes` where they are whole numbers, else weighted means. Raises JobError with all mistakes.
+    Pictures are uint8, or floats of 0 to 1, of shape (samples, channels, height, width). With `mixup` or `cutmix`,
+    targets become shares of `classes` if they are whole numbers, else weighted means. Raises JobError with all
+    mistakes.
     """
 
     flip: bool = False
-    """Whether each picture is mirrored, left to right, half of the time."""
+    """Mirror each picture, left to right, with probability one half."""
     crop: float = 0.0
-    """Of each side at most this share is cut off; what is left is brought to the full size."""
+    """Crop at most this share of each side, and resize the rest to the full size."""
     colour: float = 0.0
-    """Brightness, contrast and saturation are each multiplied by a number up to this far from 1."""
+    """Multiply brightness, contrast and saturation each by a number at most this far from 1."""
     mixup: float = 0.0
-    """Each picture is mixed with another of the batch, by a share drawn from Beta(mixup, mixup); 0: not at all."""
+    """Mix each picture with another of the batch, by a share drawn from Beta(mixup, mixup); 0: off."""
     cutmix: float = 0.0
-    """A box of another picture is put into each; its area is drawn from Beta(cutmix, cutmix). With `mixup` too, each
-    picture has one of both."""
+    """Replace a box of each picture by another picture; the area is drawn from Beta(cutmix, cutmix). With `mixup` too,
+    each picture gets one of both."""
     classes: int = 0
-    """How many classes there are, where targets are whole numbers and are mixed."""
+    """Number of classes; needed to mix targets that are whole numbers."""
 
     def __post_init__(self) -> None:
         wrong = [
@@ -63,7 +65,7 @@ class Augment:
             raise JobError(wrong)
 
     def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The batch, changed; the one that was given stays as it is."""
+        """The changed batch; the argument stays as it is."""
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise TrainingError(f"Augment takes batches (pictures, target), and this is {_outline(batch)}")
         pictures, target = batch
@@ -91,15 +93,15 @@ class Augment:
             return target
         if not self.classes:
             raise TrainingError("mixup and cutmix of targets that are whole numbers need Augment(classes=…)")
-        if target.device.type == "cpu":  # a look at the device would wait for it; there fit has looked before
+        if target.device.type == "cpu":  # checking on the device would wait for it; there `fit` has checked before
             check_classes(target, self.classes)
         return one_hot(target, self.classes)
 
 
 class Normalise(nn.Module):
-    """The first layer of a network of pictures: uint8, or floats of 0 to 1, to a mean of 0 and a spread of 1.
+    """The first layer of an image network: scales uint8, or floats of 0 to 1, to mean 0 and standard deviation 1.
 
-    It belongs to the network, so that whoever loads or exports it needs to know nothing of it.
+    It is part of the network, so that loading or exporting the network needs no extra step.
     """
 
     mean: Tensor
@@ -115,7 +117,7 @@ class Normalise(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).reshape(1, -1, 1, 1))
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """The same pictures around 0."""
+        """The normalised pictures."""
         if pictures.ndim < 3 or self.mean.numel() not in (1, pictures.shape[-3]):
             raise TrainingError(
                 f"Normalise is for {self.mean.numel()} channels, and pictures of {tuple(pictures.shape)} came: give it "
@@ -128,25 +130,25 @@ class Normalise(nn.Module):
 
 
 def as_shares(pictures: Tensor) -> Tensor:
-    """Pictures of 0 to 1: uint8 divided by 255, floats as they are."""
+    """Pictures of 0 to 1: uint8 is divided by 255, floats stay."""
     return pictures if pictures.is_floating_point() else pictures.float().div(255)
 
 
 def normalised(pictures: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
-    """Each channel less its mean, by its spread."""
+    """Each channel minus its mean, divided by its spread."""
     return (pictures - mean) / spread
 
 
 def flipped(pictures: Tensor) -> Tensor:
-    """Each picture mirrored, left to right, half of the time; of any kind of number."""
+    """Each picture mirrored, left to right, with probability one half. Takes any dtype."""
     return torch.where(_draws(pictures) < 0.5, pictures.flip(-1), pictures)
 
 
 def cropped(pictures: Tensor, share: float) -> Tensor:
-    """A part of each picture, of its own size and place, brought to the full size; up to `share` of a side goes."""
+    """A random part of each picture, resized to the full size; at most `share` of a side is cut off."""
     count, (height, width) = len(pictures), pictures.shape[-2:]
     sides = 1 - share * torch.rand(count, 1, device=pictures.device)
-    # Places are sampled from -1 to 1: the middle of a window of this side may be so far from that of the picture.
+    # Coordinates go from -1 to 1. A window of this side may be this far from the middle.
     moves = (2 * torch.rand(2, count, 1, device=pictures.device) - 1) * (1 - sides)
     across, down = (
         move + sides * ((2 * torch.arange(size, device=pictures.device) + 1) / size - 1)
@@ -158,7 +160,7 @@ def cropped(pictures: Tensor, share: float) -> Tensor:
 
 
 def coloured(pictures: Tensor, amount: float) -> Tensor:
-    """Brightness, contrast and, of three channels, saturation of each picture multiplied by numbers around 1."""
+    """Brightness, contrast and, for three channels, saturation of each picture multiplied by numbers around 1."""
     found = pictures * _factors(pictures, amount)
     means = found.mean((1, 2, 3), keepdim=True)
     found = torch.lerp(means, found, _factors(pictures, amount))
@@ -170,11 +172,11 @@ def coloured(pictures: Tensor, amount: float) -> Tensor:
 
 
 def mixed(pictures: Tensor, target: Tensor, *, mixup: float = 0.0, cutmix: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Each picture and its target (floats) with a share of another of the batch: all over, or in a box."""
+    """Each picture and its target (floats) mixed with another of the batch: everywhere, or in a box."""
     count = len(pictures)
     partner = torch.rand(count, device=pictures.device).argsort()
     others = pictures[partner]
-    # What stays of each picture at each place: one number for all places, or none within the box.
+    # The share of each picture that stays at each place: one number for all places, or none within the box.
     stays = torch.ones(count, 1, 1, 1, device=pictures.device)
     if mixup:
         stays = _betas(pictures, mixup)
@@ -186,12 +188,12 @@ def mixed(pictures: Tensor, target: Tensor, *, mixup: float = 0.0, cutmix: float
 
 
 def one_hot(target: Tensor, classes: int) -> Tensor:
-    """Whole numbers as shares of classes, without looking at them on the host."""
+    """Whole numbers as one-hot rows, without reading them on the host."""
     return (target.unsqueeze(-1) == torch.arange(classes, device=target.device)).float()
 
 
 def check_classes(target: Tensor, classes: int) -> None:
-    """Raises TrainingError where a whole number is that of no class. It looks at them: not for use within a step."""
+    """Raise TrainingError if a target is not a class. It reads the targets, so it must not run within a step."""
     if target.numel() and (most := int(target.max())) >= classes:
         raise TrainingError(f"a target of {most} came, and Augment(classes={classes}) has classes up to {classes - 1}")
 
@@ -201,7 +203,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _draws(pictures: Tensor) -> Tensor:
-    """A number of 0 to 1 for each picture."""
+    """A random number of 0 to 1 for each picture."""
     return torch.rand(len(pictures), 1, 1, 1, device=pictures.device)
 
 
@@ -218,7 +220,7 @@ def _betas(pictures: Tensor, both: float) -> Tensor:
 
 
 def _outside_boxes(pictures: Tensor, areas: Tensor) -> Tensor:
-    """1 outside a box of each picture and 0 inside; boxes have these areas where they do not reach over an edge."""
+    """1 outside a box of each picture and 0 inside. A box has the given area unless it crosses an edge."""
     height, width = pictures.shape[-2:]
     half = areas.sqrt() / 2
     inside = torch.ones(len(pictures), 1, 1, 1, dtype=torch.bool, device=pictures.device)

@@ -1,4 +1,4 @@
-"""The blocks that a model repeats, and activation checkpointing of them."""
+"""The blocks that a model repeats (encoder layers, residual stages), and activation checkpointing of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from hotlap.data.order import HOST_GENERATORS, HostGenerator
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules of these classes have nothing in common."""
+"""Containers: modules of these classes have nothing in common."""
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that stand in a row and are built alike, in their order: of several such rows the heaviest.
+    """The modules in a row that are built alike, in order; if there are several rows, the one with most weights.
 
-    Alike are two of the same class with parameters of the same names, shapes and kinds. Blocks lie in no other block.
-    None where nothing with parameters is repeated.
+    Two modules are alike if they have the same class and parameters of the same names, shapes and dtypes. Blocks lie in
+    no other block. The list is empty if nothing with parameters is repeated.
     """
     best: list[nn.Module] = []
     most = 0
@@ -31,16 +31,17 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             rows.setdefault(_build(child), []).append(child)
         for row in rows.values():
             weight = _weight(row)
-            if len(row) > 1 and weight > most:  # a row inside a block weighs less than the row of the blocks
+            if len(row) > 1 and weight > most:  # a row inside a block has fewer weights than the row of blocks
                 best, most = row, weight
     return best
 
 
 def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that are checkpointed one by one, in their order: those of one class, wherever they stand.
+    """The modules that are checkpointed one by one, in order: those of one class, anywhere in the model.
 
-    So the stages of a ResNet, whose blocks are not built alike, count as a whole. Of classes that hold nearly all of
-    the weights the one with the most blocks; where no class holds more than the row that is repeated, that.
+    So the stages of a ResNet, whose blocks are not built alike, count as a whole. Among classes that hold at least half
+    of the most weights, the one with most blocks counts. If no class holds more weights than the repeated row, that row
+    counts.
     """
     row, classes = repeated_blocks(model), dict[type[nn.Module], list[nn.Module]]()
     for part in model.modules():
@@ -54,7 +55,7 @@ def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that lie in none of the others."""
+    """The blocks that lie in no other block of the list."""
     inside = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in inside]
 
@@ -76,7 +77,7 @@ _Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 
 def why_not_checkpointed(model: nn.Module, blocks: int, device: torch.device) -> str | None:
-    """Why so many blocks of the model cannot be checkpointed, or None where they can."""
+    """Why this number of blocks cannot be checkpointed, or None where it can."""
     asked, name, there = f"memory.checkpoint={blocks}", type(model).__name__, len(checkpointed_blocks(model))
     if not there:
         return f"{asked} needs blocks that the model repeats, and {name} repeats none"
@@ -88,9 +89,9 @@ def why_not_checkpointed(model: nn.Module, blocks: int, device: torch.device) ->
 
 
 class Checkpointing:
-    """The first of the blocks that a model repeats: inside `with` they are checkpointed.
+    """The first blocks that a model repeats. Inside `with` they are checkpointed.
 
-    Outside, the model is as it was: between steps the user looks at it, copies and pickles it as their own.
+    Outside, the model is unchanged, since the user may inspect, copy and pickle it between steps.
     """
 
     def __init__(self, model: nn.Module, blocks: int) -> None:
@@ -105,7 +106,7 @@ class Checkpointing:
             block.take_off()
 
     def during(self, work: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Work that runs with these blocks checkpointed."""
+        """The work, with these blocks checkpointed while it runs."""
 
         @functools.wraps(work)
         def checkpointed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -116,22 +117,22 @@ class Checkpointing:
 
 
 class _Block:
-    """One block. Its hooks run outside of what is computed again, once as ever."""
+    """One block. Its hooks run once, outside of what is computed again."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._given: Callable[..., Any] | None = None
-        """A forward of this very block's, which the user or a library has put there."""
+        """A forward that the user or a library has set on this block."""
         self._drawn_from: Sequence[HostGenerator] | None = None
-        """Generators that the block draws from and torch does not look after; None before it is known."""
+        """Generators that the block draws from and torch does not restore; None before they are known."""
 
     def put_on(self) -> None:
-        """Have calls of the block checkpointed."""
+        """Checkpoint calls of the block."""
         inside = vars(self._block)
         self._given, inside["forward"] = inside.get("forward"), self._forward
 
     def take_off(self) -> None:
-        """Leave the block as it was."""
+        """Restore the block."""
         if self._given is None:
             del vars(self._block)["forward"]
         else:
@@ -153,8 +154,8 @@ class _Block:
             with start:
                 return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        # All by their position: so torch keeps each tensor as it is now, sees on which devices they are, and takes
-        # none of them for a setting of its own.
+        # Pass all arguments by position: torch then saves each tensor as it is now, sees the devices, and takes none
+        # for a setting.
         values = [None if _is_cache(value) else value for value in (*args, *kwargs.values())]
         made = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=True)
         if self._drawn_from is None:
@@ -163,10 +164,10 @@ class _Block:
 
 
 class _Start:
-    """What a pass through a block starts from beside its inputs and torch's randomness.
+    """The state that a pass through a block starts from, except for its inputs and torch's generators.
 
-    A batch norm moves its statistics, a spectral norm its vectors: computed again from where the first pass has left
-    them, they would move twice, or the numbers would be others. So the second pass has copies of them, from before.
+    A batch norm updates its statistics, a spectral norm its vectors. If the second pass started from their new values,
+    it would update them twice or compute other numbers. So it gets copies from before the first pass.
     """
 
     def __init__(self, block: nn.Module, generators: Sequence[HostGenerator]) -> None:
@@ -178,12 +179,12 @@ class _Start:
         self._states = [(generator, generator.state()) for generator in generators]
 
     def moved(self) -> list[HostGenerator]:
-        """The generators that are no longer where they were."""
+        """The generators that have moved since."""
         return [generator for generator, state in self._states if generator.moved(state, generator.state())]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, all is as it was then; afterwards as it was before."""
+        """Inside, the state is that of the first pass; afterwards the current state is restored."""
         buffers: _Buffers = [(layer, dict(layer._buffers)) for layer, _ in self._buffers]
         states = [(generator, generator.state()) for generator, _ in self._states]
         try:
@@ -201,13 +202,13 @@ def _set(buffers: _Buffers, states: Sequence[tuple[HostGenerator, Any]]) -> None
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether an argument is a cache of keys and values, as Transformers passes from block to block.
+    """Whether an argument is a key-value cache, as Transformers passes from block to block.
 
-    A block writes to it, and would so twice. Nothing in a training reads what was not there before.
+    A block writes to it, and would write twice. In a training nothing reads entries that were not there before.
     """
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def _is_filled(value: Any) -> bool:
-    """Whether an argument is a cache that holds something to read, such as a prefix that is trained."""
+    """Whether an argument is a cache with entries to read, such as a trained prefix."""
     return _is_cache(value) and value.get_seq_length() > 0

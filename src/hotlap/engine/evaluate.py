@@ -1,4 +1,4 @@
-"""Evaluation: loss and metrics over all data, in larger batches. It leaves no trace in the training."""
+"""Evaluation: loss and metrics over all data, in larger batches. The training stays unchanged."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ from hotlap.machine.cuda import free_for_torch
 
 
 class Evaluator:
-    """Evaluates one model. Kept from one evaluation to the next: data held on the device, captures, and the workers
-    of a loader whose user asked for persistent ones.
+    """Evaluates one model.
+
+    From one evaluation to the next it keeps data held on the device, captures, and persistent workers of the user's
+    loader.
     """
 
     def __init__(
         self, objective: Objective, device: torch.device, layout: Layout, *, draws_on: Callable[[], bool]
     ) -> None:
-        """`draws_on` says whether the device's generator must not be set back."""
+        """`draws_on` tells whether the device's generator must not be restored."""
         self._objective, self._device, self._layout, self._draws_on = objective, device, layout, draws_on
         self._kept: _Kept | None = None
         self._captured: dict[bool, tuple[Plan, CapturedOutputs]] = {}
-        """For predictions, and for evaluations, under the plan that they were last made under."""
+        """For predictions and for evaluations, with the plan of the last one."""
 
     def __call__(
         self,
@@ -55,7 +57,8 @@ class Evaluator:
         collate: Any,
         plan: Plan,
     ) -> dict[str, float]:
-        """Loss and metrics by name, on the plan's own path. A batch that does not fit is halved until it does."""
+        """Loss and metrics by name, computed as the plan asks. A batch that does not fit in memory is halved until it
+        does."""
         scores: dict[str, float] = self._without_a_trace(
             lambda dataset, feeding: self._scores(dataset, feeding, metrics, plan), data, batch_size, collate, plan
         )
@@ -94,7 +97,7 @@ class Evaluator:
             randomness.restore()
 
     def close(self) -> None:
-        """End workers that were kept, and let go of data and captures."""
+        """End kept workers, and release data and captures."""
         if self._kept is not None:
             self._kept.feeding.close()
             self._kept = None
@@ -105,10 +108,10 @@ class Evaluator:
         if kept is not None and kept.is_for(data, collate, size, wanted):
             if kept.state is None or kept.state.why_changed(thorough=True) is None:
                 return kept.dataset, kept.feeding
-            self.close()  # the data is no longer what was held
+            self.close()  # the data has changed since it was held
         on_gpu = self._device.type == "cuda"
         dataset = evaluation_dataset(data, batch_size=size, collate=collate, on_gpu=on_gpu)
-        # A third of what is free: the training needs the rest, and evaluation only runs now and then.
+        # Use at most a third of the free memory: the training needs the rest.
         resident = wanted and why_not_held(dataset.source, self._device, reserve_bytes=self._two_thirds_free()) is None
         feeding: Feeding = (
             ResidentFeeding(hold_on_device(dataset.source, self._device), self._device)
@@ -139,7 +142,7 @@ class Evaluator:
                 with context():
                     totals.add(objective.judge(*shared, samples))
             else:
-                # Prepared once: a function of the user's own may write into what it is given.
+                # Prepared once, since a user's function may write into its argument.
                 ready = self._ready(batch, plan)
                 with context():
                     totals.add(objective.piece(ready, samples))
@@ -159,7 +162,7 @@ class Evaluator:
         return map_tensors(parts[0], lambda _: next(columns))
 
     def _batches(self, dataset: OrderedDataset, feeding: Feeding) -> Iterator[tuple[Any, int]]:
-        """Batches on the device, and their samples."""
+        """Batches on the device, and their numbers of samples."""
         epoch = dataset.order.epoch(0)
         indices = [epoch.pieces(window, None, tickets=feeding.tickets)[0] for window in range(len(epoch))]
         for asked, piece in zip(indices, feeding.pieces(indices, 0), strict=True):
@@ -170,7 +173,7 @@ class Evaluator:
         return batch if plan.numerics.layout == "as given" else self._layout.batch(batch)
 
     def _outputs(self, plan: Plan, *, predicting: bool = False) -> Callable[[Any], tuple[Any, Any]]:
-        """Outputs and targets of a batch, computed as the plan says; `predicting`, also of one without targets."""
+        """Outputs and targets of a batch, computed as the plan asks. With `predicting`, a batch may lack targets."""
         context = precision_context(plan.numerics, self._device, self._objective.modules)
 
         def eager(batch: Any) -> tuple[Any, Any]:
@@ -193,7 +196,7 @@ class Evaluator:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The outputs of several batches as one; those for each entry of a sequence are filled up with 0 to one width."""
+    """The outputs of several batches as one. Outputs per entry of a sequence are padded with 0 to one width."""
     widths = {part.shape[1] for part in parts if part.ndim > 1}
     if len(widths) > 1:
         parts = [torch.cat([part, _nothing(part, max(widths))], dim=1) for part in parts]
@@ -205,14 +208,14 @@ def _nothing(part: Tensor, width: int) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    # A copy in any case: what a replay gives out, the next one overwrites. What autocast made short, numpy cannot read.
+    # Always copy: the next replay overwrites these outputs. numpy cannot read the 16-bit formats of autocast.
     dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
     return tensor.detach().to("cpu", dtype, copy=True)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """An evaluation whose workers are kept; it holds its data, so that nothing else can take its place."""
+    """An evaluation whose workers are kept. It holds its data, so that no other data can get the same id."""
 
     data: Any
     collate: Any
@@ -220,12 +223,12 @@ class _Kept:
     dataset: OrderedDataset
     feeding: Feeding
     resident: bool
-    """Whether it was to be held on the device."""
+    """Whether the plan asked to hold it on the device."""
     state: ReadState | None
-    """What the data depends on, where it is held."""
+    """The state that the data depends on, if the data is held."""
 
     def is_for(self, data: Any, collate: Any, size: int, resident: bool) -> bool:
-        """Whether it is what an evaluation asks for."""
+        """Whether an evaluation asks for the same."""
         mine = (self.size, self.resident)
         return self.data is data and self.collate is collate and mine == (size, resident)
 
@@ -234,15 +237,15 @@ class _Kept:
 
 
 WORTH_IT = 8
-"""Batches of one shape before it is recorded: a short evaluation is over before that pays."""
+"""Batches of one shape before it is recorded: recording does not pay in a short evaluation."""
 MOST_GRAPHS = 16
-"""Shapes that are recorded at a time."""
+"""Recorded shapes at a time."""
 MOST_IN_VAIN = 3
-"""States of a model in a row whose recordings were hardly replayed before it changed again."""
+"""Consecutive states of a model whose recordings were hardly replayed before it changed again."""
 
 
 class CapturedOutputs:
-    """Outputs and targets of batches, replayed. They are overwritten by the next call for a batch of that shape."""
+    """Outputs and targets of batches, by replay. The next call for a batch of that shape overwrites them."""
 
     def __init__(
         self,
@@ -291,7 +294,7 @@ class CapturedOutputs:
         return made
 
     def _check_validity(self) -> None:
-        """Drop what was recorded for another state of the model."""
+        """Drop recordings that were made for another state of the model."""
         made_for = fingerprint(self._modules, self._functions)
         if made_for == self._made_for:
             return
@@ -317,13 +320,13 @@ class CapturedOutputs:
 
 
 class Metric(Protocol):
-    """A number gathered over batches."""
+    """A metric that is accumulated over batches."""
 
     def add(self, output: Any, target: Any, samples: int) -> None:
-        """Take in a batch, without waiting for the device."""
+        """Add a batch, without waiting for the device."""
 
     def result(self) -> float:
-        """The number over all batches so far; waits for the device."""
+        """The metric over all batches so far; waits for the device."""
 
 
 class MeanOf:
@@ -335,33 +338,33 @@ class MeanOf:
         self._count: Tensor | float = 0.0
 
     def add(self, output: Any, target: Any, samples: int) -> None:
-        """Take in a batch: a value per sample, a mean, or (sum, count)."""
-        said = self._function(output, target)
-        if isinstance(said, (np.ndarray, np.generic)):
-            said = torch.as_tensor(said)
-        if type(said) is tuple and len(said) == 2:
-            total, count = said
-        elif isinstance(said, Tensor) and said.ndim:
-            total, count = said.double().sum(), said.numel()
-        elif isinstance(said, (Tensor, int, float)):
-            total, count = said * samples, samples
+        """Add a batch: a value per sample, a mean, or (sum, count)."""
+        value = self._function(output, target)
+        if isinstance(value, (np.ndarray, np.generic)):
+            value = torch.as_tensor(value)
+        if type(value) is tuple and len(value) == 2:
+            total, count = value
+        elif isinstance(value, Tensor) and value.ndim:
+            total, count = value.double().sum(), value.numel()
+        elif isinstance(value, (Tensor, int, float)):
+            total, count = value * samples, samples
         else:
             raise TrainingError(
-                f"metric {self._name!r} returned {type(said).__name__}; "
+                f"metric {self._name!r} returned {type(value).__name__}; "
                 "it must return a value per sample, a mean, or (sum, count)"
             )
         self._sum = self._sum + (total.double() if isinstance(total, Tensor) else total)
         self._count = self._count + count
 
     def result(self) -> float:
-        """The mean; its square root for a root mean."""
+        """The mean; for a root mean its square root."""
         count = float(self._count)
         mean = float(self._sum) / count if count else float("nan")
         return mean**0.5 if self._root else mean
 
 
 class MacroF1:
-    """The mean over classes of F1; a class that is neither a target nor predicted does not count."""
+    """The mean of F1 over classes. A class that is neither a target nor predicted does not count."""
 
     def __init__(self, decide: Decide) -> None:
         self._decide = decide
@@ -387,7 +390,7 @@ class MacroF1:
 
 
 def make_metrics(wanted: Sequence[str] | Mapping[str, Any], loss: Any = None) -> dict[str, Metric]:
-    """Fresh metrics for one evaluation, by name; what outputs and targets mean is read off the loss."""
+    """New metrics for one evaluation, by name. The loss tells what outputs and targets mean."""
     if isinstance(wanted, Mapping):
         return {name: MeanOf(name, function) for name, function in wanted.items()}
     decide = Decide(loss)
@@ -406,7 +409,7 @@ def make_metrics(wanted: Sequence[str] | Mapping[str, Any], loss: Any = None) ->
 
 
 class Decide:
-    """Which class an output stands for, and which one its target names, by what the loss takes them to be."""
+    """Turns outputs and targets into classes, as the loss understands them."""
 
     def __init__(self, loss: Any) -> None:
         self._classes = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
@@ -415,9 +418,9 @@ class Decide:
         self._ignored = loss.ignore_index if self._classes else -100
 
     def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Predicted classes, target classes, which targets count, and how many classes there are."""
+        """Predicted classes, target classes, which targets count, and the number of classes."""
         if output.ndim == target.ndim + 1:
-            # One logit a sample is a yes or no, unless the loss speaks of classes.
+            # One logit per sample is a binary answer, unless the loss is about classes.
             if output.shape[1] == 1 and not self._classes and output.shape[2:] == target.shape[1:]:
                 output = output.squeeze(1)
             else:

@@ -1,4 +1,4 @@
-"""How images and the weights of their convolutions lie in memory, and the buffers that tensors have left."""
+"""How images and convolution weights lie in memory, and a pool of the buffers that tensors have left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hotlap.data.batches import Batch, map_tensors
 
 
 class BufferPool:
-    """Where tensors lay under other plans.
+    """Buffers that tensors used under other plans.
 
-    What was recorded under a plan reads its tensors where they lay. As long as `keeps`, a tensor that takes a form
-    again which it had before gets the memory it had then, so that plans can be changed to and fro.
+    What was recorded under a plan reads its tensors at their old addresses. While `keeps` is set, a tensor that returns
+    to an earlier form gets its earlier buffer, so that plans can be switched back and forth.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,15 @@ class BufferPool:
         self._left: dict[Hashable, Tensor] = {}
 
     def moved(self, who: Hashable, tensor: Tensor, room: Tensor) -> Tensor:
-        """The numbers of `tensor` in a memory like `room`: in the one that `who` had in that form, or in `room`."""
+        """The values of `tensor` in the buffer that `who` had in the form of `room`; in `room` itself if there is
+        none."""
         if self.keeps:
             self._left[who, _form(tensor)] = tensor
             room = self._left.pop((who, _form(room)), room)
         return room.copy_(tensor)
 
     def forget(self) -> None:
-        """Let go of all of it."""
+        """Release all buffers."""
         self.keeps = False
         self._left.clear()
 
@@ -45,7 +46,7 @@ _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def why_not_channels_last(modules: Sequence[nn.Module]) -> str | None:
-    """Why nothing can be laid out that way, or None where something can."""
+    """Why channels last does not apply, or None where it does."""
     if any(isinstance(layer, _CONVOLUTIONS) for module in modules for layer in module.modules()):
         return None
     return "channels_last is for convolutions over images or volumes, and the model has none"
@@ -54,21 +55,21 @@ def why_not_channels_last(modules: Sequence[nn.Module]) -> str | None:
 class Layout:
     """The layout of a training's weights, buffers, gradients and optimizer state.
 
-    All tensors stay the same objects; where their layout changes, they get memory of their own.
+    All tensors stay the same objects. Those whose layout changes get new memory.
     """
 
     def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer, rooms: BufferPool | None = None) -> None:
         self._modules, self._optimizer = modules, optimizer
         self._rooms = rooms if rooms is not None else BufferPool()
-        # By identity, with the tensor itself: as long as it is held here, no other can have its number.
+        # By identity. The dict holds the tensor too, so that no other tensor can get its id.
         self._given: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
 
     @torch.no_grad()
     def set(self, layout: str) -> None:
-        """Lay everything out as `channels_last`, or `as given`: the way the user had it.
+        """Lay everything out as `channels_last`, or `as given`: the user's own layout.
 
-        Also to be called after state was put in from elsewhere: gradients and optimizer state get the layout of
-        their parameter. Fused kernels pair numbers by their place in memory, on the CPU without looking.
+        Call it too after state was loaded from elsewhere: gradients and optimizer state get the layout of their
+        parameter. Fused kernels pair elements by their position in memory; on the CPU they do so without a check.
         """
         for tensor in self._images():
             if layout == "channels_last":
@@ -89,7 +90,7 @@ class Layout:
                     state[name] = self._rooms.moved((id(parameter), name), value, _room_as(parameter, value))
 
     def batch(self, batch: Batch) -> Batch:
-        """The batch with its images that way round."""
+        """The batch with its images in channels last."""
         return images_last(batch)
 
     def _restride(self, tensor: Tensor, strides: tuple[int, ...]) -> None:
@@ -105,17 +106,17 @@ class Layout:
 
 
 def images_last(batch: Batch) -> Batch:
-    """The batch with its images channels last; no copy of those that are already."""
+    """The batch with its images in channels last; images that are so already are not copied."""
     return map_tensors(batch, _channels_last)
 
 
 def laid_out_as(owner: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor of its owner's shape in the owner's layout; itself where it has that, or another shape."""
+    """The tensor in its owner's layout. It is returned as it is if it has that layout or another shape."""
     return tensor if _lies_as(owner, tensor) else _room_as(owner, tensor).copy_(tensor)
 
 
 def _lies_as(owner: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor has its owner's layout already, or cannot have it."""
+    """Whether a tensor already has its owner's layout, or cannot have it."""
     if owner.layout is not torch.strided or tensor.layout is not torch.strided:
         return True
     return tensor.shape != owner.shape or tensor.stride() == owner.stride()
@@ -132,10 +133,10 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 
 def _last_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides torch itself gives such a tensor.
+    """The strides that torch gives such a tensor.
 
-    Where a dimension is 1, several describe the same memory, and `contiguous` leaves those that are there; kernels
-    that look at strides to tell the layout take some of them for the other one.
+    If a dimension is 1, several strides describe the same memory, and `contiguous` keeps the present ones. Kernels that
+    read the layout off the strides mistake some of them for the other layout.
     """
     return torch.empty(tensor.shape, device="meta", memory_format=_LAST[tensor.ndim]).stride()
 

@@ -1,4 +1,4 @@
-"""The user's loss as numbers that add up: over the pieces of a batch, and over the batches of an epoch."""
+"""The user's loss as numbers that add up over the pieces of a batch and the batches of an epoch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hotlap.data.batches import Batch
 
 
 class Scored(NamedTuple):
-    """What a loss said of some samples."""
+    """The loss of some samples."""
 
     loss: Tensor
-    """What to differentiate."""
+    """The tensor to differentiate."""
     factor: float | Tensor
-    """`loss × factor` is the sum that adds up over pieces."""
+    """`loss × factor` is a sum that adds up over pieces."""
     weight: int | Tensor
-    """What that sum is divided by in the end: samples, or what the loss counted."""
+    """The divisor of that sum: samples, or what the loss counted."""
     counted: bool
-    """Whether the weight is the loss's own, known only after the fact."""
+    """Whether the loss itself counts its weight, which is known only afterwards."""
 
 
 _WEIGHING = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
 class Objective:
-    """Calls model and loss on a batch, in the form the user gave them."""
+    """Calls model and loss on a batch, in the form that the user gave."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Objective:
         self._prepare, self._augment = prepare, augment
         self._criterion = isinstance(loss, nn.Module)
         self._averages = getattr(type(loss), "forward", None) in _WEIGHING
-        # Shallow: the copy shares weights and buffers, so it follows them to the device.
+        # Shallow: the copy shares weights and buffers, so it moves to the device with them.
         self._summing = copy.copy(loss) if self._averages else None
         self._looked_for: int | None = None
         self._counts = False
-        # torch's own losses take one tensor; what else a model may return, only its user knows.
+        # torch's losses take one tensor. What else a model may return, only its user knows.
         self._wants_tensor = type(loss).__module__.startswith("torch.nn")
 
     @property
@@ -62,17 +62,17 @@ class Objective:
 
     @property
     def functions(self) -> tuple[Callable[..., Any] | None, ...]:
-        """The user's own functions beside the modules."""
+        """The user's functions, except for modules."""
         loss = None if self._criterion else self.loss
         return loss, self.forward, self._prepare, self._augment
 
     @property
     def changes_batches(self) -> bool:
-        """Whether functions of the user's own run on batches."""
+        """Whether the user's functions run on batches."""
         return self._prepare is not None or self._augment is not None
 
     def ready(self, batch: Batch, *, training: bool) -> Batch:
-        """A batch on the device as the model takes it: prepared, and augmented where it trains."""
+        """A batch on the device, prepared for the model, and augmented in training."""
         if self._prepare is not None:
             batch = self._prepare(batch)
         if training and self._augment is not None:
@@ -80,7 +80,7 @@ class Objective:
         return batch
 
     def has_no_target(self, batch: Batch) -> bool:
-        """Whether a batch is what goes into the model and nothing else."""
+        """Whether a batch holds the model's input only."""
         return self.forward is None and (isinstance(batch, Tensor) or (isinstance(batch, tuple) and len(batch) == 1))
 
     def outputs(self, batch: Batch) -> tuple[Any, Any]:
@@ -103,9 +103,9 @@ class Objective:
         return output, target
 
     def whole(self, batch: Batch, samples: int, *, all_count: bool = False) -> Scored:
-        """The loss of a batch that is not cut: differentiated exactly as the user's own loop would.
+        """The loss of an uncut batch, differentiated exactly as in the user's own loop.
 
-        `all_count` says that no target in it is ignored, which spares counting them on the device.
+        `all_count` states that no target is ignored, so the device need not count them.
         """
         if not self._criterion:
             return self._read(self.loss(self.model, batch), samples)
@@ -118,14 +118,14 @@ class Objective:
 
     @property
     def _weighs_targets(self) -> bool:
-        """Whether the loss averages over weights or over targets not ignored, so that means of pieces do not add up.
+        """Whether the loss averages over class weights or unignored targets, so that means of pieces do not add up.
 
-        Asked every time: the user may change a loss's settings while it trains.
+        Checked at every call: the user may change a loss's settings during training.
         """
         return self._averages and self.loss.reduction != "sum" and "forward" not in self.loss.__dict__  # type: ignore[attr-defined]
 
     def _counts_all(self, target: Tensor) -> bool:
-        """Whether every target counts once, given that none is of the class that was looked for."""
+        """Whether every target counts once, if none is of the class that data was searched for."""
         loss: Any = self.loss
         return loss.weight is None and loss.ignore_index == self._looked_for and target.ndim == 1
 
@@ -136,41 +136,41 @@ class Objective:
         return self.judge(*self.outputs(batch), samples)
 
     def judge(self, output: Any, target: Any, samples: int) -> Scored:
-        """The loss of outputs as a sum, where the loss is a module: no NaN where all targets are ignored."""
+        """The loss of outputs as a sum, for a loss module: no NaN if all targets are ignored."""
         if self._weighs_targets and _holds_classes(target):
             summing: Any = self._summing
-            summing.__dict__.update(self.loss.__dict__, reduction="sum")  # with the settings of now
+            summing.__dict__.update(self.loss.__dict__, reduction="sum")  # with the current settings
             return Scored(summing(output, target), 1.0, self._target_weight(target), True)
         return self._read(self.loss(output, target), samples, as_sum=True)
 
     @property
     def ignored(self) -> int | None:
-        """The class of targets that the loss leaves out, where it has one: the one that data is searched for."""
-        # What a forward of the user's own makes of the data, nobody can tell from the data.
+        """The class that the loss ignores, if it has one. Data is searched for it."""
+        # The data does not show what the user's `forward` turns it into.
         known = self._weighs_targets and self.forward is None
         self._looked_for = self.loss.ignore_index if known else None  # type: ignore[attr-defined]
         return self._looked_for
 
     @property
     def is_criterion(self) -> bool:
-        """Whether the loss judges outputs, which metrics can then share."""
+        """Whether the loss takes outputs, which metrics can then share."""
         return self._criterion
 
     @property
     def adds_up(self) -> bool:
-        """Whether the loss is known to be the same in pieces: one of torch's own, or one that counts."""
+        """Whether the loss is known to be the same in pieces: a loss of torch, or one that counts."""
         return self._wants_tensor or self._counts
 
     @property
     def sums(self) -> bool:
-        """Whether the loss of a batch is a sum over its samples, so that pieces simply add."""
+        """Whether the loss of a batch is a sum over its samples, so that pieces add up."""
         return getattr(self.loss, "reduction", None) == "sum"
 
-    def _read(self, said: Any, samples: int, *, as_sum: bool = False) -> Scored:
-        if isinstance(said, Tensor) and said.ndim == 0:
-            return Scored(said, 1.0 if self.sums else samples, samples, False)
-        if type(said) is tuple and len(said) == 2 and isinstance(said[0], Tensor) and said[0].ndim == 0:
-            total, count = said
+    def _read(self, value: Any, samples: int, *, as_sum: bool = False) -> Scored:
+        if isinstance(value, Tensor) and value.ndim == 0:
+            return Scored(value, 1.0 if self.sums else samples, samples, False)
+        if type(value) is tuple and len(value) == 2 and isinstance(value[0], Tensor) and value[0].ndim == 0:
+            total, count = value
             if not _is_count(count):
                 raise TrainingError(
                     f"the loss returned a pair whose second part is {_kind(count)}, not a whole number; "
@@ -178,7 +178,7 @@ class Objective:
                 )
             self._counts = True
             return Scored(total if as_sum else total / count, 1.0 if as_sum else count, count, True)
-        raise TrainingError(f"the loss returned {_kind(said)}; it must return a scalar mean, or (sum, count)")
+        raise TrainingError(f"the loss returned {_kind(value)}; it must return a scalar mean, or (sum, count)")
 
     def _target_weight(self, target: Tensor) -> Tensor:
         assert isinstance(self.loss, (nn.CrossEntropyLoss, nn.NLLLoss))
@@ -205,10 +205,10 @@ def _holds_classes(target: Any) -> bool:
 
 
 class PendingMean:
-    """A mean that was computed up to here, read later: that waits for no more of the device's work than there was."""
+    """A mean of everything added so far, to be read later. Reading waits only for work that was queued before."""
 
     def __init__(self, sums: Tensor, counted: int) -> None:
-        """`sums` are the sum and what was counted on the device; `counted` is what the host has counted."""
+        """`sums` are the sum and the device's count; `counted` is the host's count."""
         self._sums, self._counted, self._since_s = sums, counted, time.perf_counter()
         self._done: torch.cuda.Event | None = None
         if sums.is_cuda:
@@ -218,20 +218,20 @@ class PendingMean:
             self._done.record(self._stream)
 
     def mean(self) -> float:
-        """The mean; NaN where nothing was added."""
+        """The mean; NaN if nothing was added."""
         if self._done is not None:
             self._done.synchronize()
         total, count = self._sums.tolist()
         return total / (self._counted + count) if self._counted + count else float("nan")
 
     def numbers(self) -> tuple[Tensor, Tensor, int]:
-        """What it was taken from, as `Totals.put_back` has it."""
+        """The values behind it, in the form that `Totals.put_back` takes."""
         if self._done is not None:
             self._done.synchronize()
         return self._sums[0], self._sums[1], self._counted
 
     def ago_s(self) -> float:
-        """Seconds since the device had come this far. Waits for all that it was given to do."""
+        """Seconds since the device reached this point. Waits for all queued work."""
         if self._done is None:
             return time.perf_counter() - self._since_s
         now = _event()
@@ -245,7 +245,7 @@ def _event() -> torch.cuda.Event:
 
 
 class Totals:
-    """Running loss over many batches, kept on the device: adding never waits, reading does."""
+    """Running loss over many batches, kept on the device. Adding never waits; reading does."""
 
     def __init__(self, device: torch.device) -> None:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -253,11 +253,11 @@ class Totals:
         self._count = 0
 
     def add(self, scored: Scored, skipped: Tensor | None = None) -> None:
-        """Add what a loss said, unless `skipped` (a flag on the device) says that its update was left out."""
+        """Add a loss, unless `skipped` (a flag on the device) shows that its update was skipped."""
         value = scored.loss.detach()
         if skipped is not None:
             made = skipped == 0
-            # Not by a product: what was left out is most often not a number.
+            # Not by a product: a skipped loss is usually NaN or infinite.
             self._sum.add_((value * scored.factor).masked_fill(~made, 0.0))
             if isinstance(scored.weight, Tensor):
                 self._device_count.add_(scored.weight * made)
@@ -275,36 +275,36 @@ class Totals:
 
     @property
     def host_count(self) -> int:
-        """What was counted on the host; a replayed capture adds it by `count`."""
+        """The host's count. A replayed capture adds to it with `count`."""
         return self._count
 
     def count(self, weight: int) -> None:
-        """Count what was added on the device by a replay."""
+        """Count what a replay added on the device."""
         self._count += weight
 
     def mean(self) -> float:
-        """The mean over all that was added; NaN where that is nothing. Waits for the device."""
+        """The mean over everything added; NaN if there is nothing. Waits for the device."""
         count = self._count + float(self._device_count)
         return float(self._sum) / count if count else float("nan")
 
     def take(self) -> PendingMean:
-        """Begin anew, and give what there was until now."""
+        """Return the mean so far, unread, and start again."""
         taken = PendingMean(torch.stack((self._sum, self._device_count)), self._count)
         self.reset()
         return taken
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start again from zero."""
         self._sum.zero_()
         self._device_count.zero_()
         self._count = 0
 
     def saved(self) -> tuple[Tensor, Tensor, int]:
-        """A copy of the numbers."""
+        """A copy of the values."""
         return self._sum.clone(), self._device_count.clone(), self._count
 
     def put_back(self, saved: tuple[Tensor, Tensor, int]) -> None:
-        """Set the numbers to a copy made before."""
+        """Restore the values from a copy."""
         self._sum.copy_(saved[0])
         self._device_count.copy_(saved[1])
         self._count = saved[2]

@@ -1,7 +1,6 @@
-"""Switching an optimizer between its plain loop, torch's fused kernel and a step that can be recorded, with its state
-as it is.
+"""Switch an optimizer between its plain loop, torch's fused kernel and a step that can be recorded, keeping its state.
 
-Whether an optimizer can do something is found out by a real step of a twin, not by its name.
+A trial step of a small twin shows what an optimizer can do; its name does not.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hotlap.core.errors import first_line
 from hotlap.engine.layout import BufferPool
 
 _COUNTS = ("step", "mu_product")
-"""State of torch's optimizers that lies on the host in the plain loop, and on the device in the others."""
+"""State that torch's optimizers keep on the host in the plain loop, and on the device in the other kinds of step."""
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 """Layers that can ask for sparse gradients."""
@@ -71,12 +70,12 @@ class LayoutCheck:
         self._optimizer = optimizer
         self._state: Any = None
         self._strides: list[Any] = []
-        """Of the weights whose state was checked last."""
+        """Strides of the weights whose state was checked last."""
 
     def matches_weights(self) -> bool:
         """Whether each present gradient and its state have the layout of their weight; no gradient may be sparse.
 
-        Checks the state again after it was loaded, where other weights have gradients, and after a False.
+        Checks the state again after it was loaded, if other weights have gradients, and after a False.
         """
         weights = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         strides = [*map(_stride, weights)]
@@ -104,10 +103,11 @@ def _is_laid_out_as(weight: Tensor, other: Tensor) -> bool:
 
 
 def twin_of(optimizer: Optimizer, *, only: Tensor | None = None, **flags: Any) -> Optimizer:
-    """A small optimizer of the same kind, settings and state, without hooks, whose steps change nothing real.
+    """A small optimizer of the same class, settings and state, without hooks, whose steps change no real weight.
 
-    It has a parameter for each kind there is in each group, or `only` one like the given; `flags` change settings
-    that its groups have. Made as unpickling makes one: constructors of subclasses take arguments nobody here knows.
+    For each group it has one parameter of each kind in the group, or `only` one like the given parameter. `flags`
+    replace settings of the groups. It is made as by unpickling, since constructors of subclasses take unknown
+    arguments.
     """
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
     groups = []
@@ -119,7 +119,7 @@ def twin_of(optimizer: Optimizer, *, only: Tensor | None = None, **flags: Any) -
         settings |= {name: value for name, value in flags.items() if name in settings}
         small = []
         for real in kinds.values():
-            # 2 in every dimension: some kinds of optimizer only take matrices.
+            # Size 2 in every dimension: some optimizers take only matrices.
             parameter = torch.nn.Parameter(torch.ones((2,) * real.ndim, device=real.device, dtype=real.dtype))
             parameter.grad = torch.ones_like(parameter)
             # Some optimizers make their state when they are made (Adagrad in torch 2.11), so the twin gets its own.
@@ -130,7 +130,7 @@ def twin_of(optimizer: Optimizer, *, only: Tensor | None = None, **flags: Any) -
         groups.append({**settings, "params": small})
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__setstate__({"defaults": dict(optimizer.defaults), "state": state, "param_groups": groups})
-    # As in an optimizer that was constructed; else one that can be recorded warns where it is not.
+    # As the constructor sets it; otherwise an optimizer that can be recorded warns when it is not recorded.
     twin._warned_capturable_if_run_uncaptured = True
     settle_counts(twin)
     return twin
@@ -146,21 +146,21 @@ def _small_state(values: dict[str, Any], real: Tensor, parameter: Tensor) -> dic
         elif value.numel() == 1:
             small[name] = value.detach().clone()
         else:
-            return {}  # of a shape nobody here knows: the twin makes its own
+            return {}  # of an unknown shape: the twin makes its own state
     return small
 
 
 _TORCHS_CHOICE: dict[str, bool | None] = {"fused": None, "foreach": None}
-"""Only where both are None does torch take the fastest of its plain loops; a False in one of them is a choice too."""
+"""torch takes its fastest plain loop only if both are None. A False is a choice too."""
 
 
 def _plain_flags(group: dict[str, Any]) -> dict[str, bool | None]:
-    """The flags with which a group's plain loop is the user's own; where it is fused, with which it is torch's."""
+    """The flags for a group's plain loop: the user's own, or torch's choice if the group is fused."""
     return _TORCHS_CHOICE if group.get("fused") else {name: group.get(name) for name in _TORCHS_CHOICE}
 
 
 class Fusion:
-    """The switch between the kinds of step, for one optimizer."""
+    """Switches one optimizer between its kinds of step."""
 
     def __init__(self, optimizer: Optimizer, rooms: BufferPool | None = None) -> None:
         self._optimizer, self._rooms = optimizer, rooms if rooms is not None else BufferPool()
@@ -170,28 +170,27 @@ class Fusion:
     def set(self, fused: bool, *, captured: bool = False) -> None:
         """Use the fused kernel from the next step on, or the plain loop; `captured`: one that can be recorded.
 
-        An optimizer that has a way of its own to be recorded keeps to it as long as it is captured, in steps that
-        are not recorded too: its step counts stay on the device, where the recorded steps read and move them.
+        An optimizer with `capturable` keeps it while it is captured, in eager steps too: its step counts stay on the
+        device, where recorded steps read and update them.
         """
         for number, group in enumerate(self._optimizer.param_groups):
             known = number < len(self._plain)
             if bool(group.get("fused")) != fused:
                 plain = self._plain[number] if known else _TORCHS_CHOICE
-                # torch refuses fused and foreach together; the user's choice comes back with the plain loop.
+                # torch refuses fused together with foreach; the user's choice returns with the plain loop.
                 group |= {"fused": True, "foreach": False} if fused else plain
             if "capturable" in group:
-                # torch refuses the flag where a parameter is not on a GPU.
+                # torch refuses the flag if a parameter is not on a GPU.
                 can = captured and all(parameter.is_cuda for parameter in group["params"])
                 group["capturable"] = can or (known and self._capturable[number])
         settle_counts(self._optimizer, self._rooms)
-        # Read by GradScaler, and set by torch only at construction.
+        # GradScaler reads it, and torch sets it at construction only.
         self._optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
 
 
 def settle_counts(optimizer: Optimizer, rooms: BufferPool | None = None) -> None:
-    """Have step counts where the kind of step reads them: the fused kernel and a recorded step on the device, the
-    plain loop on the host. One that is there already keeps its address.
-    """
+    """Move step counts to where the kind of step reads them: the host for the plain loop, the device otherwise. A count
+    that is there already keeps its address."""
     rooms = rooms if rooms is not None else BufferPool()
     if isinstance(optimizer, torch.optim.ASGD):
         return  # its counts lie on the device in every kind of step
@@ -212,14 +211,14 @@ def settle_counts(optimizer: Optimizer, rooms: BufferPool | None = None) -> None
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether functions of the user's own run with each step, which are Python and would be frozen by a recording."""
+    """Whether the user's Python functions run with each step. A recording would not repeat them."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     everywhere = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
     return any(map(bool, (*own, *everywhere)))
 
 
 def frozen_hyperparameters(optimizer: Optimizer) -> tuple[Hashable, ...]:
-    """All settings that a recorded step holds fast: everything but the learning rates. Tensors by their address."""
+    """All settings that a recording freezes: everything but the learning rates. Tensors count by their address."""
     return tuple(
         (len(group["params"]), *(_frozen(v) for k, v in group.items() if k not in ("params", "lr")))
         for group in optimizer.param_groups
@@ -240,9 +239,9 @@ def _frozen(value: Any) -> Hashable:
 
 @contextmanager
 def recording(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, steps can be recorded, and read the learning rate of each group from the given tensor on the device.
+    """Inside, steps can be recorded and read each group's learning rate from the given tensor on the device.
 
-    The groups have their own rates and flags again afterwards.
+    Afterwards the groups have their own rates and flags again.
     """
     groups = optimizer.param_groups
     before = [(group["lr"], group.get("capturable")) for group in groups]
@@ -262,7 +261,7 @@ def recording(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _counts_to_device(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """For a captured step that nobody announced by `Fusion.set`; once moved, one look tells."""
+    """For a captured step without a call of `Fusion.set`. Once the counts have moved, one check is enough."""
     first = optimizer.state.get(group["params"][0], {}).get("step") if group["params"] else None
     if isinstance(first, Tensor) and not first.is_cuda:
         settle_counts(optimizer)
@@ -272,10 +271,10 @@ _TRIED_RATES = (0.1, 0.2, 0.05, 0.4, 0.1)
 
 
 def why_not_captured(optimizer: Optimizer) -> str | None:
-    """Why a step of this optimizer, as it is set now, cannot be recorded, or None after a real recording.
+    """Why a step of this optimizer, with its current settings, cannot be recorded, or None after a real recording.
 
-    A twin's recorded step is replayed with other learning rates and gradients, and has to do what the plain loop
-    does with them. It waits for the device.
+    It replays a twin's recorded step with other learning rates and gradients, and compares the result with the plain
+    loop. Waits for the device.
     """
     name = type(optimizer).__name__
     places = {p.device for group in optimizer.param_groups for p in group["params"]}
@@ -285,16 +284,16 @@ def why_not_captured(optimizer: Optimizer) -> str | None:
     try:
         with torch.cuda.device(next(iter(places))):
             return _tried(twin_of(optimizer, capturable=True), twin_of(optimizer, capturable=False, fused=False))
-    except Exception as error:  # whatever stops it is the answer
+    except Exception as error:  # the error is the answer
         return f"{name} cannot be recorded: {first_line(error)}"
 
 
 def _tried(recorded: Optimizer, plain: Optimizer) -> str | None:
     rates = [torch.zeros((), device=group["params"][0].device) for group in recorded.param_groups]
-    # The first step may make state, and wait for it.
+    # The first step may create state and wait for it.
     _give(recorded, 0, None)
     recorded.step()
-    # A wait while recording would break more than the recording: torch's generator is not usable afterwards.
+    # A wait while recording breaks more than the recording: torch's generator cannot be used afterwards.
     _give(recorded, 1, rates)
     with recording(recorded, rates), _NoWaiting():  # type: ignore[no-untyped-call]
         recorded.step()
@@ -312,7 +311,7 @@ def _tried(recorded: Optimizer, plain: Optimizer) -> str | None:
 
 @torch.no_grad()
 def _give(twin: Optimizer, number: int, rates: Sequence[Tensor] | None) -> None:
-    """The rate and the gradients of the trial's next step."""
+    """Set the learning rate and the gradients of the trial's next step."""
     for place, group in enumerate(twin.param_groups):
         if rates is None:
             group["lr"] = _TRIED_RATES[number]
@@ -336,7 +335,7 @@ def _difference(recorded: Optimizer, plain: Optimizer) -> str | None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal but for rounding; a step that was not made, or made with another rate, differs by far more."""
+    """Equal up to rounding. A missing step, or one with another rate, differs by far more."""
     if not isinstance(other, Tensor) or not isinstance(one, Tensor):
         return bool(one == other)
     close = 5e-2 if other.dtype in (torch.float16, torch.bfloat16) else 1e-3
@@ -345,7 +344,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, an operation that reads a value back from the device raises; in this thread alone."""
+    """Inside, an operation of this thread that reads a value back from the device raises."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""In which numbers a step computes: autocast for its forward passes, and switches of the whole process around it."""
+"""The number formats of a step: autocast for forward passes, and process-wide switches around the step."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from hotlap.engine.depthwise import compile_kernels, depthwise_directly, depthwi
 from hotlap.machine.tf32 import Tf32
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What forward passes are cast to, by precision."""
+"""What autocast computes in, by precision."""
 _NARROW = frozenset(AUTOCAST.values())
 _CONTAINERS = frozenset((list, dict, OrderedDict, deque))
 _LAYERS_STAY = 64
-"""Calls after which modules are looked through for layers that are new."""
+"""Calls after which hotlap looks for new layers."""
 _LOOKED_AT = 64
-"""Entries of a container that are looked at, the last ones: earlier ones were when they came."""
+"""Entries of a container that are checked, the last ones: earlier entries were checked when they were new."""
 _DEPTH = 3
-"""Containers inside of containers that are looked into."""
+"""Depth of nested containers that is checked."""
 
 
 def precision_context(
     numerics: Numerics, device: torch.device, modules: Sequence[nn.Module]
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """What forward passes of these modules run inside, made anew for each.
+    """A factory of the context in which forward passes of these modules run.
 
-    Tensors that a module keeps from call to call, the state of an LSTM for example, get their own dtype back at the
-    end: the next call may be one in another precision, which would raise.
+    Tensors that a module keeps between calls, such as the state of an LSTM, get their own dtype back at the end.
+    Otherwise the next call in another precision would raise.
     """
     dtype = AUTOCAST.get(numerics.precision)
     is_direct = numerics.depthwise == "direct" and depthwise_kinds(modules) > 0
@@ -66,7 +66,7 @@ class _Kept:
     """The tensors that modules keep in their attributes and buffers."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        # Weights of 16 bits give states of 16 bits by themselves.
+        # Weights of 16 bits have states of 16 bits anyway.
         narrow = any(parameter.dtype in _NARROW for module in modules for parameter in module.parameters())
         self._modules = [] if narrow else modules
         self._layers: list[nn.Module] = []
@@ -74,7 +74,7 @@ class _Kept:
         self._narrow: set[tuple[nn.Module, str]] = set()
 
     def look(self) -> None:
-        """Before a call: see now and then which layers there are. What they keep in 16 bits at first stays as it is."""
+        """Before a call: look for new layers now and then. What layers keep in 16 bits from the beginning stays so."""
         if self._calls % _LAYERS_STAY == 0:
             self._layers = [layer for module in self._modules for layer in module.modules() if _may_keep(layer)]
         if not self._calls:
@@ -82,13 +82,13 @@ class _Kept:
         self._calls += 1
 
     def widen(self) -> None:
-        """Give all else that is in 16 bits the dtype that it has without autocast."""
+        """Give everything else in 16 bits the dtype that it has without autocast."""
         for layer, holder, name, value in self._places():
             if _is_narrow(value) and (layer, name) not in self._narrow:
                 holder[name] = _widened(value)
 
     def _places(self) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
-        """What may hold tensors: the layer, the dict in which it stands, the name there, and the value."""
+        """Everything that may hold tensors: the layer, the dict that holds it, the name there, and the value."""
         found = []
         for layer in self._layers:
             inside = layer.__dict__
@@ -102,7 +102,7 @@ class _Kept:
 
 
 def _may_keep(layer: nn.Module) -> bool:
-    """Whether code that is not torch's own runs in a layer, which may keep what it sees."""
+    """Whether user code runs in a layer; it may keep what it sees."""
     inside = layer.__dict__
     return not type(layer).__module__.startswith("torch.") or bool(inside["_forward_hooks"]) or "forward" in inside
 
@@ -117,7 +117,7 @@ def _is_narrow(value: Any, depth: int = 0) -> bool:
 
 
 def _widened(value: Any, depth: int = 0) -> Any:
-    """The value with its tensors in 32 bits. Containers stay what they are, since the user may hold them too."""
+    """The value with its tensors in 32 bits. Containers are changed in place, since the user may hold them too."""
     if not _is_narrow(value, depth):
         return value
     if isinstance(value, Tensor):
@@ -132,13 +132,18 @@ def _widened(value: Any, depth: int = 0) -> Any:
 
 
 class Switches:
-    """The process-wide switches that a plan asks for, set inside and put back as they were afterwards.
+    """The process-wide switches that a plan asks for. They are set inside and restored afterwards.
 
-    TF32 where the precision is `tf32`, cuDNN's own timing of convolutions where they are to be autotuned; good masks
-    for attention in 16 bits, which torch would leave to another kernel than in 32; no oneDNN where a CPU has no
-    instructions for `bf16`, since torch would try it, warn, and do without it from then on. All else stays as the user
-    has it: fp32 means as the model is, and what autocast leaves in fp32 is the user's too. Can be entered again, also
-    inside itself. False where there is nothing to switch, so that a step can leave it out.
+    - TF32, if the precision is `tf32`.
+
+    - cuDNN's timing of convolutions, if the plan autotunes them.
+
+    - Good dropout masks for attention in 16 bits, which torch would leave to another kernel than in 32.
+
+    - No oneDNN, if a CPU has no instructions for `bf16`: torch would try it, warn, and do without it from then on.
+
+    Everything else stays as the user has it. The switches can be entered again, also while they are set. They are False
+    if there is nothing to switch, so that a step can leave them out.
     """
 
     def __init__(self, numerics: Numerics, execution: Execution, device: torch.device) -> None:
@@ -147,7 +152,7 @@ class Switches:
         self._autotune = execution.autotune and on_gpu
         self._masks: AbstractContextManager[Any] | None = None
         if on_gpu and numerics.precision in AUTOCAST and ATTENTION_MASKS not in execution.without:
-            # torch's compiler would trace what looks at calls, so that it chooses without that kernel altogether.
+            # torch's compiler would trace the function that checks calls, so the kernel is switched off altogether.
             self._masks = GoodMasks() if execution.compile == "no" else WithoutPoorMasks()
         self._without_onednn = not on_gpu and numerics.precision == "bf16" and _is_emulated("bf16", device)
         self._before: list[bool] = []
@@ -179,9 +184,9 @@ class Switches:
 
 
 def why_not_precision(precision: str, device: torch.device) -> str | None:
-    """Why a training on this device cannot be in this precision, or None where it can."""
+    """Why training on this device cannot use this precision, or None where it can."""
     fact = machine.dtype_fact(device, precision)
-    # A CPU without instructions for it still trains in bf16 or fp16, slowly; on a GPU that is never wanted.
+    # A CPU without these instructions still trains in bf16 or fp16, slowly. On a GPU nobody wants that.
     here = _is_emulated(precision, device) and device.type == "cpu" and machine.detect().pretended is None
     if fact.support is not machine.Support.HARDWARE and not here:
         return f"{precision} is {fact.support} on this {device.type}: {fact.reason}"
@@ -196,7 +201,7 @@ def _is_emulated(precision: str, device: torch.device) -> bool:
 
 @cache
 def _autocasts(kind: str, dtype: torch.dtype) -> bool:
-    """Whether autocast does what it is asked for; where it cannot, torch only warns and computes in fp32."""
+    """Whether autocast computes in this dtype. Where it cannot, torch only warns and computes in fp32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.autocast(kind, dtype=dtype):

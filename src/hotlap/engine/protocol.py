@@ -1,4 +1,4 @@
-"""What moves and the tuner know of a training: little enough that a Rig and somebody's own script can both be it."""
+"""What moves and the tuner know of a training. A Rig and a user's script both provide it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class TunableTraining(Protocol):
     device: torch.device
     ledger: Ledger
     place: Place
-    """Where in the data it stands."""
+    """Where in the data the training is."""
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All that is trained."""
+        """The modules that the training updates."""
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The current plan."""
 
     @property
     def optimizer(self) -> Optimizer:
-        """What makes the updates; the first one, where there are several."""
+        """The optimizer; the first one if there are several."""
 
     @property
     def source(self) -> Source:
@@ -45,7 +45,7 @@ class TunableTraining(Protocol):
 
     @property
     def skipped(self) -> int:
-        """Updates that were left out, since gradients overflowed; waits for the device."""
+        """Updates that were skipped because gradients overflowed. Waits for the device."""
 
     @property
     def epoch_windows(self) -> int:
@@ -53,45 +53,45 @@ class TunableTraining(Protocol):
 
     @property
     def epoch_updates(self) -> int:
-        """Updates in an epoch like the current one, about: a script may make one of several windows."""
+        """Updates in an epoch like the current one, about. A script may make one update of several windows."""
 
     @property
     def most_replay_steps(self) -> int:
-        """Updates that a plan may make at once."""
+        """The largest number of updates in one replay."""
 
     @property
     def shapes(self) -> int:
-        """Shapes that whole batches have, about: each is recorded by itself."""
+        """Number of shapes that whole batches have, about. Each shape is recorded separately."""
 
     @property
     def warmup_steps(self) -> int:
-        """Windows so far under the plan in force that were not at its own pace."""
+        """Windows under the current plan so far that were warm-up: still to be recorded, compiled or set up."""
 
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
 
     def why_not_spread(self) -> str | None:
-        """Why samples may be others where processes fetch them that the user did not ask for; None where not."""
+        """Why worker processes that the user did not ask for might change samples; None if they cannot."""
 
     def obeyed(self, plan: Plan) -> Plan:
-        """The plan as the data allows it: with the user's own feed where the data changes."""
+        """The plan that the data allows: with the user's own feed if the data changes."""
 
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
-        """Obey `plan` from the next step on."""
+        """Use `plan` from the next step on."""
 
     def keep_plans(self) -> None:
-        """From now on what belongs to a plan stays when another takes its place, until `tidy`."""
+        """Keep what belongs to each plan when another replaces it, until `tidy`."""
 
     def tidy(self) -> None:
-        """Let go of all that belongs to other plans than the one in force."""
+        """Release what belongs to plans other than the current one."""
 
     def holding_s(self, feed: Feed) -> float:
-        """About how many seconds it would take to hold all of the data as a feed needs it; 0 where it is there."""
+        """Seconds to hold all data as a feed needs it, about; 0 if it is held already."""
 
     def learn(self) -> int | None:
-        """Keep samples as they come by, so that holding them takes less.
+        """Keep samples as the training fetches them, so that holding them takes less time later.
 
-        Gives the updates until more of them are there; None where nothing is spared.
+        Returns the updates until more of them are kept; None if keeping them saves nothing.
         """
 
     def wait(self) -> None:
@@ -106,4 +106,4 @@ class TunableTraining(Protocol):
         figures: Mapping[str, float] | None = None,
         cost_s: float = 0.0,
     ) -> None:
-        """Add a line to the ledger, under the plan in force."""
+        """Add an entry to the ledger under the current plan."""

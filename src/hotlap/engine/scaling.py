@@ -1,4 +1,4 @@
-"""Updates that are skipped where gradients are not finite, and the scaled loss of fp16."""
+"""Updates that are skipped if gradients are not finite, and the scaled loss of fp16."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from hotlap.engine.schedules import Schedule, moves_rates_only
 START = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
 GROWTH_INTERVAL = 2000
-"""As torch's own GradScaler has them."""
+"""The defaults of torch's GradScaler."""
 FLOOR = 1.0
-"""GradScaler has none: after 145 bad steps in a row one over its scale is infinite, and it updates with infinite
-gradients. Below 1 a scale would drown the small gradients that it is there to save; what is not finite at 1 is so by
-itself."""
+"""The least scale; GradScaler has none.
+
+After 145 bad steps in a row, 1 / scale is infinite, and GradScaler updates with infinite gradients. A scale below 1
+would drown the small gradients that it should save. Gradients that are not finite at 1 are so without any scale.
+"""
 CEILING = 2.0**24
-"""Gradients that need more to be seen in fp16 (below 2**-48) do not move fp32 weights, which have 24 bits."""
+"""The largest scale. Gradients that need more to be seen in fp16 (below 2**-48) do not change fp32 weights, which have
+24 bits."""
 
 
 class LossScale:
-    """The scale of an fp16 loss, found as GradScaler finds it, and whether the gradients of a step are finite.
+    """The scale of an fp16 loss, adapted as GradScaler does, and whether the gradients of a step are finite.
 
-    Everything is a tensor that keeps its address, and nothing but `skips` and `overflowed` waits for the device, so
-    that a step with it can be recorded. Not `enabled`, it scales nothing and only looks whether all is finite.
+    Every value is a tensor that keeps its address, and only `skips` and `overflowed` wait for the device, so that a
+    step can be recorded. If not `enabled`, it scales nothing and only checks for finite values.
     """
 
     def __init__(
@@ -49,9 +52,9 @@ class LossScale:
         self._growth, self._backoff, self._interval = growth, backoff, interval
         self._floor, self._ceiling = floor, ceiling
         self.scale = torch.full((), self._start, dtype=torch.float32, device=device)
-        """What the loss is multiplied by."""
+        """The factor of the loss."""
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        """1 where the last gradients were not finite, else 0; optimizers that can leave an update out read it."""
+        """1 if the last gradients were not finite, else 0. Optimizers that can skip an update read it."""
         self._good = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -60,18 +63,18 @@ class LossScale:
         return loss * self.scale if self.enabled else loss
 
     def unscale_(self, grads: Sequence[Tensor]) -> None:
-        """Divide gradients by the scale, in place, and see whether all of them are finite."""
+        """Divide gradients by the scale in place, and check whether all of them are finite."""
         self.found_inf.zero_()
         if grads:
             dense = [grad._values() if grad.is_sparse else grad for grad in grads]
             torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found_inf, self.scale.reciprocal())
 
     def look_at(self, norm: Tensor) -> None:
-        """See by their total norm whether gradients are finite: one number, where `unscale_` reads all of them."""
+        """Check by their total norm whether gradients are finite: one number, where `unscale_` reads all of them."""
         self.found_inf.copy_(norm.isfinite().logical_not())
 
     def update(self) -> None:
-        """After a step: count it where it was left out, and move the scale."""
+        """After a step: count it if it was skipped, and adapt the scale."""
         self._skipped.add_(self.found_inf)
         if self.enabled:
             torch._amp_update_scale_(
@@ -84,22 +87,22 @@ class LossScale:
         return bool(self.found_inf)
 
     def skips(self) -> int:
-        """Updates left out so far; waits for the device."""
+        """Skipped updates so far; waits for the device."""
         return int(self._skipped)
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start again."""
         for tensor in self._all():
             tensor.zero_()
         self.scale.fill_(self._start)
 
     def saved(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A copy of all that it remembers."""
+        """A copy of its state."""
         scale, good, found_inf, skipped = (tensor.clone() for tensor in self._all())
         return scale, good, found_inf, skipped
 
     def put_back(self, saved: Sequence[Tensor]) -> None:
-        """Set everything to a copy made before, also one from another device."""
+        """Restore a copy of the state, also one from another device."""
         for tensor, value in zip(self._all(), saved, strict=True):
             tensor.copy_(value)
 
@@ -109,27 +112,27 @@ class LossScale:
 
 @contextmanager
 def skipping(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
-    """Inside, a step of an optimizer that `skips_on_device` changes nothing where `found_inf` is 1."""
+    """Inside, a step of an optimizer that `skips_on_device` changes nothing if `found_inf` is 1."""
     _give_momentum(optimizer)
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        # The plain loop refuses to run where it is set.
+        # The plain loop refuses to run while it is set.
         optimizer.found_inf = None  # type: ignore[attr-defined]
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether this optimizer, as it is set now, can leave an update out without the host waiting to hear of it.
+    """Whether this optimizer, with its current settings, can skip an update without the host waiting for the result.
 
-    A twin is made to leave one out: weights, state and step counts have to stay as they are, and the step after it
-    has to be that of a twin which never skipped. The others have to wait for `overflowed`.
+    A twin skips one: weights, state and step counts have to stay the same, and its next step has to equal that of a
+    twin that skipped none. Other optimizers wait for `overflowed`.
     """
     if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
         return False  # see _give_momentum
     try:
         skipped, plain = twin_of(optimizer), twin_of(optimizer)
-        _give_momentum(skipped)  # so that what the skipped step finds can be compared
+        _give_momentum(skipped)  # so that the state before and after the skipped step can be compared
         before = _contents(skipped)
         for parameter in _parameters(skipped):
             assert parameter.grad is not None
@@ -146,18 +149,18 @@ def skips_on_device(optimizer: Optimizer) -> bool:
         plain.step()
         ours, theirs = _contents(skipped), _contents(plain)
         return ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
-    except Exception:  # it refuses to be told
+    except Exception:  # it does not take the flag
         return False
 
 
 def _give_momentum(optimizer: Optimizer) -> None:
-    """Give fused SGD its momentum before its first step.
+    """Create the momentum of fused SGD before its first step.
 
-    It would make it without filling it, and where that very step is left out, go on from whatever was in memory
-    (torch 2.11 and 2.13). From zeros it makes the same first step, unless momentum is dampened.
+    Fused SGD creates it without filling it. If that very step is skipped, it goes on from whatever was in memory (torch
+    2.11 and 2.13). From zeros it makes the same first step, unless momentum is dampened.
     """
     groups = optimizer.param_groups
-    # As many states as parameters: the usual case, told without looking at each.
+    # As many states as parameters: the usual case, so nothing else is checked.
     if not isinstance(optimizer, SGD) or len(optimizer.state) >= sum(len(group["params"]) for group in groups):
         return
     for group in groups:
@@ -184,7 +187,11 @@ def _contents(optimizer: Optimizer) -> dict[tuple[int, str], Tensor]:
 
 
 class Guards:
-    """The guards of one training: they outlive changes of plan, as the scale that fp16 has found has to."""
+    """Decides which updates are skipped: for fp16's scaled loss, or if the user wants to skip gradients that are not
+    finite.
+
+    One for each training. It outlives changes of plan, since the scale that fp16 has found must.
+    """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule, device: torch.device, *, skip_nonfinite: bool) -> None:
         self._optimizer, self._schedule, self._device = optimizer, schedule, device
@@ -193,26 +200,26 @@ class Guards:
         self._before = 0
 
     def of(self, precision: str) -> tuple[LossScale | None, bool]:
-        """The guard of steps in this precision, and whether the device can leave an update out without the host."""
+        """The guard of steps in this precision, and whether the device can skip an update without the host."""
         guard = self._check
         if precision == "fp16":
             guard = self._scale = self._scale or LossScale(self._device)
         if guard is None:
             return None, False
-        # A schedule that moves more than the rate cannot wait for the device to say how far it is.
+        # A schedule that moves more than the rate needs its position on the host at once.
         return guard, skips_on_device(self._optimizer) and moves_rates_only(self._schedule, self._optimizer)
 
     @property
     def skipped(self) -> int:
-        """Updates that were left out; waits for the device, which counts them."""
+        """Skipped updates; waits for the device, which counts them."""
         return self._before + sum(guard.skips() for guard in self._all())
 
     def set_skipped(self, skipped: int) -> None:
-        """Say how many were left out so far."""
+        """Set the number of skipped updates so far."""
         self._before = skipped - sum(guard.skips() for guard in self._all())
 
     def saved(self) -> dict[str, Any]:
-        """A copy of all that they remember."""
+        """A copy of the state."""
         kept: dict[str, Any] = {"before": self._before}
         if self._scale is not None:
             kept["scale"] = self._scale.saved()
@@ -221,7 +228,7 @@ class Guards:
         return kept
 
     def put_back(self, saved: dict[str, Any]) -> None:
-        """Remember what was saved."""
+        """Restore a saved state."""
         if "scale" in saved:
             self._scale = self._scale or LossScale(self._device)
             self._scale.put_back(saved["scale"])

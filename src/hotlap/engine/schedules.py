@@ -18,7 +18,7 @@ from hotlap.engine.optimizers import recording
 
 
 class Schedule:
-    """A torch schedule and the occasion on which it moves."""
+    """A torch schedule, and when it moves."""
 
     def __init__(self, scheduler: Any, per: str = "update") -> None:
         self.scheduler = scheduler
@@ -37,20 +37,20 @@ class Schedule:
             ) from error
 
     def epoch_ended(self) -> None:
-        """Move, where the schedule moves by epochs."""
+        """Move, if the schedule moves by epochs."""
         if self._moves_per_epoch:
             self.move()
 
     def evaluated(self, score: float) -> None:
-        """Move, where the schedule waits for a plateau."""
+        """Move, if the schedule waits for a plateau."""
         if self.waits_for_plateau:
             self.scheduler.step(score)
 
 
 def make_schedule(wanted: Any, optimizer: Optimizer, length: int | None, per: str = "update") -> Schedule:
-    """The schedule of a training; a function gets the optimizer, and `length` if it takes two.
+    """The schedule of a training. A function gets the optimizer, and `length` if it takes two arguments.
 
-    `length` is the number of times it will move: updates or epochs.
+    `length` is the number of moves: updates or epochs.
     """
     if wanted is None or isinstance(wanted, (LRScheduler, ReduceLROnPlateau)):
         return Schedule(wanted, per)
@@ -64,7 +64,7 @@ def make_schedule(wanted: Any, optimizer: Optimizer, length: int | None, per: st
 
 
 def takes_two(function: Any) -> bool:
-    """Whether a function cannot do without a second positional argument."""
+    """Whether a function needs a second positional argument."""
     try:
         required = [
             p
@@ -80,20 +80,20 @@ def takes_two(function: Any) -> bool:
 
 
 AHEAD = 256
-"""Updates for which a counted schedule is drawn up at once: after as many the host waits once, to learn how many were
-made. Until then a schedule has to be a function of their number alone."""
+"""Updates for which a counted schedule is computed in advance. After that many the host waits once, to learn how many
+were made. Until then the schedule must depend on their number alone."""
 LOOKED_AT = 1024
-"""Moves of a schedule that are tried to see what it moves."""
+"""Moves of a schedule that are tried, to see which settings it changes."""
 
 
 class Rates:
-    """The learning rates of the updates to come, a row each, and the schedule that moves them.
+    """The learning rates of the next updates, a row each, and the schedule that moves them.
 
-    The optimizer's own groups keep plain numbers: for the host, and for the schedule, nothing is changed.
+    The optimizer's groups keep plain numbers; nothing changes for the host and the schedule.
 
-    Where every update is made, the host knows each one's rate: it moves the schedule as it writes the rows. Where
-    the device may leave an update out (`counted`), only the device knows how far the schedule is: it counts real
-    updates and reads its row by that, and the host follows when it settles.
+    If every update is made, the host knows each rate and moves the schedule as it writes the rows. If the device may
+    skip updates (`counted`), only the device knows the schedule's position: it counts real updates and reads its row by
+    that count. The host catches up when it settles.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Rates:
         self._written: list[list[float]] = []
 
     def write(self, updates: int) -> None:
-        """Have the rates of the next updates on the device, without waiting for it; `ended` is called after them."""
+        """Write the rates of the next updates to the device without waiting for it. Call `ended` after them."""
         if len(self._optimizer.param_groups) != self._table.shape[1]:
             self.settle()
             self._make_room()
@@ -128,13 +128,13 @@ class Rates:
             self._send(rows + self._written[updates:])
 
     def ended(self) -> None:
-        """The updates are made, or launched: the schedule moves on to the next one."""
+        """Move the schedule to the next update, once updates are made or launched."""
         if not self.counted:
             self._move()
 
     def _move(self) -> None:
         if self._schedule.moves_per_update:
-            # Its first step is there or about to come; a schedule that moves before it would warn.
+            # Its first step has run or is about to; a schedule that moves before it would warn.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
             self._schedule.move()
 
@@ -142,7 +142,7 @@ class Rates:
         now = self._now()
         changed = self._written and self._written[0] != now
         if changed:
-            # The user has set a rate: the updates made so far go by the old one, those to come by the new.
+            # The user has set a rate: updates so far use the old one, later ones the new one.
             for group, old in zip(self._optimizer.param_groups, self._written[0], strict=True):
                 group["lr"] = old
             old_rates = self._written[0]
@@ -156,19 +156,19 @@ class Rates:
         self._asked += updates
 
     def given(self, update: int) -> AbstractContextManager[None]:
-        """Inside, the optimizer reads the rates of the `update`-th row; with a count, of the row it has reached."""
+        """Inside, the optimizer reads the rates of the `update`-th row; if counted, of the row that it has reached."""
         row = self._row[0] if self.counted else self._table[update]
         if self.counted:
             torch.index_select(self._table, 0, self._made, out=self._row)
         return recording(self._optimizer, row.unbind())
 
     def made(self, found_inf: Tensor | None) -> None:
-        """Count an update, unless it was left out."""
+        """Count an update, unless it was skipped."""
         if self.counted and found_inf is not None:
             self._made.add_((found_inf == 0).reshape(1))
 
     def settle(self) -> None:
-        """Move the schedule as far as the device has come; waits for it."""
+        """Move the schedule to the device's position; waits for the device."""
         if not self.counted or not self._asked:
             return
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -182,14 +182,14 @@ class Rates:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def _drawn_up(self, count: int) -> list[list[float]]:
-        """The rates of the updates to come, from a schedule that is put back afterwards."""
+        """The rates of the next updates, from a schedule that is restored afterwards."""
         rows = []
         with _PutBack(self._optimizer, self._schedule.scheduler):
             for _ in range(count):
                 rows.append(self._now())
                 try:
                     self._schedule.scheduler.step()
-                except ValueError:  # its end; who goes beyond it is told when the schedule really moves
+                except ValueError:  # its end; going beyond it raises when the schedule really moves
                     rows += [rows[-1]] * (count - len(rows))
                     break
         self._made.zero_()
@@ -197,14 +197,14 @@ class Rates:
 
     def _send(self, rows: list[list[float]]) -> None:
         on_gpu = self._device.type == "cuda"
-        # A copy from pageable memory would wait for all that was launched before.
+        # A copy from pageable memory would wait for everything queued before.
         here = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=on_gpu)
         self._table[: len(rows)].copy_(here, non_blocking=True)
         self._written = rows
 
 
 def moves_rates_only(schedule: Schedule, optimizer: Optimizer) -> bool:
-    """Whether a schedule leaves everything but learning rates as it is (some move the momentum too)."""
+    """Whether a schedule changes learning rates only. Some change the momentum too."""
     if not schedule.moves_per_update:
         return True
     with _PutBack(optimizer, schedule.scheduler):
@@ -228,7 +228,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _PutBack:
-    """Whatever the schedule does inside is undone afterwards."""
+    """Restores the schedule, whatever it does inside."""
 
     def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler

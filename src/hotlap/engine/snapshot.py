@@ -1,4 +1,4 @@
-"""The whole state of a training in memory, restored without a trace and at the same addresses."""
+"""The whole state of a training in memory, restored at the same addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hotlap.engine.layout import laid_out_as
 
 
 class Randomness:
-    """The host's generators and the device's."""
+    """The generators of the host and of the device."""
 
     def __init__(self, device: torch.device, *, host_only: bool = False) -> None:
         self._host = HostRandomness()
@@ -25,7 +25,8 @@ class Randomness:
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
 
     def restore(self) -> None:
-        """Set all generators back. The device's only if it was drawn from: see `Rig.draws_on` for what setting does."""
+        """Restore all generators; the device's only if it was drawn from. See `Rig.draws_on` for what setting it
+        does."""
         self._host.restore()
         if self._cuda is None or self._device is None:
             return
@@ -34,13 +35,13 @@ class Randomness:
 
 
 class Modes:
-    """Which layers are in training mode; a model is often in a mix of both."""
+    """Which layers are in training mode; often some are and some are not."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modes = [(layer, layer.training) for module in modules for layer in module.modules()]
 
     def restore(self) -> None:
-        """Set every layer back to its own mode."""
+        """Restore the mode of every layer."""
         for layer, training in self._modes:
             layer.training = training
 
@@ -57,7 +58,7 @@ class Snapshot:
         *,
         draws_on: bool = False,
     ) -> None:
-        """With `draws_on` the device's randomness is not put back: it goes on."""
+        """With `draws_on`, the device's generator is not restored."""
         self._modules, self._optimizer, self._schedule = modules, optimizer, schedule
         self._tensors = {name: tensor.detach().clone() for name, tensor in _tensors(modules)}
         self._flags = [(p, p.requires_grad) for m in modules for p in m.parameters()]
@@ -69,11 +70,11 @@ class Snapshot:
         self._randomness = Randomness(device, host_only=draws_on)
 
     def restore(self) -> None:
-        """Put everything back; tensors keep their addresses."""
+        """Restore everything; tensors keep their addresses."""
         _put_back([(tensor, self._tensors[name]) for name, tensor in _tensors(self._modules) if name in self._tensors])
         for (parameter, flag), (_, grad) in zip(self._flags, self._grads, strict=True):
             parameter.requires_grad_(flag)
-            # In the layout that the parameter has now, which may be another than it had then.
+            # In the parameter's current layout, which may have changed since.
             parameter.grad = None if grad is None else laid_out_as(parameter, grad.clone())
         self._modes.restore()
         self._restore_optimizer()
@@ -93,7 +94,7 @@ class Snapshot:
                 del current[name]
             for name, value in saved.items():
                 now = current.get(name)
-                # A step count may lie on the host in one plan and on the device in the other: it stays where it is.
+                # A step count may lie on the host under one plan and on the device under another. It stays where it is.
                 if isinstance(now, Tensor) and isinstance(value, Tensor):
                     both.append((now, value))
                 else:
@@ -151,14 +152,14 @@ def _copied(value: Any) -> Any:
 
 
 _BY_PLAN = ("_step_supports_amp_scaling", "_opt_called", "found_inf", "grad_scale")
-"""Attributes of an optimizer that follow the plan in force."""
+"""Attributes of an optimizer that depend on the current plan."""
 
 
 class PythonState(Memory):
-    """Attributes of modules and of an optimizer, and all that the user's functions can reach, however deep.
+    """Python attributes of modules and the optimizer, and everything that the user's functions can reach, at any depth.
 
-    Parameters, buffers and the optimizer's state are kept by others; so is how much is dropped, which is changed on
-    purpose and put back by those who did.
+    Parameters, buffers and the optimizer's state are kept elsewhere. So are dropout rates, which are changed on purpose
+    and restored by the code that changes them.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class PythonState(Memory):
 
 
 def changes_of(modules: Sequence[nn.Module], optimizer: Optimizer, functions: Iterable[Any]) -> Changes:
-    """The same for checkpoints: what changes from here on."""
+    """The same for checkpoints: the changes from here on."""
     left = _left(modules, optimizer, rates=False)
     return Changes(_roots(modules, optimizer, functions), lambda: _kept_by_others(modules, optimizer), left)
 
@@ -199,7 +200,7 @@ def _left(modules: Sequence[nn.Module], optimizer: Optimizer | None, *, rates: b
 
 
 def rate_name(layer: nn.Module) -> str | None:
-    """The attribute by which a layer of torch knows how much it drops; None where it drops nothing."""
+    """The attribute that holds the dropout rate of a torch layer; None if it has none."""
     if isinstance(layer, _DropoutNd):
         return "p"
     return "dropout" if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) else None

@@ -1,4 +1,4 @@
-"""One optimizer update, done right: pieces weighted by samples, clipped once, schedule moved once."""
+"""One optimizer update: pieces weighted by samples, gradients clipped once, schedule moved once."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hotlap.engine.scaling import LossScale, skipping
 from hotlap.engine.schedules import Rates, Schedule
 
 
-@dataclass(slots=True)  # not frozen, which would take three times as long to make, in every step
+@dataclass(slots=True)  # not frozen: that would take three times as long to construct, at every step
 class Window:
-    """The samples of one update, in the pieces that go through the model one after the other."""
+    """The samples of one update, in the pieces that go through the model one by one."""
 
     pieces: list[Batch]
     sizes: list[int]
     all_count: bool = False
-    """Whether it is known that the loss ignores none of its targets."""
+    """Whether the loss is known to ignore none of its targets."""
     updates: int = 1
-    """How many updates it stands for: the pieces of the others follow in the order, cut the same way."""
+    """Number of updates. The pieces of the later ones follow in the epoch's order and are cut the same way."""
 
     @property
     def samples(self) -> int:
-        """Samples in all pieces of all updates together."""
+        """Samples in all pieces of all updates."""
         sizes = self.sizes
         return (sizes[0] if len(sizes) == 1 else sum(sizes)) * self.updates
 
@@ -49,26 +49,26 @@ class Window:
         return Window([piece.shifted(by) for piece in self.pieces], self.sizes, self.all_count)
 
     def widest(self) -> Window:
-        """The same samples as wide as any batch is, where they are held on the device and differ in size."""
+        """The same samples padded to the widest batch, if they are held on the device and differ in size."""
         if not self.is_held:
             return self
         return Window([piece.widest() for piece in self.pieces], self.sizes, self.all_count, self.updates)
 
     @property
     def is_held(self) -> bool:
-        """Whether its samples are on the device, still to be gathered."""
+        """Whether its samples are on the device and still to be gathered."""
         return isinstance(self.pieces[0], PendingRows)
 
 
 class EagerStep:
-    """Runs updates operation by operation. `gradients` and `finish` are what a capture records."""
+    """Runs updates operation by operation. A capture records `gradients` and `finish`."""
 
     warmup_steps: int = 0
-    """Windows that were not at its own pace: none."""
+    """Warm-up windows: none."""
     given_up: str | None = None
-    """Why it is not what it was to be: it is."""
+    """Why it does not do what the plan asks: always None."""
     warm_later: int = 1
-    """Updates of another shape that run eagerly before it is recorded: libraries choose their kernels for it."""
+    """Updates of a new shape that run eagerly before it is recorded: libraries choose their kernels for it."""
 
     def __init__(
         self,
@@ -100,26 +100,26 @@ class EagerStep:
         self._changes_batches = objective.changes_batches
         self.switches = Switches(numerics, execution, device)
         self._plain = rates is None and not self.switches
-        """Whether nothing has to be set around a step, which spares it some microseconds."""
+        """Whether a step needs no context around it, which saves some microseconds."""
         self._layout = layout if numerics.layout != "as given" else None
         self._clip = clip
         self._scale, self._skips_on_device = scale, skips_on_device
         self._scaled = scale is not None and numerics.precision == "fp16"
         self.look: Callable[[Tensor], None] | None = None
-        """Shown every loss before it is differentiated."""
+        """Called with every loss before its backward pass."""
         self.overlap: Overlap | None = None
-        """Makes the gradients, where what a step does is recorded."""
+        """Computes the gradients, if steps are recorded."""
         self._known: tuple[int, ...] = ()
         self._all: list[Tensor] = []
-        self._strangers: list[Tensor] = []
+        self._not_optimized: list[Tensor] = []
 
     @property
     def waits(self) -> bool:
-        """Whether an update that may be left out is decided by the host, which waits for the device."""
+        """Whether the host decides if an update is skipped, and so waits for the device."""
         return self._scale is not None and not self._skips_on_device
 
     def __call__(self, window: Window) -> Tensor:
-        """Make the window's updates; the loss of the last."""
+        """Make the window's updates; returns the loss of the last."""
         if window.updates == 1:
             return self.one(window)
         for number in range(window.updates):
@@ -142,24 +142,24 @@ class EagerStep:
         return loss
 
     def kept(self, loss: Tensor) -> Tensor:
-        """A loss that the next call does not overwrite: any."""
+        """A loss that the next call does not overwrite."""
         return loss
 
     def forget(self) -> None:
-        """Drop what was recorded: nothing was."""
+        """Drop recordings: there are none."""
 
     def ended(self, updated: bool) -> None:
-        """Move the schedule after an update; after one that was left out it stays."""
+        """Move the schedule after an update; it stays after a skipped one."""
         if self.rates is not None:
             self.rates.ended()
         elif updated and self.schedule.moves_per_update:
             self.schedule.move()
 
     def gradients(self, pieces: list[Batch], sizes: list[int], all_count: bool) -> tuple[Tensor, list[Scored]]:
-        """The gradients of one update, clipped; the loss, and what has to be added to the running one."""
+        """Compute and clip the gradients of one update. Returns the loss, and what to add to the running loss."""
         self.optimizer.zero_grad(set_to_none=True)
         self.parameters()
-        for parameter in self._strangers:
+        for parameter in self._not_optimized:
             parameter.grad = None
         if len(pieces) == 1:
             loss, scores = self._whole(pieces[0], sizes[0], all_count)
@@ -169,7 +169,7 @@ class EagerStep:
         return loss, scores
 
     def finish(self, scores: list[Scored]) -> bool:
-        """Update the weights and the running loss. False where the host left the update out."""
+        """Update the weights and the running loss. False if the host skipped the update."""
         found = self._scale.found_inf if self._scale is not None else None
         updated = True
         if found is None:
@@ -187,13 +187,14 @@ class EagerStep:
             if self.rates is not None:
                 self.rates.made(found)
         if updated:
-            # A window that was left out does not count in the running loss either.
+            # A skipped window does not count in the running loss either.
             for scored in scores:
                 self.totals.add(scored, found if self._skips_on_device else None)
         return updated
 
     def _overflowed(self, found: Tensor) -> bool:
-        """The only wait of a step, and only where the optimizer cannot leave an update out by itself."""
+        """Whether gradients overflowed. This is the only wait of a step, needed if the optimizer cannot skip by
+        itself."""
         with intended_wait():
             return bool(found)
 
@@ -205,14 +206,14 @@ class EagerStep:
         else:
             scored = self._objective.whole(batch, samples, all_count=all_count and same_target)
         self._backward(scored.loss)
-        # Whoever keeps the loss must not keep the graph behind it: its nodes belong to this step's stream.
+        # Detach, so that a kept loss does not keep the graph, whose nodes belong to this step's stream.
         loss = scored.loss.detach()
         return loss, [Scored(loss, scored.factor, scored.weight, scored.counted)]
 
     def _in_pieces(self, pieces: list[Batch], sizes: list[int]) -> tuple[Tensor, list[Scored]]:
-        """Gradients of the whole window: means weighted by samples; counted sums divided once at the end."""
+        """Gradients of the whole window: means are weighted by samples, counted sums are divided once at the end."""
         everything = sum(sizes)
-        # A sum over samples is as many times larger than their mean, which a scaled loss in fp16 has no room for.
+        # A sum over samples is larger than their mean by their number. A scaled fp16 loss has no room for that.
         shrink = everything if self._scaled else 1
         total: Tensor | float = 0.0
         count: Tensor | float = 0
@@ -248,7 +249,7 @@ class EagerStep:
         torch._foreach_div_(grads, count)
 
     def _tame(self) -> None:
-        """Unscale, then clip, then see whether all is finite."""
+        """Unscale, clip, then check whether all gradients are finite."""
         if self._scaled and self._scale is not None:
             self._scale.unscale_(self._gradients())
         if self._clip is not None:
@@ -259,7 +260,7 @@ class EagerStep:
             self._scale.look_at(norm)
 
     def _here(self, batch: Batch) -> tuple[Batch, bool]:
-        """The batch on the device as the model takes it, and whether its target is the one that was given."""
+        """The batch on the device as the model takes it, and whether its target is unchanged."""
         if type(batch) is PendingRows:
             batch = batch.gathered()
         elif self._moves:
@@ -271,17 +272,17 @@ class EagerStep:
         return (batch if self._layout is None else self._layout.batch(batch)), same_target
 
     def parameters(self) -> list[Tensor]:
-        """All that may have a gradient: the optimizer's parameters, the model's and the loss's."""
+        """All tensors that may have a gradient: the parameters of the optimizer, the model and the loss."""
         groups = self.optimizer.param_groups
-        # By identity: a layer may have been replaced by another of as many tensors.
+        # By identity: a layer may have been replaced by one with as many tensors.
         known = tuple(map(id, groups[0]["params"])) if len(groups) == 1 else self._ids_of_all(groups)
         if known != self._known:
             mine = [p for group in self.optimizer.param_groups for p in group["params"]]
             every = [p for module in self.modules for p in module.parameters()]
-            # By identity here too: tensors compare by value.
+            # By identity too: tensors compare by value.
             self._all = list({id(p): p for p in (*every, *mine)}.values())
-            # Their gradients would pile up from step to step: the optimizer does not know them.
-            self._strangers = [p for p in every if id(p) not in set(map(id, mine))]
+            # The optimizer does not know these, so their gradients would accumulate from step to step.
+            self._not_optimized = [p for p in every if id(p) not in set(map(id, mine))]
             self._known = known
         return self._all
 
@@ -297,16 +298,16 @@ class EagerStep:
 
 
 def why_no_gradients() -> str | None:
-    """Why nothing can be trained where this is called: torch computes no gradients here. None where it does."""
+    """Why torch computes no gradients in this context; None if it does."""
     if torch.is_inference_mode_enabled():
-        return "torch.inference_mode() is in force, which computes no gradients: train outside of it"
+        return "torch.inference_mode() is active, which computes no gradients: train outside of it"
     if not torch.is_grad_enabled():
-        return "torch.no_grad() is in force, so no gradients are computed: train outside of it"
+        return "torch.no_grad() is active, which computes no gradients: train outside of it"
     return None
 
 
 def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
-    """A clear line for an error in a step that users meet often, or None for all others."""
+    """A clear message for an error in a step that users meet often; None for other errors."""
     text = str(error)
     if (reason := why_no_gradients()) is not None:
         return reason

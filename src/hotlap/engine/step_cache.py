@@ -1,4 +1,4 @@
-"""The steps of a training: one for each way in which plans compute them, kept with what it has recorded."""
+"""The steps of a training: one for each plan that computes them another way, kept with its recordings."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ Step = EagerStep | CapturedStep
 
 
 class StepCache:
-    """Makes the step of a plan when it is first asked for. `note` is told why a plan is obeyed in part only.
+    """Creates the step of a plan at first use, and keeps it.
 
-    `tell_attention` is told by which kernels captured steps make attention, and the seconds it took to choose them.
+    `note` is called with the reason if a plan is obeyed in part only. `tell_attention` is called with the attention
+    kernels of captured steps, and the seconds that choosing them took.
     """
 
     def __init__(
@@ -69,44 +70,44 @@ class StepCache:
         self._outputs: ReplayOutputs | None = None
 
     def values(self) -> Iterator[Step]:
-        """All that are kept."""
+        """The steps that are kept."""
         return iter(self._made.values())
 
     @property
     def has_recorded(self) -> bool:
-        """Whether any of them was to record."""
+        """Whether any step records."""
         return self._recorder is not None
 
     def of(self, plan: Plan) -> Step:
-        """The step of a plan; those of other plans are kept with what they recorded."""
+        """The step of a plan. Steps of other plans are kept with their recordings."""
         numerics, execution, blocks = plan.numerics, plan.execution, plan.memory.checkpoint
-        # The feed is part of no step, and how many steps a window holds is the window's own.
+        # A step does not depend on the feed, and each window knows its number of updates.
         key = (numerics, dataclasses.replace(execution, replay_steps=1), blocks)
         if key not in self._made:
             self._made[key] = self._new(numerics, execution, blocks)
         return self._made[key]
 
     def attention(self, execution: Execution) -> AbstractContextManager[None]:
-        """Inside, attention is made by the kernels that such steps are recorded with."""
-        # torch's compiler has its own mind about attention, and would trace the choice.
+        """Inside, attention uses the kernels that such steps are recorded with."""
+        # torch's compiler chooses attention kernels itself, and would trace the choice.
         chooses = execution.mode == "captured" and execution.compile == "no"
         return self._attention if chooses and ATTENTION_KERNEL not in execution.without else nullcontext()
 
     def keep(self, step: Step) -> None:
-        """Let go of all but this one."""
+        """Keep only this step."""
         self._made = {key: one for key, one in self._made.items() if one is step}
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Release all steps."""
         self._made.clear()
 
     def forget(self) -> None:
-        """Let go of what was recorded."""
+        """Release all recordings."""
         for step in self._made.values():
             step.forget()
 
     def settle(self) -> None:
-        """Let the host know how far schedules are that moved on the device."""
+        """Bring schedules on the host up to date with those that moved on the device."""
         for step in self._made.values():
             if step.rates is not None:
                 step.rates.settle()
@@ -141,7 +142,7 @@ class StepCache:
             checkpointing = Checkpointing(self._objective.model, blocks)
             eager.gradients = checkpointing.during(eager.gradients)  # type: ignore[method-assign]
         elif captured and execution.compile == "no":
-            # torch's compiler casts by itself, and what is computed again would not find what was cast.
+            # torch's compiler casts by itself. Checkpointed blocks, computed again, would not find the cast weights.
             eager.overlap = self._overlap(numerics, execution)
         return self._recording(eager, why_split, execution) if captured else eager
 
@@ -159,7 +160,7 @@ class StepCache:
             eager.gradients = adapted.during(eager.gradients)  # type: ignore[method-assign]
         if LOSS_WITHOUT_WAITING not in without:
             eager.gradients = without_waiting(eager.gradients)  # type: ignore[method-assign]
-        # One memory for the captures of all plans: they are replayed one after the other.
+        # The captures of all plans share one memory pool, since they are replayed one after the other.
         self._recorder = self._recorder or Recorder(self._device)
         self._outputs = self._outputs or ReplayOutputs(self._device)
         return CapturedStep(
@@ -178,9 +179,9 @@ class StepCache:
         if CAPTURED_UPDATE in execution.without:
             return f"the plan leaves {CAPTURED_UPDATE} out"
         if any(isinstance(group["lr"], Tensor) for group in self._optimizer.param_groups):
-            return "its learning rate is a tensor of the user's own"
+            return "its learning rate is the user's tensor"
         if has_step_hooks(self._optimizer):
-            return "hooks of the user's own run with it"
+            return "the user's hooks run with it"
         if not moves_rates_only(self._schedule, self._optimizer):
             return f"{type(self._schedule.scheduler).__name__} moves more than the learning rate"
         return why_not_captured(self._optimizer)

@@ -1,1 +1,5 @@
-"""Recording steps as CUDA graphs: what may be recorded, what it is made for, and the replays."""
+"""Recording steps as CUDA graphs.
+
+`fingerprint` sees what a recording depends on, `recording` records work and watches eager steps for what a replay would
+get wrong, and `captured_step` decides which steps to record and replays them.
+"""
