@@ -23,8 +23,7 @@ from benchmarks.kit.rows import Options, Row, wait
 from benchmarks.kit.trainings import resnet18
 from hotlap import Rig
 from hotlap.core.units import show_rate, show_seconds
-from hotlap.data.decoding import squared
-from hotlap.data.pictures import decoded
+from hotlap.data.pictures import decode_square, decoded
 from hotlap.machine.limits import read_cpu
 from hotlap.moves import everything
 
@@ -41,7 +40,7 @@ class Files(Dataset[tuple[Tensor, int]]):
         return len(self._paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.from_numpy(squared(self._paths[index].read_bytes(), self._side)), index % 10
+        return torch.from_numpy(decode_square(self._paths[index].read_bytes(), self._side)), index % 10
 
 
 class Scaled(nn.Module):

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from hotlap.core.errors import DataError, StoreError
-from hotlap.data.texts import as_encoder, encode_chunk
+from hotlap.data.tokenising import as_encoder, encode_chunk
 from hotlap.recipes.encoders import encoder_in
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -107,4 +107,4 @@ def test_parallel_map_starts_no_more_either(three, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert parallel.parallel_map(abs, [-1, 2], workers=10**30) == [1, 2]
     assert started == [3]
-    assert "is too many for this process: 3 are started" in caplog.text
+    assert "is too many for this process: hotlap starts 3" in caplog.text

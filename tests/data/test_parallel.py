@@ -21,10 +21,9 @@ from apart import deadly, divided, nested, strict, unsendable, with_its_process
 
 from hotlap.core.errors import DataError, StoreError
 from hotlap.data import parallel
-from hotlap.data.kept_results import reached
+from hotlap.data.content_keys import ContentKeys
 from hotlap.data.parallel import parallel_map, why_not_in_processes
 from hotlap.store.cache import Cache
-from hotlap.store.keys import key_of
 
 
 def script(tmp_path, text, **settings):
@@ -163,7 +162,7 @@ def test_other_items_and_another_function_are_done_anew(traced, tmp_path):
 
 def test_parts_are_kept_while_it_runs(traced, tmp_path, monkeypatch):
     _, f = traced
-    monkeypatch.setattr("hotlap.data.kept_results.KEEP_S", 0.0)
+    monkeypatch.setattr("hotlap.data.parallel.KEEP_S", 0.0)
     cache = Cache(tmp_path / "cache")
     seen = []
     monkeypatch.setattr("hotlap.data.parallel.GROUP_S", 0.0)
@@ -175,7 +174,7 @@ def test_parts_are_kept_while_it_runs(traced, tmp_path, monkeypatch):
 def test_results_that_no_safe_file_can_hold_are_given_all_the_same(tmp_path, caplog):
     found = parallel_map(some_object, range(3), workers=1, cache=Cache(tmp_path / "cache"))
     assert [type(one) for one in found] == [object] * 3
-    assert "results of some_object are not kept" in caplog.text
+    assert "the cache does not keep results of some_object" in caplog.text
 
 
 def some_object(number):
@@ -190,8 +189,8 @@ def test_a_function_without_source_has_no_key(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"f": 3}, "f=3 is no function"),
-        ({"items": 3}, "items=3 cannot be gone through"),
+        ({"f": 3}, "f=3 is not a function"),
+        ({"items": 3}, "items=3 cannot be iterated over"),
         ({"progress": "yes"}, "progress='yes' must be True, False or a function"),
         ({"cache": "folder"}, "cache='folder' must be True, False or a"),
         ({"cache": None}, "cache=None must be True, False or a"),
@@ -258,9 +257,11 @@ def test_the_bar_is_shown_unless_nothing_is_wanted(patient, monkeypatch):
 
 
 def test_a_killed_process_and_results_that_cannot_be_sent_are_told_in_one_line():
-    with pytest.raises(DataError, match=r"a worker process ended with exit code -9: it was killed, as for want of mem"):
+    with pytest.raises(
+        DataError, match=r"a worker process ended with exit code -9: the system killed it, perhaps for lack of mem"
+    ):
         parallel_map(deadly, range(20), workers=2)
-    with pytest.raises(DataError, match=r"what it gives cannot be sent back"):
+    with pytest.raises(DataError, match=r"its result cannot be sent back"):
         parallel_map(unsendable, range(20), workers=2)
     with pytest.raises(DataError, match=r"the items cannot be sent to another process"):
         parallel_map(callable, [1, lambda: 2, lambda: 3], workers=2)
@@ -272,7 +273,7 @@ def test_a_function_that_cannot_be_sent_is_called_here_and_the_log_says_why(capl
     with caplog.at_level(logging.WARNING):
         found = parallel_map(lambda number: with_its_process(number), range(10), workers=2)
     assert found == [(number, os.getpid()) for number in range(10)]
-    assert "write it as a function of a file" in caplog.text
+    assert "define it in a file" in caplog.text
     assert len(caplog.records) == 1
 
 
@@ -308,7 +309,7 @@ def test_functions_of_a_guarded_script_are_found_and_those_of_a_shell_are_not(tm
     assert ran.stdout.split() == ["True", "False"], ran.stderr
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=600)
     assert ran.stdout.split() == ["True", "True"], ran.stderr
-    assert "write it in a file" in ran.stderr
+    assert "define it in a file" in ran.stderr
     assert why_not_in_processes(isqrt) is None
 
 
@@ -325,7 +326,7 @@ def test_a_package_that_is_run_needs_no_guard(tmp_path):
     )
     ran = subprocess.run([sys.executable, "-m", "tool"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert ran.stdout.split() == ["begun", "True", "False", "True", "True"], ran.stderr
-    assert "here is written in __main__.py, where no other process finds it" in ran.stderr
+    assert "here is defined in __main__.py, where no other process finds it" in ran.stderr
     lines = (
         "from math import isqrt",
         "from hotlap.data.parallel import why_not_in_processes",
@@ -404,7 +405,7 @@ def test_a_function_that_only_the_program_itself_makes_is_done_here(tmp_path):
     """
     done = script(tmp_path, text)
     assert done.stdout == "[0, 2, 4, 6]\n"
-    assert 'double is written under if __name__ == "__main__":' in done.stderr
+    assert 'double is defined under if __name__ == "__main__":' in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -480,7 +481,7 @@ def test_what_a_function_uses_is_found_however_it_comes_by_it(tmp_path, monkeypa
         with monkeypatch.context() as context:
             context.syspath_prepend(folder)
             try:
-                return key_of(reached(importlib.import_module("highest").f))
+                return ContentKeys(exact=False).key("f", importlib.import_module("highest").f)
             finally:
                 for name in ("lowest", "middle", "highest"):
                     sys.modules.pop(name, None)
@@ -493,5 +494,23 @@ def test_what_libraries_hold_is_no_part_of_the_key():
     def f(x):
         return np.median(x), parallel_map(isqrt, x), log.name
 
+    def key():
+        return ContentKeys(exact=False).key("f", f)
+
     log = logging.getLogger("some")
-    assert [name for name, _ in reached(f)] == [""]
+    before = key()
+    log.setLevel(logging.ERROR)
+    assert key() == before
+    log = logging
+    assert key() != before
+
+
+def test_files_that_a_function_names_are_no_part_of_the_key(tmp_path):
+    """A function that writes to a file must find its results again."""
+    file = tmp_path / "log.txt"
+    file.write_text("1")
+    f = functools.partial(called_in, str(file))
+    keys = [ContentKeys(exact=exact).key("f", f) for exact in (True, False)]
+    file.write_text("12")
+    again = [ContentKeys(exact=exact).key("f", f) for exact in (True, False)]
+    assert [one == other for one, other in zip(keys, again, strict=True)] == [False, True]

@@ -13,11 +13,10 @@ from torch.utils.data import Subset, TensorDataset
 
 from hotlap.core.errors import DataError, StoreError
 from hotlap.core.plan import Feed
-from hotlap.data import decoding, pictures
+from hotlap.data import pictures
 from hotlap.data.dataset import as_source
-from hotlap.data.decoding import BrokenError, squared
 from hotlap.data.feeds import open_feed
-from hotlap.data.pictures import broken_told, decoded
+from hotlap.data.pictures import BrokenError, decode_square, decoded, list_broken
 from hotlap.data.resident import ResidentFeeding, hold_on_device
 from hotlap.store.cache import Cache
 
@@ -59,7 +58,7 @@ def close(colour, wanted, within=6):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_a_picture_is_a_square_in_rgb_with_channels_first(kind):
-    pixels = squared(content(halves(), kind), 16)
+    pixels = decode_square(content(halves(), kind), 16)
     assert (pixels.shape, pixels.dtype) == ((3, 16, 16), np.uint8)
     left, right, *_ = corners(pixels)
     assert close(left, RED)
@@ -68,7 +67,7 @@ def test_a_picture_is_a_square_in_rgb_with_channels_first(kind):
 
 def test_a_png_of_the_wanted_size_keeps_every_number():
     numbers = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    found = squared(content(Image.fromarray(numbers), "PNG"), 8)
+    found = decode_square(content(Image.fromarray(numbers), "PNG"), 8)
     np.testing.assert_array_equal(found, numbers.transpose(2, 0, 1))
 
 
@@ -76,7 +75,7 @@ def test_stretching_keeps_all_of_a_picture_and_cropping_its_middle():
     wide = Image.new("RGB", (60, 20), GREEN)
     wide.paste(RED, (0, 0, 20, 20))
     wide.paste(BLUE, (40, 0, 60, 20))
-    whole, middle = (squared(content(wide, "PNG"), 12, fit) for fit in ("stretch", "crop"))
+    whole, middle = (decode_square(content(wide, "PNG"), 12, fit) for fit in ("stretch", "crop"))
     assert close(whole[:, 6, 1], RED)
     assert close(whole[:, 6, 10], BLUE)
     assert (middle == np.array(GREEN, np.uint8)[:, None, None]).all()
@@ -95,14 +94,14 @@ def test_however_a_camera_was_held_the_picture_is_upright(kind, fit):
         exif[0x0112] = camera
         stored = content(given, kind, exif=exif)
         upright = ImageOps.exif_transpose(Image.open(io.BytesIO(stored)))
-        wanted = squared(content(upright.convert("RGB"), "PNG"), 16, fit)
-        for mine, theirs in zip(corners(squared(stored, 16, fit)), corners(wanted), strict=True):
+        wanted = decode_square(content(upright.convert("RGB"), "PNG"), 16, fit)
+        for mine, theirs in zip(corners(decode_square(stored, 16, fit)), corners(wanted), strict=True):
             assert close(mine, theirs.astype(int)), camera
 
 
 def test_damaged_metadata_do_not_make_a_picture_broken():
     jpeg = content(halves(), "JPEG", exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xff" + bytes(6))
-    assert close(squared(jpeg, 16)[:, 8, 3], RED)
+    assert close(decode_square(jpeg, 16)[:, 8, 3], RED)
 
 
 @pytest.mark.parametrize(
@@ -119,69 +118,69 @@ def test_damaged_metadata_do_not_make_a_picture_broken():
 )
 def test_greys_palettes_and_inks_become_rgb(mode, kind, wanted):
     image = Image.new("RGB", (20, 20), (80, 80, 80) if mode in ("L", "LA") else "white" if mode == "1" else GREEN)
-    pixels = squared(content(image.convert(mode), kind), 10)
+    pixels = decode_square(content(image.convert(mode), kind), 10)
     assert close(pixels[:, 5, 5], wanted, within=12)
 
 
 def test_what_is_transparent_lies_on_white():
     clear = Image.new("RGBA", (20, 20), (0, 0, 0, 0))
     clear.paste((*RED, 255), (0, 0, 10, 20))
-    left, right, *_ = corners(squared(content(clear, "PNG"), 16))
+    left, right, *_ = corners(decode_square(content(clear, "PNG"), 16))
     assert close(left, RED)
     assert close(right, (255, 255, 255))
 
 
 def test_sixteen_bits_are_brought_to_eight_and_not_cut_off():
     shades = Image.fromarray(np.full((8, 8), 0x8000, np.uint16))
-    assert set(squared(content(shades, "PNG"), 8).reshape(-1).tolist()) == {0x80}
+    assert set(decode_square(content(shades, "PNG"), 8).reshape(-1).tolist()) == {0x80}
 
 
 def test_both_decoders_of_jpeg_give_the_same_picture_but_for_rounding(monkeypatch):
     pytest.importorskip("simplejpeg")
     ramp = np.linspace(0, 255, 300 * 400 * 3).reshape(300, 400, 3).astype(np.uint8)
     jpeg = content(Image.fromarray(ramp), "JPEG", quality=95)
-    fast = squared(jpeg, 32)
-    monkeypatch.setattr(decoding, "fast_decoder", lambda: None)
-    slow = squared(jpeg, 32)
+    fast = decode_square(jpeg, 32)
+    monkeypatch.setattr(pictures, "fast_decoder", lambda: None)
+    slow = decode_square(jpeg, 32)
     assert np.abs(fast.astype(int) - slow).max() <= 3
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_damaged_files_say_what_is_wrong(monkeypatch, fast):
     if not fast:
-        monkeypatch.setattr(decoding, "fast_decoder", lambda: None)
+        monkeypatch.setattr(pictures, "fast_decoder", lambda: None)
     jpeg, png = (content(halves(size=(200, 100)), kind) for kind in ("JPEG", "PNG"))
     for broken in (jpeg[: len(jpeg) // 2], png[: len(png) // 2], png[:60] + bytes(20) + png[80:]):
         with pytest.raises(BrokenError, match="cannot be decoded"):
-            squared(broken, 8)
+            decode_square(broken, 8)
     for other in (b"words", b"GIF89a" + bytes(50), content(halves(), "BMP")):
-        with pytest.raises(BrokenError, match="is no JPEG and no PNG"):
-            squared(other, 8)
+        with pytest.raises(BrokenError, match="is neither JPEG nor PNG"):
+            decode_square(other, 8)
 
 
 def test_a_jpeg_that_the_fast_decoder_will_not_have_is_decoded_all_the_same():
     pytest.importorskip("simplejpeg")
     jpeg = content(halves(), "JPEG")
     rubbish = jpeg[:-2] + bytes(40) + jpeg[-2:]
-    assert close(squared(rubbish, 16)[:, 8, 3], RED)
+    assert close(decode_square(rubbish, 16)[:, 8, 3], RED)
 
 
 def test_the_first_of_several_pictures_of_a_camera_is_taken():
     first, second = halves(RED, GREEN), halves(BLUE, GREEN)
     both = content(first, "MPO", save_all=True, append_images=[second])
-    assert close(squared(both, 16)[:, 8, 3], RED)
+    assert close(decode_square(both, 16)[:, 8, 3], RED)
 
 
 def test_a_picture_that_would_fill_the_memory_is_refused_before_it_is_decoded(monkeypatch):
-    monkeypatch.setattr(decoding, "MOST_PIXELS", 900)
-    with pytest.raises(BrokenError, match=r"has 40 × 24 pixels, and 900 at most"):
-        squared(content(halves(), "PNG"), 8)
+    monkeypatch.setattr(pictures, "MOST_PIXELS", 900)
+    with pytest.raises(BrokenError, match=r"has 40 × 24 pixels, more than the 900"):
+        decode_square(content(halves(), "PNG"), 8)
     # One that only says that it is vast: some bytes for 40 billion pixels.
     png = bytearray(content(Image.new("1", (16, 16)), "PNG"))
     png[16:24] = (200_000).to_bytes(4, "big") * 2
     png[29:33] = zlib.crc32(bytes(png[12:29])).to_bytes(4, "big")
     with pytest.raises(BrokenError, match="pixels"):
-        squared(bytes(png), 8)
+        decode_square(bytes(png), 8)
 
 
 # --- many of them ----------------------------------------------------------------------------------
@@ -205,14 +204,14 @@ def test_rows_are_files_in_their_order_and_broken_ones_are_listed(files, tmp_pat
     found = decoded(files, size=8, cache=Cache(tmp_path / "cache"), progress=lambda *told: seen.append(told))
     assert found.pixels.shape == (6, 3, 8, 8)
     assert found.pixels.dtype is torch.uint8
-    assert dict(found.broken) == {2: "is empty", 3: "is no JPEG and no PNG", 5: "does not exist"}
+    assert dict(found.broken) == {2: "is empty", 3: "is neither JPEG nor PNG", 5: "does not exist"}
     assert found.whole.tolist() == [0, 1, 4]
     for row, colour in ((0, RED), (1, GREEN), (4, BLUE)):
         assert close(found.pixels[row, :, 4, 1], colour)
     assert not found.pixels[[2, 3, 5]].any()
     assert seen[-1] == (6, 6)
-    assert broken_told(files, found.broken) == (
-        "empty.png is empty; words.jpg is no JPEG and no PNG; gone.png does not exist"
+    assert list_broken(files, found.broken) == (
+        "empty.png is empty; words.jpg is neither JPEG nor PNG; gone.png does not exist"
     )
 
 
@@ -224,7 +223,7 @@ def test_what_is_no_file_to_read_says_what_it_is(files, tmp_path):
 
 
 def test_a_long_name_is_cut_where_it_is_told():
-    assert broken_told([f"in/{'x' * 5000}.png"], {0: "is empty"}) == f"{'x' * 59}… is empty"
+    assert list_broken([f"in/{'x' * 5000}.png"], {0: "is empty"}) == f"{'x' * 59}… is empty"
 
 
 def test_why_a_file_cannot_be_read_is_that_of_now_and_not_of_the_cache(files, tmp_path):
@@ -293,7 +292,7 @@ def test_a_damaged_cache_entry_is_made_again(files, tmp_path, caplog):
 def test_without_a_cache_nothing_is_kept_and_that_is_said(files, tmp_path, monkeypatch):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     found = decoded(files, size=8, cache=False)
-    assert "not kept: no cache was wanted" in found.line
+    assert "not kept: cache=False" in found.line
     assert close(found.pixels[4, :, 4, 1], BLUE)
     assert not (tmp_path / "cache").exists()
 
@@ -310,7 +309,7 @@ def test_a_cache_that_cannot_be_written_to_stops_nothing(files, tmp_path):
 def test_a_disk_that_is_too_small_is_said_before_anything_is_decoded(files, tmp_path, monkeypatch):
     monkeypatch.setattr(pictures.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100})())
     monkeypatch.setattr(pictures, "decode_into", None)
-    with pytest.raises(StoreError, match=r"the pictures need .* name another place with HOTLAP_CACHE"):
+    with pytest.raises(StoreError, match=r"decoding needs .* name another place with HOTLAP_CACHE"):
         decoded(files, size=8, cache=Cache(tmp_path / "cache"))
     assert list((tmp_path / "cache" / "pictures").iterdir()) == []
 
@@ -325,7 +324,9 @@ def test_processes_decode_as_one_does(files, tmp_path, monkeypatch):
 
 
 def test_files_that_are_all_broken_are_an_error_in_one_line(files):
-    with pytest.raises(DataError, match=r"none of 3 files is a picture: empty\.png is empty; words\.jpg is no JPEG"):
+    with pytest.raises(
+        DataError, match=r"none of 3 files is a picture: empty\.png is empty; words\.jpg is neither JPEG"
+    ):
         decoded([files[2], files[3], files[5]], size=8, cache=False)
 
 

@@ -13,6 +13,7 @@ import string
 import subprocess
 import sys
 import textwrap
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
@@ -24,8 +25,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from hotlap.core.errors import DataError, StoreError
 from hotlap.data import parallel, tokenising
-from hotlap.data.texts import PARALLELISM, CallEncoder, encode_chunk
-from hotlap.data.tokenising import tokenised
+from hotlap.data.tokenising import PARALLELISM, CallEncoder, encode_chunk, tokenised
 from hotlap.store import disk
 from hotlap.store.cache import Cache
 
@@ -301,7 +301,7 @@ def test_fields_come_out_of_the_cache_in_the_order_in_which_they_went_in(order):
     entry = SimpleNamespace(
         tensors=tensors, values={"truncated": 0, "took_s": 1.0, "fields": ["token_type_ids", "input_ids"]}
     )
-    assert list(tokenising._from(entry, 0.0).fields) == ["token_type_ids", "input_ids"]
+    assert list(tokenising._from_entry(entry, 0.0).fields) == ["token_type_ids", "input_ids"]
 
 
 def test_a_line_says_what_was_done_and_what_was_saved(cache):
@@ -311,7 +311,7 @@ def test_a_line_says_what_was_done_and_what_was_saved(cache):
     assert second.line.startswith(
         f"6 texts → {int(first.offsets[-1])} tokens (2 texts cut), from the cache, which saved "
     )
-    assert tokenised(TEXTS, bare(), cache=False).line.endswith(", not kept: no cache was wanted")
+    assert tokenised(TEXTS, bare(), cache=False).line.endswith(", not kept: cache=False")
 
 
 def test_a_cached_run_tells_progress_once(cache):
@@ -377,8 +377,11 @@ def test_a_function_counts_by_its_values_and_those_of_the_functions_it_calls(cac
 
 
 class Holder:
+    def __init__(self, shift=0):
+        self.shift = shift
+
     def ids(self, texts):
-        return letters(texts)
+        return [[one + self.shift for one in row] for row in letters(texts)]
 
 
 HELD = Holder()
@@ -388,14 +391,37 @@ def by_an_object(texts):
     return HELD.ids(texts)
 
 
-@pytest.mark.parametrize("function", [Holder().ids, by_an_object])
-def test_a_function_that_works_with_objects_is_not_cached_and_that_is_said(cache, caplog, function):
+@pytest.mark.parametrize("of", [lambda shift: Holder(shift).ids, lambda shift: by_an_object])
+def test_a_function_that_works_with_objects_counts_by_what_they_hold(cache, monkeypatch, of):
+    found = []
+    for shift in (0, 3, 0):
+        monkeypatch.setattr(HELD, "shift", shift)
+        found.append(tokenised(TEXTS, of(shift), cache=cache))
+    assert [one.reused for one in found] == [False, False, True]
+    assert rows(found[1]) == Holder(3).ids(TEXTS)
+
+
+def by_the_clock(texts):
+    return [[datetime.now(UTC).day] for _ in texts]
+
+
+def by_a_generator(texts):
+    return next(GENERATOR) * len(texts)
+
+
+GENERATOR = ([[1]] for _ in range(9))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"), [(by_a_generator, "a builtins.generator cannot be hashed"), (by_the_clock, "uses datetime")]
+)
+def test_a_function_that_uses_what_no_key_can_know_is_not_cached_and_that_is_said(cache, caplog, function, said):
     with caplog.at_level(logging.INFO):
         tokens = [tokenised(TEXTS, function, cache=cache) for _ in range(2)]
     assert [one.reused for one in tokens] == [False, False]
-    assert "cannot be part of a key" in tokens[0].not_kept
+    assert said in tokens[0].not_kept
     assert tokens[0].not_kept in tokens[0].line
-    assert "the tokens are not cached" in caplog.text
+    assert "the cache does not keep the tokens" in caplog.text
     assert cache.list() == []
 
 
@@ -408,7 +434,7 @@ def test_a_tokenizer_with_parts_in_python_is_not_cached_and_works(cache):
     tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Commas())
     tokens = tokenised(["the,cat", "mat"], tokenizer, cache=cache)
     assert rows(tokens) == [tokenizer.encode(text).ids for text in ("the,cat", "mat")]
-    assert "the tokenizer cannot be written down" in tokens.not_kept
+    assert "the tokenizer cannot be saved" in tokens.not_kept
 
 
 def test_a_damaged_entry_is_made_anew(cache):
@@ -525,14 +551,14 @@ def test_workers_forked_after_tokenising_tokenise_without_threads_and_without_a_
         ),
         (
             {"texts": ["a", None]},
-            "texts[1] is no text but NoneType None; leave out such rows, or put '' in their place",
+            "texts[1] is NoneType None, not text; leave out such rows or replace them by ''",
         ),
         (
             {"texts": ["a", math.nan, 3, "b", b"c", None]},
-            "texts[1], texts[2], texts[4] and 1 more are no text but float nan; leave out such rows, or put '' in",
+            "texts[1], texts[2], texts[4] and 1 more are float nan, not text; leave out such rows or replace them by",
         ),
         ({"pairs": ["a"] * 5}, "there are 6 texts and 5 pairs; give one of these for each text"),
-        ({"pairs": ["a"] * 5 + [None]}, "pairs[5] is no text but NoneType None"),
+        ({"pairs": ["a"] * 5 + [None]}, "pairs[5] is NoneType None, not text"),
         ({"pairs": OTHERS, "tokenizer": letters}, "a function takes no pairs"),
         ({"most": 2}, "most=2 leaves no room for text: the tokenizer adds 2 tokens; give 3 or more"),
         ({"most": 3, "pairs": OTHERS}, "most=3 leaves no room for text: the tokenizer adds 3 tokens; give 4 or more"),
@@ -541,9 +567,12 @@ def test_workers_forked_after_tokenising_tokenise_without_threads_and_without_a_
         ({"tokenizer": "bert"}, "tokenizer is the name 'bert'; load it: AutoTokenizer.from_pretrained('bert')"),
         ({"tokenizer": Letters}, "tokenizer is the class Letters; give one of transformers or tokenizers"),
         ({"tokenizer": None}, "tokenizer is NoneType None"),
-        ({"tokenizer": lambda texts: None}, "the tokenizer gave NoneType None; a list with the ids of each text"),
-        ({"tokenizer": lambda texts: {"input_ids": []}}, "the tokenizer gave dict {'input_ids': []}; a list with"),
-        ({"tokenizer": lambda texts: [[1]]}, "the tokenizer gave 1 rows for 6 texts; one for each is wanted"),
+        ({"tokenizer": lambda texts: None}, "the tokenizer gave NoneType None; it must give a list with the ids"),
+        (
+            {"tokenizer": lambda texts: {"input_ids": []}},
+            "the tokenizer gave dict {'input_ids': []}; it must give a list",
+        ),
+        ({"tokenizer": lambda texts: [[1]]}, "the tokenizer gave 1 rows for 6 texts; it must give one row for each"),
         ({"tokenizer": lambda texts: [[] for _ in texts]}, "the tokenizer gave no token for any of 6 texts"),
         ({"tokenizer": lambda texts: [[len(text)] if text else [0.5] for text in texts]}, "texts[1] = '' cannot be"),
         ({"tokenizer": lambda texts: [[len(text) - 1] for text in texts]}, "texts[1] = '' cannot be tokenised: the"),

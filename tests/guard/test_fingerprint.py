@@ -1,12 +1,13 @@
-"""What is told of data from outside."""
+"""Hashes of data as a fingerprint and a key take them."""
 
 import hashlib
 
 import pytest
 import torch
 
-from hotlap.guard import fingerprint
-from hotlap.guard.fingerprint import outside_of, sha256_of
+from hotlap.data import content_keys
+from hotlap.data.content_keys import sha256_of, tensor_text
+from hotlap.guard.fingerprint import describe
 
 
 def test_up_to_one_piece_it_is_the_plain_sha256():
@@ -16,7 +17,7 @@ def test_up_to_one_piece_it_is_the_plain_sha256():
 
 @pytest.mark.parametrize("size", [17, 32, 33, 100])
 def test_every_byte_of_every_piece_counts_and_so_does_its_place(size, monkeypatch):
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 16)
+    monkeypatch.setattr(content_keys, "WHOLE_BYTES", 16)
     data = bytes(range(size))
     changed = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(size)]
     swapped = data[16:32] + data[:16] + data[32:]
@@ -25,8 +26,8 @@ def test_every_byte_of_every_piece_counts_and_so_does_its_place(size, monkeypatc
 
 
 def test_a_large_tensor_is_told_whole_by_all_of_it_and_else_by_some_of_its_rows(monkeypatch):
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 64)
+    monkeypatch.setattr(content_keys, "WHOLE_BYTES", 64)
     one, other = torch.zeros(100, 4), torch.zeros(100, 4)
     other[1, 2] = 1.0
-    assert outside_of(one, whole=True) != outside_of(other, whole=True)
-    assert outside_of(one) == outside_of(other)
+    assert tensor_text(one, whole=True) != tensor_text(other, whole=True)
+    assert describe(one) == describe(other)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, StoreError
-from hotlap.data import decoding
+from hotlap.data import pictures
 from hotlap.engine.augment import Augment
 from hotlap.recipes.image import RECIPE, ImageOptions, prepare, views
 from hotlap.recipes.networks import NetworkPlan, ResNet, VisionTransformer, begun, made, patch_side
@@ -492,12 +492,12 @@ def test_a_name_that_no_file_can_have_is_refused_in_a_line(tmp_path, name):
 def test_without_pillow_the_extra_is_named(tmp_path, monkeypatch):
     data = write_rows(tmp_path / "train.csv", ["image", "label"], [["a.png", "x"], ["b.png", "y"]] * 2)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    decoding.pillow.cache_clear()
+    pictures.pillow.cache_clear()
     try:
         with pytest.raises(MachineError, match=r"pictures need Pillow: pip install hotlap\[images\]"):
             prepared(data)
     finally:
-        decoding.pillow.cache_clear()
+        pictures.pillow.cache_clear()
 
 
 # --- networks ----------------------------------------------------------------------------------------

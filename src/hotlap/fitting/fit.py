@@ -43,9 +43,8 @@ from hotlap.fitting.run import Run
 from hotlap.fitting.session import ProgressState, RunSession, counts, unfit_checkpoint
 from hotlap.fitting.task import EVERYTHING, FIXED, OFF, TUNED, Task, set_up, trained_tensors
 from hotlap.fitting.training import train
-from hotlap.guard.identity import differences
+from hotlap.guard.identity import differences, exact_identity
 from hotlap.guard.saving import import_state
-from hotlap.guard.whole import whole_of
 from hotlap.store.cache import Cache, model_key, store_model, stored_model
 from hotlap.store.checkpoints import KEPT
 from hotlap.store.files import load_plan
@@ -192,7 +191,7 @@ class CachedModel:
     def __init__(self, identity: dict[str, Any], job: Job, rig: Rig, *, how: str) -> None:
         """`how` its plan is chosen: one that is found while it trains may change numbers by rounding."""
         self._rig, self._cache = rig, Cache()
-        whole, self.unknown = whole_of(job, rig.optimizer, rig.schedule.scheduler, rig.device)
+        whole, self.unknown = exact_identity(job, rig.optimizer, rig.schedule.scheduler, rig.device)
         """What decides this training and cannot be known, a line each; with one, nothing is loaded and nothing kept."""
         everything = {**identity, "plan": rig.plan.to_dict(), "how": how, "whole": whole}
         self._key = model_key(everything, {k: v.detach().cpu() for k, v in trained_tensors(rig).items()})

@@ -13,12 +13,9 @@ import inspect
 import os
 import sys
 import types
-import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,17 +25,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from hotlap.core.code_reads import file_of as file_of
-from hotlap.core.code_reads import is_library as is_library
 from hotlap.core.code_reads import is_users, is_users_function, reads_of, variables_read
-from hotlap.machine.limits import read_cpu
+from hotlap.data.content_keys import (
+    HOOKS,
+    STEP_HOOKS,
+    attributes_of,
+    name_of,
+    optimizer_inside,
+    tensor_text,
+    type_name,
+    users_hooks,
+)
 from hotlap.store.keys import bytecode, key_of
 
-WHOLE_BYTES = 32 * 1024 * 1024
-"""Tensors up to this size are hashed whole and in one piece; of larger ones evenly spread rows."""
 ENTRIES = 1000
 """Entries of a list or dict that are looked at, evenly spread."""
-DEPTH, WHOLE_DEPTH = 4, 12
+DEPTH = 4
 HELD_DEPTH, HELD_PARTS = 10, 20_000
 """How far into what a function or object holds is looked, and at how many parts in all."""
 SHORT = 40
@@ -55,70 +57,35 @@ _MOVING = frozenset(
 _BY_REPR = ("datetime", "decimal", "fractions", "uuid")
 
 
-def outside_of(value: Any, *, whole: bool = False) -> str:
-    """A text that differs where two values do: numbers, words and tensors by what they hold, objects by their parts.
+def describe(value: Any, depth: int = 0) -> str:
+    """A text that differs where two values do, as far as a spread of their bytes and entries shows.
 
-    `whole` looks at every byte, entry and depth instead of a spread of them, and at size and time of files that
-    are named: for a cache, where a difference that is not seen gives a wrong result.
+    Numbers, texts and tensors count by value, objects by their attributes.
     """
-    return _told(value, whole, 0)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
+        return tensor_text(torch.from_numpy(np.ascontiguousarray(value)), whole=False)
+    if isinstance(value, Tensor):
+        return tensor_text(value, whole=False)
+    if isinstance(value, (bytes, int, float, bool, type(None), str, os.PathLike)):
+        return repr(value)
+    if depth >= DEPTH:
+        return type(value).__qualname__
+    if isinstance(value, (list, tuple)):
+        spread = value[:: max(1, len(value) // ENTRIES)]
+        return f"{len(value)}[{','.join(describe(part, depth + 1) for part in spread)}]"
+    if isinstance(value, Mapping):
+        # One order, whoever filled it.
+        entries = sorted(value.items(), key=lambda entry: repr(entry[0]))[:: max(1, len(value) // ENTRIES)]
+        return f"{len(value)}{{{','.join(f'{key!r}:{describe(part, depth + 1)}' for key, part in entries)}}}"
+    parts = sorted(getattr(value, "__dict__", {}).items())
+    return f"{type(value).__qualname__}({','.join(f'{name}={describe(part, depth + 1)}' for name, part in parts)})"
 
 
 def _is_told(part: Any) -> bool:
-    """Whether `outside_of` tells a part by what it holds."""
+    """Whether `describe` tells a part by what it holds."""
     if isinstance(part, np.ndarray):
         return part.dtype.kind in "biuf"
     return _is_value(part) and not isinstance(part, (set, frozenset))
-
-
-def _told(value: Any, whole: bool, depth: int) -> str:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
-        return tensor_text(torch.from_numpy(np.ascontiguousarray(value)), whole)
-    if isinstance(value, Tensor):
-        return tensor_text(value, whole)
-    if isinstance(value, (bytes, int, float, bool, type(None))):
-        return repr(value)
-    if isinstance(value, (str, os.PathLike)):
-        return f"{value!r}{_file(os.fspath(value)) if whole else ''}"
-    if depth >= (WHOLE_DEPTH if whole else DEPTH):
-        return type(value).__qualname__
-    if isinstance(value, (list, tuple)):
-        spread = value if whole else value[:: max(1, len(value) // ENTRIES)]
-        return f"{len(value)}[{','.join(_told(part, whole, depth + 1) for part in spread)}]"
-    if isinstance(value, Mapping):
-        entries = sorted(value.items(), key=lambda entry: repr(entry[0]))  # one order, whoever has made it
-        spread = entries if whole else entries[:: max(1, len(entries) // ENTRIES)]
-        return f"{len(value)}{{{','.join(f'{key!r}:{_told(part, whole, depth + 1)}' for key, part in spread)}}}"
-    parts = sorted(getattr(value, "__dict__", {}).items())
-    return f"{type(value).__qualname__}({','.join(f'{k}={_told(part, whole, depth + 1)}' for k, part in parts)})"
-
-
-def tensor_text(tensor: Tensor, whole: bool) -> str:
-    flat = tensor.detach().reshape(len(tensor), -1) if tensor.ndim else tensor.detach().reshape(1, 1)
-    step = 1 if whole else max(1, -(-flat.numel() * flat.element_size() // WHOLE_BYTES))
-    rows = flat[::step].cpu().contiguous().reshape(-1)
-    digest = sha256_of(rows.view(torch.uint8).numpy().data if rows.numel() else memoryview(b""))
-    return f"{tensor.dtype}{tuple(tensor.shape)}{digest}"
-
-
-def sha256_of(data: memoryview) -> str:
-    """The sha256 of bytes; of more than one piece the sha256 of theirs, which all cores make side by side."""
-    pieces = [data[start : start + WHOLE_BYTES] for start in range(0, len(data), WHOLE_BYTES)]
-    if len(pieces) < 2:
-        return hashlib.sha256(data).hexdigest()
-    with ThreadPoolExecutor(min(len(pieces), read_cpu().cores)) as threads:
-        return hashlib.sha256(b"".join(threads.map(lambda piece: hashlib.sha256(piece).digest(), pieces))).hexdigest()
-
-
-def _file(name: str | bytes) -> str:
-    """Size and time of a file, where the word names one."""
-    if not isinstance(name, str) or not 0 < len(name) < 1024:
-        return ""
-    try:
-        found = Path(name).stat()
-    except (OSError, ValueError):
-        return ""
-    return f"<{found.st_size} {found.st_mtime_ns}>"
 
 
 # --- what functions and objects hold --------------------------------------------------------------
@@ -244,7 +211,7 @@ class Holdings:
             case np.ndarray() if value.dtype.hasobject:
                 return "objects", self._form(value.reshape(-1)[:ENTRIES].tolist()), list(value.shape)
             case np.ndarray() if value.dtype.kind in "biuf" and value.dtype.isnative:
-                return "array", _told(value, False, 0)
+                return "array", describe(value)
             case np.ndarray() | np.generic():
                 return "array", str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()
             case list() | tuple() | deque():
@@ -318,15 +285,6 @@ class Holdings:
         return self._parts(function, top=top) if callable(function) else {}
 
 
-def name_of(part: Any) -> str:
-    module = getattr(part, "__module__", None)
-    return f"{module}.{getattr(part, '__qualname__', type(part).__qualname__)}"
-
-
-def type_name(value: Any) -> str:
-    return name_of(type(value))
-
-
 def _is_number(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return len(value) <= SHORT and all(type(part) in _NUMBER for part in value)
@@ -336,18 +294,6 @@ def _is_number(value: Any) -> bool:
 def _is_place(name: str, value: Any) -> bool:
     """Where something runs, which may change."""
     return name == "device" or isinstance(value, torch.device)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """What an object keeps, in its dict and in its slots."""
-    found = {}
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            part = inspect.getattr_static(value, name, None) if name.startswith("__") else getattr(value, name, None)
-            found[name] = part
-    found |= getattr(value, "__dict__", {})
-    return {name: part for name, part in found.items() if name not in ("__dict__", "__weakref__")}
 
 
 def _settings_of(layer: nn.Module) -> dict[str, Any]:
@@ -371,31 +317,8 @@ def _counts(part: Any, depth: int = 0) -> bool:
     return callable(part) or is_users(type(part).__module__)
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where a module keeps the hooks that run with it."""
-STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Where an optimizer keeps the hooks that run with its steps."""
-
-
-def users_hooks(hooks: Any) -> list[Any]:
-    """The hooks in one of torch's tables of them, but for hotlap's own."""
-    found = list(hooks.values()) if isinstance(hooks, Mapping) else []
-    return [hook for hook in found if not str(getattr(hook, "__module__", "")).startswith("hotlap.")]
-
-
 def _late_hooks(parameter: Tensor) -> Any:
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
-
-
-@functools.cache
-def optimizer_inside() -> frozenset[str]:
-    """The attributes that every optimizer has, or that schedules and the plan in force write."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = torch.optim.Adam([torch.zeros(1)])
-    of_schedules = ("_opt_called", "_step_count", "step", "_warned_capturable_if_run_uncaptured")
-    of_plans = ("_step_supports_amp_scaling", "found_inf", "grad_scale")
-    return frozenset((*vars(plain), *of_schedules, *of_plans))
 
 
 def _is_value(part: Any, depth: int = 0) -> bool:

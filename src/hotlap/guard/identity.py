@@ -5,17 +5,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import platform
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
+from hotlap import __version__
+from hotlap.core.code_reads import file_of, is_library, is_users_function
 from hotlap.core.job import Job
+from hotlap.data.content_keys import ContentKeys, users_hooks
 from hotlap.data.dataset import OrderedDataset
 from hotlap.data.sources import Columns
-from hotlap.guard.fingerprint import CODE, SHORT, Holdings, file_of, is_library, outside_of
+from hotlap.guard.fingerprint import CODE, SHORT, Holdings, describe
 
 MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device")
 """Settings that say how long or where, not what: a resumed training may have others."""
@@ -138,11 +146,11 @@ def code_of(job: Job) -> dict[str, str]:
 def data_of(job: Job, dataset: OrderedDataset) -> dict[str, Any]:
     """How many samples there are, and a hash of what can be told of them without asking for any."""
     data = job.data.dataset if isinstance(job.data, DataLoader) else job.data
-    told = outside_of(dataset.source.tensors if isinstance(dataset.source, Columns) else data)
+    told = describe(dataset.source.tensors if isinstance(dataset.source, Columns) else data)
     found: dict[str, Any] = {"samples": len(dataset.source), "sha256": _hash(told)}
     if job.valid is not None:
         valid = job.valid.dataset if isinstance(job.valid, DataLoader) else job.valid
-        found["validation sha256"] = _hash(outside_of(valid.tensors if type(valid) is TensorDataset else valid))
+        found["validation sha256"] = _hash(describe(valid.tensors if type(valid) is TensorDataset else valid))
     return found
 
 
@@ -170,7 +178,7 @@ def held_by(job: Job, optimizer: Optimizer | None = None) -> dict[str, dict[str,
         constants = getattr(type(loss), "__constants__", ())  # the settings tell them
         found["loss"] = {name: text for name, text in holdings.of_module(loss).items() if name not in constants}
         if type(loss).__module__.startswith("torch.nn"):  # its buffers, such as weights of classes, are settings
-            found["loss"] |= {f"its {name}": outside_of(buffer) for name, buffer in loss.named_buffers()}
+            found["loss"] |= {f"its {name}": describe(buffer) for name, buffer in loss.named_buffers()}
     found["model"] = holdings.of_module(job.model)
     made = optimizer if optimizer is not None else job.optimizer
     if isinstance(made, Optimizer):
@@ -277,3 +285,46 @@ def _apart(old: str, new: str) -> tuple[str, str]:
         return ("…" if start else "") + (rest if len(rest) <= SHOWN else f"{rest[: SHOWN - 2]}…")
 
     return cut(old), cut(new)
+
+
+# --- the exact identity, for reusing a trained model ---------------------------------------------------
+
+
+def exact_identity(
+    job: Job, optimizer: Optimizer, scheduler: Any, device: torch.device
+) -> tuple[dict[str, str], list[str]]:
+    """A hash of every part that decides the training, by name; and a line for each thing that no hash can know."""
+    loss = job.loss if isinstance(job.loss, nn.Module) else None
+    own = [job.model] if loss is None else [job.model, loss]
+    keys = ContentKeys(own, optimizer)
+    parts: dict[str, Any] = {"model": job.model, "schedule made": scheduler, **functions_of(job)}
+    parts |= {"data": job.data, "valid": job.valid, "metrics": job.metrics}
+    found = {name: keys.key(name, part) for name, part in parts.items()}
+    found["layers"] = keys.key_of_layers(own)
+    found["optimizer made"] = keys.key_of_optimizer(optimizer, parameter_names(own))
+    found["process"] = keys.key("the process", _process(device))
+    return found, list(keys.unknown)
+
+
+def _process(device: torch.device) -> dict[str, Any]:
+    """What torch and the process are set to, as far as it changes numbers."""
+    tables = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+    patched = {
+        f"{space.__name__}.{name}": value
+        for space in (torch, nn.functional)
+        for name, value in vars(space).items()
+        if isinstance(value, types.FunctionType) and is_users_function(value)
+    }
+    return {
+        "versions": [__version__, str(torch.__version__), np.__version__, platform.python_version()],
+        "device": [device.type, torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()],
+        "dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "autocast": [
+            (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")
+        ],
+        "hooks": [hook for table in tables for hook in users_hooks(getattr(torch_module, table, None))],
+        "patched": patched,
+    }

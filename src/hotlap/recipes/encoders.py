@@ -19,7 +19,7 @@ from torch import nn
 from hotlap.core.errors import DataError, JobError, MachineError, StoreError, shown
 from hotlap.core.terminal import logger
 from hotlap.data.sequences import MULTIPLE, round_up
-from hotlap.data.texts import is_panic
+from hotlap.data.tokenising import is_panic
 from hotlap.recipes import library_models
 from hotlap.recipes.library_models import CONFIG, first_words, library, read_config
 from hotlap.recipes.options import MOST, Options, option, outside

@@ -22,8 +22,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from hotlap.core.errors import DataError, JobError, shown
 from hotlap.core.job import Job
-from hotlap.data.decoding import FITS, Fit, pillow
-from hotlap.data.pictures import Pictures, broken_told, decoded
+from hotlap.data.pictures import FITS, Fit, Pictures, decoded, list_broken, pillow
 from hotlap.engine.augment import Augment, as_shares
 from hotlap.recipes import checks
 from hotlap.recipes.kinds import in_words
@@ -138,7 +137,7 @@ class PictureReader:
         if found.broken:
             named = [path or "(no path)" for path in paths]
             count = f"{len(found.broken):,} file{'s'[: len(found.broken) > 1]}"
-            say(f"warning   {count} left out: {broken_told(named, found.broken)}")
+            say(f"warning   {count} left out: {list_broken(named, found.broken)}")
             self.broken |= {named[row]: why for row, why in found.broken.items()}
         return found
 

@@ -1,7 +1,7 @@
-"""Everything that decides a training, down to the last byte, and what of it cannot be known.
+"""One hash of everything that values, code and objects hold, and a list of what no hash can know.
 
-A model is only taken from the cache where nothing of the kind is left: a difference that is not seen would hand back
-the wrong one. `Holdings` looks at the same things for a resume, where a word to the user is enough.
+hotlap reuses a result only if its hash is the same and the list is empty: a difference that hotlap overlooks would hand
+back the wrong result. `hotlap.guard.fingerprint` looks at the same things for a resume, where naming them is enough.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ import argparse
 import enum
 import functools
 import hashlib
+import importlib
 import inspect
 import marshal
 import os
-import platform
 import random
+import re
 import sys
 import types
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hotlap import __version__
 from hotlap.core.code_reads import (
     RUNS_TEXT,
     builtins_read,
@@ -44,30 +46,20 @@ from hotlap.core.code_reads import (
     variables_read,
     words_in,
 )
-from hotlap.core.job import Job
-from hotlap.guard.fingerprint import (
-    HOOKS,
-    STEP_HOOKS,
-    attributes_of,
-    name_of,
-    optimizer_inside,
-    sha256_of,
-    tensor_text,
-    type_name,
-    users_hooks,
-)
-from hotlap.guard.identity import functions_of, parameter_names
+from hotlap.machine.limits import read_cpu
 from hotlap.store.keys import bytecode, key_of
 
+WHOLE_BYTES = 32 * 1024 * 1024
+"""Tensors up to this size are hashed in one piece; without `whole`, only evenly spread rows of larger ones count."""
 MOST_DEPTH, MOST_PARTS, MOST_FILES = 60, 2_000_000, 20_000
-"""How far into what a training holds is looked, and how many files of a folder."""
+"""Limits: levels of nesting, parts in all, and files of a folder."""
 _PLAIN = (int, float, bool, type(None), bytes)
 _SPACES = (argparse.Namespace, types.SimpleNamespace)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _HARMLESS = ("_thread", "threading", "logging", "weakref", "_weakref", "_weakrefset", "warnings", "typing", "abc")
-"""Modules of Python's whose objects decide no training."""
+"""Python modules whose objects decide no result."""
 _OUTSIDE = ("time", "datetime", "socket", "urllib", "http", "requests", "subprocess", "sqlite3", "ctypes", "secrets")
-"""Modules that bring in what differs from one run to the next."""
+"""Modules whose answers differ from run to run."""
 _NOT_CODE = frozenset(
     [
         "__dict__",
@@ -100,54 +92,23 @@ _BUILT_IN = (
     types.MethodDescriptorType,
     types.ClassMethodDescriptorType,
 )
-_LOADER = ("dataset", "batch_size", "drop_last", "collate_fn", "sampler", "batch_sampler", "worker_init_fn")
 
 
-def whole_of(job: Job, optimizer: Optimizer, scheduler: Any, device: torch.device) -> tuple[dict[str, str], list[str]]:
-    """A hash of every part that decides the training, by name; and one line for each thing that cannot be known."""
-    loss = job.loss if isinstance(job.loss, nn.Module) else None
-    own = [job.model] if loss is None else [job.model, loss]
-    whole = Whole(own, optimizer)
-    parts: dict[str, Any] = {"model": job.model, "schedule made": scheduler, **functions_of(job)}
-    parts |= {"data": job.data, "valid": job.valid, "metrics": job.metrics}
-    found = {name: whole.key(name, part) for name, part in parts.items()}
-    found["layers"] = whole.key_of_layers(own)
-    found["optimizer made"] = whole.key_of_optimizer(optimizer, parameter_names(own))
-    found["process"] = whole.key("the process", _process(device))
-    return found, list(whole.unknown)
+class ContentKeys:
+    """Hashes of all that values hold; `unknown` lists what a hash cannot know, one line each.
 
+    `modules` are the trained modules and `optimizer` is theirs: inside other values they count by name. With
+    `exact=False` files do not count, neither those that a text names nor those of libraries, and hotlap imports a
+    module that the code imports later.
+    """
 
-def _process(device: torch.device) -> dict[str, Any]:
-    """What torch and the process are set to, as far as it changes numbers."""
-    tables = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
-    patched = {
-        f"{space.__name__}.{name}": value
-        for space in (torch, nn.functional)
-        for name, value in vars(space).items()
-        if isinstance(value, types.FunctionType) and is_users_function(value)
-    }
-    return {
-        "versions": [__version__, str(torch.__version__), np.__version__, platform.python_version()],
-        "device": [device.type, torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()],
-        "dtype": str(torch.get_default_dtype()),
-        "default device": str(torch.get_default_device()),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "autocast": [
-            (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")
-        ],
-        "hooks": [hook for table in tables for hook in users_hooks(getattr(torch_module, table, None))],
-        "patched": patched,
-    }
-
-
-class Whole:
-    """Hashes of all that objects hold. What it cannot look into is named in `unknown`."""
-
-    def __init__(self, own: Sequence[nn.Module], optimizer: Optimizer) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module] = (), optimizer: Optimizer | None = None, *, exact: bool = True
+    ) -> None:
         self.unknown: dict[str, None] = {}
+        self._exact = exact
         self._elsewhere: dict[int, tuple[Any, str]] = {}
-        for number, module in enumerate(own):
+        for number, module in enumerate(modules):
             for name, layer in module.named_modules():
                 self._elsewhere[id(layer)] = layer, f"layer {number}.{name}"
                 for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
@@ -156,21 +117,22 @@ class Whole:
         # Seeded by `fit`, or drawn from in the order of the training.
         shared = (torch.default_generator, np.random.mtrand._rand, random._inst)
         self._elsewhere |= {id(one): (one, f"global generator {n}") for n, one in enumerate(shared)}
-        self._elsewhere[id(optimizer)] = optimizer, "the optimizer"
+        if optimizer is not None:
+            self._elsewhere[id(optimizer)] = optimizer, "the optimizer"
         self._known: dict[int, tuple[Any, str]] = {}
         self._inside: list[int] = []
         self._left = MOST_PARTS
         self._part = ""
 
     def key(self, part: str, value: Any) -> str:
-        """The hash of a value; `part` is what it is called where something in it cannot be known."""
+        """The hash of a value; the lines in `unknown` call it `part`."""
         self._part = part
         if id(value) in self._elsewhere:
             return self._elsewhere[id(value)][1]
         return key_of(self._form(value))
 
     def key_of_layers(self, modules: Sequence[nn.Module]) -> str:
-        """The hash of modules that are trained: all but the numbers in their weights."""
+        """The hash of trained modules: everything but the numbers in their weights."""
         self._part = "model"
         return key_of([self._layers(module) for module in modules])
 
@@ -193,7 +155,7 @@ class Whole:
     # --- values ----------------------------------------------------------------------------------
 
     def _form(self, value: Any) -> Any:
-        """A value as something of which a key can be made."""
+        """A value in a form that `key_of` takes."""
         if isinstance(value, enum.Enum):
             return type_name(value), value.name
         if type(value) in _PLAIN:
@@ -208,13 +170,13 @@ class Whole:
             return self._known[id(value)][1]
         self._left -= 1
         if len(self._inside) >= MOST_DEPTH or self._left < 0:
-            self._refuse("it holds more than hotlap looks through")
+            self._refuse("it holds more parts than hotlap looks at")
             return type_name(value)
         self._inside.append(id(value))
         try:
             key = key_of(self._opened(value))
-        except Exception as error:  # anything may go wrong within objects of others
-            self._refuse(f"a {type_name(value)} cannot be looked into ({type(error).__name__})")
+        except Exception as error:  # objects of other libraries may raise anything
+            self._refuse(f"a {type_name(value)} cannot be hashed ({type(error).__name__})")
             key = type_name(value)
         finally:
             self._inside.pop()
@@ -244,6 +206,8 @@ class Whole:
                 return self._collection(value)
             case complex() | range() | slice() | torch.dtype() | torch.device() | np.dtype() | int() | float():
                 return type_name(value), repr(value)
+            case re.Pattern():
+                return "pattern", value.pattern, value.flags
             case os.PathLike():
                 return "path", os.fspath(value), self._file(os.fspath(value))
             case types.ModuleType():
@@ -285,7 +249,7 @@ class Whole:
         kind, more = type_name(value), {k: self._form(v) for k, v in getattr(value, "__dict__", {}).items()}
         if type(value) in (list, tuple, dict):
             try:
-                # Plain numbers and words, however many: 100 times as fast as one by one.
+                # 100 times as fast for plain numbers and texts as one by one.
                 data = marshal.dumps(value, 2)
             except ValueError:
                 pass
@@ -306,7 +270,7 @@ class Whole:
         found = self._form(kind), {name: self._form(part) for name, part in parts if not isinstance(part, torch.device)}
         if not _hides_state(kind):  # type: ignore[arg-type]
             return found
-        # Memory that only its own code can read: what it would give to a pickle.
+        # Only its own code can read that memory: hash what it gives to pickle.
         reduced = value.__reduce_ex__(4)
         if isinstance(reduced, str):
             return found, reduced
@@ -315,7 +279,7 @@ class Whole:
         return found, self._form(made), self._form(given), self._form(state), rest
 
     def _layers(self, module: nn.Module) -> Any:
-        """A module and its layers: classes, settings, modes, hooks; the numbers of those that are trained elsewhere."""
+        """A module and its layers: classes, settings, modes, hooks, and the numbers of tensors that are not trained."""
         found = []
         for name, layer in module.named_modules():
             inside = vars(layer)
@@ -352,7 +316,7 @@ class Whole:
     def _function(self, function: types.FunctionType) -> Any:
         code = function.__code__
         cells = dict(_cells_of(function))
-        # Of parsed arguments in a cell only what is read counts, which comes below.
+        # Of parsed arguments in a cell only what the code reads counts, see `_reads`.
         held = {name: self._form(part) for name, part in cells.items() if not isinstance(part, _SPACES)}
         if not is_users_function(function):
             self._look_outside(function.__module__)
@@ -387,12 +351,12 @@ class Whole:
                 continue
             found[path] = self._form(value)
         for name in sorted(builtins_read(code, names) & set(RUNS_TEXT)):
-            self._refuse(f"{called} calls {name}(), whose result cannot be known beforehand")
+            self._refuse(f"{called} calls {name}(), whose result hotlap cannot know beforehand")
         if "__file__" in names_in(code):
             self._refuse(f"{called} looks for files beside its own")
         variables, others = variables_read(code, names)
         if others:
-            self._refuse(f"{called} reads environment variables by names that it does not write out")
+            self._refuse(f"{called} reads environment variables whose names it computes")
         return found, {name: os.environ.get(name) for name in variables}
 
     def _imports(self, code: types.CodeType, names: dict[str, Any]) -> Any:
@@ -403,8 +367,13 @@ class Whole:
                 continue
             file = origin_of(name)
             self._look_outside(name)
-            if name.partition(".")[0] not in sys.stdlib_module_names and not (file and is_library(Path(file))):
+            if name.partition(".")[0] in sys.stdlib_module_names or (file and is_library(Path(file))):
+                continue
+            if self._exact:
                 self._refuse(f"it imports {name} while it runs")
+                continue
+            with suppress(Exception):  # the module may exist on other machines only
+                found.append(self._form(importlib.import_module(name)))
         return found
 
     def _look_outside(self, module: str | None) -> None:
@@ -414,14 +383,16 @@ class Whole:
     # --- files -----------------------------------------------------------------------------------
 
     def _file_of(self, module: str | None) -> str:
-        """When the file of a library was written; the versions of torch and numpy say it for theirs."""
+        """Size and times of a library's file; for torch and numpy their versions are enough."""
+        if not self._exact:
+            return ""
         root = (module or "").partition(".")[0]
         file = None if root in ("torch", "numpy", "hotlap") or root in sys.stdlib_module_names else file_of(module)
         return "" if file is None or not is_library(file) else _stamp(file.stat())
 
     def _file(self, word: str | bytes) -> str:
-        """Size and times of the file that a word names, or of all in the folder it names."""
-        if not isinstance(word, str) or not 1 < len(word) < 1024 or "\0" in word or word == "..":
+        """Size and times of the file that a text names, or of all files in the folder it names."""
+        if not self._exact or not isinstance(word, str) or not 1 < len(word) < 1024 or "\0" in word or word == "..":
             return ""
         try:
             found = Path(word).stat()
@@ -439,6 +410,71 @@ class Whole:
                 place = Path(folder, name)
                 stamps.append(f"{place} {_stamp(place.lstat())}")
         return key_of(stamps)
+
+
+# --- what to hash of tensors, objects, modules and optimizers ----------------------------------------
+
+
+def tensor_text(tensor: Tensor, whole: bool) -> str:
+    """Dtype, shape and hash of a tensor; without `whole`, of evenly spread rows only where it is large."""
+    flat = tensor.detach().reshape(len(tensor), -1) if tensor.ndim else tensor.detach().reshape(1, 1)
+    step = 1 if whole else max(1, -(-flat.numel() * flat.element_size() // WHOLE_BYTES))
+    rows = flat[::step].cpu().contiguous().reshape(-1)
+    digest = sha256_of(rows.view(torch.uint8).numpy().data if rows.numel() else memoryview(b""))
+    return f"{tensor.dtype}{tuple(tensor.shape)}{digest}"
+
+
+def sha256_of(data: memoryview) -> str:
+    """The sha256 of bytes; of several pieces the sha256 of their hashes, which all cores compute in parallel."""
+    pieces = [data[start : start + WHOLE_BYTES] for start in range(0, len(data), WHOLE_BYTES)]
+    if len(pieces) < 2:
+        return hashlib.sha256(data).hexdigest()
+    with ThreadPoolExecutor(min(len(pieces), read_cpu().cores)) as threads:
+        return hashlib.sha256(b"".join(threads.map(lambda piece: hashlib.sha256(piece).digest(), pieces))).hexdigest()
+
+
+def name_of(part: Any) -> str:
+    module = getattr(part, "__module__", None)
+    return f"{module}.{getattr(part, '__qualname__', type(part).__qualname__)}"
+
+
+def type_name(value: Any) -> str:
+    return name_of(type(value))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in its `__dict__` and in its slots."""
+    found = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            part = inspect.getattr_static(value, name, None) if name.startswith("__") else getattr(value, name, None)
+            found[name] = part
+    found |= getattr(value, "__dict__", {})
+    return {name: part for name, part in found.items() if name not in ("__dict__", "__weakref__")}
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes in which a module keeps its hooks."""
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The attributes in which an optimizer keeps the hooks of its steps."""
+
+
+def users_hooks(hooks: Any) -> list[Any]:
+    """The hooks in one of torch's tables, without hotlap's own."""
+    found = list(hooks.values()) if isinstance(hooks, Mapping) else []
+    return [hook for hook in found if not str(getattr(hook, "__module__", "")).startswith("hotlap.")]
+
+
+@functools.cache
+def optimizer_inside() -> frozenset[str]:
+    """The attributes that every optimizer has, or that schedules and the plan write."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = torch.optim.Adam([torch.zeros(1)])
+    of_schedules = ("_opt_called", "_step_count", "step", "_warned_capturable_if_run_uncaptured")
+    of_plans = ("_step_supports_amp_scaling", "found_inf", "grad_scale")
+    return frozenset((*vars(plain), *of_schedules, *of_plans))
 
 
 _MODULE = frozenset(vars(nn.Module()))
@@ -488,7 +524,7 @@ def _state_of(generator: Any) -> Any:
 
 @functools.cache
 def _hides_state(kind: type) -> bool:
-    """Whether objects of a class have memory that is neither in their attributes nor in their slots."""
+    """Whether objects of a class keep state outside of their attributes and slots."""
     slots = sum(
         1 for base in kind.__mro__ for part in vars(base).values() if isinstance(part, types.MemberDescriptorType)
     )
