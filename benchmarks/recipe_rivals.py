@@ -32,8 +32,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hotlap import machine
 from hotlap.data.windows import Windows
+from hotlap.recipes import recipe_named
 from hotlap.recipes.options import from_words, options_of
-from hotlap.recipes.recipe import Prepared, recipe_named
+from hotlap.recipes.recipe import Prepared
 
 Losses = Generator[float, None, None]
 """A training: each `next` makes a step and tells its loss."""
@@ -183,7 +184,7 @@ def settings_of(name: str, device: torch.device) -> tuple[str, ...]:
 def rival_of(name: str, words: Sequence[str], steps: int) -> dict[str, dict[str, Any]]:
     """For each model of a recipe, by setting, what its steps and an evaluation took."""
     recipe = recipe_named(name)
-    options: Any = options_of(recipe.options, None, from_words(words))
+    options: Any = options_of(recipe.options_type, None, from_words(words))
     device = machine.choose_device(options.device)
     prepared = recipe.prepare(options, _say)
     sides: list[Dataset[Any]] = []

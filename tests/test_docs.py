@@ -16,8 +16,8 @@ from preloaded import Preloaded
 
 import hotlap
 from hotlap.cli import app
+from hotlap.recipes import NAMES, recipe_named
 from hotlap.recipes.options import from_words, options_of
-from hotlap.recipes.recipe import NAMES, recipe_named
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -96,7 +96,7 @@ def check_hotlap(words):
     context = command.make_context(command.name, list(words))
     asked = [context.params["recipe"], *context.args] if command.name == "train" else context.params.get("training")
     if isinstance(asked, list | tuple) and asked and asked[0] in NAMES:
-        options_of(recipe_named(asked[0]).options, None, from_words(list(asked[1:])))
+        options_of(recipe_named(asked[0]).options_type, None, from_words(list(asked[1:])))
 
 
 def check_module(name, words):
@@ -151,7 +151,7 @@ def test_commands_and_options_that_a_text_names_exist(page):
             continue
         options = {option for one in known.params for option in one.opts}
         if command in ("train", "batch", "workers", "memory"):
-            chosen = [recipe_named(name).options for name in NAMES]
+            chosen = [recipe_named(name).options_type for name in NAMES]
             options |= {"--" + name.replace("_", "-") for one in chosen for name in one.__dataclass_fields__}
         script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
         options |= {"--help"}
@@ -162,7 +162,9 @@ def test_commands_and_options_that_a_text_names_exist(page):
 def known_options():
     """Every option that a command, a recipe, a benchmark or another program of this repository takes."""
     found = {option for one in all_commands() for parameter in one.params for option in parameter.opts}
-    found |= {f"--{name.replace('_', '-')}" for one in NAMES for name in recipe_named(one).options.__dataclass_fields__}
+    found |= {
+        f"--{name.replace('_', '-')}" for one in NAMES for name in recipe_named(one).options_type.__dataclass_fields__
+    }
     for path in ROOT.glob("benchmarks/**/*.py"):
         found |= set(re.findall(r'"(--[\w-]+)"', path.read_text()))
     return found | {"--help"}

@@ -15,7 +15,7 @@ from hotlap.core.errors import StoreError
 from hotlap.recipes import encoders, library_models
 from hotlap.recipes.networks import NetworkPlan, begun, made, plan_in
 from hotlap.recipes.options import options_of
-from hotlap.recipes.text import RECIPE, prepare
+from hotlap.recipes.text import RECIPE
 from hotlap.recipes.training import revived
 from hotlap.store.weights import load_weights
 
@@ -88,9 +88,9 @@ def test_the_config_of_a_stranger_runs_no_code_and_asks_nothing(trap, tmp_path, 
     path = trap / "config.json" if option == "config" else trap
     run_of(trap, "text", {})
     data = texts_file(tmp_path / "train.csv", rows=60)
-    given = options_of(RECIPE.options, None, {"data": str(data), "device": "cpu", option: str(path)})
+    given = options_of(RECIPE.options_type, None, {"data": str(data), "device": "cpu", option: str(path)})
     with pytest.raises(StoreError, match=r"config.json has 'auto_map', 'name_or_path', which can make"):
-        prepare(given, lambda line: None)
+        RECIPE.prepare(given, lambda line: None)
 
 
 def test_a_folder_of_pictures_weights_runs_no_code_and_asks_nothing(trap):
@@ -180,7 +180,9 @@ def encoder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     data, folder = texts_file(tmp_path / "train.csv", rows=60), tmp_path / "encoder"
     quick = {"config": str(tiny_config(tmp_path / "tiny.json")), "vocabulary": 300, "most": 48, "device": "cpu"}
-    reader = prepare(options_of(RECIPE.options, None, {"data": str(data), **quick}), lambda line: None).reader
+    reader = RECIPE.prepare(
+        options_of(RECIPE.options_type, None, {"data": str(data), **quick}), lambda line: None
+    ).reader
     model = reader.begun().encoder
     model.save_pretrained(folder)
     reader.keep_files(folder)
@@ -188,8 +190,8 @@ def encoder(tmp_path, monkeypatch):
 
 
 def begun_from(folder, data):
-    given = options_of(RECIPE.options, None, {"data": str(data), "weights": str(folder), "device": "cpu"})
-    return prepare(given, lambda line: None).reader.begun().encoder
+    given = options_of(RECIPE.options_type, None, {"data": str(data), "weights": str(folder), "device": "cpu"})
+    return RECIPE.prepare(given, lambda line: None).reader.begun().encoder
 
 
 def test_a_pickle_that_is_called_safetensors_is_refused_unopened(encoder, tmp_path):

@@ -45,7 +45,7 @@ def test_a_network_that_is_wide_beyond_the_memory_is_refused_before_pictures_are
             Image.fromarray(np.full((8, 8, 3), at, "uint8")).save(tmp_path / name / f"{at}.png")
     given = {"data": str(tmp_path), "device": "cpu", "width": "48", "models": model}
     with pytest.raises(DataError, match=rf"^{model} has .*iB of weights, .* give a smaller width or depth$"):
-        image.prepare(options_of(image.RECIPE.options, None, given), lambda line: None)
+        image.RECIPE.prepare(options_of(image.RECIPE.options_type, None, given), lambda line: None)
 
 
 def test_an_encoder_that_is_wide_beyond_the_memory_is_refused_before_texts_become_tokens(tmp_path, monkeypatch, free):
@@ -57,7 +57,7 @@ def test_an_encoder_that_is_wide_beyond_the_memory_is_refused_before_texts_becom
     data = texts_file(tmp_path / "train.csv", rows=60)
     given = {"data": str(data), "device": "cpu", "config": str(path)}
     with pytest.raises(DataError, match=r"config\.json has .*iB of weights, .* give a smaller encoder$"):
-        text.prepare(options_of(text.RECIPE.options, None, given), lambda line: None)
+        text.RECIPE.prepare(options_of(text.RECIPE.options_type, None, given), lambda line: None)
 
 
 def test_a_vocabulary_that_is_large_beyond_the_memory_is_refused(tmp_path, monkeypatch, free):
@@ -70,4 +70,4 @@ def test_a_vocabulary_that_is_large_beyond_the_memory_is_refused(tmp_path, monke
     without = encoders.Encoder(config={**TINY, "max_position_embeddings": 18, "vocab_size": 5}, tokenizer=None)
     free(4 * bytes_of(without.made))
     with pytest.raises(DataError, match=r"give a smaller encoder or vocabulary$"):
-        text.prepare(options_of(text.RECIPE.options, None, given), lambda line: None)
+        text.RECIPE.prepare(options_of(text.RECIPE.options_type, None, given), lambda line: None)

@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 from benchmarks import recipe_files, recipe_rivals, recipes
 from hotlap import cli
 from hotlap.data.windows import Windows
+from hotlap.recipes import recipe_named
 from hotlap.recipes.options import from_words, options_of
-from hotlap.recipes.recipe import recipe_named
 from hotlap.store.run_folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_by_default_as_many_windows_are_trained_on_as_the_docstring_says(tmp_pat
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     words = recipes.temporal_words(recipes.parsed([]), tmp_path)
     recipe = recipe_named("temporal")
-    prepared = recipe.prepare(options_of(recipe.options, None, from_words(words)), lambda line: None)
+    prepared = recipe.prepare(options_of(recipe.options_type, None, from_words(words)), lambda line: None)
     data = prepared.candidates[0].job().data
     assert [one.name for one in prepared.candidates] == ["lstm", "transformer", "mlp"]
     assert len(data) == 76_792
@@ -201,7 +201,7 @@ def test_the_rivals_texts_are_tokenised_one_by_one_and_padded_to_the_width(tmp_p
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     words = recipes.text_words(recipes.parsed(["--texts", "60"]), tmp_path)
     recipe = recipe_named("text")
-    options = options_of(recipe.options, None, from_words(words))
+    options = options_of(recipe.options_type, None, from_words(words))
     prepared = recipe.prepare(options, lambda line: None)
     data = recipe_rivals.text_rows(options.data, options, prepared)
     file = rows_of(tmp_path / "texts.csv")

@@ -27,7 +27,7 @@ def _own_cache(tmp_path, monkeypatch):
 def test_memory_is_the_same_after_each_model(tmp_path, plan):
     data = bars_file(tmp_path / "bars.csv", rows=900, symbols=2)
     given = {"data": str(data), "models": ",".join(MODELS), "epochs": "2", "frames": "h1", "batch_size": "64"}
-    options = options_of(RECIPE.options, None, {**given, "plan": plan, "device": "cuda"})
+    options = options_of(RECIPE.options_type, None, {**given, "plan": plan, "device": "cuda"})
     left = []
     for run in ("warm-up", "measured"):
         folder = train(RECIPE, options, out=tmp_path / run, retrain=True, say=lambda line: None, progress=False)
@@ -47,7 +47,7 @@ def test_pictures_in_files_are_learnt_held_on_the_device_and_captured(tmp_path):
     words = {"size": "16", "width": "8", "depth": "1", "epochs": "6", "batch_size": "24", "lr": "4e-3"}
     words |= {"flip": "no", "crop": "0.1", "colour": "0"}
     words |= {"data": str(data), "test": str(data), "plan": "max", "device": "cuda"}
-    options = options_of(image.RECIPE.options, None, words)
+    options = options_of(image.RECIPE.options_type, None, words)
     folder = train(image.RECIPE, options, out=tmp_path / "run", retrain=True, say=lambda line: None, progress=False)
     run = RunFolder.open(folder / "models" / "resnet")
     assert "resident" in str(run.read_plan())

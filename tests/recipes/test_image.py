@@ -19,7 +19,7 @@ from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, StoreError
 from hotlap.data import pictures
 from hotlap.engine.augment import Augment
-from hotlap.recipes.image import RECIPE, ImageOptions, prepare, views
+from hotlap.recipes.image import RECIPE, ImageOptions, views
 from hotlap.recipes.networks import NetworkPlan, ResNet, VisionTransformer, begun, made, patch_side
 from hotlap.recipes.options import options_of
 from hotlap.recipes.picture_files import folder_columns, placed
@@ -46,7 +46,7 @@ def trained(data, out, lines, **more):
 
 
 def prepared(data, lines=None, **more):
-    return prepare(options(data, **more), (lines if lines is not None else []).append)
+    return RECIPE.prepare(options(data, **more), (lines if lines is not None else []).append)
 
 
 def report_of(folder):
@@ -186,7 +186,7 @@ def test_copies_of_a_picture_are_on_one_side_unless_a_group_parts_them(tmp_path,
     data = write_rows(tmp_path / "train.csv", ["image", "label", "who"], rows)
     for seed in range(4):
         job = prepared(data, lines := [], seed=seed).candidates[0].job()
-        assert "copies    8 pictures are copies of one before, byte for byte: all copies of a picture are" in lines[-2]
+        assert "copies    8 pictures are copies of one before: all copies are on one side" in lines[-2]
         assert not any("trained on too" in line for line in lines)
         train, held = ({rows[at][0] for at in one.indices} for one in (job.data, job.valid))
         assert not {name.replace("copy", "00") for name in train} & {name.replace("copy", "00") for name in held}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from hotlap.core.errors import JobError, StoreError
+from hotlap.recipes import NAMES, recipe_named
 from hotlap.recipes.options import (
     Calling,
     Options,
@@ -18,7 +19,6 @@ from hotlap.recipes.options import (
     recipe_in,
     told,
 )
-from hotlap.recipes.recipe import NAMES, recipe_named
 from hotlap.recipes.temporal import TemporalOptions
 from hotlap.recipes.text import TextOptions
 
@@ -112,7 +112,7 @@ def test_every_option_is_explained():
 
 def test_all_recipes_say_the_same_of_epochs_and_learning_rate():
     for name in ("epochs", "lr"):
-        said = {(one["default"], one["told"]) for one in (as_json(recipe_named(r).options)[name] for r in NAMES)}
+        said = {(one["default"], one["told"]) for one in (as_json(recipe_named(r).options_type)[name] for r in NAMES)}
         assert len(said) == 1
         assert next(iter(said))[1].endswith("0 leaves it to the recipe")
 

@@ -13,13 +13,12 @@ from typer.testing import CliRunner
 
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, TrainingError
-from hotlap.recipes import temporal, training
+from hotlap.recipes import recipe_named, temporal, training
 from hotlap.recipes.bars import PRICES, bars_from, resampled, simulated_bars
 from hotlap.recipes.indicators import direction
 from hotlap.recipes.options import options_of
-from hotlap.recipes.recipe import recipe_named
 from hotlap.recipes.tables import read_table
-from hotlap.recipes.temporal import RECIPE, known_features, prepare, seconds_of
+from hotlap.recipes.temporal import RECIPE, known_features, seconds_of
 from hotlap.recipes.training import predict, revived, train
 
 QUICK = {"models": "mlp", "epochs": 3, "batch_size": 64, "plan": "off", "device": "cpu", "frames": "h1"}
@@ -31,7 +30,11 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def options(data, **more):
-    return options_of(RECIPE.options, None, {"data": str(data), **QUICK, **more})
+    return options_of(RECIPE.options_type, None, {"data": str(data), **QUICK, **more})
+
+
+def prepared(data, **more):
+    return RECIPE.prepare(options(data, **more), lambda line: None)
 
 
 def trained(data, out, lines, **more):
@@ -80,7 +83,7 @@ def test_what_tuning_did_is_told_behind_each_training_and_not_where_there_was_no
 def test_the_file_of_a_run_repeats_it(tmp_path):
     data = bars_file(tmp_path / "bars.csv")
     folder = trained(data, tmp_path / "run", [])
-    given = options_of(RECIPE.options, folder / "options.toml", {})
+    given = options_of(RECIPE.options_type, folder / "options.toml", {})
     assert given == options(data)
     other = train(RECIPE, given, out=tmp_path / "other", retrain=True, say=lambda line: None, progress=False)
     assert (other / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -90,7 +93,7 @@ def test_the_last_part_of_each_symbol_is_held_out_and_labels_do_not_reach_over_t
     data = bars_file(tmp_path / "bars.csv", rows=500, symbols=2)
     chosen = options(data, ahead="6")
     lines = []
-    found = prepare(chosen, lines.append)
+    found = RECIPE.prepare(chosen, lines.append)
     bars, known = known_features(read_table(data), [3600], lambda line: None)
     windows, held = found.candidates[0].job().data, found.held_out
     # How many windows each side has, and the labels of those that are held out, worked out once more.
@@ -116,7 +119,9 @@ def test_what_comes_later_changes_nothing_that_was_trained_on(tmp_path):
         time, symbol, *prices, volume = line.split(",")
         later.append(",".join([time, symbol, *(str(1.5 * float(price)) for price in prices), volume]))
     changed.write_text("\n".join([*rows[:560], *later]) + "\n")
-    mine, theirs = (prepare(options(path), lambda line: None).candidates[0].job().data for path in (data, changed))
+    mine, theirs = (
+        RECIPE.prepare(options(path), lambda line: None).candidates[0].job().data for path in (data, changed)
+    )
     assert torch.equal(mine.series, theirs.series)
     assert torch.equal(mine.target, theirs.target)
 
@@ -145,37 +150,37 @@ def test_three_models_are_compared_and_the_best_is_the_one_that_is_kept(tmp_path
 
 def test_a_last_batch_of_one_window_is_left_out_for_every_model_alike(tmp_path):
     data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
-    count = len(prepare(options(data), lambda line: None).candidates[0].job().data)
+    count = len(prepared(data).candidates[0].job().data)
     chosen = {"batch_size": str(count - 1), "models": "lstm,transformer,mlp", "epochs": "1"}
-    assert [one.job().drop_last for one in prepare(options(data, **chosen), lambda line: None).candidates] == [True] * 3
+    assert [one.job().drop_last for one in prepared(data, **chosen).candidates] == [True] * 3
     folder = trained(data, tmp_path / "run", [], **chosen)
     assert set(json.loads((folder / "report.json").read_text())["models"]) == {"lstm", "transformer", "mlp"}
-    more = prepare(options(data, batch_size=str(count - 2)), lambda line: None)
+    more = RECIPE.prepare(options(data, batch_size=str(count - 2)), lambda line: None)
     assert more.candidates[0].job().drop_last is None
 
 
 def test_a_fold_whose_last_batch_holds_one_window_is_trained_and_one_of_a_single_window_is_refused(tmp_path):
     data = bars_file(tmp_path / "bars.csv", rows=900, symbols=1)
-    folds = prepare(options(data, folds="3"), lambda line: None).folds("mlp")
+    folds = prepared(data, folds="3").folds("mlp")
     size = len(folds[1].job().data) - 1
     folder = trained(data, tmp_path / "run", [], folds="3", epochs="1", batch_size=str(size))
     assert len(json.loads((folder / "report.json").read_text())["folds"]) == 3
     with pytest.raises(DataError, match="there are too few bars for 133 folds; ask for fewer"):
-        prepare(options(data, folds="133"), lambda line: None).folds("mlp")
+        prepared(data, folds="133").folds("mlp")
 
 
 @pytest.fixture
 def hasty(monkeypatch):
     """Some models, by name, learn at a rate that leaves no numbers of them."""
-    names, made = set(), temporal._job
+    names, made = set(), temporal.TemporalRecipe.job
 
-    def job(options, reader, name, *rest):
-        found = made(options, reader, name, *rest)
+    def job(recipe, name, *rest):
+        found = made(recipe, name, *rest)
         if name in names:
             found.optimizer.param_groups[0].update(lr=1e30, initial_lr=1e30)
         return found
 
-    monkeypatch.setattr(temporal, "_job", job)
+    monkeypatch.setattr(temporal.TemporalRecipe, "job", job)
     return names
 
 
@@ -196,16 +201,16 @@ def test_one_model_that_diverges_is_left_out_and_all_that_do_are_an_error(tmp_pa
 
 def test_a_fold_that_diverges_is_left_out_of_the_average(tmp_path, hasty, monkeypatch):
     data, lines = bars_file(tmp_path / "bars.csv", rows=900, symbols=1), []
-    folds = temporal._folds
+    folds = temporal.TemporalRecipe.folds
 
-    def first_in_haste(options, reader, known, name):
-        first, *rest = folds(options, reader, known, name)
+    def first_in_haste(recipe, name):
+        first, *rest = folds(recipe, name)
         hasty.add(name)
         yield first
         hasty.discard(name)
         yield from rest
 
-    monkeypatch.setattr(temporal, "_folds", first_in_haste)
+    monkeypatch.setattr(temporal.TemporalRecipe, "folds", first_in_haste)
     folder = trained(data, tmp_path / "run", lines, folds="3", epochs="1")
     assert [line for line in lines if line.startswith("warning   left out: the training of fold 1 of 3 diverged")]
     assert any(line.startswith("over 2 folds macro-F1 is") for line in lines)
@@ -222,7 +227,7 @@ def test_an_export_of_metatrader_is_read_as_the_same_bars(tmp_path):
         prices = [row[name] for name in ("open", "high", "low", "close", "volume")]
         lines.append("\t".join([day.replace("-", "."), hour, *prices, "0", "2"]))
     (tmp_path / "export.csv").write_text("\n".join(lines) + "\n")
-    mine, theirs = (prepare(options(tmp_path / name), lambda line: None) for name in ("bars.csv", "export.csv"))
+    mine, theirs = (RECIPE.prepare(options(tmp_path / name), lambda line: None) for name in ("bars.csv", "export.csv"))
     assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
 
 
@@ -237,14 +242,14 @@ def first_rows(path, data, counts):
 def test_symbols_with_too_few_bars_for_a_window_are_said(tmp_path):
     data, lines = bars_file(tmp_path / "bars.csv", rows=500, symbols=5), []
     counts = {"SIM1": 500, "SIM2": 1, "SIM3": 40, "SIM4": 60, "SIM5": 80}
-    prepare(options(first_rows(tmp_path / "some.csv", data, counts)), lines.append)
+    RECIPE.prepare(options(first_rows(tmp_path / "some.csv", data, counts)), lines.append)
     (line,) = [line for line in lines if line.startswith("warning   left out: ")]
     begin, _, needed = line.partition(" and 1 more: a window to train on needs ")
     assert begin == "warning   left out: bars of SIM2 with 1, SIM3 with 40, SIM4 with 60"
     enough = int(needed.removesuffix(" of a symbol"))
     for count, said in ((enough - 5, 1), (enough, 0)):
         lines = []
-        prepare(options(first_rows(tmp_path / "two.csv", data, {"SIM1": 500, "SIM2": count})), lines.append)
+        RECIPE.prepare(options(first_rows(tmp_path / "two.csv", data, {"SIM1": 500, "SIM2": count})), lines.append)
         assert sum(line.startswith("warning   left out: ") for line in lines) == said
 
 
@@ -255,14 +260,14 @@ def test_symbols_with_too_few_bars_for_a_window_are_said(tmp_path):
 def test_too_few_bars_are_refused_with_a_number_that_is_enough(tmp_path, chosen, rows):
     data = bars_file(tmp_path / "bars.csv", rows=rows, symbols=1)
     with pytest.raises(DataError, match=r"50 are needed: the first \d+ bars of each symbol have too little") as raised:
-        prepare(options(data, **chosen), lambda line: None)
+        prepared(data, **chosen)
     said = str(raised.value)
     assert said.endswith("--frames") is (chosen.get("frames") == "h1,h4")
     enough = int(said.partition("; give ")[2].split()[0])
     lines = []
-    prepare(options(bars_file(tmp_path / "more.csv", rows=enough, symbols=1), **chosen), lines.append)
+    RECIPE.prepare(options(bars_file(tmp_path / "more.csv", rows=enough, symbols=1), **chosen), lines.append)
     with pytest.raises(DataError, match="50 are needed"):
-        prepare(options(bars_file(tmp_path / "fewer.csv", rows=enough - 5, symbols=1), **chosen), lines.append)
+        RECIPE.prepare(options(bars_file(tmp_path / "fewer.csv", rows=enough - 5, symbols=1), **chosen), lines.append)
 
 
 def files_of(folder, data, parts):
@@ -277,7 +282,7 @@ def files_of(folder, data, parts):
 def test_files_that_share_times_are_of_one_symbol_each_called_as_they_are(tmp_path):
     data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=2), []
     many = files_of(tmp_path / "many", data, {"AAA.csv": (0, 400), "NA.csv": (400, 800)})
-    mine, theirs = prepare(options(data), lambda line: None), prepare(options(many), lines.append)
+    mine, theirs = prepared(data), RECIPE.prepare(options(many), lines.append)
     assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
     note = "its 2 files are taken to be of one each, called as the file is, such as AAA"
     assert f"          note: there is no column of symbols: {note}" in lines
@@ -292,19 +297,19 @@ def test_files_that_share_times_are_of_one_symbol_each_called_as_they_are(tmp_pa
 def test_files_that_follow_each_other_stay_one_symbol(tmp_path):
     data, lines = bars_file(tmp_path / "bars.csv", rows=400, symbols=1), []
     parts = files_of(tmp_path / "parts", data, {"2022.csv": (0, 150), "2023.csv": (150, 400)})
-    mine, theirs = prepare(options(data), lambda line: None), prepare(options(parts), lines.append)
+    mine, theirs = prepared(data), RECIPE.prepare(options(parts), lines.append)
     assert torch.equal(mine.candidates[0].job().data.series, theirs.candidates[0].job().data.series)
     assert not any("no column of symbols" in line for line in lines)
     twice = files_of(tmp_path / "twice", data, {"2022.csv": (0, 151), "2023.csv": (150, 400)})
     with pytest.raises(DataError, match=r"2023.csv row 1: its time .* is that of 2022.csv row 151 too; where rows are"):
-        prepare(options(twice), lambda line: None)
+        RECIPE.prepare(options(twice), lambda line: None)
 
 
 def test_bars_to_judge_by_that_are_trained_on_are_known_by_the_names_of_files(tmp_path):
     data = bars_file(tmp_path / "bars.csv", rows=400, symbols=2)
     many = files_of(tmp_path / "many", data, {"AAA.csv": (0, 400), "BBB.csv": (400, 800)})
     with pytest.raises(DataError, match=r"400 bars of BBB in .*BBB.csv, from .* are of times that .*many has too"):
-        prepare(options(many, valid=str(many / "BBB.csv")), lambda line: None)
+        RECIPE.prepare(options(many, valid=str(many / "BBB.csv")), lambda line: None)
 
 
 def test_files_of_two_lengths_are_refused_by_their_names(tmp_path):
@@ -315,7 +320,7 @@ def test_files_of_two_lengths_are_refused_by_their_names(tmp_path):
     header = ["time", "open", "high", "low", "close", "volume"]
     write_rows(tmp_path / "many" / "EURUSD_h1.csv", header, [[row[0], *row[2:], 0] for row in rows])
     with pytest.raises(DataError, match=r"the bars of EURUSD_h1 in .*many are h1, and the others m15; give bars of"):
-        prepare(options(tmp_path / "many"), lambda line: None)
+        RECIPE.prepare(options(tmp_path / "many"), lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +341,7 @@ def test_data_that_will_not_do_is_refused_in_a_line(tmp_path, change, said):
 
 def test_options_that_make_no_sense_are_refused_together():
     with pytest.raises(JobError) as raised:
-        options_of(RECIPE.options, None, {"models": "lstm,gru", "frames": "auto,h1", "length": "0"})
+        options_of(RECIPE.options_type, None, {"models": "lstm,gru", "frames": "auto,h1", "length": "0"})
     assert len(raised.value.problems) == 3
 
 
@@ -398,7 +403,7 @@ def test_walking_forward_trains_on_what_came_before_and_judges_what_comes_next(t
     report = json.loads((folder / "report.json").read_text())
     assert list(report["folds"]) == ["fold 1 of 3", "fold 2 of 3", "fold 3 of 3"]
     assert any(line.startswith("over 3 folds macro-F1 is") for line in lines)
-    found = prepare(options(data, folds="3"), lambda line: None)
+    found = prepared(data, folds="3")
     folds = found.folds("mlp")
     trained_on = [len(fold.job().data) for fold in folds]
     assert trained_on == sorted(trained_on)
@@ -470,7 +475,7 @@ def test_bars_of_another_length_than_those_trained_on_are_refused(tmp_path):
     assert str(raised.value) == (f"the bars of SIM1 in {hours} are h1, and those trained on m15; give bars of m15")
     assert not (tmp_path / "answers.csv").exists()
     with pytest.raises(DataError, match=r"hours.csv are h1, and those trained on m15"):
-        prepare(options(data, valid=str(hours)), lambda line: None)
+        RECIPE.prepare(options(data, valid=str(hours)), lambda line: None)
     assert predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu") > 1000
     state = json.loads((folder / "recipe.json").read_text())
     assert state["reader"]["seconds"] == 900
@@ -482,7 +487,7 @@ def test_symbols_of_different_lengths_are_refused(tmp_path):
     mixed = tmp_path / "mixed.csv"
     mixed.write_text(data.read_text() + "".join(f"{line},0\n" for line in hours))
     with pytest.raises(DataError, match=r"the bars of HOURLY in .*mixed\.csv are h1, and the others m15"):
-        prepare(options(mixed), lambda line: None)
+        RECIPE.prepare(options(mixed), lambda line: None)
 
 
 def test_a_file_to_judge_by_with_times_that_are_trained_on_is_refused(tmp_path):
@@ -493,21 +498,21 @@ def test_a_file_to_judge_by_with_times_that_are_trained_on_is_refused(tmp_path):
     late.write_text("".join([header, *rows[700:]]))
     both.write_text("".join([header, *rows[690:]]))
     with pytest.raises(DataError) as raised:
-        prepare(options(early, valid=str(both)), lambda line: None)
+        RECIPE.prepare(options(early, valid=str(both)), lambda line: None)
     said = str(raised.value)
     first, last = (rows[at].split(",")[0].replace(" ", "T") for at in (690, 699))
     assert said.startswith(f"10 bars of SIM1 in {both}, from {first} to {last}, are of times")
     assert "\n" not in said
-    prepare(options(early, valid=str(late)), lambda line: None)
+    RECIPE.prepare(options(early, valid=str(late)), lambda line: None)
     both.write_text(both.read_text().replace("SIM1", "SIM2"))
-    prepare(options(early, valid=str(both)), lambda line: None)
+    RECIPE.prepare(options(early, valid=str(both)), lambda line: None)
 
 
 @pytest.mark.parametrize("name", ["close", "symbol"])
 def test_a_target_that_is_a_column_is_refused(tmp_path, name):
     data = bars_file(tmp_path / "bars.csv", rows=300, symbols=1)
     with pytest.raises(DataError, match=f"target={name} is a column of .*choose a name that is no column"):
-        prepare(options(data, target=name), lambda line: None)
+        prepared(data, target=name)
 
 
 def test_answers_do_not_take_the_place_of_a_column_of_their_name(tmp_path):
@@ -535,7 +540,7 @@ def test_frames_that_can_be_made_of_the_bars_are_suggested(tmp_path, seconds, fr
     rows = [[int(1_600_000_000 // 86400 * 86400 + at * seconds), 10, 11, 9, 10] for at in range(30)]
     data = write_rows(tmp_path / "bars.csv", ["time", "open", "high", "low", "close"], rows)
     with pytest.raises(DataError) as raised:
-        prepare(options(data, frames=frame), lambda line: None)
+        prepared(data, frames=frame)
     assert str(raised.value).endswith(said)
 
 
@@ -555,10 +560,10 @@ def test_of_the_usual_frames_those_are_made_that_are_longer_where_none_are_named
     rows = [[1_599_955_200 + at * seconds, *(getattr(bars, name)[at] for name in PRICES)] for at in range(700)]
     write_rows(data, ["time", *PRICES], rows)
     chosen = options(data, frames="auto")
-    found = prepare(chosen, lines.append)
+    found = RECIPE.prepare(chosen, lines.append)
     assert found.reader.state()["frames"] == made
     assert [line for line in lines if line.startswith("frames")] == ([f"frames    without {said}"] if said else [])
-    assert chosen.frames == RECIPE.options(data=str(data)).frames
+    assert chosen.frames == RECIPE.options_type(data=str(data)).frames
 
 
 def test_features_of_a_test_file_are_not_said_to_be_cached_in_the_run_that_made_them(tmp_path):
@@ -582,7 +587,7 @@ def test_bars_without_an_answer_are_told_with_what_would_give_them_one(tmp_path)
 @pytest.mark.parametrize("symbols", [1, 2])
 def test_the_worst_mistakes_are_told_by_the_time_of_their_last_bar_and_by_their_symbol(tmp_path, symbols):
     data = bars_file(tmp_path / "bars.csv", rows=400, symbols=symbols)
-    found = prepare(options(data), lambda line: None)
+    found = prepared(data)
     bars, _ = known_features(read_table(data), [3600], lambda line: None)
     each = len(found.target) // symbols
     moments = [one.times[-4 - each : -4].astype("datetime64[s]") for one in bars]
@@ -598,7 +603,7 @@ def test_the_worst_mistakes_are_told_by_the_time_of_their_last_bar_and_by_their_
 
 
 def test_no_epochs_and_no_rate_leave_both_to_the_recipe(tmp_path):
-    found = prepare(options(bars_file(tmp_path / "bars.csv"), epochs=0, lr=0), lambda line: None)
+    found = RECIPE.prepare(options(bars_file(tmp_path / "bars.csv"), epochs=0, lr=0), lambda line: None)
     job = found.candidates[0].job()
     assert (job.epochs, job.optimizer.param_groups[0]["lr"]) == (20, 1e-3)
 

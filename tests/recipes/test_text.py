@@ -16,7 +16,7 @@ from hotlap.data.sequences import SequenceColumns
 from hotlap.recipes import encoders, tabular, word_counts
 from hotlap.recipes.encoders import encoder_in
 from hotlap.recipes.options import options_of
-from hotlap.recipes.text import RECIPE, prepare
+from hotlap.recipes.text import RECIPE
 from hotlap.recipes.training import predict, train
 
 pytest.importorskip("transformers")
@@ -32,7 +32,7 @@ def _own_cache(tmp_path, monkeypatch):
 def options(folder, data, **more):
     config = str(tiny_config(folder / "tiny.json"))
     quick = {"config": config, "epochs": 6, "vocabulary": 300, "most": 48, "lr": 5e-3, "plan": "off", "device": "cpu"}
-    return options_of(RECIPE.options, None, {"data": str(data), **quick, **more})
+    return options_of(RECIPE.options_type, None, {"data": str(data), **quick, **more})
 
 
 def trained(folder, data, out, lines, **more):
@@ -74,14 +74,14 @@ def test_what_takes_long_before_the_training_shows_that_it_goes_on(tmp_path, mon
     monkeypatch.setattr(tokenising, "CHUNK", 20)
     monkeypatch.setattr(parallel, "GROUP_S", 0.0)
     lines = []
-    prepare(options(tmp_path, texts_file(tmp_path / "train.csv", rows=60)), lines.append)
+    RECIPE.prepare(options(tmp_path, texts_file(tmp_path / "train.csv", rows=60)), lines.append)
     said = "\n".join(lines)
     assert "tokens    a tokenizer is made of 48 texts\n" in said
     assert re.search(r"tokens    of 20 of 48 texts, [\d,]+ a second\ntokens    of 40 of 48 texts", said)
     if word_counts.is_there():
         assert "rule      TF-IDF + logistic regression is fitted to 48 texts\n" in said
     again = []
-    prepare(options(tmp_path, tmp_path / "train.csv"), again.append)
+    RECIPE.prepare(options(tmp_path, tmp_path / "train.csv"), again.append)
     assert not any(" of 48 texts" in line for line in again if line.startswith("tokens"))
 
 
@@ -118,7 +118,7 @@ def test_two_columns_of_text_go_in_as_a_pair(tmp_path):
         first, second = ("alpha beta", "gamma delta") if at % 2 else ("gamma delta", "alpha beta")
         rows.append([f"{first} the text number {at}", f"{second} and another {at}", "ab" if at % 2 else "ba"])
     data = write_rows(tmp_path / "pairs.csv", ["question", "answer", "label"], rows)
-    found = prepare(options(tmp_path, data, vocabulary="150"), lambda line: None)
+    found = RECIPE.prepare(options(tmp_path, data, vocabulary="150"), lambda line: None)
     assert found.reader.columns == ("question", "answer")
     assert set(found.held_out.fields) == {"input_ids", "token_type_ids"}
     assert set(found.held_out[0]["token_type_ids"].tolist()) == {0, 1}
@@ -130,21 +130,21 @@ def test_groups_stay_on_one_side(tmp_path):
     data.write_text(
         "\n".join([f"{lines[0]},author", *(f"{line},a{at % 10}" for at, line in enumerate(lines[1:]))]) + "\n"
     )
-    found = prepare(options(tmp_path, data, group="author", text="text"), lambda line: None)
+    found = RECIPE.prepare(options(tmp_path, data, group="author", text="text"), lambda line: None)
     assert 0.1 < len(found.target) / 120 < 0.3
     assert len(found.target) % 12 == 0
 
 
 def test_a_pretrained_folder_is_where_training_begins(tmp_path):
     data = texts_file(tmp_path / "train.csv", rows=120)
-    first = prepare(options(tmp_path, data), lambda line: None)
+    first = RECIPE.prepare(options(tmp_path, data), lambda line: None)
     folder = tmp_path / "encoder"
     model = first.reader.begun().encoder
     model.save_pretrained(folder)
     first.reader.keep_files(folder)
     lines = []
-    given = options_of(RECIPE.options, None, {"data": str(data), "weights": str(folder), "device": "cpu"})
-    found = prepare(given, lines.append)
+    given = options_of(RECIPE.options_type, None, {"data": str(data), "weights": str(folder), "device": "cpu"})
+    found = RECIPE.prepare(given, lines.append)
     assert any("pretrained" in line for line in lines)
     mine, theirs = model.state_dict(), found.reader.begun().encoder.state_dict()
     assert all(bool((mine[name] == theirs[name]).all()) for name in mine)
@@ -188,9 +188,9 @@ def test_a_file_to_predict_that_lacks_the_text_is_refused(tmp_path):
 )
 def test_an_encoder_that_is_not_there_is_said(tmp_path, weights, error, said):
     data = texts_file(tmp_path / "train.csv", rows=60)
-    given = options_of(RECIPE.options, None, {"data": str(data), "weights": weights, "device": "cpu"})
+    given = options_of(RECIPE.options_type, None, {"data": str(data), "weights": weights, "device": "cpu"})
     with pytest.raises(error, match=said):
-        prepare(given, lambda line: None)
+        RECIPE.prepare(given, lambda line: None)
 
 
 def test_a_folder_without_tokenizer_or_safetensors_is_said(tmp_path):
@@ -198,7 +198,7 @@ def test_a_folder_without_tokenizer_or_safetensors_is_said(tmp_path):
     with pytest.raises(StoreError, match=r"has no tokenizer\.json"):
         encoder_in(tmp_path, {})
     data = texts_file(tmp_path / "train.csv", rows=60)
-    prepare(options(tmp_path, data), lambda line: None).reader.keep_files(tmp_path)
+    RECIPE.prepare(options(tmp_path, data), lambda line: None).reader.keep_files(tmp_path)
     with pytest.raises(StoreError, match=r"has no \.safetensors file"):
         encoder_in(tmp_path, {}, weights=True)
 
@@ -213,7 +213,7 @@ def with_column(path, name, value):
 def test_a_column_that_is_the_target_again_is_noted_though_nobody_reads_it(tmp_path):
     data, lines = texts_file(tmp_path / "train.csv", rows=60), []
     with_column(data, "topic", lambda row: row[2].upper())
-    prepare(options(tmp_path, data), lines.append)
+    RECIPE.prepare(options(tmp_path, data), lines.append)
     (line,) = (line for line in lines if line.startswith("note"))
     assert line.startswith("note      column 'topic' is the target 'label' under other names")
     assert line.endswith("it is not read")
@@ -247,7 +247,7 @@ def configured(folder, config, **more):
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     data = more.pop("data", None) or texts_file(folder / "train.csv", rows=60)
-    return prepare(options(folder, data, **{"config": str(path), **more}), lambda line: None)
+    return RECIPE.prepare(options(folder, data, **{"config": str(path), **more}), lambda line: None)
 
 
 def outputs_for(found, rows=5):
@@ -295,14 +295,14 @@ def test_any_number_of_tokens_can_be_the_most(tmp_path):
 
 def test_more_tokens_than_a_pretrained_encoder_takes_are_refused_in_a_line(tmp_path):
     data = texts_file(tmp_path / "train.csv", rows=60)
-    first, folder = prepare(options(tmp_path, data), lambda line: None), tmp_path / "encoder"
+    first, folder = RECIPE.prepare(options(tmp_path, data), lambda line: None), tmp_path / "encoder"
     first.reader.begun().encoder.save_pretrained(folder)
     first.reader.keep_files(folder)
     given = options(tmp_path, data, config="", weights=str(folder), most="60")
     lines = data.read_text().splitlines()
     data.write_text("\n".join([*lines, f"61,{'goal ' * 70},sport"]) + "\n")
     with pytest.raises(DataError, match=r"has 60 tokens, and this encoder takes 48; train with --most 48$"):
-        prepare(given, lambda line: None)
+        RECIPE.prepare(given, lambda line: None)
 
 
 def test_embeddings_are_a_vector_for_each_text_in_its_order(tmp_path):
@@ -335,8 +335,8 @@ def twice(path, data):
 def test_rows_of_one_text_are_on_one_side_and_that_is_said(tmp_path):
     data = twice(tmp_path / "twice.csv", texts_file(tmp_path / "train.csv", rows=120))
     lines = []
-    found = prepare(options(tmp_path, data, text="text"), lines.append)
-    assert "copies    120 rows have the text of a row before them: all rows of a text are on one side" in lines
+    found = RECIPE.prepare(options(tmp_path, data, text="text"), lines.append)
+    assert "copies    120 rows are copies of one before: all copies are on one side" in lines
     held, trained_on = found.held_out, found.candidates[0].job().data
     seen = {tuple(trained_on[at]["input_ids"].tolist()) for at in range(len(trained_on))}
     assert not any(tuple(held[at]["input_ids"].tolist()) in seen for at in range(len(held)))
@@ -347,26 +347,26 @@ def test_rows_of_one_text_are_on_one_side_and_that_is_said(tmp_path):
 
 def quiet_lines(folder):
     lines = []
-    prepare(options(folder, folder / "train.csv"), lines.append)
+    RECIPE.prepare(options(folder, folder / "train.csv"), lines.append)
     return lines
 
 
 def test_a_file_to_judge_by_that_is_trained_on_too_is_warned_of(tmp_path):
     data, lines = texts_file(tmp_path / "train.csv", rows=120), []
-    prepare(options(tmp_path, data, valid=str(data)), lines.append)
+    RECIPE.prepare(options(tmp_path, data, valid=str(data)), lines.append)
     (said,) = (line for line in lines if line.startswith("warning"))
-    assert "120 of 120 rows held out have a text that is trained on too, as '" in said
+    assert f"120 of 120 rows held out are trained on too, as row 1 of {data}: " in said
     assert said.endswith(f"leave them out of {data}")
     other, clean = texts_file(tmp_path / "other.csv", rows=60, seed=9), []
-    prepare(options(tmp_path, data, valid=str(other)), clean.append)
+    RECIPE.prepare(options(tmp_path, data, valid=str(other)), clean.append)
     assert not any(line.startswith("warning") for line in clean)
 
 
 def test_groups_that_part_rows_of_one_text_are_warned_of(tmp_path):
     rows = [[f"some words of number {at // 2}", "ab"[at // 2 % 2], f"g{at}"] for at in range(80)]
     data, lines = write_rows(tmp_path / "train.csv", ["text", "label", "who"], rows), []
-    prepare(options(tmp_path, data, group="who", text="text", vocabulary="100"), lines.append)
-    assert any("rows held out have a text that is trained on too" in line and "same who" in line for line in lines)
+    RECIPE.prepare(options(tmp_path, data, group="who", text="text", vocabulary="100"), lines.append)
+    assert any("rows held out are trained on too" in line and "same who" in line for line in lines)
 
 
 def test_a_vocabulary_that_has_no_room_for_the_letters_is_refused(tmp_path):
@@ -374,7 +374,7 @@ def test_a_vocabulary_that_has_no_room_for_the_letters_is_refused(tmp_path):
     with pytest.raises(
         DataError, match=r"vocabulary=3 is too small: the letters and signs of these texts are \d+ piec"
     ):
-        prepare(options(tmp_path, data, vocabulary="3"), lambda line: None)
+        RECIPE.prepare(options(tmp_path, data, vocabulary="3"), lambda line: None)
 
 
 def test_a_training_that_diverges_is_said_to_have_and_what_to_do(tmp_path):

@@ -69,7 +69,9 @@ def prepared_by(tmp_path, monkeypatch):
     def prepare(device):
         kind = type("Device", (), {"type": device})
         monkeypatch.setattr(text, "choose_device", lambda name: kind)
-        return text.prepare(options_of(text.RECIPE.options, None, {"data": str(data), "most": 48}), lines.append)
+        return text.RECIPE.prepare(
+            options_of(text.RECIPE.options_type, None, {"data": str(data), "most": 48}), lines.append
+        )
 
     prepare.lines = lines
     return prepare

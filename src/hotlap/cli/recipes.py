@@ -29,8 +29,9 @@ def train(
 ) -> None:
     """Train a ready system on a file: --data FILE --target COLUMN, and whatever `hotlap recipes NAME` lists."""
     from hotlap.core.errors import JobError, UsageError
+    from hotlap.recipes import recipe_named
     from hotlap.recipes.options import calling_of, from_words, options_of, recipe_in
-    from hotlap.recipes.recipe import only_warnings, recipe_named
+    from hotlap.recipes.recipe import only_warnings
     from hotlap.recipes.training import REPORT
     from hotlap.recipes.training import train as trained
 
@@ -38,7 +39,7 @@ def train(
     if options is not None and recipe_in(options) not in (None, recipe):
         raise UsageError(f"{options} belongs to the recipe {recipe_in(options)}, not to {recipe}")
     try:
-        given = options_of(chosen.options, options, from_words(context.args))
+        given = options_of(chosen.options_type, options, from_words(context.args))
         calling = calling_of(options)
     except JobError as error:
         raise UsageError(str(error)) from None
@@ -94,20 +95,20 @@ def recipes(
     as_json: bool = typer.Option(False, "--json", help="Print them as JSON."),
 ) -> None:
     """List the recipes, or all options of one."""
+    from hotlap.recipes import NAMES, recipe_named
     from hotlap.recipes.options import as_json as as_json_options
     from hotlap.recipes.options import told
-    from hotlap.recipes.recipe import NAMES, recipe_named
 
     if as_json:
         listed = [recipe_named(one) for one in ([name] if name else NAMES)]
-        show_json([{**one.told(), "options": as_json_options(one.options)} for one in listed])
+        show_json([{**one.to_dict(), "options": as_json_options(one.options_type)} for one in listed])
         return
     for one in [name] if name else NAMES:
         found = recipe_named(one)
         show(f"{found.name:<10} {found.summary}")
         show(f"{'':<10} needs {found.expects}")
         if name:
-            for line in told(found.options):
+            for line in told(found.options_type):
                 show(f"  {line}")
         else:
             show(f"{'':<10} hotlap train {found.name} --data FILE; options: hotlap recipes {found.name}")

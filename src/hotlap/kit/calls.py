@@ -115,7 +115,7 @@ def named(words: Sequence[str], *, say: Say = silent) -> Named:
 
     Nothing is read or run yet, but for a script's file, which has to be there.
     """
-    from hotlap.recipes.recipe import NAMES
+    from hotlap.recipes import NAMES
     from hotlap.script.running import NoScriptError, Target, check_syntax, look
 
     module = list(words[:1]) == ["-m"]
@@ -198,13 +198,13 @@ def _meant(name: str) -> str:
 
 def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
     """The job of a recipe's first model, with options as `hotlap train` takes them."""
+    from hotlap.recipes import recipe_named
     from hotlap.recipes.options import from_words, options_of
-    from hotlap.recipes.recipe import recipe_named
 
     recipe = recipe_named(name)
     given = from_words(list(words))
     file = given.pop("options", None)
-    options = options_of(recipe.options, None if file is None else Path(file), given)
+    options = options_of(recipe.options_type, None if file is None else Path(file), given)
     if not options.data:
         raise UsageError(f"no data is named; give --data FILE ({recipe.expects})")
     prepared = recipe.prepare(options, say)

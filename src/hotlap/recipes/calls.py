@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hotlap.core.terminal import say
-from hotlap.recipes import training
+from hotlap.recipes import recipe_named, training
 from hotlap.recipes.options import options_of
-from hotlap.recipes.recipe import Say, only_warnings, recipe_named
+from hotlap.recipes.recipe import Say, only_warnings
 
 
 def train(
@@ -30,7 +30,7 @@ def train(
     """
     chosen = recipe_named(recipe)
     words = {name: str(value) if isinstance(value, PathLike) else value for name, value in options.items()}
-    given = options_of(chosen.options, None, {"data": str(data), **words})
+    given = options_of(chosen.options_type, None, {"data": str(data), **words})
     folder = None if out is None else Path(out)
     return training.train(chosen, given, out=folder, retrain=retrain, say=_say(progress), progress=progress)
 

@@ -44,8 +44,8 @@ def classes_of(column: Column) -> tuple[tuple[str, ...], Values]:
     return classes, np.fromiter(map(numbers.__getitem__, texts), np.int64, len(texts))
 
 
-def target_problems(column: Column) -> list[str]:
-    """Why a column cannot be learned, one line each."""
+def target_problems(column: Column, *, to_learn: bool = True) -> list[str]:
+    """Why a column cannot be learned, or only judged by, one line each."""
     what, rows = f"the target {column.name!r}", len(column)
     if column.kind == "empty":
         return [f"{what} has no values but such as {NOTHING}; name another column, or its classes otherwise"]
@@ -69,7 +69,7 @@ def target_problems(column: Column) -> list[str]:
             f"{what} has {different:,} different texts in {len(seen):,} rows, as {_example(column)}; "
             "name a column of classes or of numbers"
         )
-    if different == 1:
+    if different == 1 and to_learn:
         found.append(f"{what} is {_example(column)} in all rows; there is nothing to learn")
     return found
 

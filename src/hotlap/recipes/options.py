@@ -47,6 +47,10 @@ class Options:
     seed: int = option(0, "decides first weights, order and what is held out", most=2**63 - 1)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     plan: str = option("auto", "as for fit: auto, off, max, a plan file, or a run to replay")
+    warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
+    weight_decay: float = option(0.01, "of AdamW")
+    balance: bool = option(True, "weigh classes by how rare they are")
+    onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
         wrong = [
@@ -56,7 +60,7 @@ class Options:
         ]
         if self.epochs < 0:
             wrong.append(f"epochs={self.epochs} is below 0")
-        wrong += outside(self, seed=(0, 2**63 - 1), lr=(0, MOST))
+        wrong += outside(self, seed=(0, 2**63 - 1), lr=(0, MOST), warm_up=(0, 1), weight_decay=(0, MOST))
         wrong += _too_much(self)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             wrong.append(f"device={shown(self.device)} is none of auto, cpu, cuda, cuda:N")

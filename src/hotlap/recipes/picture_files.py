@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -56,6 +57,20 @@ def undecoded_in(folder: Path) -> str:
     return str(next((name for name in names if name.suffix.lower() in OTHERS), ""))
 
 
+def files_named(
+    paths: Sequence[str], table: Path, root: str, say: Callable[[str], None], *, is_asked: bool
+) -> list[str]:
+    """The files that a table's paths name, "" where there is none; DataError where no file is there."""
+    files = placed(paths, table, root, is_asked=is_asked)
+    first = next(((path, file) for path, file in zip(paths, files, strict=True) if path), ("", ""))
+    if not any(is_file(file) for file in files if file):
+        _refuse_if_elsewhere(first[0], table, root, is_asked=is_asked)
+        _refuse_if_nowhere(paths, files, table, is_asked=is_asked)
+    elif is_asked:
+        _warn_of_namesakes(*first, table, root, say)
+    return files
+
+
 def placed(paths: Sequence[str], table: Path, root: str, *, is_asked: bool = False) -> list[str]:
     """The files that a table's paths name; "" where there is none.
 
@@ -99,6 +114,41 @@ def elsewhere(path: str, table: Path, root: str) -> tuple[Path, Path] | None:
         if one := next(held, None):
             return one
     return None
+
+
+def _refuse_if_elsewhere(path: str, table: Path, root: str, *, is_asked: bool) -> None:
+    """Raise DataError where the first of files of which none is there is in a folder near by, which it names."""
+    found = elsewhere(path, table, root) if path else None
+    if found is not None:
+        folder, file = found
+        where = root if root and not is_asked else folder_of(table)
+        ending = "" if is_picture(Path(path)) else ", whose ending may be left out"
+        cure = f"move {table.name} into {folder}" if is_asked else f"say --root {shlex.quote(str(folder))}"
+        raise DataError(f"{table} names {shown(path)}, which is not in {where}: it is {file}{ending}; {cure}")
+
+
+def _refuse_if_nowhere(paths: Sequence[str], files: Sequence[str], table: Path, *, is_asked: bool) -> None:
+    """Raise DataError where nothing is there under any of the names."""
+    named = [(path, file) for path, file in zip(paths, files, strict=True) if path]
+    if not named or any(os.path.lexists(file) for _, file in named):
+        return
+    path, file = named[0]
+    cure = f"put them beside {table.name}" if is_asked else "name the folder that paths begin at with --root"
+    cure = "write / in place of \\ in paths" if "\\" in path else cure
+    count = f"none of the {len(named):,} files" if len(named) > 1 else "the file"
+    there = "is there" if len(named) > 1 else "is not there"
+    raise DataError(f"{count} that {table} names {there}, as {shown(path)}, which would be {shown(file, 120)}; {cure}")
+
+
+def _warn_of_namesakes(path: str, file: str, table: Path, root: str, say: Callable[[str], None]) -> None:
+    """Pictures to predict may have the names of those trained on."""
+    if root and is_file(file) and not file.startswith(str(folder_of(table) / path)):
+        found = elsewhere(path, table, "")
+        if found is not None and not found[1].samefile(file):
+            say(
+                f"warning   pictures of {table} are read from {root}, the root of the training; "
+                f"if those in {found[0]} are meant, move {table.name} into it"
+            )
 
 
 def _place(first: Sequence[str], own: Path, root: str, *, is_asked: bool) -> tuple[Path, Path]:

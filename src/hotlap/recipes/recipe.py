@@ -1,19 +1,16 @@
-"""What a recipe is, and all recipes by name."""
+"""What a recipe makes of its data, and what reads tables for its models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from hotlap.core.errors import UsageError, did_you_mean, shown
 from hotlap.core.job import Job
-from hotlap.recipes.options import Options
 from hotlap.recipes.tables import Table
 
 Say = Callable[[str], None]
@@ -36,33 +33,43 @@ class Asked:
     """Which rows of the table they are; some may have too little before them."""
 
 
-class Reader(Protocol):
-    """Knows how a table becomes what a trained model takes, and how its outputs become answers."""
+class Reader:
+    """Turns a table into a trained model's inputs, and its outputs into answers.
 
-    classes: tuple[str, ...]
-    """The answers, in the order of the model's outputs; none where a number is answered."""
+    A subclass needs `table`, `state`, `model` and `asked`.
+    """
+
+    classes: tuple[str, ...] = ()
+    """The answers, in the order of the model's outputs; empty where the answer is a number."""
 
     def table(self, data: Path) -> Table:
-        """A file or folder, read as that which was trained on; one that lacks a column is refused with DataError."""
+        """A file or folder, read as in training; DataError where a column is missing."""
+        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """All that it needs to be made again, as JSON."""
+        """All that makes the reader again, as JSON."""
+        raise NotImplementedError
 
     def keep_files(self, folder: Path) -> None:
-        """Write what is no JSON, such as a tokenizer."""
+        """Write what is no JSON, such as a tokenizer: nothing."""
 
     def model(self, name: str) -> nn.Module:
-        """A model of this name with its first weights."""
+        """A model of this name with random weights."""
+        raise NotImplementedError
 
     def asked(self, table: Table, say: Say) -> Asked:
-        """The rows of a table that can be answered."""
+        """The rows of a table that the model can answer."""
+        raise NotImplementedError
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """The model's outputs, a row of scores for each sample, or its number."""
+        """The model's outputs: a row of scores for each sample, or its number."""
+        outputs: Tensor = model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        return outputs
 
     @property
     def embedded(self) -> Callable[[nn.Module, Any], Tensor] | None:
-        """Gives a vector for each sample, where the model has one of use."""
+        """Gives a vector for each sample, if the model has useful ones."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,32 +111,5 @@ class Prepared:
     """Other splits for a model of this name."""
     finish: Callable[[str, nn.Module, Path, Say], None] | None = None
     """What is done with the name and the trained weights of the best model, and the folder of the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A ready system."""
-
-    name: str
-    summary: str
-    expects: str
-    """Which columns, in a line."""
-    options: type[Options]
-    prepare: Callable[[Any, Say], Prepared]
-    revive: Callable[[Mapping[str, Any], Path], Reader]
-    """A reader from its state, and the folder with its files."""
-
-    def told(self) -> dict[str, str]:
-        """What it is, as JSON."""
-        return {"name": self.name, "summary": self.summary, "expects": self.expects}
-
-
-NAMES = ("image", "temporal", "text")
-
-
-def recipe_named(name: str) -> Recipe:
-    """The recipe of this name."""
-    if name not in NAMES:
-        raise UsageError(f"no recipe is called {shown(name)}{did_you_mean(name, NAMES)}")
-    found: Recipe = import_module(f"hotlap.recipes.{name}").RECIPE
-    return found
+    advice: str = ""
+    """What would probably help where a trivial baseline wins."""

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ from hotlap.recipes.indicators import Features, Standard, direction, features, s
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
 from hotlap.recipes.onnx_files import Served, write_onnx
 from hotlap.recipes.options import MOST, Options, option, outside
-from hotlap.recipes.recipe import Asked, Candidate, Fold, Numbers, Prepared, Recipe, Say
-from hotlap.recipes.scores import class_weights
+from hotlap.recipes.recipe import Asked, Fold, Numbers, Reader, Say
 from hotlap.recipes.tables import Table, read_table
-from hotlap.recipes.tabular import refuse_pictures, shown_table, warm_up_and_cosine
+from hotlap.recipes.tabular import TabularRecipe, refuse_pictures, shown_table
 from hotlap.store.cache import Cache, key_of
 
 MODELS = ("lstm", "transformer", "mlp")
@@ -41,11 +40,24 @@ AUTO = "auto"
 """In place of frames."""
 JUDGED_BARS = 2**17
 """Of all windows together that are answered at a time, unless four batches have more."""
+CLASSES = ("down", "flat", "up")
+LEAST = 50
+"""Windows that each side of a split needs, for anything to be said."""
+OWN_BARS, FRAME_BARS = 50, 20
+"""That features look back over: of the bars themselves, and of the longest frame."""
+TOLD = 3
+"""Symbols that a line names before it counts the rest."""
+USUAL = (3600, 14400)
+"""Longer bars that are made where none are named: h1 and h4."""
+FRAMES = ("m5", "m15", "h1", "h4", "d1", "d7")
+"""Usual ones, to be named to those who name one that cannot be made."""
+EXAMPLES = 64
+"""Windows that a written ONNX file is tried on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemporalOptions(Options):
-    """What the recipe can be told."""
+    """The options of the recipe."""
 
     target: str = option("direction", "the name of the answers' column")
     group: str = option("", "not for bars, of which the last part is held out")
@@ -60,13 +72,9 @@ class TemporalOptions(Options):
     models: tuple[str, ...] = option(MODELS, "which to train; the best is kept")
     batch_size: int = option(256, "samples an update")
     patience: int = option(5, "evaluations without improvement before it stops")
-    warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
     smoothing: float = option(0.05, "of labels")
     clip: float = option(0.5, "the largest norm of all gradients together")
-    weight_decay: float = option(0.01, "of AdamW")
-    balance: bool = option(True, "weigh classes by how rare they are")
     folds: int = option(0, "walk forward: as many times train on what came before, judge on what comes next", most=1000)
-    onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +83,7 @@ class TemporalOptions(Options):
             for name in ("length", "ahead")
             if getattr(self, name) < 1
         ]
-        wrong += outside(self, folds=(0, MOST), warm_up=(0, 1), smoothing=(0, 1), weight_decay=(0, MOST))
+        wrong += outside(self, folds=(0, MOST), smoothing=(0, 1))
         wrong += [
             f"{name}={getattr(self, name)} must be above 0"
             for name in ("threshold", "clip")
@@ -104,23 +112,221 @@ class TemporalOptions(Options):
         return self._judged_within(JUDGED_BARS, self.length)
 
 
-def seconds_of(frame: str) -> int | None:
-    """How long a bar of a frame is, as traders write it; None where it is none."""
-    found = re.fullmatch(r"([mhd])(\d+)|(\d+)([mhd])", frame.strip().lower())
-    if not found:
-        return None
-    unit, number = found[1] or found[4], int(found[2] or found[3])
-    seconds = number * UNITS[unit]
-    return seconds if 0 < seconds <= LONGEST_S else None
+class TemporalRecipe(TabularRecipe):
+    """Directions of prices."""
+
+    name = "temporal"
+    summary = "direction of prices from bars in several time frames: LSTM, Transformer and MLP, the best is kept"
+    expects = "columns time, open, high, low, close; volume and symbol if there are any"
+    options_type = TemporalOptions
+    classes = CLASSES
+
+    options: TemporalOptions
+    known: list[tuple[Bars, Features]]
+    """The bars of each symbol with their features."""
+    train: Any
+    held: Any
+
+    def read(self, path: str, *, at_once: bool = False) -> Table:
+        """A table of bars, shown; without a column of symbols its files may name them."""
+        table = shown_table(path, self.say, needs_names=True)
+        refuse_pictures(table)
+        found = with_symbols(table, at_once=at_once)
+        for note in found.notes[len(table.notes) :]:
+            self.say(f"          note: {note}")
+        return found
+
+    def look(self) -> None:
+        """Read the bars and make features of them."""
+        self.table, self.target = self.read(self.options.data), self.options.target
+        if self.target in self.table:
+            raise DataError(
+                f"target={self.target} is a column of {self.options.data}; it is only how the answers are called, "
+                "which are whether prices fall, stay or rise: choose a name that is no column, or leave it out"
+            )
+        bars = _read_bars(self.table)
+        self.seconds = max(bars, key=len).seconds
+        self.frames = _chosen_frames(self.options, self.seconds, self.say)
+        self.known = list(zip(bars, _features_of(bars, self.frames, self.table.path, self.say), strict=True))
+
+    def split(self) -> None:
+        """Hold out the last part of each symbol, or a file of later bars."""
+        options, known = self.options, self.known
+        later: list[tuple[Bars, Features]] = []
+        if options.valid:
+            # Symbols named after files are named so here too: else bars that are trained on would not be known.
+            judged_by = self.read(options.valid, at_once=is_called_as_files(self.table))
+            later = list(zip(*known_features(judged_by, self.frames, self.say, seconds=self.seconds), strict=True))
+            refuse_overlaps([one for one, _ in known], [one for one, _ in later], options)
+            train = [side_of(options, one, its, 0, len(one)) for one, its in known]
+            held = [side_of(options, one, its, 0, len(one)) for one, its in later]
+        else:
+            cuts = [cut_of(options, one, its) for one, its in known]
+            # The labels of the last bars before a cut look beyond it: as many bars are left out.
+            train = [side_of(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
+            held = [side_of(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
+        refuse_few(options, options.data, "to train on", known, train, self.frames, self.say)
+        # Of one file the same symbols are short, and were said.
+        say = self.say if later else None
+        refuse_few(options, options.valid or options.data, "to hold out", later or known, held, self.frames, say)
+        self.train, self.held = (Windowed(list(filter(None, parts)), options.length) for parts in (train, held))
+        counts = np.bincount(self.train.target, minlength=len(CLASSES))
+        if (counts > 0).sum() < 2:
+            only = CLASSES[int(counts.argmax())]
+            raise DataError(f"every window goes {only}; choose another threshold than {options.threshold}, or ahead")
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in zip(CLASSES, counts / counts.sum(), strict=True))
+        sizes = f"{len(self.train.target):,} to train on ({shares}), {len(self.held.target):,} later ones held out"
+        self.say(f"windows   {sizes}")
+
+    def reader_of(self) -> BarReader:
+        """The reader with the scale of the training's features."""
+        return BarReader(self.frames, self.options.length, self.train.standard(), self.known[0][1].names, self.seconds)
+
+    def data_of(self, side: Any) -> Windows:
+        """Windows of standardised features, with their labels."""
+        windows: Windows = side.windows(self.reader.standard)
+        return windows
+
+    def models(self) -> Sequence[str]:
+        """The networks that the options name."""
+        return list(dict.fromkeys(self.options.models))
+
+    def job(self, name: str, data: Windows, held: Windows, weights: Tensor | None = None) -> Job:
+        """20 epochs; `weights` are those of a fold's classes."""
+        options = self.options
+        torch.manual_seed(options.seed)
+        return self.adamw_job(
+            self.reader.model(name),
+            data,
+            held,
+            lr=1e-3,
+            epochs=20,
+            loss=nn.CrossEntropyLoss(
+                weight=self.class_weights() if weights is None else weights, label_smoothing=options.smoothing
+            ),
+            clip=options.clip,
+            # The MLP has batch norms; all models leave the sample out, which is another in every epoch, so that they
+            # are compared on the same data.
+            drop_last=options.leaves_one(len(data)) or None,
+            eval_batch=options.judged_at_once,
+        )
+
+    def baselines(self) -> Mapping[str, Numbers]:
+        """Also what the price did over the last bars."""
+        return {**super().baselines(), "what it did last": np.concatenate([side.naive for side in self.held.parts])}
+
+    def folds(self, name: str) -> Sequence[Fold]:
+        """Equal stretches of each symbol; each but the first is judged after training on all before it."""
+        options, made = self.options, []
+        for number in range(1, options.folds + 1):
+            train, held = [], []
+            for bars, its in self.known:
+                first = its.first + options.length - 1
+                start, end = (
+                    first + (len(bars) - options.ahead - first) * part // (options.folds + 1)
+                    for part in (number, number + 1)
+                )
+                train.append(side_of(options, bars, its, 0, start - options.ahead))
+                held.append(side_of(options, bars, its, start, end))
+            seen, later = (Windowed(list(filter(None, parts)), options.length) for parts in (train, held))
+            # A single window makes no batch that a batch norm can take.
+            if not later.parts or sum(len(side.naive) for side in seen.parts) < 2:
+                raise DataError(f"there are too few bars for {options.folds} folds; ask for fewer")
+            standard = seen.standard()
+            data, judged = seen.windows(standard), later.windows(standard)
+            job = partial(self.job, name, data, judged, self.class_weights(seen.target))
+            made.append(Fold(name=f"fold {number} of {options.folds}", job=job, held_out=judged, target=later.target))
+        return made
+
+    def example_of(self, at: int) -> str:
+        """A held-out window by its last bar, with its symbol where there are several."""
+        ends = np.cumsum([len(side.times) for side in self.held.parts])
+        place = int(np.searchsorted(ends, at, side="right"))
+        side = self.held.parts[place]
+        of = f" of {side.symbol}" if len(ends) > 1 else ""
+        return f"the window up to the bar of {side.times[at - ends[place]].astype('datetime64[s]')}{of}"
+
+    def write_onnx(self, held: Windows, name: str, model: nn.Module, folder: Path, say: Say) -> None:
+        """Write the network as ONNX with its scale, tried on some held-out windows."""
+        path, reader = folder / "model.onnx", self.reader
+        windows = torch.stack([held[at][0] for at in range(min(len(held), EXAMPLES))])
+        state = {key: json.dumps(value) for key, value in reader.state().items()}
+        about = {"model": name, "classes": json.dumps(CLASSES), "input": "windows of features, not standardised"}
+        network, inputs = reader.served(model, windows)
+        gap = write_onnx(network, inputs, path, {**about, **state})
+        say(f"onnx      {path}: its answers are the model's to {gap:.1g}")
+
+    @classmethod
+    def revive(cls, state: Mapping[str, Any], folder: Path) -> BarReader:
+        """The reader of a finished run."""
+        standard = Standard.from_dict(state["standard"])
+        return BarReader(state["frames"], state["length"], standard, state["features"], state.get("seconds"))
 
 
-CLASSES = ("down", "flat", "up")
-LEAST = 50
-"""Windows that each side of a split needs, for anything to be said."""
-OWN_BARS, FRAME_BARS = 50, 20
-"""That features look back over: of the bars themselves, and of the longest frame."""
-TOLD = 3
-"""Symbols that a line names before it counts the rest."""
+class BarReader(Reader):
+    """Bars as the networks take them: windows of features, standardised as in training."""
+
+    classes: tuple[str, ...] = CLASSES
+
+    def __init__(
+        self, frames: Sequence[int], length: int, standard: Standard, names: Sequence[str], seconds: int | None
+    ) -> None:
+        self._frames, self._length, self.standard, self._names = tuple(frames), length, standard, tuple(names)
+        self._seconds = seconds
+        """How long the bars were that were trained on; runs of an earlier hotlap do not say."""
+
+    def table(self, data: Path) -> Table:
+        """A file of bars, which show what they are."""
+        return with_symbols(read_table(data))
+
+    def state(self) -> dict[str, Any]:
+        """All that it needs to be made again."""
+        return {
+            "frames": list(self._frames),
+            "length": self._length,
+            "standard": self.standard.to_dict(),
+            "features": list(self._names),
+            "seconds": self._seconds,
+        }
+
+    def model(self, name: str) -> nn.Module:
+        """A network with its first weights."""
+        count = len(self._names)
+        if name == "lstm":
+            return AttentiveLstm(count, len(CLASSES))
+        if name == "transformer":
+            return WindowTransformer(count, len(CLASSES), length=self._length)
+        return LastStep(count, len(CLASSES))
+
+    def served(self, model: nn.Module, windows: Tensor) -> tuple[nn.Module, Tensor]:
+        """The network with all that comes before and after it, and these windows as it takes them."""
+        mean, spread = (
+            torch.from_numpy(np.asarray(numbers, dtype=np.float32))
+            for numbers in (self.standard.mean, self.standard.spread)
+        )
+        return Served(model, mean, spread), windows * spread + mean
+
+    def asked(self, table: Table, say: Say) -> Asked:
+        """The bars that have enough before them; the others are said."""
+        series, rows, most, before = [], [], 0, 0
+        for one, found in zip(*known_features(table, self._frames, say, seconds=self._seconds), strict=True):
+            if len(one) > most:
+                most, before = len(one), min(found.first, len(one))
+            if len(one) - found.first < self._length:
+                continue
+            series.append(self.standard(found.values[found.first :]))
+            rows.append(one.rows[found.first + self._length - 1 :])
+        if not series:
+            raise DataError(
+                f"{table.path} has no {self._length} bars in a row with all features: of the {most:,} of its longest "
+                f"series {before:,} have too few before them; put those that came before into the file, too"
+            )
+        answered = np.concatenate(rows)
+        if len(answered) < len(table):
+            count = f"{len(table) - len(answered):,} of {len(table):,}"
+            cure = "put those that came before in front of them"
+            say(f"bars      {count} have too little before them for an answer; {cure}")
+        return Asked(data=Windows(series, self._length), rows=answered)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +340,55 @@ class Side:
     times: Numbers
     """For each window when its last bar begins, in seconds since 1970."""
     symbol: str
+
+
+class Windowed:
+    """The windows of all symbols that hotlap trains on, or that it holds out."""
+
+    def __init__(self, parts: Sequence[Side], length: int) -> None:
+        self.parts, self._length = parts, length
+
+    @cached_property
+    def target(self) -> Numbers:
+        """The class of each window."""
+        return np.concatenate([side.labels[self._length - 1 :] for side in self.parts])
+
+    def standard(self) -> Standard:
+        """The scale of these features."""
+        return standardised(np.concatenate([side.values for side in self.parts]))
+
+    def windows(self, standard: Standard) -> Windows:
+        """Windows of the features at this scale, with their classes."""
+        values = [standard(side.values) for side in self.parts]
+        return Windows(values, self._length, target=[side.labels for side in self.parts])
+
+
+def side_of(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> Side | None:
+    """The windows of one symbol whose last bar lies between two rows, and has a label."""
+    over = options.volatility or None
+    labels = direction(bars, options.ahead, options.threshold, volatility_over=over)
+    is_known = np.flatnonzero(labels >= 0)
+    if not len(is_known):
+        return None
+    first = max(known.first + options.length - 1, begin, int(is_known[0]))
+    last = min(end, int(is_known[-1]) + 1)
+    if last <= first:
+        return None
+    before = labels[np.maximum(np.arange(first, last) - options.ahead, 0)]
+    rows = slice(first - options.length + 1, last)
+    return Side(
+        values=known.values[rows],
+        labels=labels[rows],
+        naive=np.where(before >= 0, before, 1),
+        times=bars.times[first:last],
+        symbol=bars.symbol,
+    )
+
+
+def cut_of(options: TemporalOptions, bars: Bars, known: Features) -> int:
+    """The first bar of a symbol that is held out."""
+    first = known.first + options.length - 1
+    return first + round((len(bars) - options.ahead - first) * (1 - options.valid_share))
 
 
 def refuse_few(
@@ -200,138 +455,6 @@ def refuse_overlaps(trained: Sequence[Bars], held: Sequence[Bars], options: Temp
                 f"{options.data} has too, and trains on; leave them out of one of the two, or, where they are of "
                 "another symbol, name it in a column"
             )
-
-
-def cut_of(options: TemporalOptions, bars: Bars, known: Features) -> int:
-    """The first bar of a symbol that is held out."""
-    first = known.first + options.length - 1
-    return first + round((len(bars) - options.ahead - first) * (1 - options.valid_share))
-
-
-def side_of(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> Side | None:
-    """The windows of one symbol whose last bar lies between two rows, and has a label."""
-    over = options.volatility or None
-    labels = direction(bars, options.ahead, options.threshold, volatility_over=over)
-    is_known = np.flatnonzero(labels >= 0)
-    if not len(is_known):
-        return None
-    first = max(known.first + options.length - 1, begin, int(is_known[0]))
-    last = min(end, int(is_known[-1]) + 1)
-    if last <= first:
-        return None
-    before = labels[np.maximum(np.arange(first, last) - options.ahead, 0)]
-    rows = slice(first - options.length + 1, last)
-    return Side(
-        values=known.values[rows],
-        labels=labels[rows],
-        naive=np.where(before >= 0, before, 1),
-        times=bars.times[first:last],
-        symbol=bars.symbol,
-    )
-
-
-def windows_of(sides: Sequence[Side], standard: Standard, length: int) -> Windows:
-    return Windows([standard(side.values) for side in sides], length, target=[side.labels for side in sides])
-
-
-def labels_of(sides: Sequence[Side], length: int) -> Numbers:
-    return np.concatenate([side.labels[length - 1 :] for side in sides])
-
-
-def shown_window(sides: Sequence[Side], at: int) -> str:
-    """A window of all sides together by its last bar, with its symbol where there are several."""
-    ends = np.cumsum([len(side.times) for side in sides])
-    place = int(np.searchsorted(ends, at, side="right"))
-    side = sides[place]
-    of = f" of {side.symbol}" if len(sides) > 1 else ""
-    return f"the window up to the bar of {side.times[at - ends[place]].astype('datetime64[s]')}{of}"
-
-
-USUAL = (3600, 14400)
-"""Longer bars that are made where none are named: h1 and h4."""
-FRAMES = ("m5", "m15", "h1", "h4", "d1", "d7")
-"""Usual ones, to be named to those who name one that cannot be made."""
-EXAMPLES = 64
-"""Windows that a written ONNX file is tried on."""
-
-
-class BarReader:
-    """Bars as the networks take them: windows of features, standardised as in training."""
-
-    classes: tuple[str, ...] = CLASSES
-
-    def __init__(
-        self, frames: Sequence[int], length: int, standard: Standard, names: Sequence[str], seconds: int | None
-    ) -> None:
-        self._frames, self._length, self._standard, self._names = tuple(frames), length, standard, tuple(names)
-        self._seconds = seconds
-        """How long the bars were that were trained on; runs of an earlier hotlap do not say."""
-
-    def table(self, data: Path) -> Table:
-        """A file of bars, which show what they are."""
-        return with_symbols(read_table(data))
-
-    def state(self) -> dict[str, Any]:
-        """All that it needs to be made again."""
-        return {
-            "frames": list(self._frames),
-            "length": self._length,
-            "standard": self._standard.to_dict(),
-            "features": list(self._names),
-            "seconds": self._seconds,
-        }
-
-    def keep_files(self, folder: Path) -> None:
-        """There are none beside its state."""
-
-    def model(self, name: str) -> nn.Module:
-        """A network with its first weights."""
-        count = len(self._names)
-        if name == "lstm":
-            return AttentiveLstm(count, len(CLASSES))
-        if name == "transformer":
-            return WindowTransformer(count, len(CLASSES), length=self._length)
-        return LastStep(count, len(CLASSES))
-
-    def served(self, model: nn.Module, windows: Tensor) -> tuple[nn.Module, Tensor]:
-        """The network with all that comes before and after it, and these windows as it takes them."""
-        mean, spread = (
-            torch.from_numpy(np.asarray(numbers, dtype=np.float32))
-            for numbers in (self._standard.mean, self._standard.spread)
-        )
-        return Served(model, mean, spread), windows * spread + mean
-
-    def asked(self, table: Table, say: Say) -> Asked:
-        """The bars that have enough before them; the others are said."""
-        series, rows, most, before = [], [], 0, 0
-        for one, found in zip(*known_features(table, self._frames, say, seconds=self._seconds), strict=True):
-            if len(one) > most:
-                most, before = len(one), min(found.first, len(one))
-            if len(one) - found.first < self._length:
-                continue
-            series.append(self._standard(found.values[found.first :]))
-            rows.append(one.rows[found.first + self._length - 1 :])
-        if not series:
-            raise DataError(
-                f"{table.path} has no {self._length} bars in a row with all features: of the {most:,} of its longest "
-                f"series {before:,} have too few before them; put those that came before into the file, too"
-            )
-        answered = np.concatenate(rows)
-        if len(answered) < len(table):
-            count = f"{len(table) - len(answered):,} of {len(table):,}"
-            cure = "put those that came before in front of them"
-            say(f"bars      {count} have too little before them for an answer; {cure}")
-        return Asked(data=Windows(series, self._length), rows=answered)
-
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """A row of scores for each window."""
-        scores: Tensor = model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-        return scores
-
-    @property
-    def embedded(self) -> None:
-        """There is none of use."""
-        return None
 
 
 def known_features(
@@ -419,166 +542,14 @@ def _features_of(bars: Sequence[Bars], frames: Sequence[int], path: Path, say: S
     ]
 
 
-def prepare(options: TemporalOptions, say: Say) -> Prepared:
-    """Read the bars, make features of them, and hold the last part of each symbol out."""
-    table = _shown_bars(options.data, say)
-    if options.target in table:
-        raise DataError(
-            f"target={options.target} is a column of {options.data}; it is only how the answers are called, "
-            "which are whether prices fall, stay or rise: choose a name that is no column, or leave it out"
-        )
-    bars = _read_bars(table)
-    frames = _chosen_frames(options, max(bars, key=len).seconds, say)
-    found = _features_of(bars, frames, table.path, say)
-    names = found[0].names
-    train, held = _sides(options, table, list(zip(bars, found, strict=True)), frames, say)
-    standard = standardised(np.concatenate([side.values for side in train]))
-    reader = BarReader(frames, options.length, standard, names, max(bars, key=len).seconds)
-    made, judged = (windows_of(part, standard, options.length) for part in (train, held))
-    labels, target = (labels_of(part, options.length) for part in (train, held))
-    counts = np.bincount(labels, minlength=len(CLASSES))
-    if (counts > 0).sum() < 2:
-        only = CLASSES[int(counts.argmax())]
-        raise DataError(f"every window goes {only}; choose another threshold than {options.threshold}, or ahead")
-    told = ", ".join(f"{name} {share:.0%}" for name, share in zip(CLASSES, counts / counts.sum(), strict=True))
-    say(f"windows   {len(labels):,} to train on ({told}), {len(target):,} later ones held out")
-    weights = torch.from_numpy(class_weights(labels, len(CLASSES))).float() if options.balance else None
-    return Prepared(
-        reader=reader,
-        candidates=[
-            Candidate(name=name, job=partial(_job, options, reader, name, made, judged, weights))
-            for name in dict.fromkeys(options.models)
-        ],
-        target_name=options.target,
-        held_out=judged,
-        target=target,
-        shown=partial(shown_window, held),
-        baselines=lambda: {
-            "most frequent class": np.full(len(target), counts.argmax()),
-            "what it did last": np.concatenate([side.naive for side in held]),
-        },
-        folds=partial(_folds, options, reader, list(zip(bars, found, strict=True))),
-        finish=partial(_written_as_onnx, reader, judged) if options.onnx else None,
-    )
+def seconds_of(frame: str) -> int | None:
+    """How long a bar of a frame is, as traders write it; None where it is none."""
+    found = re.fullmatch(r"([mhd])(\d+)|(\d+)([mhd])", frame.strip().lower())
+    if not found:
+        return None
+    unit, number = found[1] or found[4], int(found[2] or found[3])
+    seconds = number * UNITS[unit]
+    return seconds if 0 < seconds <= LONGEST_S else None
 
 
-def _shown_bars(path: str, say: Say, *, at_once: bool = False) -> Table:
-    """The table of a file or folder of bars, shown; with what its files are called for symbols where it has none."""
-    table = shown_table(path, say, needs_names=True)
-    refuse_pictures(table)
-    found = with_symbols(table, at_once=at_once)
-    for note in found.notes[len(table.notes) :]:
-        say(f"          note: {note}")
-    return found
-
-
-def _folds(
-    options: TemporalOptions, reader: BarReader, known: Sequence[tuple[Bars, Features]], name: str
-) -> list[Fold]:
-    """Each symbol cut into stretches of equal length; each but the first is judged after training on all before it."""
-    made = []
-    for number in range(1, options.folds + 1):
-        train, held = [], []
-        for bars, its in known:
-            first = its.first + options.length - 1
-            places = [
-                first + (len(bars) - options.ahead - first) * part // (options.folds + 1)
-                for part in (number, number + 1)
-            ]
-            train.append(side_of(options, bars, its, 0, places[0] - options.ahead))
-            held.append(side_of(options, bars, its, places[0], places[1]))
-        seen, later = [side for side in train if side], [side for side in held if side]
-        # A single window makes no batch that a batch norm can take.
-        if not later or sum(len(side.naive) for side in seen) < 2:
-            raise DataError(f"there are too few bars for {options.folds} folds; ask for fewer")
-        standard = standardised(np.concatenate([side.values for side in seen]))
-        data, judged = (windows_of(part, standard, options.length) for part in (seen, later))
-        labels = labels_of(seen, options.length)
-        weights = torch.from_numpy(class_weights(labels, len(CLASSES))).float() if options.balance else None
-        job = partial(_job, options, reader, name, data, judged, weights)
-        target = labels_of(later, options.length)
-        made.append(Fold(name=f"fold {number} of {options.folds}", job=job, held_out=judged, target=target))
-    return made
-
-
-def _written_as_onnx(reader: BarReader, held: Windows, name: str, model: nn.Module, folder: Path, say: Say) -> None:
-    path = folder / "model.onnx"
-    windows = torch.stack([held[at][0] for at in range(min(len(held), EXAMPLES))])
-    state = {key: json.dumps(value) for key, value in reader.state().items()}
-    about = {"model": name, "classes": json.dumps(CLASSES), "input": "windows of features, not standardised", **state}
-    gap = write_onnx(*reader.served(model, windows), path, about)
-    say(f"onnx      {path}: its answers are the model's to {gap:.1g}")
-
-
-def _job(
-    options: TemporalOptions,
-    reader: BarReader,
-    name: str,
-    data: Windows,
-    valid: Windows,
-    weights: Tensor | None,
-) -> Job:
-    torch.manual_seed(options.seed)
-    model = reader.model(name)
-    return Job(
-        model=model,
-        data=data,
-        valid=valid,
-        loss=nn.CrossEntropyLoss(weight=weights, label_smoothing=options.smoothing),
-        optimizer=torch.optim.AdamW(model.parameters(), lr=options.lr or 1e-3, weight_decay=options.weight_decay),
-        schedule=warm_up_and_cosine(options.warm_up),
-        clip=options.clip,
-        batch_size=options.batch_size,
-        # The MLP has batch norms; all models leave the sample out, which is another in every epoch, so that they are
-        # compared on the same data.
-        drop_last=options.leaves_one(len(data)) or None,
-        eval_batch=options.judged_at_once,
-        epochs=options.epochs or 20,
-        metrics=["accuracy", "macro_f1"],
-        monitor="macro_f1",
-        patience=options.patience,
-        seed=options.seed,
-        device=options.device,
-    )
-
-
-def _sides(
-    options: TemporalOptions, table: Table, known: Sequence[tuple[Bars, Features]], frames: Sequence[int], say: Say
-) -> tuple[list[Side], list[Side]]:
-    """What is trained on and what is held out: of each symbol the last part, or a file of its own."""
-    later: list[tuple[Bars, Features]] = []
-    if options.valid:
-        length = max((one for one, _ in known), key=len).seconds
-        # Symbols that are called as files are called so here, too: else bars that are trained on would not be known.
-        judged_by = _shown_bars(options.valid, say, at_once=is_called_as_files(table))
-        later = list(zip(*known_features(judged_by, frames, say, seconds=length), strict=True))
-        refuse_overlaps([one for one, _ in known], [one for one, _ in later], options)
-        train = [side_of(options, one, its, 0, len(one)) for one, its in known]
-        held = [side_of(options, one, its, 0, len(one)) for one, its in later]
-    else:
-        cuts = [cut_of(options, one, its) for one, its in known]
-        # The labels of the last bars before a cut look beyond it: as many bars are left out.
-        train = [side_of(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
-        held = [side_of(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
-    refuse_few(options, options.data, "to train on", known, train, frames, say)
-    # Of one file the same symbols are short, and were said.
-    refuse_few(
-        options, options.valid or options.data, "to hold out", later or known, held, frames, say if later else None
-    )
-    return [side for side in train if side], [side for side in held if side]
-
-
-def revive(state: Mapping[str, Any], folder: Path) -> BarReader:
-    """The reader of a finished run."""
-    standard = Standard.from_dict(state["standard"])
-    return BarReader(state["frames"], state["length"], standard, state["features"], state.get("seconds"))
-
-
-RECIPE = Recipe(
-    name="temporal",
-    summary="direction of prices from bars in several time frames: LSTM, Transformer and MLP, the best is kept",
-    expects="columns time, open, high, low, close; volume and symbol if there are any",
-    options=TemporalOptions,
-    prepare=prepare,
-    revive=revive,
-)
+RECIPE = TemporalRecipe

@@ -37,8 +37,9 @@ from hotlap.recipes.answers import (
     write_vectors,
 )
 from hotlap.recipes.options import Options, as_file, exists, is_file, recipe_in
-from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Recipe, Say
+from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Say
 from hotlap.recipes.scores import Report, Threshold, check_installed, judge_of, report_lines
+from hotlap.recipes.tabular import TabularRecipe
 from hotlap.store.files import read_text, write_text
 from hotlap.store.run_folder import RunFolder, finite
 from hotlap.store.weights import build_with_weights, plain_state, save_state
@@ -50,6 +51,9 @@ PLAN = "plan.toml"
 MOST_STATE_BYTES = 64 * MIB
 FORMAT = 1
 """Of the state file; one of a newer hotlap is refused."""
+
+
+Recipe = type[TabularRecipe]
 
 
 class DivergedError(TrainingError):
@@ -98,7 +102,14 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
 
 
 def _trained(
-    recipe: Recipe, options: Options, prepared: Prepared, folder: Path, *, retrain: bool, say: Say, progress: bool
+    recipe: Recipe,
+    options: Options,
+    prepared: Prepared,
+    folder: Path,
+    *,
+    retrain: bool,
+    say: Say,
+    progress: bool,
 ) -> Path:
     found = _compete(prepared, options, folder, retrain=retrain, say=say, progress=progress)
     judge = judge_of(prepared.reader.classes)
@@ -253,7 +264,7 @@ def _words(folder: Path) -> list[str]:
 
 def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
     """The state, the reader and the model of a finished run."""
-    from hotlap.recipes.recipe import recipe_named
+    from hotlap.recipes import recipe_named
 
     path = folder / STATE
     if not folder.is_dir():
