@@ -44,7 +44,7 @@ class Move:
     name: str
     """Its name in the table and the ledger."""
     kind: str
-    """What it changes beside the time: `A` rounding alone, `B` precision."""
+    """What it changes besides the time: `A` rounding only, `B` precision."""
     propose: Callable[[Plan, TunableTraining], Plan | str]
     """The plan with the change, or why there is nothing to change. `supports` then tells whether the rig can obey."""
     setup_s: Callable[[Plan, TunableTraining], float] = lambda plan, rig: NO_SETUP_S
@@ -58,7 +58,7 @@ class Move:
     is_paired: bool = False
     """Whether it is tried together with all others that are paired: each alone may be slower, all of them are not."""
     comes_last: bool = False
-    """Whether it is tried after all others, since it is made for the plan that is in force by then."""
+    """Whether it is tried after all others, since it builds on the plan at that time."""
     at_a_glance: str = ""
     """`needed`: it shows most in short runs, so a glance without it is worth nothing. `stays`: a glance takes it
     wherever it can be made. Empty: a glance leaves it out where it is too dear."""

@@ -75,7 +75,7 @@ def job(model):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_fit_without_gradients_is_refused_in_one_clear_line(mode, tmp_path):
     one = job(small_mlp())
-    with mode(), pytest.raises(TrainingError, match=rf"torch\.{mode.__name__}\(\) is in force") as raised:
+    with mode(), pytest.raises(TrainingError, match=rf"torch\.{mode.__name__}\(\) is active") as raised:
         fit(one, out=tmp_path / "run", progress=False)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
@@ -84,7 +84,7 @@ def test_fit_without_gradients_is_refused_in_one_clear_line(mode, tmp_path):
 def test_a_step_without_gradients_is_refused_in_one_clear_line():
     model = small_mlp()
     rig = Rig(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-    with torch.no_grad(), pytest.raises(TrainingError, match=r"torch\.no_grad\(\) is in force"):
+    with torch.no_grad(), pytest.raises(TrainingError, match=r"torch\.no_grad\(\) is active"):
         rig.step(class_data(8))
 
 

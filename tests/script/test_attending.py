@@ -99,7 +99,7 @@ def looked(monkeypatch, found, given=0.1):
 
 def test_poor_masks_are_told_with_their_figures_and_what_to_do(monkeypatch):
     (line,) = looked(monkeypatch, POOR).advice()
-    assert "31% of places by themselves, their number 3.2 times as uneven as by chance" in line
+    assert "31% of positions dropped independently, 3.2 times the variance of chance" in line
     assert "torch.backends.cuda.enable_cudnn_sdp(False)" in line
 
 

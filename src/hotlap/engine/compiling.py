@@ -1,6 +1,6 @@
-"""The model, or the blocks that it repeats, by torch's compiler: put in for a step, and taken out again after it.
+"""torch.compile of the model, or of its repeated blocks: put in for a step, and taken out after it.
 
-Between steps the model is as the user gave it: its identity, state, hooks and pickled form know of no compiler, and
+Between steps the model is as the user gave it: its identity, state, hooks and pickled form show no compiler, and
 evaluation runs as before. Changing to another plan and back costs nothing, since compiled code is kept.
 """
 
@@ -38,28 +38,30 @@ from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window
 
 BACKEND: Any = "inductor"
-"""What makes code of a graph, as torch names it."""
+"""The compiler backend, by torch's name."""
 MOST_S = 120.0
-"""Seconds that one window may compile before it is given up."""
+"""Seconds that compiling one window may take before hotlap gives up."""
 MOST_BREAKS = 8
-"""Places in one forward pass at which the compiler may leave it to Python."""
+"""Graph breaks that one forward pass may have."""
 MOST_RECOMPILES = 8
-"""Windows of shapes that had been compiled, and were compiled again all the same."""
+"""Recompilations for known shapes before hotlap gives up."""
 MOST_SHAPES = 12
-"""Shapes of windows that are compiled; the others run as they are. Sequences come in so many widths at most."""
+"""Most shapes of windows that are compiled; the others run uncompiled. It is also the most widths of sequences."""
 RARE = 20
-"""A shape that fewer windows than one in so many have is not worth compiling: the last, shorter batch of an epoch."""
+"""A shape is rare, and not compiled, if fewer than one window in 20 has it. The last, shorter batch of an epoch is
+one."""
 LEAST_CAPABILITY = (7, 0)
-"""Of a GPU, for Triton."""
+"""Compute capability that Triton needs."""
 
 _CALL = "_compiled_call_impl"
-"""Where a module looks for what it calls instead of its own forward pass."""
+"""The attribute that a module calls instead of its own forward pass."""
 _SETTINGS = {"recompile_limit": 256, "skip_nnmodule_hook_guards": False}
-"""Of torch's compiler, inside steps: how often it compiles again is counted here, and a hook that comes later runs."""
+"""Settings of torch's compiler inside steps. hotlap counts recompilations itself, and a hook that is added later
+runs."""
 
 
 def why_not_compiled(model: nn.Module, what: str, device: torch.device) -> str | None:
-    """Why the model, or its blocks, cannot be compiled here; None where they can, as far as one sees beforehand."""
+    """Why the model, or its blocks, cannot be compiled here; None if nothing speaks against it beforehand."""
     if any(vars(layer).get(_CALL) is not None or _is_compiled(layer) for layer in model.modules()):
         return "it is compiled already"
     if what == "blocks" and not repeated_blocks(model):
@@ -82,7 +84,7 @@ def why_not_compiled(model: nn.Module, what: str, device: torch.device) -> str |
 
 
 def _is_compiled(layer: nn.Module) -> bool:
-    # By name: asking torch for the class would load its compiler, which takes seconds.
+    # By name: importing the class would load torch's compiler, which takes seconds.
     return any((kind.__module__, kind.__name__) == _WRAPPER for kind in type(layer).__mro__)
 
 
@@ -91,24 +93,24 @@ _WRAPPER = ("torch._dynamo.eval_frame", "OptimizedModule")
 
 
 class Compiling:
-    """What has been compiled for one model, whole or by its blocks, and what came of it."""
+    """The compiled code of one model, whole or by blocks, and what is known about it."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, *, steps: Callable[[], int], write_down: Callable[..., None]
     ) -> None:
-        """`steps` tells how many updates the training has made; `write_down` adds a line to its ledger."""
+        """`steps` returns the number of updates so far; `write_down` adds an entry to the ledger."""
         self._model, self._device = model, device
         self.steps, self._write_down = steps, write_down
         self._reasons: dict[str, str | None] = {}
         self._parts: dict[str, list[tuple[nn.Module, Callable[..., Any]]]] = {}
         self._before: list[tuple[nn.Module, Any]] = []
         self.warmup_steps = 0
-        """Windows so far in which something was compiled."""
+        """Warm-up windows: those in which something was compiled."""
         self.given_up: dict[str, str] = {}
-        """Why the model, or its blocks, run uncompiled all the same, once that is known."""
+        """Why the model, or its blocks, run uncompiled though the plan asks for it, once that is known."""
 
     def why_not(self, what: str) -> str | None:
-        """As `why_not_compiled`; found out once."""
+        """As `why_not_compiled`, computed once."""
         if what not in self._reasons:
             self._reasons[what] = why_not_compiled(self._model, what, self._device)
         return self._reasons[what]
@@ -125,7 +127,7 @@ class Compiling:
             self.take_out()
 
     def take_out(self) -> None:
-        """Have every module call what it called before."""
+        """Restore what every module calls."""
         while self._before:
             module, before = self._before.pop()
             if before is None:
@@ -136,30 +138,30 @@ class Compiling:
     def _compiled(self, what: str) -> list[tuple[nn.Module, Callable[..., Any]]]:
         if what not in self._parts:
             modules = [self._model] if what == "model" else repeated_blocks(self._model)
-            # The first shape gets code of its own, the second makes it code for all widths that come, as torch does by
-            # itself; CUDA graphs are captured by hotlap.
+            # The first shape gets its own code, the second makes code for all widths, as torch does by itself. hotlap
+            # captures CUDA graphs.
             self._parts[what] = [(module, torch.compile(call, backend=_made)) for module, call in _calls_of(modules)]
         return self._parts[what]
 
     def made(self, what: str, watch: CompilerWatch, took_s: float) -> None:
-        """Write down that something was compiled, and what that took."""
+        """Write to the ledger that something was compiled, and how long it took."""
         self.warmup_steps += 1
         why = f"torch.compile of the {what} took {show_seconds(took_s)}"
         figures = {"graphs": float(watch.graphs), "breaks": float(watch.breaks)}
         self._write_down("compile", "measured", why, figures=figures, cost_s=took_s)
 
     def give_up(self, what: str, reason: str, cost_s: float = 0.0) -> None:
-        """Run uncompiled from now on, and write down why."""
+        """Run uncompiled from now on, and write the reason to the ledger."""
         self.warmup_steps += 1
         self.given_up[what] = reason
         self._write_down("compile", "fault", f"runs uncompiled, since {reason}", cost_s=cost_s)
 
 
 def _calls_of(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """Calls of modules as functions of hotlap's own: the compiler takes up no function of torch's by itself.
+    """Calls of modules as functions of hotlap: torch's compiler does not start at functions of torch.
 
-    All of them have one code, and so share what is compiled for it; other models have another, by a name of its own:
-    torch remembers by the name which shapes have varied.
+    They share one code object, and so the code that is compiled for it. Other models have another, with its own name:
+    torch remembers by name which shapes have varied.
     """
     code = _call_of(modules[0]).__code__.replace(co_name=f"call_{next(_NUMBERS)}")
     for module in modules:
@@ -177,9 +179,9 @@ def _call_of(module: nn.Module) -> FunctionType:
 
 
 def _made(graph: Any, inputs: list[Tensor]) -> Any:
-    """Code for a graph and its backward pass.
+    """Compile a graph and its backward pass.
 
-    The backward pass is not left for later, when an update would be half done and, on a GPU, another thread's.
+    The backward pass is compiled at once. Later, an update would be half done, and on a GPU in another thread.
     """
     from torch._dynamo import lookup_backend
     from torch._functorch import config
@@ -189,9 +191,9 @@ def _made(graph: Any, inputs: list[Tensor]) -> Any:
 
 
 class CompiledStep(EagerStep):
-    """Updates whose forward and backward passes are compiled, where that is worth it.
+    """Updates whose forward and backward passes are compiled, if that pays.
 
-    Whatever goes wrong with the compiler, the update is made uncompiled, from the same state and with the same draws.
+    If the compiler fails, the update runs uncompiled, from the same state and with the same draws.
     """
 
     warm_later = 2
@@ -202,10 +204,10 @@ class CompiledStep(EagerStep):
         self._compiling, self._what = compiling, execution.compile
         self._windows: Counter[Hashable] = Counter()
         self._compiled: set[Hashable] = set()
-        """Windows that have been compiled, and `_batches`, of which they consist."""
+        """Compiled windows; `_batches` holds the batches that they consist of."""
         self._batches: set[Hashable] = set()
         self._sizes: Counter[tuple[int, ...]] = Counter()
-        """How many of the windows that have been compiled consist of pieces of these sizes."""
+        """Number of compiled windows whose pieces have these sizes."""
         self._is_new = False
         self._recompiles = 0
         self._since = compiling.steps()
@@ -214,7 +216,7 @@ class CompiledStep(EagerStep):
         self._counters = [(layer, torch.zeros_like(one)) for layer, one in counters if isinstance(one, Tensor)]
 
     def gradients(self, pieces: list[Batch], sizes: list[int], all_count: bool) -> tuple[Tensor, list[Scored]]:
-        """As its base has it."""
+        """As `EagerStep` does, with compiled passes."""
 
         def plainly() -> tuple[Tensor, list[Scored]]:
             return EagerStep.gradients(self, pieces, sizes, all_count)
@@ -227,7 +229,7 @@ class CompiledStep(EagerStep):
                 return plainly()
         key = signature(Window(pieces, sizes))
         is_new = key not in self._compiled
-        # Whoever looks on sees layers by their hooks, which compiled code would have to be made for.
+        # A watch sees layers through hooks, for which code would have to be compiled.
         if self._is_rare(key, tuple(sizes)) if is_new else self.look is not None:
             return plainly()
         before = _Before(self.modules, self._device) if is_new else None
@@ -239,14 +241,14 @@ class CompiledStep(EagerStep):
         except (Exception, TooLongError) as error:
             if not watch.compiles and not _is_compilers(error):
                 raise
-            reason = _said(error)
+            reason = _reason_of(error)
         finally:
             self._is_new = False
         took_s = time.perf_counter() - began
         if reason is not None:
             if before is not None:
                 before.restore()
-            made = plainly()  # an error of the user's own comes up again, as it would have
+            made = plainly()  # a user's error is raised again, as without compiling
             compiling.give_up(what, reason, took_s)
             return made
         self._compiled.add(key)
@@ -268,7 +270,7 @@ class CompiledStep(EagerStep):
     def _here(self, batch: Batch) -> tuple[Batch, bool]:
         ready, same_target = super()._here(batch)
         if self._is_recording():
-            # Nothing can be compiled while a step is recorded.
+            # Nothing can be compiled during a recording.
             if _shape(ready) not in self._batches:
                 self._compiling.take_out()
         elif self._is_new:
@@ -280,7 +282,7 @@ class CompiledStep(EagerStep):
         if not self._compiled:
             return False
         if self._sizes[sizes] > 1 and len(self._compiled) < MOST_SHAPES:
-            return False  # there is code for all widths of as many samples
+            return False  # there is code for all widths with this number of samples
         here = self._compiling.steps() - self._since
         return len(self._compiled) >= MOST_SHAPES or self._windows[key] < 2 or RARE * self._windows[key] < here
 
@@ -289,7 +291,7 @@ class CompiledStep(EagerStep):
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Inside, batch norms whose counter a recording has taken out have another: compiled code wants one."""
+        """Inside, batch norms get a counter if a recording has removed theirs: compiled code needs one."""
         gone = [(layer._buffers, one) for layer, one in self._counters if layer._buffers["num_batches_tracked"] is None]
         for buffers, one in gone:
             buffers["num_batches_tracked"] = one
@@ -308,7 +310,7 @@ def _shape(batch: Batch) -> Hashable:
 
 
 class _Before:
-    """What a forward pass changes beside gradients: buffers and randomness."""
+    """What a forward pass changes besides gradients: buffers and generators."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._buffers = [(one, one.detach().clone()) for module in modules for one in module.buffers()]
@@ -316,7 +318,7 @@ class _Before:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back."""
+        """Restore it."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
         self._randomness.restore()
@@ -324,7 +326,7 @@ class _Before:
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Inside, a `Watch` sees nothing: neither its hooks nor what a compiler does belong to the step it looks at."""
+    """Inside, a `Watch` sees nothing: its hooks must not be compiled, and the compiler is no part of the step."""
     everywhere = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
     found = [(hooks, number, hook) for hooks in everywhere for number, hook in hooks.items()]
     found = [one for one in found if isinstance(getattr(one[2], "__self__", None), Watch)]
@@ -342,18 +344,18 @@ def _unseen() -> Iterator[None]:
 
 
 class TooLongError(BaseException):
-    """Compiling takes too long. No Exception, lest the compiler catch it."""
+    """Compiling takes too long. A BaseException, so that the compiler does not catch it."""
 
 
 class CompilerWatch:
-    """Inside, sees what torch's compiler does; what takes longer than MOST_S ends in a TooLongError.
+    """Watches torch's compiler. Compiling for longer than MOST_S ends in a TooLongError.
 
-    That needs the main thread, a compiler that is in Python or waits for a process, and nobody else's alarm.
+    The limit needs the main thread, a compiler that runs in Python or waits for a process, and no alarm of the user's.
     """
 
     def __init__(self) -> None:
         self.compiles = 0
-        """Pieces of code that it has looked at."""
+        """Pieces of code that the compiler has started on."""
         self._spent_s = 0.0
         self._alarm = _Alarm()
         self._quiet: warnings.catch_warnings[None] | None = None
@@ -379,20 +381,20 @@ class CompilerWatch:
 
     @property
     def graphs(self) -> int:
-        """Graphs that it has made code for."""
+        """Compiled graphs."""
         return self._counted()[0] - self._graphs
 
     @property
     def breaks(self) -> int:
-        """Places at which it left the rest to Python, between two graphs."""
-        # It counts a place again for each function that calls the one which it is in.
+        """Graph breaks."""
+        # torch counts a place again for each function that calls the one with the break.
         return max(0, min(self._counted()[1] - self._breaks, self.graphs - 1))
 
     @property
     def break_reason(self) -> str:
-        """Why it did so most lately, in one line."""
-        told = str(next(reversed(self._counters["graph_break"]), "")).strip().splitlines()
-        return told[0].strip() if told else "nobody knows why"
+        """The reason of the last graph break, in one line."""
+        lines = str(next(reversed(self._counters["graph_break"]), "")).strip().splitlines()
+        return lines[0].strip() if lines else "the reason is not known"
 
     def _counted(self) -> tuple[int, int]:
         return self._counters["stats"]["unique_graphs"], sum(self._counters["graph_break"].values())
@@ -404,7 +406,7 @@ class CompilerWatch:
     def _begins(self, _: Any) -> None:
         self.compiles += 1
         self._began = time.perf_counter()
-        # Parts of torch warn each other of what no user can change; where warnings are errors, nothing would compile.
+        # Parts of torch warn of things that no user can change. If warnings are errors, nothing would compile.
         self._quiet = warnings.catch_warnings()
         self._quiet.__enter__()
         warnings.simplefilter("ignore")
@@ -425,23 +427,23 @@ class _Alarm:
     """Raises a TooLongError after some seconds."""
 
     AGAIN_S = 5.0
-    """Where the first one was swallowed by whoever was called back just then, another one comes."""
+    """If a callback swallowed the first error, another one follows."""
 
     def __init__(self) -> None:
         self._is_set = False
 
     def set(self, seconds: float) -> None:
-        """Ring then, unless it is cleared before, or cannot be set here."""
+        """Raise after this many seconds, unless cleared or impossible here."""
         if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
             return
         if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL or signal.getitimer(signal.ITIMER_REAL)[0]:
-            return  # it is the user's own
+            return  # the user has an alarm
         signal.signal(signal.SIGALRM, self._rings)
         signal.setitimer(signal.ITIMER_REAL, seconds, self.AGAIN_S)
         self._is_set = True
 
     def clear(self) -> None:
-        """Do not ring any more."""
+        """Cancel the alarm."""
         if self._is_set and sys.platform != "win32":
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -457,7 +459,7 @@ def _is_compilers(error: BaseException) -> bool:
     return isinstance(error, (TorchDynamoException, TooLongError))
 
 
-def _said(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     if isinstance(error, TooLongError):
         return f"compiling took longer than {show_seconds(MOST_S)}"
     inner = getattr(error, "inner_exception", error)

@@ -1,4 +1,4 @@
-"""A Cursor is a way through the data: where a training stands, and the windows from there on."""
+"""A Cursor moves through the data: it knows where a training is, and brings the windows from there on."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from hotlap.engine.step import Window
 from hotlap.machine.cuda import free_for_torch
 
 SEEN = 2
-"""Windows that are remembered of data that may not be asked for again."""
+"""Windows that are kept of data that must not be fetched again."""
 
 
 class Place(NamedTuple):
-    """Where in the data a training stands: the window to come. (Made in every step, so a plain tuple.)"""
+    """Where in the data a training is: its next window. (A plain tuple, since every step makes one.)"""
 
     epoch: int = 0
     window: int = 0
     served: int = 0
-    """Windows given out so far, over all epochs."""
+    """Windows given out so far, in all epochs."""
 
 
 class Cursor:
-    """Windows of a dataset, in its order, brought as the plan in force says.
+    """Windows of a dataset, in its order, brought as the current plan asks.
 
-    The plan may change between any two windows: the next one is then brought the new way, from the same place.
+    The plan may change between any two windows. The next window then comes the new way, from the same place.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Cursor:
         """Windows in the current epoch."""
         self._plan, self._device = plan, device
         self.keeps = False
-        """Whether feeds of other plans stay as they are left, until `tidy`."""
+        """Whether feeds of other plans stay open, until `tidy`."""
         self._resident: dict[str, ResidentFeeding] = {}
-        """Kept over changes of plan, by layout: captures read it where it lies."""
+        """Kept over changes of plan, by layout, since captures read the data at its address."""
         self._parked: dict[Feed, Feeding] = {}
         self.on_change: Callable[[str], None] | None = None
-        """Told why data that was brought for other windows is not what it was."""
+        """Called with the reason when data that was fetched earlier has changed."""
         self._state: ReadState | None = None
         self._seen: deque[Window] = deque(maxlen=SEEN)
         self._all_count = ignored is not None and dataset.source.never_holds(ignored)
@@ -64,23 +64,24 @@ class Cursor:
         self._left = False
 
     def reopen(self) -> None:
-        """Bring the next window by another feed: the one at work is closed."""
+        """Bring the next window by another feed, and close the current one."""
         if self._feeding is not None:
             self._feeding.close()
             self._feeding = None
         self.recut()
 
     def change(self, before: Feed) -> None:
-        """Bring the next window as the plan says; the feed at work, which was `before`, waits for it to come back."""
+        """Bring the next window as the plan asks. The current feed, which was `before`, is parked for its plan's
+        return."""
         if not self._resident and not self._parked:
-            self._state = None  # whether it has to be watched hangs on the feed
+            self._state = None  # the new feed decides whether the data has to be watched
         if self.keeps and self._feeding is not None:
             self._parked[before] = self._feeding
             self._feeding = None
         self.reopen()
 
     def tidy(self) -> None:
-        """Let go of the feeds of all plans but the one in force."""
+        """Release the feeds of all plans but the current one."""
         self.keeps = False
         self._close_parked()
         plan = self._plan()
@@ -91,7 +92,7 @@ class Cursor:
         return plan.numerics.layout if self._device.type == "cuda" else "as given"
 
     def _is_memory_short(self) -> bool:
-        """Whether the data in one more layout would take more than half of what is free."""
+        """Whether the data in one more layout would take more than half of the free memory."""
         if self._device.type != "cuda":
             return False
         one = next(iter(self._resident.values()), None)
@@ -101,7 +102,7 @@ class Cursor:
         return 2 * held_bytes > free_for_torch(self._device)
 
     def let_go(self) -> None:
-        """Let go of data that is held on the device; it is brought there again when it is needed."""
+        """Release data held on the device; it is fetched again when needed."""
         self.reopen()
         self._close_parked()
         self._resident = {}
@@ -112,21 +113,21 @@ class Cursor:
         self._parked.clear()
 
     def recut(self) -> None:
-        """Cut the next window anew, by the same feed."""
+        """Cut the next window again, by the same feed."""
         self._version += 1
 
     def why_not_resident(self, reserve_bytes: int) -> str | None:
-        """Why the data cannot be held on the device beside so many bytes, or None where it can."""
+        """Why the data cannot be held on the device besides this reserve, or None where it can."""
         if self._resident:
             return None
         return why_not_held(self.dataset.source, self._device, reserve_bytes=reserve_bytes)
 
     def holding_s(self) -> float:
-        """About how many seconds it would take to hold the data on the device; 0 where it is there."""
+        """Seconds to hold the data on the device, about; 0 if it is there."""
         return 0.0 if self._resident else time_to_hold(self.dataset.source, self._device)
 
     def leave(self) -> None:
-        """Give the route up for another one."""
+        """Close this cursor; another one takes its place."""
         self._left = True
         self.let_go()
 
@@ -138,10 +139,9 @@ class Cursor:
         epoch_ended: Callable[[], None],
         room: Callable[[], int] | None = None,
     ) -> Iterator[Window]:
-        """Windows from the current place on, until so many epochs are behind or so many windows were given out.
+        """Windows from the current place on, until this many epochs are done or this many windows were given out.
 
-        Where the plan replays several updates at once, a window holds as many, but never more than `room` says
-        may be made before somebody has to look.
+        If the plan replays several updates at once, a window holds as many, but never more updates than `room` allows.
         """
         try:
             while epochs is None or self.place.epoch < epochs:
@@ -155,26 +155,26 @@ class Cursor:
                 while (place := self.place).epoch == number and place.window < count:
                     if steps is not None and place.served >= steps:
                         return
-                    # A changed plan, a place that was put back, or other data begins a new stream.
+                    # A changed plan, a restored place, or changed data starts a new stream.
                     is_new = version != self._version or place != expected
                     if self._is_stale(is_new, place) or is_new:
-                        self.recut()  # whoever else is in the middle of windows has to begin anew too
+                        self.recut()  # other iterators over these windows have to start again too
                         stream, version = self._stream(epoch, number, steps, room), self._version
                     window = next(stream)
                     made = window.updates
                     if not self._may_look:
                         self._seen.append(window)
-                    # The place moves before the step, so that between two steps it names the window to come.
+                    # The place moves before the step: between two steps it names the next window.
                     expected = self.place = Place(number, place.window + made, place.served + made)
                     yield window
                     if self._left:
                         raise TrainingError("another feed was opened; a rig feeds from one at a time, so use two rigs")
-                # Beyond its end, where a resumed training was allowed larger batches.
+                # The place lies beyond the end if a resumed training was allowed larger batches.
                 if self.place.epoch == number and self.place.window >= len(epoch):
                     self.place = Place(number + 1, 0, self.place.served)
                     epoch_ended()
         finally:
-            # A loop that was left by `break` leaves no worker behind.
+            # A loop that ends by `break` leaves no worker behind.
             if not self._plan().feed.persistent:
                 self.reopen()
 
@@ -182,17 +182,17 @@ class Cursor:
 
     @property
     def _may_look(self) -> bool:
-        """Whether samples may be fetched that the training has not asked for."""
+        """Whether hotlap may fetch samples that the training has not asked for."""
         source = self.dataset.source
         return not source.computes or proof_of(source, may_draw=True).why_traces is None
 
     def _is_stale(self, is_new: bool, place: Place) -> bool:
-        """Whether the data is no longer what feeds were opened with; then it is brought anew."""
+        """Whether the data has changed since feeds were opened; if so, it is fetched again."""
         begins = is_new and not place.window
         if self._state is None:
             self._watch()
         elif not begins and self.dataset.feed.workers:
-            return False  # the user's own workers, too, see in the next epoch what changes in this one
+            return False  # the user's own workers also see changes of this epoch in the next one
         reason = self._why_stale(thorough=begins)
         if reason is None:
             return False
@@ -210,19 +210,19 @@ class Cursor:
         return self._state.why_changed(thorough=thorough, live=reads_anew and reads_in_place(self.dataset.source))
 
     def _renew(self) -> None:
-        """Let go of what was brought, and see the data as it is now."""
+        """Release what was fetched, and read the data as it is now."""
         self.let_go()
         self.dataset = self.dataset.renewed()
         self._watch()
 
     def _watch(self) -> None:
-        """Watch what the samples depend on, where they come of columns or copies, and not of the user's own feed."""
+        """Watch what the samples depend on, if they come from columns or copies and not from the user's own feed."""
         source, feed = self.dataset.source, self._plan().feed
         is_copied = feed.kind == "resident" or (feed.kind == "loader" and feed != self.dataset.feed)
         self._state = state_of(source) if is_copied or not source.computes else None
 
     def _stream(self, epoch: Epoch, number: int, steps: int | None, room: Callable[[], int] | None) -> Iterator[Window]:
-        """The epoch's windows from the current place on, under the plan in force."""
+        """The epoch's windows from the current place on, under the current plan."""
         plan = self._plan()
         if self._feeding is None:
             self._feeding = self._opened(plan)
@@ -245,7 +245,7 @@ class Cursor:
                 sizes.append([len(piece) for piece in indices])
                 yield from indices
 
-        # Workers ask ahead; a window's sizes are known once its first piece is here.
+        # Workers ask ahead. A window's sizes are known once its first piece is here.
         pieces = feeding.pieces(asked(), number)
         for piece in pieces:
             here = sizes.popleft()
@@ -279,7 +279,7 @@ class Cursor:
         steps: int | None,
         room: Callable[[], int] | None,
     ) -> Iterator[Window]:
-        """Windows whose samples are on the device: they name rows, and gathering them is part of the step."""
+        """Windows whose samples are on the device. They name rows; gathering these is part of the step."""
         feeding.begin(epoch.indices)
         micro, together = plan.memory.micro_batch, plan.execution.replay_steps
         window = self.place.window
@@ -296,10 +296,10 @@ class Cursor:
 
     @staticmethod
     def _are_alike(feeding: ResidentFeeding, epoch: Epoch, window: int, count: int, micro: int | None) -> bool:
-        """Whether so many windows from this one on have the same shapes."""
+        """Whether this many windows from here on have the same shapes."""
         if not epoch.are_alike(window, count, micro):
             return False
-        # Whose samples differ in size may have batches of other widths.
+        # Samples of several sizes may make batches of other widths.
         bounds = [epoch.bounds(number, micro) for number in range(window, window + count)]
         mine = {tuple(feeding.at_width_of(a, b) for a, b in pairwise(one)) for one in bounds} if feeding.varies else ()
         return len(mine) < 2
@@ -313,18 +313,18 @@ class Cursor:
 
     @property
     def windows_here(self) -> int:
-        """Windows in the epoch that the place is in, whether it has begun or not."""
+        """Windows in the current epoch, whether it has begun or not."""
         return len(self.dataset.order.epoch(self.place.epoch))
 
     def look(self, plan: Plan, windows: Iterable[int]) -> Generator[Window, None, None]:
-        """Some windows of the epoch that the place is in, one update each, as `plan` would bring them.
+        """Some windows of the current epoch, one update each, as `plan` would bring them.
 
-        By a feed of their own: neither the place nor the stream of the training moves. Where fetching a sample may
-        leave a trace, the last windows of the training stand for others. Raises TrainingError where there was none.
+        They come by a separate feed: the training's place and stream do not move. If fetching a sample may leave a
+        trace, the training's last windows stand in. Raises TrainingError if there is none.
         """
         if not self._may_look:
             if not self._seen:
-                raise TrainingError("samples of this data cannot be looked at, and the training has had none yet")
+                raise TrainingError("fetching samples of this data may leave a trace, and the training has had none")
             yield from (self._seen[window % len(self._seen)] for window in windows)
             return
         number, micro = self.place.epoch, plan.memory.micro_batch

@@ -1,4 +1,15 @@
-"""Depthwise convolutions by kernels that are ready at once, where cuDNN would first have to compile its own."""
+"""Depthwise convolutions by kernels that are ready at once, where cuDNN would first have to compile its own.
+
+With channels last, torch leaves these layers to cuDNN. cuDNN compiles kernels for each kind of layer and each batch
+size at first use: half a second each on an H200, 12.5 s for a MobileNetV3.
+
+hotlap's kernels are compiled by NVRTC: a tenth of a second for all layers of one size and stride, half a second for all
+layers of a network. On an H200, all such layers of an EfficientNet-B0 take 2.8 ms a step with cuDNN or hotlap, and 11
+ms with torch's own kernels. Sums are in fp32, always in the same order.
+
+Where hotlap's kernels do not fit, torch's own need no compiling but take longer for a step. They need channels first,
+so images are converted before and after.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +29,7 @@ from hotlap.core.terminal import logger
 
 
 def depthwise_kinds(modules: Iterable[nn.Module]) -> int:
-    """How many kinds of depthwise convolutions over images the modules hold."""
+    """Number of kinds of depthwise convolutions over images in the modules."""
     layers = (layer for module in modules for layer in module.modules() if isinstance(layer, nn.Conv2d))
     return len(
         {
@@ -31,7 +42,7 @@ def depthwise_kinds(modules: Iterable[nn.Module]) -> int:
 
 @contextmanager
 def depthwise_directly() -> Iterator[None]:
-    """Inside, `torch.nn.functional.conv2d` makes depthwise convolutions without anything of cuDNN."""
+    """Inside, `torch.nn.functional.conv2d` computes depthwise convolutions without cuDNN."""
     there = vars(F)["conv2d"]
 
     def conv2d(
@@ -64,23 +75,23 @@ def depthwise_directly() -> Iterator[None]:
 
 
 def _first(tensor: Tensor) -> Tensor:
-    """The tensor with channels first; the strides say so too where a dimension of 1 leaves that open.
+    """The tensor with channels first, by its strides too if a dimension of 1 leaves them open.
 
-    By the strides of images and weights torch chooses between cuDNN and its own kernels.
+    torch chooses between cuDNN and its own kernels by the strides of images and weights.
     """
     turned: Tensor = _Turned.apply(tensor, torch.contiguous_format)  # type: ignore[no-untyped-call]
     return turned.view(-1).view(tensor.shape)
 
 
 class _Turned(torch.autograd.Function):
-    """A tensor in a memory format, and its gradient in the format that the tensor came in."""
+    """A tensor in a memory format. Its gradient gets the format in which the tensor came."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
         is_last = tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
         ctx.before = torch.channels_last if is_last else torch.contiguous_format
         made = tensor.contiguous(memory_format=memory_format)
-        # Autograd lets no view of a tensor that was made in here be changed in place, as activations do.
+        # Autograd does not let activations change a view of a tensor that was made in here.
         return made.view_as(tensor) if made is tensor else made
 
     @staticmethod
@@ -96,19 +107,19 @@ log = logger(__name__)
 NAMES = ("depthwise_forward", "depthwise_input_gradient", "depthwise_weight_gradient")
 SOURCE = files("hotlap.engine").joinpath("depthwise.cu")
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 15}
-"""What the kernels call number formats: `BITS`."""
+"""Number formats, as the kernels' macro `BITS` has them."""
 SIZES = range(2, 8)
 STRIDES = (1, 2)
 THREADS = 128
-"""Of a block."""
+"""Threads of a block."""
 MOST_THREADS, MOST_PARTS = 2**18, 2**22
-"""Of the gradient of a weight: threads that are of use, and numbers to be added up afterwards."""
+"""Limits for the gradient of a weight: useful threads, and numbers to add up afterwards."""
 
 
 def convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
 ) -> Tensor | None:
-    """The depthwise convolution of images whose channels lie last; None where there is no kernel for it."""
+    """The depthwise convolution of images in channels last; None if there is no kernel for it."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -129,14 +140,17 @@ def convolved(
 
 
 def compile_kernels(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what these modules will ask for beside each other: one after the other takes several times as long."""
+    """Compile the kernels that these modules need in parallel: one after the other would take several times as long."""
     layers = {layer for module in modules for layer in module.modules() if isinstance(layer, nn.Conv2d)}
     depthwise = [layer for layer in layers if layer.groups == layer.in_channels == layer.out_channels > 1]
     kinds = {(layer.kernel_size[0], layer.stride[0]) for layer in depthwise}
     known = sorted(kind for kind in kinds if kind[0] in SIZES and kind[1] in STRIDES)
     if known:
         capability = torch.cuda.get_device_capability(device)
-        with suppress(Exception), ThreadPoolExecutor(len(known)) as threads:  # who asks for a kernel is told
+        with (
+            suppress(Exception),
+            ThreadPoolExecutor(len(known)) as threads,
+        ):  # failures are reported later
             list(threads.map(lambda kind: _compiled(capability, BITS[dtype], *kind), known))
 
 
@@ -152,7 +166,7 @@ class _Convolved(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         stride, pad, size = ctx.stride, ctx.pad, weight.shape[-1]
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # somebody will go backward through this, too
+        if torch.is_grad_enabled():  # a second backward pass may go through this one
             steps, pads, mask = [stride] * 2, [pad] * 2, [needs[0], needs[1], False]
             made = torch.ops.aten.convolution_backward(
                 grad, x, weight, None, steps, pads, [1, 1], False, [0, 0], x.shape[1], mask
@@ -179,7 +193,7 @@ def _forward(x: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: int
 
 def _input_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int, pad: int) -> Tensor:
     taps, size = _by_tap(weight), weight.shape[-1]
-    if stride == 1:  # which is a convolution with the weights turned round
+    if stride == 1:  # this is a convolution with flipped weights
         return _forward(grad, taps.flip(0), None, 1, size - 1 - pad, size)
     n, channels, height, width = x.shape
     out = _images(x, x.shape)
@@ -201,27 +215,27 @@ def _weight_gradient(grad: Tensor, x: Tensor, stride: int, pad: int, size: int) 
 
 def _launch(name: str, x: Tensor, size: int, stride: int, count: int, given: list[Any]) -> None:
     kernels = _kernels(x.device, x.dtype, size, stride)
-    assert kernels is not None  # or nothing would be convolved by them
+    assert kernels is not None  # otherwise `convolved` would have returned None
     with torch.cuda.device(x.device):
         kernels[name](grid=(-(-count // THREADS), 1, 1), block=(THREADS, 1, 1), args=given)
 
 
 @functools.cache
 def _kernels(device: torch.device, dtype: torch.dtype, size: int, stride: int) -> dict[str, Any] | None:
-    """The three kernels; None where they cannot be had, for instance since this torch has no NVRTC."""
+    """The three kernels; None if they cannot be loaded, for example since this torch has no NVRTC."""
     try:
         with torch.cuda.device(device):
             compiled = _compiled(torch.cuda.get_device_capability(device), BITS[dtype], size, stride)
             module = torch.cuda._utils._cuda_load_module(compiled)
             return {name: getattr(module, name) for name in NAMES}
-    except Exception as error:  # whatever a driver or another torch makes of it
+    except Exception as error:  # drivers and other versions of torch raise anything
         log.info("no kernels for depthwise convolutions: %s", error)
         return None
 
 
 @functools.cache
 def _compiled(capability: tuple[int, int], bits: int, size: int, stride: int) -> bytes:
-    """The kernels for a device. What torch has for this imports setuptools first, which takes longer than compiling."""
+    """The compiled kernels for a device. torch's helper imports setuptools first, which takes longer than compiling."""
     nvrtc, program, length = torch.cuda._utils._get_nvrtc_library(), ctypes.c_void_p(), ctypes.c_size_t()
 
     def ask(name: str, *given: Any) -> None:
@@ -242,7 +256,7 @@ def _compiled(capability: tuple[int, int], bits: int, size: int, stride: int) ->
 
 
 def _by_tap(weight: Tensor) -> Tensor:
-    """Weights as the kernels read them: all channels of one place beside each other, in fp32."""
+    """Weights as the kernels read them, in fp32: the channels of one position side by side."""
     return weight.flatten(1).t().float().contiguous()
 
 
@@ -251,7 +265,7 @@ def _images(like: Tensor, shape: Any) -> Tensor:
 
 
 def _aligned(images: Tensor) -> Tensor:
-    """The images where 16 bytes can be read at once."""
+    """The images at an address where 16 bytes can be read at once."""
     return images if images.data_ptr() % 16 == 0 else images.clone(memory_format=torch.channels_last)
 
 
@@ -264,7 +278,7 @@ def _out(length: int, size: int, stride: int, pad: int) -> int:
 
 
 def _same(value: Any) -> int | None:
-    """The one number that stands for height and width; None where there are two, or a name."""
+    """The one number for height and width; None if there are two, or a name."""
     if isinstance(value, int):
         return value
     return value[0] if isinstance(value, (tuple, list)) and len(set(value)) == 1 and isinstance(value[0], int) else None

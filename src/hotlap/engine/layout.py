@@ -58,9 +58,9 @@ class Layout:
     All tensors stay the same objects. Those whose layout changes get new memory.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer, rooms: BufferPool | None = None) -> None:
+    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer, pool: BufferPool | None = None) -> None:
         self._modules, self._optimizer = modules, optimizer
-        self._rooms = rooms if rooms is not None else BufferPool()
+        self._pool = pool if pool is not None else BufferPool()
         # By identity. The dict holds the tensor too, so that no other tensor can get its id.
         self._given: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
 
@@ -87,7 +87,7 @@ class Layout:
             state = self._optimizer.state.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, Tensor) and not _lies_as(parameter, value):
-                    state[name] = self._rooms.moved((id(parameter), name), value, _room_as(parameter, value))
+                    state[name] = self._pool.moved((id(parameter), name), value, _room_as(parameter, value))
 
     def batch(self, batch: Batch) -> Batch:
         """The batch with its images in channels last."""
@@ -96,7 +96,7 @@ class Layout:
     def _restride(self, tensor: Tensor, strides: tuple[int, ...]) -> None:
         if tensor.stride() != strides:
             room = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-            tensor.data = self._rooms.moved(id(tensor), tensor.data, room)
+            tensor.data = self._pool.moved(id(tensor), tensor.data, room)
 
     def _images(self) -> Iterator[Tensor]:
         for module in self._modules:

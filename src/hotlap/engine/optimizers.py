@@ -162,8 +162,8 @@ def _plain_flags(group: dict[str, Any]) -> dict[str, bool | None]:
 class Fusion:
     """Switches one optimizer between its kinds of step."""
 
-    def __init__(self, optimizer: Optimizer, rooms: BufferPool | None = None) -> None:
-        self._optimizer, self._rooms = optimizer, rooms if rooms is not None else BufferPool()
+    def __init__(self, optimizer: Optimizer, pool: BufferPool | None = None) -> None:
+        self._optimizer, self._pool = optimizer, pool if pool is not None else BufferPool()
         self._plain = [_plain_flags(group) for group in optimizer.param_groups]
         self._capturable = [bool(g.get("capturable")) for g in optimizer.param_groups]
 
@@ -183,15 +183,15 @@ class Fusion:
                 # torch refuses the flag if a parameter is not on a GPU.
                 can = captured and all(parameter.is_cuda for parameter in group["params"])
                 group["capturable"] = can or (known and self._capturable[number])
-        settle_counts(self._optimizer, self._rooms)
+        settle_counts(self._optimizer, self._pool)
         # GradScaler reads it, and torch sets it at construction only.
         self._optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
 
 
-def settle_counts(optimizer: Optimizer, rooms: BufferPool | None = None) -> None:
+def settle_counts(optimizer: Optimizer, pool: BufferPool | None = None) -> None:
     """Move step counts to where the kind of step reads them: the host for the plain loop, the device otherwise. A count
     that is there already keeps its address."""
-    rooms = rooms if rooms is not None else BufferPool()
+    pool = pool if pool is not None else BufferPool()
     if isinstance(optimizer, torch.optim.ASGD):
         return  # its counts lie on the device in every kind of step
     for group in optimizer.param_groups:
@@ -207,7 +207,7 @@ def settle_counts(optimizer: Optimizer, rooms: BufferPool | None = None) -> None
                     dtype = torch.float32 if fused else count.dtype
                     if (count.device, count.dtype) != (home, dtype):
                         room = torch.empty_like(count, device=home, dtype=dtype)
-                        state[name] = rooms.moved((id(parameter), name), count, room)
+                        state[name] = pool.moved((id(parameter), name), count, room)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""The Rig is the running training: it obeys a plan from one step to the next, whichever plan that is."""
+"""The Rig is the running training. It obeys a plan from one step to the next, and the plan may change between steps."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from hotlap.engine.step_cache import StepCache
 from hotlap.machine.cuda import usable_bytes
 
 EVAL_BATCHES = 4
-"""How many training batches make one of evaluation, which keeps no activations."""
+"""Training batches in one batch of evaluation, which keeps no activations."""
 
 FEED_SETTINGS = ("batch_size", "epochs", "steps", "order", "reorder", "drop_last", "collate", "accumulate", "seed")
-"""What of a Job's settings belongs to its data."""
+"""The settings of a Job that belong to its data."""
 
 MOST_CHANGES = 3
-"""How often data that changes is brought anew, before it comes by the job's own feed for good."""
+"""How often hotlap fetches changed data again before it uses the job's own feed for good."""
 FEW_WIDTHS = 2
-"""Of batches, with which several in a row may well have the same."""
+"""Widths of batches up to which several consecutive batches may well have the same width."""
 
 
 @dataclass(frozen=True)
 class RigSnapshot:
-    """All that `restore` puts back."""
+    """Everything that `restore` restores."""
 
     training: Snapshot
     totals: tuple[Tensor, Tensor, int]
@@ -74,10 +74,11 @@ class Rig:
         for batch in rig.feed(data, batch_size=64, epochs=10):
             rig.step(batch)
 
-    `step` also takes batches of your own loader. A model handed over in evaluation mode is put into training
-    mode; one in training mode keeps its layers as they are, frozen batch norms too. A schedule that moves by
-    epochs moves with `feed`; in a loop over your own loader call `rig.schedule.epoch_ended()`. One that waits
-    for a plateau moves with `rig.schedule.evaluated(score)`. Raises JobError with all mistakes at once.
+    `step` also takes batches of your own loader. A model in evaluation mode is switched to training mode. A model in
+    training mode keeps the mode of each layer, frozen batch norms included.
+
+    A schedule that moves by epochs moves with `feed`. In a loop over your own loader call `rig.schedule.epoch_ended()`.
+    For one that waits for a plateau call `rig.schedule.evaluated(score)`. Raises JobError with all mistakes at once.
     """
 
     def __init__(
@@ -122,22 +123,22 @@ class Rig:
         """Running loss since the last reset."""
         self.ledger = Ledger()
         self.steps = 0
-        """Windows gone through, updated or skipped."""
+        """Windows so far, updated or skipped."""
         self.samples = 0
-        """Samples seen."""
+        """Samples so far."""
         self.guards = Guards(self.optimizer, self.schedule, self.device, skip_nonfinite=skip_nonfinite)
-        self._rooms = BufferPool()
-        self._fusion = Fusion(self.optimizer, self._rooms)
-        self._layout = Layout(self.modules, self.optimizer, self._rooms)
+        self._pool = BufferPool()
+        self._fusion = Fusion(self.optimizer, self._pool)
+        self._layout = Layout(self.modules, self.optimizer, self._pool)
         self._compiling = Compiling(self.model, self.device, steps=lambda: self.steps, write_down=self.write_down)
         self._cursor: Cursor | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
         self._evaluator = Evaluator(self.objective, self.device, self._layout, draws_on=lambda: self.draws_on)
         self._follows_user = plan is None
         self.plan = Plan().but(optimizer="fused" if is_fused(self.optimizer) else "plain")
-        """The plan in force."""
+        """The current plan."""
         self.settled = self.plan
-        """The last plan that was meant to stay: not the one of a lap that is measured."""
+        """The last plan that was chosen to stay, not just for a timed lap."""
         self._drops_in_rnn = False
         self._steps = StepCache(
             self.objective,
@@ -161,7 +162,7 @@ class Rig:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """What is trained: the model, and the loss where it is a module."""
+        """The trained modules: the model, and the loss if it is a module."""
         return [module for module in (self.model, self.loss) if isinstance(module, nn.Module)]
 
     # --- plans -----------------------------------------------------------------------------------
@@ -209,12 +210,12 @@ class Rig:
         return isinstance(self.optimizer, torch.optim.LBFGS)
 
     def _reserve(self) -> int:
-        """Bytes to leave free beside resident data: gradients and the optimizer's state, and a tenth for all else."""
+        """Bytes to leave free besides resident data: gradients, optimizer state, and a tenth for everything else."""
         weights = sum(p.numel() * p.element_size() for module in self.modules for p in module.parameters())
         return 4 * weights + (usable_bytes(self.device) // 10 if self._on_gpu else 0)
 
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
-        """Obey `plan` from the next step on, with the same weights, optimizer state and place in the data."""
+        """Use `plan` from the next step on, with the same weights, optimizer state and place in the data."""
         if not isinstance(plan, Plan):
             raise PlanError(f"a plan is a hotlap.Plan, not {type(plan).__name__}; read a file with hotlap.load_plan")
         plan = self.obeyed(plan)
@@ -229,44 +230,44 @@ class Rig:
         before, changes = self.plan, self.plan.changes(plan)
         parts = [part for part in PARTS if getattr(plan, part) != getattr(before, part)]
         self.plan = plan
-        # A part rests on those before it: from the first that differs on, all are built anew.
+        # Each part builds on those before it. From the first that differs on, all are set up again.
         if self._cursor is not None and ("feed" in parts or "layout" in changes):
             self._cursor.change(before.feed)
         elif self._cursor is not None and ("micro_batch" in changes or "replay_steps" in changes):
             self._cursor.recut()
         if "numerics" in parts or "mode" in changes:
             self.conform()
-        if "layout" in changes and not self._rooms.keeps:
-            self._steps.clear()  # what was recorded reads weights where they no longer are
+        if "layout" in changes and not self._pool.keeps:
+            self._steps.clear()  # recordings read weights at addresses that they have left
         what = ", ".join(f"{name} {before} → {after}" for name, (before, after) in changes.items())
         why = "; ".join(filter(None, (why, *self.cautions(plan))))
         self.write_down(what, outcome, why)
         self._step = self._steps.of(plan)
 
     def keep_plans(self) -> None:
-        """From now on what belongs to a plan stays when another takes its place: captures, workers, data, memory.
+        """Keep what belongs to each plan when another replaces it: captures, workers, data, memory.
 
         So plans can be tried in turn, until `tidy`.
         """
-        self._rooms.keeps = True
+        self._pool.keeps = True
         if self._cursor is not None:
             self._cursor.keeps = True
 
     def tidy(self) -> None:
-        """Let go of all that belongs to other plans than the one in force."""
-        self._rooms.forget()
+        """Release everything that belongs to plans other than the current one."""
+        self._pool.forget()
         self._steps.keep(self._step)
         if self._cursor is not None:
             self._cursor.tidy()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, plans and steps leave no trace: afterwards all is as it was before, ledger, running loss and what
-        modules, the optimizer and the user's functions remember too. See `why_no_trial`.
+        """Inside, plans and steps leave no trace: afterwards everything is restored, ledger and running loss included.
 
-        What is noted in the ledger meanwhile can be read there until then.
+        That includes the Python state of modules, the optimizer and the user's functions; see `why_no_trial`. Until the
+        end, the ledger shows what was written meanwhile.
         """
-        kept = self._rooms.keeps
+        kept = self._pool.keeps
         self.keep_plans()
         plan, settled, ledger, snapshot = self.plan, self.settled, self.ledger, self.snapshot()
         remembered = self.python_state()
@@ -279,51 +280,51 @@ class Rig:
             remembered.restore()
             stays = [entry for entry in self.ledger if entry.what in ("compile", "attention")]
             self.ledger, self.settled = ledger, settled
-            for entry in stays:  # what was compiled or chosen stays, and was paid for
+            for entry in stays:  # compiled code and chosen kernels stay, and have been paid for
                 self.write_down(entry.what, entry.outcome, entry.why, figures=entry.figures, cost_s=entry.cost_s)
             if not kept:
                 self.tidy()
 
     def python_state(self) -> PythonState:
-        """What modules, the optimizer and the user's functions remember now, beside what a snapshot holds."""
+        """The Python state of modules, the optimizer and the user's functions, which a snapshot does not hold."""
         return PythonState(self.modules, self.optimizer, self.objective.functions)
 
     def why_no_trial(self) -> str | None:
-        """Why steps cannot be made aside without a trace: something would move that cannot be put back."""
+        """Why trial steps would leave a trace: some state could not be restored. None if there is no such state."""
         return next(iter(self.python_state().unknown), None)
 
     def attention(self, plan: Plan) -> AbstractContextManager[None]:
-        """Inside, attention is made by the kernels that the plan's steps are recorded with, where it records."""
+        """Inside, attention uses the kernels that the plan's steps are recorded with, if the plan records."""
         return self._steps.attention(plan.execution)
 
     @property
     def warmup_steps(self) -> int:
-        """Windows so far that were not at the plan's own pace, since they were still to be recorded or compiled."""
+        """Warm-up windows so far: those that were still to be recorded or compiled."""
         return self._step.warmup_steps + (self._compiling.warmup_steps if self.plan.execution.compile != "no" else 0)
 
     @property
     def most_replay_steps(self) -> int:
-        """Updates that a plan may make at once: one, where hardly any that follow each other have the same shape."""
+        """The largest number of updates in one replay: one, if hardly any consecutive batches have the same shape."""
         return 1 if self.shapes > FEW_WIDTHS else MOST_REPLAY_STEPS
 
     @property
     def shapes(self) -> int:
-        """Shapes that whole batches have: as many as there are widths."""
+        """Number of shapes that whole batches have: one for each width."""
         source = self._cursor.dataset.source if self._cursor is not None else None
         return max(1, len(source.widths)) if isinstance(source, Columns) else 1
 
     @property
     def given_up(self) -> str | None:
-        """Why the plan in force is not obeyed as it stands: why nothing is captured, or compiled; None where it is."""
+        """Why nothing is captured, or compiled, though the current plan asks for it; None if the plan is obeyed."""
         return self._step.given_up or self._compiling.given_up.get(self.plan.execution.compile)
 
     def wait(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device has finished everything queued."""
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
 
     def cautions(self, plan: Plan) -> list[str]:
-        """What a plan changes in the training beyond rounding, a line each; it is the user's to want that."""
+        """What a plan changes in the training beyond rounding, a line each. The user decides whether to accept that."""
         micro = plan.memory.micro_batch
         if micro is None or (self._cursor is not None and micro >= self._cursor.dataset.batch_size):
             return []
@@ -336,24 +337,26 @@ class Rig:
         return found
 
     def _note(self, why: str) -> None:
-        """Write down that the plan in force is obeyed in part only, and why."""
+        """Write to the ledger why the current plan is obeyed in part only."""
         self.write_down("capture", "fault", why)
 
     def _data_changed(self, why: str) -> None:
-        """Told that the data is not what it was: it is brought anew a few times, then only as the user does."""
+        """Called when the data has changed. hotlap fetches it again a few times, then uses the user's own feed only."""
         assert self._cursor is not None
         own = self._cursor.dataset.feed
         if self.plan.feed in (own, Feed(kind="gather")):
-            return  # which reads it where it lies
+            return  # this feed reads the data in place
         self._changes += 1
         if self._changes <= MOST_CHANGES:
-            self.write_down("data changed", "fault", f"{why}; it is brought anew")
+            self.write_down("data changed", "fault", f"{why}; hotlap fetches it again")
             return
-        self.write_down("data changed", "fault", f"{why}; feed {self.plan.feed.kind} is left for the job's own")
+        self.write_down(
+            "data changed", "fault", f"{why}; hotlap replaces the feed {self.plan.feed.kind} by the job's own"
+        )
         self.use(self.plan, why="the data keeps changing")
 
     def obeyed(self, plan: Plan) -> Plan:
-        """The plan as the data allows it: with the job's own feed where the data keeps changing."""
+        """The plan that the data allows: with the job's own feed if the data keeps changing."""
         if self._changes <= MOST_CHANGES or self._cursor is None or plan.feed.kind == "gather":
             return plan
         execution = dataclasses.replace(plan.execution, replay_steps=1)
@@ -368,8 +371,8 @@ class Rig:
         figures: Mapping[str, float] | None = None,
         cost_s: float = 0.0,
     ) -> None:
-        """Add a line to the ledger, under the plan in force."""
-        # After a snapshot was put back the steps since then are made again; the ledger does not run backwards.
+        """Add an entry to the ledger under the current plan."""
+        # After a snapshot is restored, the steps since then are made again. The ledger does not go backwards.
         step = max(self.steps, self.ledger.last_step)
         entry = Entry(
             step=step, what=what, outcome=outcome, plan=self.plan, why=why, figures=figures or {}, cost_s=cost_s
@@ -377,27 +380,26 @@ class Rig:
         self.ledger.record(entry)
 
     def conform(self) -> None:
-        """Bring weights and optimizer state into the form that the plan asks for; also after they were put in anew."""
+        """Bring weights and optimizer state into the form that the plan asks for. Call it too after loading them."""
         numerics = self.plan.numerics
         self._fusion.set(numerics.optimizer == "fused", captured=self.plan.execution.mode == "captured")
         self._layout.set(numerics.layout)
 
     def hand_back(self) -> None:
-        """Lay the weights out as the user gave them; the plan is over."""
+        """Restore the user's own layout of the weights, at the end of the plan."""
         self._layout.set("as given")
 
     def settle(self) -> None:
-        """Let the host know what only the device knew: how far a schedule is where updates may be left out."""
+        """Bring the host up to date with the device: the schedule's position, if updates may be skipped."""
         self._steps.settle()
 
     # --- data ------------------------------------------------------------------------------------
 
     def feed(self, data: Any, **settings: Any) -> Iterator[Window]:
-        """Windows of `data` for `step`: batch_size, and epochs or steps.
+        """Windows of `data` for `step`. Give batch_size, and epochs or steps.
 
-        Also order, reorder, drop_last, collate, accumulate and seed, as a Job has them.
-        The same data with the same settings goes on with the next epoch, so that a loop of one epoch each
-        sees another order each time.
+        Optional are order, reorder, drop_last, collate, accumulate and seed, as in a Job. Another call with the same
+        data and settings goes on with the next epoch. So a loop of one epoch each sees another order each time.
         """
         wrong = [
             f"{name} is not a setting of feed{did_you_mean(name, FEED_SETTINGS)}"
@@ -422,14 +424,14 @@ class Rig:
         if given is None or given[0] is not data or given[1] != lasting:
             self.attach(training_dataset(job, workers=machine.workers_wanted(), on_gpu=self._on_gpu))
             self._feed_given = (data, lasting)
-        elif self.place.window:  # left in the middle of an epoch: the next one begins
+        elif self.place.window:  # the last loop ended within an epoch: begin the next one
             self.place = Place(self.place.epoch + 1, 0, self.place.served)
         epochs = None if job.epochs is None else self.place.epoch + job.epochs
         steps = None if job.steps is None else self.place.served + job.steps
         return self.windows(epochs=epochs, steps=steps)
 
     def attach(self, dataset: OrderedDataset) -> None:
-        """Train on a dataset from its beginning; without a plan of its own the rig feeds it as the user would."""
+        """Train on a dataset from its beginning. Without a given plan, the rig uses the user's own feed."""
         if self._cursor is not None:
             self._cursor.leave()
             self._steps.forget()
@@ -456,21 +458,21 @@ class Rig:
     def windows(
         self, *, epochs: int | None = None, steps: int | None = None, room: Callable[[], int] | None = None
     ) -> Iterator[Window]:
-        """Windows from the current place on, until so many epochs are behind or so many updates were given out.
+        """Windows from the current place on, until this many epochs are done or this many updates were given out.
 
-        A window holds several updates where the plan replays as many at once: never more than `room` allows.
+        A window holds several updates if the plan replays several at once, but never more than `room` allows.
         """
         assert self._cursor is not None, "attach data first"
         return self._cursor.windows(epochs=epochs, steps=steps, epoch_ended=self._epoch_ended, room=room)
 
     def look(self, plan: Plan, windows: Iterable[int]) -> Generator[Window, None, None]:
-        """Some windows of the current epoch, by their numbers, as `plan` would bring them; the training stays."""
+        """The numbered windows of the current epoch, as `plan` would bring them. The training does not move."""
         assert self._cursor is not None, "attach data first"
         return self._cursor.look(plan, windows)
 
     @property
     def windows_here(self) -> int:
-        """Windows in the epoch that the training stands in, whether it has begun or not."""
+        """Windows in the training's current epoch, whether it has begun or not."""
         assert self._cursor is not None, "attach data first"
         return self._cursor.windows_here
 
@@ -479,7 +481,7 @@ class Rig:
 
     @property
     def place(self) -> Place:
-        """Where in the data the training stands."""
+        """Where in the data the training is."""
         return self._cursor.place if self._cursor is not None else Place()
 
     @place.setter
@@ -494,28 +496,28 @@ class Rig:
 
     @property
     def epoch_updates(self) -> int:
-        """As many: each window is an update."""
+        """Updates in the current epoch: each window is one."""
         return self.epoch_windows
 
     def why_not_spread(self) -> str | None:
-        """Why samples may be others where processes fetch them that the user did not ask for; None where not.
+        """Why worker processes that the user did not ask for might change samples; None if they cannot.
 
-        Draws from the generators of Python, numpy and torch are no reason: they are seeded for each sample.
+        Draws from the generators of Python, numpy and torch are no reason: hotlap seeds them for each sample.
         """
         return proof_of(self.source, may_draw=True).why_traces
 
     def learn(self) -> int | None:
-        """None: samples are fetched when they are held."""
+        """None: samples are fetched when they are to be held."""
         return None
 
     def holding_s(self, feed: Feed) -> float:
-        """About how many seconds it would take to hold all of the data on the device; 0 where it is there."""
+        """Seconds to hold all data on the device, about; 0 if it is there."""
         return self._cursor.holding_s() if feed.kind == "resident" and self._cursor is not None else 0.0
 
     def close(self) -> None:
-        """End worker processes, and let go of data and captures on the device.
+        """End worker processes, and release data and captures on the device.
 
-        The rig can go on afterwards; all of it comes back when it is needed.
+        The rig can go on afterwards: it sets up again what it needs.
         """
         if self._cursor is not None:
             self._cursor.let_go()
@@ -529,15 +531,15 @@ class Rig:
     # --- steps -----------------------------------------------------------------------------------
 
     def step(self, batch: Window | Batch) -> Tensor:
-        """Make an update with a window from `feed`, or with a batch of your own; its loss, on the device.
+        """Make an update with a window from `feed`, or with your own batch. Returns its loss, on the device.
 
-        A window from `feed` holds as many updates as the plan replays at once; the loss is the last one's.
+        A window from `feed` holds all updates of one replay; the loss is that of the last.
         """
         step = self._step
         return step.kept(self.advance(batch))
 
     def advance(self, batch: Window | Batch) -> Tensor:
-        """As `step`; the loss may be overwritten by the next one."""
+        """As `step`, but the next call may overwrite the loss."""
         window = batch if isinstance(batch, Window) else self._window_of(batch)
         try:
             loss = self._step(window)
@@ -552,7 +554,7 @@ class Rig:
 
     @property
     def updates(self) -> int:
-        """Real updates of the weights; where the device decides which are made, waits for it."""
+        """Real updates of the weights. Waits for the device if the device decides which are made."""
         return self.steps - self.skipped
 
     @updates.setter
@@ -562,13 +564,13 @@ class Rig:
     def _window_of(self, batch: Batch) -> Window:
         micro = self.plan.memory.micro_batch
         if micro is None:
-            # Where nobody can count, every batch has the same weight in the running loss.
+            # Without a count of samples, every batch has the same weight in the running loss.
             return Window([batch], [count_samples(batch) or 1])
         return Window(*cut(batch, micro))
 
     @property
     def skipped(self) -> int:
-        """Steps whose update was left out, since their gradients were not finite."""
+        """Steps whose update was skipped because their gradients were not finite."""
         return self.guards.skipped
 
     def evaluate(
@@ -579,7 +581,7 @@ class Rig:
         batch_size: int | None = None,
         collate: Any = None,
     ) -> dict[str, float]:
-        """Loss and metrics over all of `data`; mode, randomness and training stay as they were."""
+        """Loss and metrics over all of `data`. Mode, random generators and training stay unchanged."""
         wrong = [*data_problems("data", data), *metric_problems(metrics), *_size_problems(batch_size)]
         if wrong:
             raise JobError(wrong)
@@ -587,10 +589,11 @@ class Rig:
         return self._evaluator(data, metrics, batch_size=size, collate=collate, plan=self.plan)
 
     def predict(self, data: Any, *, batch_size: int | None = None, collate: Any = None) -> Any:
-        """The model's outputs for all of `data`, in its order, on the host; mode, randomness and training stay.
+        """The model's outputs for all of `data`, in its order, on the host. Mode, random generators and training stay
+        unchanged.
 
-        `data` is given as for training, with targets, which are not looked at; or, where one input goes into the
-        model, that input alone.
+        Give `data` as for training, with targets, which are ignored. If the model takes one input, that input alone
+        will do.
         """
         wrong = [*data_problems("data", data), *_size_problems(batch_size)]
         if wrong:
@@ -620,20 +623,21 @@ class Rig:
 
     @property
     def draws_on(self) -> bool:
-        """Whether the device's generator must not be set back.
+        """Whether the device's generator must not be restored.
 
-        cuDNN's recurrent layers keep the state of their dropout in a memory of torch's, which is made anew once the
-        generator was set: a capture would go on reading where it was, and cannot be recorded before it is there.
+        cuDNN's recurrent layers keep their dropout state in torch's memory, which is allocated again after the
+        generator was set. A capture would go on reading the old memory, and cannot be recorded before the new one is
+        there.
         """
-        if not self._drops_in_rnn:  # once it did, it may again, though its rate be 0 for now
+        if not self._drops_in_rnn:  # once it did it may again, even if its rate is 0 now
             layers = [layer for module in self.modules for layer in module.modules()]
             self._drops_in_rnn = any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in layers)
-        return self._drops_in_rnn and self._on_gpu and (self._rooms.keeps or self._steps.has_recorded)
+        return self._drops_in_rnn and self._on_gpu and (self._pool.keeps or self._steps.has_recorded)
 
     def restore(self, snapshot: RigSnapshot) -> None:
-        """Go back to a snapshot without a trace; the plan stays the one in force.
+        """Return to a snapshot without a trace; the current plan stays.
 
-        Only the device's randomness goes on where recurrent layers that drop out have been captured.
+        One exception: the device's generator goes on if recurrent layers with dropout have been captured.
         """
         self.settle()
         snapshot.training.restore()
@@ -651,7 +655,7 @@ def _size_problems(size: Any) -> list[str]:
 
 
 def _check(**settings: Any) -> None:
-    """Raise JobError with all that is wrong with a rig's own settings."""
+    """Raise JobError with all mistakes in a rig's own settings."""
     Job(data=torch.zeros(1, dtype=torch.int64), batch_size=1, epochs=1, **settings)
 
 
@@ -661,6 +665,6 @@ def _made(wanted: Any, modules: list[nn.Module], device: torch.device) -> Optimi
     if not isinstance(optimizer, Optimizer):
         raise JobError([f"optimizer returned {type(optimizer).__name__}, which is no torch optimizer"])
     if optimizer.state and device.type != "cpu":
-        # State made before the model moved: loading it sends each part where its parameter is now.
+        # The state is older than the model's move: loading it sends each part to its parameter's device.
         optimizer.load_state_dict(optimizer.state_dict())
     return optimizer

@@ -1,4 +1,4 @@
-"""What bounds a run: feeding, launching, synchronising, memory traffic or arithmetic; and how fast it could get."""
+"""What bounds a run: feeding, launching, synchronising, memory traffic or arithmetic. Also how fast it could get."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from hotlap.monitor.census import Census
 
 BOUNDS = ("feeding", "launching", "synchronising", "memory traffic", "arithmetic")
 HOST_BUSY = 0.8
-"""Where the host is at work for less of a step than this and never waits, the device is what is waited for."""
+"""If the host works for a smaller share of a step and never waits, the device is the bottleneck."""
 SLACK = 1.25
-"""A step may be so much faster than its floor: its products had shapes that suit the device better than the timed one.
-Beyond it the calibration was taken of a machine that was busy, or of another precision than the step is really in."""
+"""How much faster than its floor a step may be, since its products may suit the device better than the timed one.
+Beyond it, the machine was busy during calibration, or the step runs in another precision than assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The verdict on a run, and the figures behind it."""
+    """What bounds a run, and the figures behind it."""
 
     bound: str
     """One of BOUNDS."""
     shares: Mapping[str, float]
-    """Of a step, 0 to 1, by the names of BOUNDS; rough. On a GPU they overlap, on a CPU they add up to 1."""
+    """Shares of a step, 0 to 1, by the names of BOUNDS; rough. On a GPU they overlap, on a CPU they add up to 1."""
     floor_s: Mapping[str, float]
-    """For each precision the least that a step can take on this device, 0 where that is not known; under `launches`
-    what issuing its operations one by one takes at least."""
+    """For each precision the least seconds of a step on this device, 0 if unknown; under `launches` the least seconds
+    to issue its operations one by one."""
     step_s: float
     operations: int
     waits: float
 
     def line(self) -> str:
-        """The verdict in one line, for people."""
-        told = {
+        """The bottleneck in one line."""
+        causes = {
             "feeding": "bringing a batch takes",
             "launching": f"issuing {self.operations:,} operation{'' if self.operations == 1 else 's'} takes",
             "synchronising": f"{self.waits:g} wait{'' if self.waits == 1 else 's'} for the device in a step cost",
             "memory traffic": "reading and writing what its operations touch takes about",
             "arithmetic": "its products and convolutions take about",
         }
-        return f"bound by {self.bound}: {told[self.bound]} {self._time()}"
+        return f"bound by {self.bound}: {causes[self.bound]} {self._time()}"
 
     def _time(self) -> str:
         part, whole = show_seconds(self.shares[self.bound] * self.step_s), show_seconds(self.step_s)
@@ -66,22 +66,22 @@ def diagnose(
     precision: str = "fp32",
     least_bytes: float = 0,
 ) -> Diagnosis:
-    """Say what bounds a run, from seconds per step as measured and from what a step asks of the device.
+    """Find what bounds a run, from measured seconds per step and from what a step asks of the device.
 
-    `feed_s`: the host blocked while the next batch came; `issue_s`: the host issuing a step to a device that is idle,
-    without waiting for it; `waits`: how often a step waits for the device. `least_bytes` is traffic that no caching
-    or fusing spares, as `least_traffic` counts it. ValueError where a figure is no time or count.
+    `feed_s`: seconds that the host waited for the next batch. `issue_s`: seconds to issue a step to an idle device,
+    without waiting for it. `waits`: how often a step waits for the device. `least_bytes`: traffic that no cache or
+    fusion avoids, as `least_traffic` counts it. Raises ValueError if a figure is not a valid time or count.
 
-    The floors rest on the rate of a large product, on every product being in that precision, and on the traffic
-    left after the device's cache has spared all it could hold, read and written; they know nothing of kernels that
-    need less arithmetic than the definition, as some convolutions do.
+    The floors use the rate of a large product. They assume that every product is in that precision, and that the
+    device's cache saves all traffic that it can hold, read and written. They ignore kernels that need less arithmetic
+    than the definition, as some convolutions do.
     """
     figures = {"step_s": step_s, "feed_s": feed_s, "issue_s": issue_s, "waits": waits, "least_bytes": least_bytes}
     for name, value in figures.items():
         if not math.isfinite(value) or value < 0 or (name == "step_s" and value == 0):
             raise ValueError(f"{name}={value!r} must be finite and not negative, and a step takes time")
     rates = calibration.matmul_flops
-    # What the device does not have in hardware it computes in fp32.
+    # The device computes formats that it lacks in fp32.
     device = {
         "memory traffic": census.bytes / calibration.copy_bytes / step_s,
         "arithmetic": census.flops / rates.get(precision, rates["fp32"]) / step_s,
@@ -95,7 +95,7 @@ def diagnose(
         shares, bound = _one_after_the_other(feeding, launches_s / step_s, device)
     floor = {name: max(census.flops / rate, _unspared_s(least_bytes, calibration)) for name, rate in rates.items()}
     beyond = floor.get(precision, 0.0) / step_s
-    if beyond > 1:  # a step that was made is proof against what was calculated
+    if beyond > 1:  # a measured step overrules the calculation
         floor = {name: seconds / beyond if beyond <= SLACK else 0.0 for name, seconds in floor.items()}
     return Diagnosis(
         bound=bound,
@@ -108,12 +108,15 @@ def diagnose(
 
 
 def least_traffic(optimizer: Optimizer, batch: Any = None) -> int:
-    """Bytes that an update has to move, as it stands after a step: whatever is fused, weights and the optimizer's
-    state are read and written, gradients written and read, and the batch is read."""
+    """Bytes that an update has to move, counted after a step.
+
+    Even with everything fused, weights and optimizer state are read and written, gradients are written and read, and
+    the batch is read.
+    """
     moved = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is None or parameter.grad.is_sparse:  # not touched, or a few rows of it
+            if parameter.grad is None or parameter.grad.is_sparse:  # unused, or a few rows only
                 continue
             state = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
             moved += 2 * sum(tensor.nbytes for tensor in (parameter, parameter.grad, *state))
@@ -127,17 +130,18 @@ def _beside_a_queue(
     shares = {"feeding": feeding, "launching": issuing, "synchronising": 0.0}
     shares |= {name: min(1.0, share) for name, share in device.items()}
     if waits:
-        # While the host issues, the device has run dry; without waits the shorter of the two would cost nothing.
+        # While the host issues operations, the device has run dry. Without waits the shorter of the two would be
+        # hidden.
         shares["synchronising"] = min(1.0, min(issuing, max(0.0, 1 - feeding - issuing)) + waiting)
     elif feeding + issuing < HOST_BUSY:
         return shares, max(device, key=lambda name: device[name])
-    # Half of a step is the most that a lost overlap can cost, so that share counts for twice as much.
+    # A lost overlap can cost half of a step at most, so that share counts double.
     weighed = {name: share * (2 if name == "synchronising" else 1) for name, share in shares.items()}
     return shares, max(weighed, key=lambda name: weighed[name])
 
 
 def _one_after_the_other(feeding: float, launching: float, device: Mapping[str, float]) -> tuple[dict[str, float], str]:
-    """On a CPU, which does one thing at a time: what is left beside feeding is split as the estimates are."""
+    """On a CPU, which does one thing at a time: the time besides feeding is split in proportion to the estimates."""
     work = {"launching": launching, **device}
     whole = sum(work.values()) or 1.0
     shares = {"feeding": feeding, "synchronising": 0.0}
@@ -146,7 +150,7 @@ def _one_after_the_other(feeding: float, launching: float, device: Mapping[str, 
 
 
 def _unspared_s(least_bytes: float, calibration: Calibration) -> float:
-    """Seconds of traffic that reaches the memory even so; where the cache's size is not known, none is promised."""
+    """Seconds of traffic that the cache cannot avoid; 0 if the cache's size is unknown."""
     if not calibration.cache_bytes:
         return 0.0
     return max(0.0, least_bytes - 2 * calibration.cache_bytes) / calibration.copy_bytes

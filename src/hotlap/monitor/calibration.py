@@ -1,4 +1,4 @@
-"""What this machine can do: measured once, in some tenths of a second, and kept in the cache."""
+"""What this machine can do: measured once, in some tenths of a second, and cached."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ log = logger(__name__)
 
 KIND = "calibration"
 BUSY = 0.1
-"""Where threads waited for a core for more of the time than this, others were using it."""
+"""Share of the time that threads may wait for a core. Above it, other work keeps the cores busy."""
 _VARIABLES = ("CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE")
-"""Variables that change what is measured."""
+"""Environment variables that change what is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Rates of one device. ValueError where a figure is none that a device can have."""
+    """Rates of one device. Raises ValueError if a figure is impossible."""
 
     matmul_flops: Mapping[str, float]
-    """Operations per second in a large square product, for each precision that is in the hardware."""
+    """Operations per second in a large square product, for each precision that the hardware has."""
     copy_bytes: float
-    """Bytes per second, read and written together, of a copy within the device; of a CPU with a cache of more than
-    64 MiB it is the cache's rate."""
+    """Bytes per second, read and written together, of a copy within the device. For a CPU with a cache of more than 64
+    MiB it is the cache's rate."""
     cache_bytes: float
-    """What the device's last cache holds; 0 where that is not known."""
+    """Bytes of the device's last-level cache; 0 if unknown."""
     pinned_bytes: float | None
-    """Bytes per second from page-locked memory to the device; None on a CPU, or where none can be had."""
+    """Bytes per second from pinned memory to the device; None on a CPU, or if no memory can be pinned."""
     pageable_bytes: float | None
-    """The same from any memory; None on a CPU."""
+    """The same from pageable memory; None on a CPU."""
     launch_s: float
     """Host seconds to issue one small operation."""
     sync_s: float
-    """Seconds of a wait for a device that has nothing to do; 0 on a CPU."""
+    """Seconds of a wait for an idle device; 0 on a CPU."""
 
     def __post_init__(self) -> None:
         figures: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -79,7 +79,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """The figures from plain values; ValueError where one is missing, unknown or wrong."""
+        """The figures from plain values. Raises ValueError if one is missing, unknown or wrong."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(raw, Mapping) or set(raw) != names:
             raise ValueError(f"{shown(raw)} is no calibration: its figures are {', '.join(sorted(names))}")
@@ -97,11 +97,11 @@ def calibration(
 def calibration(
     device: torch.device | str, *, cache: Cache | None = None, afresh: bool = False, known_only: bool = False
 ) -> Calibration | None:
-    """The rates of a device: from the cache where they were measured before, else measured and kept there.
+    """The rates of a device: from the cache if they were measured before, else measured and cached.
 
-    With `known_only` nothing is measured: None where they are not known. Measuring leaves every generator as it is;
-    on a GPU torch keeps the 250 MB it needed, for the training to use. A cache that cannot be used stops nothing.
-    What was measured while other work took the cores is not kept.
+    With `known_only` nothing is measured: the result is None if they are unknown. Measuring leaves every generator as
+    it is. On a GPU torch keeps the 250 MB that it needed, for the training to use. A cache that fails stops nothing.
+    Rates that were measured while other work kept the cores busy are not cached.
     """
     known = None if afresh else _known(device, cache)
     if known is not None or known_only:
@@ -115,7 +115,7 @@ def calibration(
     key, facts = _key(device)
     try:
         cache = cache or Cache()
-        cache.drop(KIND, key)  # an entry that is there would stay
+        cache.drop(KIND, key)  # otherwise an existing entry would stay
         cache.put(KIND, key, values=measured.to_dict(), facts=facts)
     except StoreError as error:
         log.warning("the calibration is not cached: %s", error)
@@ -123,7 +123,7 @@ def calibration(
 
 
 def _known(device: torch.device | str, cache: Cache | None) -> Calibration | None:
-    """The rates as they were measured before; None where they were not, or where what is kept is wrong."""
+    """The cached rates; None if there are none, or if the cached entry is wrong."""
     try:
         found = (cache or Cache()).get(KIND, _key(torch.device(device))[0])
         return Calibration.from_dict(found.values) if found is not None else None
@@ -133,7 +133,7 @@ def _known(device: torch.device | str, cache: Cache | None) -> Calibration | Non
 
 
 def measure(device: torch.device) -> Calibration:
-    """The rates of a device as they are now."""
+    """Measure the rates of a device."""
     on_gpu = device.type == "cuda"
     here = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
     with here, torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -150,7 +150,7 @@ def measure(device: torch.device) -> Calibration:
 
 
 def _precisions(device: torch.device) -> list[str]:
-    """Those in the hardware. A CPU that acts as a GPU has on paper what it would take seconds to emulate."""
+    """Precisions in the hardware. A CPU that pretends to be a GPU would take seconds to emulate some of that GPU's."""
     facts = [machine.dtype_facts(device)]
     if device.type == "cpu":
         facts.append(cpu_facts(machine.detect(), proof))
@@ -171,7 +171,7 @@ def _cache_bytes(device: torch.device) -> float:
 
 
 def _waited_s() -> float:
-    """Seconds that this process's threads were ready to run and had no core; 0 where the system does not tell."""
+    """Seconds that this process's threads were ready to run and had no core; 0 if the system does not report them."""
     waited_ns = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -180,7 +180,7 @@ def _waited_s() -> float:
 
 
 def _key(device: torch.device) -> tuple[str, dict[str, Any]]:
-    """The key of all that the figures rest on, and what of it people may want to read."""
+    """The cache key of everything that the figures depend on, and the facts that people may want to read."""
     here = machine.detect()
     gpu = None
     if device.type == "cuda":
@@ -203,28 +203,29 @@ def _key(device: torch.device) -> tuple[str, dict[str, Any]]:
 
 
 # ---
-# How fast a device multiplies, copies, is fed and is told what to do: each timed for a few hundredths of a second.
+# How fast a device multiplies, copies, is fed and gets commands: each is timed for some hundredths of a second. The
+# best block counts, not the median: other work on the machine, or a clock that is still rising, only slows it down.
 #
 # The best block counts, not the middle one: other work on the machine, or a clock that is still rising, only slows.
 
 
 BLOCK_S, BLOCKS = 0.004, 5
-"""A block is so long, or one run of what is timed where that takes longer; the best of so many counts."""
+"""Least seconds of a block, which holds at least one run; the best of this many blocks counts."""
 ENOUGH_S = 0.03
-"""No further block after so long: a slow device is told apart from a fast one by two runs."""
+"""Seconds after which no further block starts: two runs are enough to tell a slow device from a fast one."""
 WARM_S = 0.03
 """A GPU that has rested takes about so long to raise its clock."""
 GROW_S = 0.02
-"""A product that took longer is not tried in the next size, which takes up to eight times as long."""
+"""Seconds of a product above which the next size is not tried: it takes up to eight times as long."""
 MANY_THREADS = 8
-"""More of them are not kept busy by a product of 1024 × 1024."""
+"""Threads above which a product of 1024 × 1024 does not keep all of them busy."""
 LAUNCHES = 200
-"""Fewer than a GPU's queue holds, so that issuing them never waits."""
+"""Launches in a block: fewer than a GPU's queue holds, so that issuing them never waits."""
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Timing:
-    """What is timed on one device. Draws from a generator of its own."""
+    """Times work on one device. Draws from a separate generator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -237,7 +238,7 @@ class Timing:
             sides = [4096 if self._roomy else 1024]
         else:
             sides = [256, 512, 1024, *([2048] if torch.get_num_threads() > MANY_THREADS else [])]
-        # Numbers as a training has them: a GPU multiplies zeros faster than these.
+        # Random numbers as in a training: a GPU multiplies zeros faster.
         drawn = self._drawn(256, 256, dtype=_DTYPES[precision])
         best = 0.0
         with Tf32(precision == "tf32", convolutions=False):
@@ -259,7 +260,7 @@ class Timing:
         return 2 * size / self._seconds(lambda: target.copy_(source))
 
     def bring(self, *, pinned: bool) -> float | None:
-        """Bytes per second from the host to a GPU; None where no page-locked memory can be had."""
+        """Bytes per second from the host to a GPU; None if no memory can be pinned."""
         size = 32 * MIB
         target = torch.zeros(size, dtype=torch.uint8, device=self._device)
         source = torch.ones(size, dtype=torch.uint8, device="cpu")
@@ -284,7 +285,7 @@ class Timing:
         return min(blocks[1:])
 
     def wait(self) -> float:
-        """Seconds of a wait for a device that has nothing to do; 0 on a CPU."""
+        """Seconds of a wait for an idle device; 0 on a CPU."""
         return self._seconds(self._wait) if self._on_gpu else 0.0
 
     def _wait(self) -> None:
@@ -300,8 +301,8 @@ class Timing:
             self._block(run)
 
     def _seconds(self, run: Callable[[], object]) -> float:
-        """Seconds of one run, over blocks each of which is waited for once."""
-        self._block(run)  # what is loaded at first use is no part of it
+        """Seconds of one run, over blocks with one wait each."""
+        self._block(run)  # warm-up
         best = self._block(run)
         times, until = max(1, int(BLOCK_S / best)), time.perf_counter() + ENOUGH_S
         for _ in range(BLOCKS):

@@ -1,4 +1,4 @@
-"""What one training step does, counted while it runs: operations, arithmetic, and the memory they touch."""
+"""What one training step does, counted while it runs: operations, arithmetic, and the memory that they touch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hotlap.core.terminal import logger
 
 log = logger(__name__)
 
-# Names without the overload. Memory that is only taken, and notes for torch's allocator and profiler, are no work.
+# Names without the overload. Allocations, and notes for torch's allocator and profiler, are no work.
 _IDLE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream"})
 _IDLE_NAMESPACES = frozenset({"profiler", "prim"})
-# These write without reading what was there.
+# These overwrite without reading.
 _OVERWRITES = frozenset(
     {"zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "random_", "_foreach_zero_", "_foreach_copy_"}
 )
-# These touch some rows of their first tensor, and a training may keep all of its data in it.
+# These touch some rows of their first tensor, which may hold all data of a training.
 _ROWS = frozenset(
     {
         "embedding", "_embedding_bag", "index", "index_select", "gather", "take",
@@ -36,32 +36,33 @@ _ROWS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """What a step did on the device it trains on."""
+    """What a step did on its training device."""
 
     operations: int
-    """Operations that write something; views and memory that is only taken do not count."""
+    """Operations that write something; views and allocations do not count."""
     flops: int
     """Floating-point operations of products, convolutions, attention and recurrent layers."""
     bytes: int
-    """Read and written by each operation for itself: more than reaches the memory, since caches spare some of it."""
+    """Bytes read and written, counted for each operation separately. It is more than reaches the memory, since caches
+    save some."""
 
 
 def census(run: Callable[[], object]) -> Census:
-    """Run a step once, backward pass included, and count what it does; its numbers are those of any other step.
+    """Run a step once, backward pass included, and count what it does. Its numbers are those of any other step.
 
-    To be run eagerly, with the optimizer's state made by a step before: a replayed capture shows nothing, and what
-    torch.compile compiled is run as it was written. Takes up to a tenth of a millisecond per operation.
+    Run it eagerly, after a step that made the optimizer's state: a replay shows nothing, and compiled code runs
+    uncompiled. Takes up to a tenth of a millisecond per operation.
     """
     with _Counting() as counting:
         run()
-    # A training on a GPU keeps some numbers on the host, such as the optimizer's count of steps.
+    # A training on a GPU keeps some numbers on the host, such as the optimizer's step count.
     kinds = sorted(counting.tallies, key=lambda kind: kind == "cpu")
     operations, flops, touched = counting.tallies[kinds[0]] if kinds else (0, 0, 0)
     return Census(operations=operations, flops=flops, bytes=touched)
 
 
 class _Counting(TorchDispatchMode):
-    """Sees every operation below autograd; torch takes it along into the threads of a backward pass."""
+    """Sees every operation below autograd. torch applies it in the threads of a backward pass too."""
 
     supports_higher_order_operators = True
 
@@ -77,7 +78,7 @@ class _Counting(TorchDispatchMode):
         out = func(*args, **kwargs)
         try:
             self._count(func, args, kwargs, out)
-        except Exception as error:  # a tensor of a kind unheard of must not stop a training
+        except Exception as error:  # an unknown kind of tensor must not stop a training
             log.debug("%s is not counted: %s", func, error)
         return out
 
@@ -103,17 +104,17 @@ class _Counting(TorchDispatchMode):
         else:
             touched = 0
         tally = self.tallies.setdefault(kind, [0, 0, 0])
-        # On a CPU an operation on a list is one on each of its tensors.
+        # On a CPU an operation on a list runs once for each tensor.
         tally[0] += len(args[0]) if traits.foreach and kind == "cpu" else 1
         tally[2] += touched + _volume(read, kind) + _volume(written, kind)
         flops = flops_of(func, traits.name, args, kwargs, out)
-        # What a position must not see is left out by every kernel that is told of it.
+        # Causal kernels skip what a position must not see.
         tally[1] += flops // 2 if traits.causal(args, kwargs) else flops
 
 
 @dataclass(frozen=True)
 class _Traits:
-    """What an operation's schema says about it."""
+    """What an operation's schema shows about it."""
 
     name: str
     names: tuple[str, ...]
@@ -138,7 +139,7 @@ class _Traits:
         return args[number] if number < len(args) else kwargs.get(self.names[number])
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-        """What is changed in place, and what is written over."""
+        """Arguments that are changed in place, and arguments that are overwritten."""
         changed = [self.argument(n, args, kwargs) for n in self.changes if n not in self.outs]
         return changed, [self.argument(n, args, kwargs) for n in self.outs]
 
@@ -146,7 +147,7 @@ class _Traits:
 @cache
 def _traits(func: Any) -> _Traits:
     schema = getattr(func, "_schema", None)
-    if schema is None:  # of a higher order: it holds other operations, and counts as one
+    if schema is None:  # a higher-order operation holds others and counts as one
         return _Traits(str(func), (), (), (), False)
     space, _, name = schema.name.partition("::")
     changes = [n for n, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -162,7 +163,7 @@ def _traits(func: Any) -> _Traits:
 
 
 def _dense(leaves: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors that hold numbers: a sparse one is its indices and its values."""
+    """The tensors that hold numbers; for a sparse one its indices and values."""
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.layout == torch.strided:
@@ -180,7 +181,8 @@ def _without(table: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _volume(tensors: Iterable[Tensor], kind: str) -> int:
-    """Bytes of this kind of device that the tensors lie in; what is expanded, shared or given twice counts once."""
+    """Bytes on this kind of device that the tensors occupy. Memory that is expanded, shared or passed twice counts
+    once."""
     held: dict[int, list[int]] = {}
     for tensor in tensors:
         if tensor.device.type == kind:
@@ -194,9 +196,9 @@ def _volume(tensors: Iterable[Tensor], kind: str) -> int:
 
 
 def flops_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """How many it takes with these arguments; 0 for what is bound by memory, such as sums and activations.
+    """Floating-point operations with these arguments; 0 for operations bound by memory, such as sums and activations.
 
-    A multiplication and an addition are two. Raises whatever a formula raises where it does not know the shapes.
+    A multiplication and an addition count as two. Raises what a formula raises for unknown shapes.
     """
     if name in _OWN:
         return _OWN[name](*args)
@@ -205,14 +207,15 @@ def flops_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
-    """As many as forward for each of the two gradients; torch's formula takes grouped ones for whole."""
+    """As many as the forward pass for each of the two gradients. torch's formula ignores groups."""
     transposed, wanted = rest[4], rest[7]
     places = prod((x if transposed else grad).shape[2:])
     return 2 * x.shape[0] * places * weight.numel() * (bool(wanted[0]) + bool(wanted[1]))
 
 
 def _recurrent(x: Tensor, *weights: Tensor) -> int:
-    """Every matrix meets every step of every sequence once; padded batches have three dimensions, packed ones two."""
+    """Every matrix is applied to every step of every sequence. Padded batches have three dimensions, packed ones
+    two."""
     return 2 * prod(x.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
@@ -221,7 +224,7 @@ _ATTENTION_BACKWARD = flop_registry[torch.ops.aten._scaled_dot_product_flash_att
 _OWN: dict[str, Callable[..., int]] = {
     "convolution_backward": _convolution_backward,
     "_cudnn_rnn": lambda *args: _recurrent(args[0], *args[1]),
-    # The gradient of the input is always taken, that of the weights where the mask asks for it.
+    # The gradient of the input is always computed, that of the weights if the mask asks for it.
     "_cudnn_rnn_backward": lambda *args: _recurrent(args[0], *args[1]) * (1 + bool(args[21][3])),
     "mkldnn_rnn_layer": lambda *args: _recurrent(*args[:3]),
     "mkldnn_rnn_layer_backward": lambda *args: 2 * _recurrent(*args[:3]),

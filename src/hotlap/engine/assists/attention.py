@@ -1,4 +1,12 @@
-"""Attention by the kernel that is fastest for its shape, found by timing while a step is warmed up and recorded."""
+"""Attention by the kernel that is fastest for its shape, found by timing during the warm-up of a recorded step.
+
+torch has several fused kernels for `scaled_dot_product_attention` and takes them in an order that ignores the shape.
+For short sequences another kernel may take two thirds of the time. The choice holds for the process. The kernels give
+the same numbers to rounding, and draw dropout in different orders.
+
+Whether a kernel draws good dropout masks does not show in answers and gradients, which are right for any mask. It shows
+in training: masks that repeat within a batch make its gradients noisier than they have to be.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +35,7 @@ NAMES = {
     SDPBackend.MATH: "math",
 }
 MOST_SHAPES = 64
-"""Shapes that are looked into in one process; torch chooses for the others."""
+"""Shapes that are timed in one process; torch chooses for the others."""
 
 _NAME = "scaled_dot_product_attention"
 _known: dict[Hashable, Choice] = {}
@@ -39,29 +47,29 @@ class Choice:
     """The kernel for calls of one shape."""
 
     width: int
-    """How many places ask: the length of the sequences."""
+    """Number of queries: the length of the sequences."""
     kernel: SDPBackend | None
-    """None where torch's own choice stays."""
+    """None if torch's choice stays."""
     own: SDPBackend | None
-    """Torch's own choice, where that is known."""
+    """torch's choice, if it is known."""
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The choice in words."""
         if self.kernel is not None:
             return NAMES[self.kernel]
         return f"torch's own ({NAMES[self.own]})" if self.own in NAMES else "torch's own"
 
 
 class GoodMasks:
-    """Inside `with`, attention that drops is made by kernels whose masks are good; can be entered again, and nested.
+    """Inside `with`, attention with dropout uses kernels with good masks. It can be entered again, and nested.
 
-    Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, as `nn.MultiheadAttention` and `transformers`
+    It sees calls of `torch.nn.functional.scaled_dot_product_attention`, as `nn.MultiheadAttention` and `transformers`
     make them.
     """
 
     def __enter__(self) -> None:
-        # Where somebody else has put a function of their own there, that is what the user wants.
+        # If user code or a library has replaced the function, keep that.
         if vars(F)[_NAME] in (TORCHS_OWN, _answered):
             _in_force.append(self)
             setattr(F, _NAME, _answered)
@@ -76,7 +84,7 @@ class GoodMasks:
 
 
 class WithoutPoorMasks:
-    """Inside `with`, no attention at all is left to that kernel; can be entered again, and nested."""
+    """Inside `with`, torch never uses that kernel for attention. It can be entered again, and nested."""
 
     def __init__(self) -> None:
         self._before: list[bool] = []
@@ -91,33 +99,33 @@ class WithoutPoorMasks:
 
 
 class Attention(GoodMasks):
-    """Inside `with`, all calls of attention are answered by the kernels chosen for them.
+    """Inside `with`, calls of attention use the kernels chosen for them.
 
-    Only for steps that are recorded: choosing, and looking up what was chosen, takes time. `tell` hears in words which
-    kernels there are now, and the seconds it took to choose, where some are not torch's own choice.
+    Only for steps that are recorded, since choosing a kernel and looking it up take time. If some choices are not
+    torch's, `tell` is called with them in words, and the seconds that choosing took.
     """
 
     def __init__(self, tell: Callable[[str, float], None]) -> None:
         self._tell = tell
         self._seen: dict[Choice, None] = {}
-        self._told, self._untold_s = "", 0.0
+        self._reported, self._unreported_s = "", 0.0
 
     def __exit__(self, *how: object) -> None:
-        """As its base has it, and tell what is new."""
+        """Leave the context, and report new choices."""
         super().__exit__(*how)
-        told = in_words(self._seen)
-        if told != self._told:
-            self._tell(told, self._untold_s)
-            self._told, self._untold_s = told, 0.0
+        words = in_words(self._seen)
+        if words != self._reported:
+            self._tell(words, self._unreported_s)
+            self._reported, self._unreported_s = words, 0.0
 
     def note(self, choice: Choice, took_s: float) -> None:
-        """Know a choice that is followed, and the seconds that it took to make it just now."""
+        """Note a choice in use, and the seconds that making it just took."""
         self._seen[choice] = None
-        self._untold_s += took_s
+        self._unreported_s += took_s
 
 
 def in_words(choices: Iterable[Choice]) -> str:
-    """Which kernels there are at which widths; nothing where all are torch's own choice."""
+    """The kernels in use by width, in words; empty if all are torch's choice."""
     by_width: dict[int, set[str]] = {}
     differs = False
     for choice in choices:
@@ -125,12 +133,12 @@ def in_words(choices: Iterable[Choice]) -> str:
         differs = differs or choice.kernel is not None
     if not differs:
         return ""
-    told = []
+    parts = []
     for names, group in groupby(sorted(by_width), key=lambda width: sorted(by_width[width])):
         widths = list(group)
         where = f"width {widths[0]}" if len(widths) == 1 else f"widths {widths[0]}–{widths[-1]}"
-        told.append(f"{' or '.join(names)} at {where}")
-    return ", ".join(told)
+        parts.append(f"{' or '.join(names)} at {where}")
+    return ", ".join(parts)
 
 
 # --- one call ------------------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ def _answered(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As torch's own, by the kernel that is chosen for such a call."""
+    """As torch's function, by the kernel chosen for such a call."""
     if torch.compiler.is_compiling():
         compiled: Tensor = TORCHS_OWN(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -161,13 +169,13 @@ def _answered(
             return call.by(None)
         try:
             return call.by(choice.kernel)
-        except RuntimeError:  # the tensors lie in memory in another way than those it was chosen for
+        except RuntimeError:  # the tensors have another memory layout than those it was chosen for
             _known[call.shape()] = dataclasses.replace(choice, kernel=None)
             return call.by(None)
 
 
 def _choice_for(call: Call, chooser: Attention) -> Choice | None:
-    """The choice for a call, made where there is none yet; None while a recording is under way, which must not wait."""
+    """The choice for a call, made at its first use; None during a recording, which must not wait."""
     shape, begun = call.shape(), time.perf_counter()
     if shape not in _known and not is_recording() and len(_known) < MOST_SHAPES:
         _known[shape] = _chosen(call)
@@ -186,7 +194,7 @@ def _chosen(call: Call) -> Choice:
 
 
 def _is_left_alone(call: Call) -> bool:
-    """Whether torch has to choose: where somebody looks on, or what is drawn now is drawn a second time elsewhere."""
+    """Whether torch has to choose: if something observes the call, or must draw the same masks again elsewhere."""
     tensors = [*call.inputs, *([] if call.mask is None else [call.mask])]
     if any(type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or not t.numel() for t in tensors):
         return True
@@ -194,13 +202,15 @@ def _is_left_alone(call: Call) -> bool:
         return True
     if torch.are_deterministic_algorithms_enabled():
         return True
-    # What is computed again has to draw the same masks; before that it may have run without gradients.
+    # A checkpointed layer has to draw the same masks when it is computed again; it may have run without gradients
+    # first.
     return is_observed() or (call.dropout > 0 and not torch.is_grad_enabled())
 
 
 @contextmanager
 def _as_torch_has_it() -> Iterator[None]:
-    """Inside, the function is torch's own: others may know it by identity, as the masks of `torch.nn.attention` do."""
+    """Inside, the function is torch's. Other code may compare it by identity, as the masks of `torch.nn.attention`
+    do."""
     was = vars(F)[_NAME]
     setattr(F, _NAME, TORCHS_OWN)
     try:
@@ -215,24 +225,24 @@ def _as_torch_has_it() -> Iterator[None]:
 
 TORCHS_OWN: Any = torch._C._nn.scaled_dot_product_attention
 POOR_MASKS = SDPBackend.CUDNN_ATTENTION
-"""Torch's own choice for 16 bits on an H200 (2.11), and not left to it where attention drops: it draws once for about
-four places, and trainings by it end with twice the loss of those by any other (`benchmarks/attention_masks.py`)."""
+"""torch's choice for 16 bits on an H200 (2.11). hotlap avoids it with dropout: it draws once for about four positions,
+and trainings end with twice the loss of those by any other kernel (`benchmarks/attention_masks.py`)."""
 CLEARLY = 1.05
-"""How many times as fast as torch's own choice another kernel has to be."""
+"""Speed-up over torch's choice that another kernel needs."""
 ALIKE = 0.05
-"""How far another kernel may be from torch's own choice on random numbers, as a fraction: several times what bf16
-rounds. A mask or a scale that is not heeded is far beyond."""
+"""Relative difference to torch's choice that another kernel may have on random numbers: several times bf16's rounding.
+An ignored mask or scale gives far more."""
 PASSES = 8
-"""Forward and backward passes in what is timed: one alone is too short for the clock of a GPU."""
+"""Forward and backward passes that are timed together: one alone is too short for a GPU's clock."""
 ROUNDS = 6
-"""How often each kernel is timed, in turn with the others; its best counts."""
+"""Rounds in which each kernel is timed once; its best time counts."""
 LONGEST_S = 0.2
-"""After so many seconds of it for one shape, what was timed has to do."""
+"""Seconds after which timing for one shape stops."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What attention is called with."""
+    """The arguments of an attention call."""
 
     query: Tensor
     key: Tensor
@@ -245,7 +255,7 @@ class Call:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What may get gradients."""
+        """The tensors that may get gradients."""
         return self.query, self.key, self.value
 
     @property
@@ -254,7 +264,7 @@ class Call:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
 
     def by(self, kernel: SDPBackend | None) -> Tensor:
-        """The answer of a kernel, or as torch chooses. Raises RuntimeError where that kernel cannot give it."""
+        """The output of a kernel, or of torch's choice. Raises RuntimeError if that kernel cannot compute it."""
         with good_masks(self.dropout) if kernel is None else sdpa_kernel(kernel):
             answer: Tensor = TORCHS_OWN(
                 *self.inputs,
@@ -267,7 +277,7 @@ class Call:
         return answer
 
     def shape(self) -> Hashable:
-        """What tells calls apart for the choice of a kernel."""
+        """The key by which the choice of a kernel tells calls apart."""
         tensors = [*self.inputs, *([] if self.mask is None else [self.mask])]
         device = self.query.device
         return (
@@ -284,7 +294,7 @@ class Call:
         )
 
     def apart(self) -> Call:
-        """The same on leaves of its own, which share its memory: what is done there leaves no trace."""
+        """The same call on separate leaves that share its memory, so that it leaves no trace."""
         query, key, value = (tensor.detach() for tensor in self.inputs)
         if self.is_differentiated:
             for leaf, given in zip((query, key, value), self.inputs, strict=True):
@@ -292,12 +302,12 @@ class Call:
         return dataclasses.replace(self, query=query, key=key, value=value)
 
     def made_up(self) -> Call:
-        """The same on random numbers, without dropout."""
+        """The same call on random numbers, without dropout."""
         query, key, value = (torch.randn_like(tensor).detach() for tensor in self.inputs)
         return dataclasses.replace(self, query=query, key=key, value=value, dropout=0.0)
 
     def blind(self) -> Call | None:
-        """The same where the first place of every sequence may look nowhere; None where no mask says who may."""
+        """The same call with a mask that hides everything from the first query; None if there is no boolean mask."""
         if self.mask is None or self.mask.dtype is not torch.bool:
             return None
         shape = (*self.mask.shape[:-2], self.query.shape[-2], self.key.shape[-2])
@@ -307,7 +317,7 @@ class Call:
 
 
 def fastest(seconds: Mapping[SDPBackend | None, float]) -> SDPBackend | None:
-    """The kernel that takes least, if that is clearly less than torch's own choice (None), which stays otherwise."""
+    """The fastest kernel, if it is clearly faster than torch's choice (None), which stays otherwise."""
     if None not in seconds:
         return None
     best = min(seconds, key=lambda kernel: seconds[kernel])
@@ -315,7 +325,7 @@ def fastest(seconds: Mapping[SDPBackend | None, float]) -> SDPBackend | None:
 
 
 def own_kernel(call: Call) -> SDPBackend | None:
-    """Torch's own choice for a call, out of those with good masks where it drops; None where it does not say."""
+    """torch's choice for a call, among kernels with good masks if it has dropout; None if torch does not report it."""
     device = call.query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     query, key, value = (tensor.to(dtype or tensor.dtype) for tensor in call.inputs)
@@ -333,11 +343,11 @@ def own_kernel(call: Call) -> SDPBackend | None:
 
 
 def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
-    """Other kernels that the user's switches allow and that come to torch's own numbers; none on a CPU.
+    """Other kernels that the user allows and that give torch's numbers; none on a CPU.
 
-    Where a place may look nowhere, kernels differ in what they answer: that has to be finite where torch's own is.
-    Math is none of them: it keeps all the scores, and rounds elsewhere. Nor is the one with poor masks where attention
-    drops: it takes seconds to set up for a shape, and they have been poor at every shape that was looked at.
+    If a query may look nowhere, kernels differ in their output; it has to be finite where torch's is. Math is left out:
+    it keeps all scores, and rounds elsewhere. With dropout the kernel with poor masks is left out: it takes seconds to
+    set up for a shape, and its masks were poor at every shape that was checked.
     """
     left_out = (own, SDPBackend.MATH, *([POOR_MASKS] if call.dropout else []))
     others = [kernel for kernel in allowed() if kernel not in left_out]
@@ -346,7 +356,7 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
     made_up = call.made_up()
     blind = made_up.blind()
     try:
-        # By the kernel that was torch's choice for the call: without its dropout that may be another.
+        # By torch's choice for this call: without its dropout torch may choose another.
         truth = _numbers(made_up, own)
         blind_truth = None if blind is None else _numbers(blind, own)
     except RuntimeError:
@@ -357,7 +367,7 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
             fits = alike(truth, _numbers(made_up, kernel))
             if blind is not None and blind_truth is not None:
                 fits = fits and as_finite(blind_truth, _numbers(blind, kernel))
-        except RuntimeError:  # not for this shape, or not on this GPU
+        except RuntimeError:  # the kernel does not support this shape or GPU
             continue
         if fits:
             found.append(kernel)
@@ -366,7 +376,7 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
 
 @contextmanager
 def good_masks(dropout: float) -> Iterator[None]:
-    """Inside, torch chooses for attention that drops a kernel whose masks are good, where the user allows for one."""
+    """Inside, torch chooses a kernel with good masks for attention with dropout, if the user allows one."""
     if dropout == 0 or not torch._C._get_cudnn_sdp_enabled() or allowed() == [POOR_MASKS]:
         yield
         return
@@ -378,7 +388,7 @@ def good_masks(dropout: float) -> Iterator[None]:
 
 
 def allowed() -> list[SDPBackend]:
-    """The kernels that the user has not switched off."""
+    """The kernels that the user has not disabled."""
     switches: Any = torch.backends.cuda
     states = {
         SDPBackend.FLASH_ATTENTION: switches.flash_sdp_enabled(),
@@ -390,7 +400,7 @@ def allowed() -> list[SDPBackend]:
 
 
 def _numbers(call: Call, kernel: SDPBackend | None) -> list[Tensor]:
-    """The answer of a kernel, and the gradients of its sum."""
+    """The output of a kernel, and the gradients of its sum."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in call.inputs]
         answer = dataclasses.replace(call, query=leaves[0], key=leaves[1], value=leaves[2]).by(kernel)
@@ -398,7 +408,7 @@ def _numbers(call: Call, kernel: SDPBackend | None) -> list[Tensor]:
 
 
 def alike(truth: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-    """Whether all of these are the same numbers to rounding, wherever the first are finite."""
+    """Whether all of these are the same numbers to rounding, where the first are finite."""
     for right, other in zip(truth, made, strict=True):
         counts, right, other = right.isfinite(), right.float(), other.float()
         gap, size = torch.where(counts, other - right, 0.0).norm(), torch.where(counts, right, 0.0).norm()
@@ -408,16 +418,16 @@ def alike(truth: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
 
 
 def as_finite(truth: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-    """Whether all of these are finite wherever the first are."""
+    """Whether all of these are finite where the first are."""
     pairs = zip(truth, made, strict=True)
     return all(bool((other.isfinite() | ~right.isfinite()).all()) for right, other in pairs)
 
 
 def timed(call: Call, kernels: Sequence[SDPBackend]) -> dict[SDPBackend | None, float]:
-    """Seconds of a forward and, where one may follow, a backward pass by each kernel, and as torch chooses (None).
+    """Seconds of a forward pass, and of a backward pass if one may follow, by each kernel and by torch's choice (None).
 
-    They are recorded and replayed, as the step will be: what it takes to launch them does not count. A kernel that
-    cannot be recorded has no time.
+    They are recorded and replayed, as in the step, so that launch time does not count. A kernel that cannot be recorded
+    has no time.
     """
     device, apart = call.query.device, call.apart()
     recorder = Recorder(device)
@@ -426,7 +436,7 @@ def timed(call: Call, kernels: Sequence[SDPBackend]) -> dict[SDPBackend | None, 
         work = functools.partial(_passes, apart, kernel)
         try:
             with recorder.aside():
-                work()  # libraries set themselves up
+                work()  # warm-up
             graphs[kernel] = recorder.record(work)
         except (RuntimeError, NotRecordedError):
             continue
@@ -461,7 +471,7 @@ def _replay_s(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
 
 @contextmanager
 def without_a_trace(device: torch.device) -> Iterator[None]:
-    """Inside, work draws, waits, warns and takes memory unseen; afterwards all is as it was."""
+    """Inside, work may draw, wait, warn and allocate; afterwards everything is restored."""
     on_gpu, kind = device.type == "cuda", device.type
     generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
     state = generator.get_state()
@@ -471,7 +481,7 @@ def without_a_trace(device: torch.device) -> Iterator[None]:
             intended_wait(),
             warnings.catch_warnings(),
             torch._C.DisableTorchFunction(),
-            # What autocast makes of leaves that come and go must not be kept as it keeps what it makes of weights.
+            # Autocast must not cache its casts of these temporary leaves.
             torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False),
         ):
             warnings.simplefilter("ignore")
@@ -486,14 +496,14 @@ def without_a_trace(device: torch.device) -> Iterator[None]:
 
 
 DRAWS = 60
-"""Calls that are looked at: as many bits as a whole number has room for, and by far enough to tell places apart."""
+"""Calls that are drawn: as many bits as a whole number has, enough to tell positions apart."""
 RATE = 0.5
 MOST_PLACES = 2**20
-"""Where a call has more, it is looked at with fewer samples and heads."""
+"""A call with more is checked with fewer samples and heads."""
 LEAST_DISTINCT = 0.999
-"""As a share of all places: how many have to be dropped in calls of their own."""
+"""Share of positions that must have a pattern of their own over all draws."""
 SPREAD, DEVIATIONS = 1.2, 5.0
-"""How much more than by chance the number of places that are dropped may vary, and that by so many deviations."""
+"""How much more than by chance the number of dropped positions may vary, plus this many standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -501,28 +511,26 @@ class Masks:
     """What several calls dropped."""
 
     distinct: float
-    """The share of places that differ from all others in when they were dropped."""
+    """Share of positions whose pattern over all draws differs from every other one."""
     spread: float
-    """The variance of how many are dropped in a draw, a head, a sample, a row or a column: 1 where all is by chance."""
+    """Variance of the number dropped in a draw, a head, a sample, a row or a column: 1 if all draws are independent."""
     limit: float
-    """What that may be."""
+    """The largest variance that passes."""
 
     @property
     def are_good(self) -> bool:
-        """Whether every place was drawn for by itself."""
+        """Whether every position was drawn independently."""
         return self.distinct >= LEAST_DISTINCT and self.spread <= self.limit
 
     def __str__(self) -> str:
-        return (
-            f"{self.distinct:.0%} of places by themselves, their number {self.spread:.2g} times as uneven as by chance"
-        )
+        return f"{self.distinct:.0%} of positions dropped independently, {self.spread:.2g} times the variance of chance"
 
 
 @torch.no_grad()
 def masks_of(call: Call, kernel: SDPBackend) -> Masks:
-    """What a kernel drops in calls like this one. Raises RuntimeError where it cannot make them.
+    """The dropout masks of a kernel in calls like this one. Raises RuntimeError if it cannot make them.
 
-    Every place looks at all others alike, and each of these has a value that is its own, so that answers show the mask.
+    Every query weighs all keys alike, and each key has its own value, so that the output shows the mask.
     """
     probe, columns = _probe(call)
     places = math.prod(probe.query.shape[:-1]) * columns
@@ -544,7 +552,7 @@ def masks_of(call: Call, kernel: SDPBackend) -> Masks:
 
 
 def _probe(call: Call) -> tuple[Call, int]:
-    """A call of the same shape on numbers that show the mask, and for how many keys they do."""
+    """A call of the same shape on numbers that show the mask, and the number of keys for which they do."""
     query, key, value = call.inputs
     device, kind = query.device, query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype

@@ -1,4 +1,4 @@
-"""Batch norms count their batches, each by a kernel of its own; a recorded step counts for all of them at once."""
+"""Batch norms count their batches, each with a separate kernel. A recorded step counts for all of them at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class NormCounts:
     """The counters of a model's batch norms.
 
-    A counter is one number, and moving it takes a kernel: in a captured step of a small network they are some of
-    every hundred. How far an update moves each is seen in one that runs eagerly; recorded ones then move all with one
-    kernel. Only plain batch norms with a fixed momentum take part: the others read their counter.
+    A counter is one number, and updating it takes a kernel. In a captured step of a small network these are several of
+    each hundred kernels. An eager update shows how far each counter moves; recorded updates then move all of them with
+    one kernel. Only plain batch norms with a fixed momentum take part: the others read their counter.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -24,14 +24,14 @@ class NormCounts:
 
     @contextmanager
     def watched(self, shape: Hashable) -> Iterator[None]:
-        """See how far an update of this shape moves them; nothing waits."""
+        """Inside, watch how far an update of this shape moves the counters; nothing waits."""
         layers = self._layers()
         before = [_counter(layer).clone() for layer in layers]
         yield
         self._seen[shape] = [(layer, _counter(layer) - was) for layer, was in zip(layers, before, strict=True)]
 
     def settled(self, shape: Hashable) -> list[tuple[_BatchNorm, int]]:
-        """Layers and how far an update of this shape moves them, as it was seen; waits for the device."""
+        """Layers, and how far an update of this shape moves their counters; waits for the device."""
         now = {id(layer) for layer in self._layers()}
         return [(layer, int(by)) for layer, by in self._seen.pop(shape, []) if id(layer) in now]
 
@@ -42,7 +42,7 @@ class NormCounts:
 
 @contextmanager
 def counted_at_once(moves: Sequence[tuple[_BatchNorm, int]]) -> Iterator[None]:
-    """Inside, these layers do not count; at the end they have counted all that they would have."""
+    """Inside, these layers do not count. At the end one kernel moves all their counters."""
     if not moves:
         yield
         return

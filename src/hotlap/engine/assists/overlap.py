@@ -1,9 +1,9 @@
-"""Weights cast together, and their gradients made beside those of activations: for steps that are recorded.
+"""Weights cast together, and their gradients computed on a second stream: for steps that are recorded.
 
-Under autocast each weight is cast by a kernel of its own, and its gradient is cast back by another. Here groups of
-weights are cast at once, and so are their gradients. And of a layer's gradients only that of its input is waited for by
-the layers before it: that of its weights is made on a second stream. Every number comes from the same operation as
-without, and is the same, bit by bit.
+Under autocast a separate kernel casts each weight, and another casts its gradient back. Here one kernel casts a group
+of weights, and one their gradients. The layers before a linear layer wait only for the gradient of its input. So the
+gradient of its weights is computed on a second stream. Every number comes from the same operation as otherwise, and is
+the same bit by bit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from hotlap.engine.capture.recording import is_observed, is_recording
 
 GROUP_BYTES = 64 * 2**20
-"""Weights that are cast at once: their gradients in 16 bits live until the last of them is there."""
+"""Bytes of weights that are cast at once. Their gradients in 16 bits stay until the last of them is there."""
 MOST_BEHIND = 16
-"""Layers whose gradients may be under way on the second stream: what they read is kept as long."""
+"""Layers whose gradients may be in progress on the second stream. Their inputs stay in memory until then."""
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 Room = Callable[[Tensor], Tensor]
 
@@ -31,15 +31,15 @@ Room = Callable[[Tensor], Tensor]
 class Overlap:
     """Inside `with`, `F.linear` and convolutions take weights that were cast together.
 
-    A step's gradients have to be made by `backward`. What it knows of a weight it learns when it first sees it; until
-    then, and wherever something unusual goes on, torch does as ever. `dtype` is what autocast computes in, None where
-    there is none; then only the second stream is left to gain by.
+    A step must call `backward` for its gradients. A weight takes part from the pass after it was first seen. Until
+    then, and in unusual cases, torch computes as always. `dtype` is what autocast computes in. If it is None, only the
+    second stream is left to gain from.
     """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype | None, *, overlaps: bool = True, casts_together: bool = True
     ) -> None:
-        """Without `overlaps` there is no second stream; without `casts_together` each weight is cast by itself."""
+        """Without `overlaps` there is no second stream; without `casts_together` each weight is cast separately."""
         number = torch.cuda.current_device() if device.type == "cuda" else None
         self._device = device if number is None or device.index is not None else torch.device("cuda", number)
         self._dtype = dtype
@@ -54,7 +54,7 @@ class Overlap:
         self._is_forked = self._is_last = False
         self._room: Room | None = None
         self._alone: dict[int, bool] = {}
-        """Whether all that is known of a weight's gradient is made here."""
+        """Whether all of a weight's gradient is computed here."""
         self._given: list[tuple[Tensor, Tensor, int]] = []
         self._patched: dict[str, Any] = {}
 
@@ -71,7 +71,7 @@ class Overlap:
         self._let_go()
 
     def forget(self) -> None:
-        """Know no weights any longer."""
+        """Forget all weights."""
         self._groups.clear()
         self._group_of.clear()
         self._alone.clear()
@@ -79,7 +79,7 @@ class Overlap:
 
     @contextmanager
     def leaving(self, room: Room | None) -> Iterator[None]:
-        """Inside, gradients are left in the memory that `room` has for a parameter."""
+        """Inside, gradients are written to the buffer that `room` returns for a parameter."""
         before, self._room = self._room, room
         try:
             yield
@@ -87,7 +87,7 @@ class Overlap:
             self._room = before
 
     def backward(self, loss: Tensor) -> None:
-        """Make the gradients of a loss; all of them are there for whatever comes next on the stream."""
+        """Compute the gradients of a loss. All of them are ready for what comes next on the stream."""
         self._is_last = True
         try:
             torch.autograd.backward(loss)
@@ -100,7 +100,7 @@ class Overlap:
     # --- weights ---------------------------------------------------------------------------------------
 
     def _patch(self, name: str, made: Callable[[Any], Any]) -> None:
-        # Where somebody else has put a function of their own there, that is what the user wants.
+        # If user code or a library has replaced the function, keep that.
         if vars(F)[name] is _TORCHS_OWN[name]:
             self._patched[name] = _TORCHS_OWN[name]
             setattr(F, name, made(_TORCHS_OWN[name]))
@@ -133,14 +133,14 @@ class Overlap:
         return convolution
 
     def _may_answer(self, x: Tensor) -> bool:
-        """Whether a call is of the usual kind: nobody looks on, and nothing of it will be computed again."""
+        """Whether a call is ordinary: nothing observes it, and nothing of it will be computed again."""
         if type(x) not in (Tensor, nn.Parameter) or x.device != self._device or not torch.is_grad_enabled():
             return False
         kind = self._device.type
         casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if casts != self._dtype or x.dtype not in (torch.float32, self._dtype):
             return False
-        if casts is not None and x.is_leaf and x.requires_grad:  # which autocast casts once for all its uses
+        if casts is not None and x.is_leaf and x.requires_grad:  # autocast casts it once for all its uses
             return False
         if torch.compiler.is_compiling() or torch._C._len_torch_function_stack():
             return False
@@ -151,13 +151,13 @@ class Overlap:
         there = [weight for weight in weights if weight is not None]
         if not all(map(_is_usual, there)):
             return False
-        # Those of a pass that saw one for the first time are torch's to the end: a shared weight's uses are added up by
-        # one of the two, in its order.
+        # Weights of a pass that saw a new one stay torch's to its end: one of the two must add up a shared weight's
+        # uses, in its order.
         is_known = all(id(weight) in self._group_of and id(weight) not in self._new for weight in there)
         if not is_known and not is_recording():
             for weight in there:
                 self._learn(weight)
-        # A group that has grown since it was cast is cast as it is now at the next pass.
+        # A group that has grown since it was cast is cast in its new size at the next pass.
         return is_known and all(id(w) in self._ready or self._group_is_fresh(w) for w in there)
 
     def _learn(self, weight: Tensor) -> None:
@@ -184,7 +184,7 @@ class Overlap:
         return self._ready[id(weight)], None if bias is None else self._ready[id(bias)]
 
     def made_of(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """A group as operations take it."""
+        """The weights of a group as operations take them."""
         if self._dtype is None:
             return tuple(weight.detach() for weight in weights)
         made = [torch.empty_like(weight, dtype=self._dtype) for weight in weights]
@@ -194,17 +194,18 @@ class Overlap:
     # --- gradients -------------------------------------------------------------------------------------
 
     def forks(self, weights: tuple[int, ...]) -> bool:
-        """Whether weights' gradients may be made on the second stream: nobody reads them before all are there."""
-        if torch.is_grad_enabled():  # a gradient that the loss is made of, and by which it depends on them once more
+        """Whether weights' gradients may be computed on the second stream: nothing reads them before all are ready."""
+        if torch.is_grad_enabled():  # a gradient that is part of the loss, which then depends on the weights once more
             self._uses.update(weights)
             return False
         if self._stream is None or not self._is_last:
             return False
-        return all(self._uses[weight] <= 1 for weight in weights)  # else torch adds those of all uses up
+        return all(self._uses[weight] <= 1 for weight in weights)  # otherwise torch adds up the gradients of all uses
 
     @contextmanager
     def beside(self, *read: Tensor) -> Iterator[None]:
-        """Inside, work is on the second stream, after all that is on this one; what it reads is kept until then."""
+        """Inside, work runs on the second stream, after everything on this one. The tensors that it reads are kept
+        until then."""
         assert self._stream is not None
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
@@ -215,12 +216,12 @@ class Overlap:
             done.record(self._stream)
         self._behind.append((done, read))
         if len(self._behind) > MOST_BEHIND:
-            # What is read is let go of after the wait, not before.
+            # Release the tensors after the wait, not before.
             oldest = self._behind.popleft()
             here.wait_event(oldest[0])
 
     def returned(self, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What torch is to add to the weights' gradients: nothing, where that is done here."""
+        """What torch has to add to the weights' gradients: nothing, if they are added here."""
         if torch.is_grad_enabled() or not self._is_last:
             return [None if grad is None else grad.to(w.dtype) for w, grad in zip(weights, grads, strict=True)]
         there = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if grad is not None]
@@ -230,8 +231,8 @@ class Overlap:
             for (weight, _), grad in zip(there, self._cast_back(there), strict=True):
                 weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
                 self._given.append((weight, weight.grad, weight.grad._version))
-        # Of a weight that is used elsewhere too, torch adds another gradient to this one, on the other stream. Whether
-        # there is such a use is seen before anything is recorded.
+        # If a weight is used elsewhere too, torch adds another gradient to this one, on the other stream. Eager passes
+        # show such uses before anything is recorded.
         if not (is_recording() and all(self._alone.get(id(weight)) for weight, _ in there)):
             self._join()
         return [None] * len(weights)
@@ -248,7 +249,7 @@ class Overlap:
         return made
 
     def _see_late(self) -> None:
-        """Look which weights were given more gradients after those that were made here."""
+        """Find the weights that got more gradients after those that were computed here."""
         for weight, grad, version in self._given:
             is_alone = weight.grad is grad and grad._version == version
             if is_recording() and self._alone.get(id(weight)) and not is_alone:
@@ -271,7 +272,7 @@ class Overlap:
 
 
 class _Weights(torch.autograd.Function):
-    """A group of weights, cast, and their gradients, cast back."""
+    """Casts a group of weights, and casts their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, overlap: Overlap, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -285,7 +286,7 @@ class _Weights(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose weights' gradients may be made beside that of its input."""
+    """A linear layer whose weights' gradients may be computed beside the gradient of its input."""
 
     @staticmethod
     def forward(
@@ -294,7 +295,7 @@ class _Linear(torch.autograd.Function):
         ctx.overlap, ctx.keys = overlap, keys
         ctx.save_for_backward(x, weight)
         made: Tensor = _TORCHS_OWN["linear"](x, weight, bias)
-        # Torch lets nobody change in place what is a view of something made in here.
+        # torch does not allow in-place changes of a view that was made in here.
         return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
 
     @staticmethod
@@ -317,7 +318,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_usual(weight: Tensor) -> bool:
-    """Whether a weight is trained as most are, and nobody is told of its gradient."""
+    """Whether a weight is an ordinary trained parameter without hooks on its gradient."""
     return (
         type(weight) is nn.Parameter
         and weight.requires_grad
@@ -330,7 +331,7 @@ def _is_usual(weight: Tensor) -> bool:
 
 @cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    # One for the process: cuBLAS keeps memory for each stream it was ever used on.
+    # One for the process, since cuBLAS keeps memory for each stream that it has used.
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

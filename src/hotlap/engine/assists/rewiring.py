@@ -1,4 +1,8 @@
-"""Layers and losses of libraries, rewired so that nothing is read back while a step is recorded."""
+"""Layers and losses of torch and `transformers`, rewired for recordings: nothing is read back or copied from the host.
+
+hotlap changes methods of the loaded model only, while a step runs. They are copies of the library's methods in which
+some names refer to something else. The library and its other models stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from hotlap.engine.capture.recording import intended_wait, is_recording
 
 PACKAGE = "transformers"
 _LOOKING = tuple(f"{PACKAGE}.{name}" for name in ("masking_utils", "modeling_attn_mask_utils", "modeling_utils"))
-"""Modules whose functions look into masks and inputs, unless they are told that they are traced."""
+"""Modules whose functions read masks and inputs, unless they are traced."""
 _IGNORED = -100
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def rewire(*models: nn.Module) -> Rewired | None:
-    """What makes these models fit to be recorded, not in force yet; None where there is nothing to change."""
+    """The rewired form of these models, not applied yet; None if there is nothing to change."""
     rewirings: list[_TorchStacks | _Encoders] = [_TorchStacks()]
     if PACKAGE in sys.modules:
         rewirings.append(_Encoders())
@@ -40,25 +44,25 @@ def rewire(*models: nn.Module) -> Rewired | None:
 
 
 class Rewired:
-    """A model that can be put into a form fit to be recorded, and back, as often as need be.
+    """A model that can be rewired for recordings, and restored, any number of times.
 
-    The same numbers come out: bit by bit where masks hide something, else to rounding. A mask that hides nothing is
-    left out by the library and made here, so that fused attention takes another kernel, with dropout of its own.
-    Positions that are kept stay as long as this object: what was recorded reads them where they are.
+    Its numbers are the same: bit by bit if masks hide something, else to rounding. The library leaves out a mask that
+    hides nothing; here it is made, so that fused attention takes another kernel, with other dropout draws. Kept
+    positions stay as long as this object, since recordings read them at their addresses.
     """
 
     def __init__(self, methods: list[tuple[nn.Module, str, types.MethodType]], what: tuple[str, ...]) -> None:
         self._methods = methods
         self.what = what
-        """What is changed, in words."""
+        """The changes, in words."""
 
     def apply(self) -> None:
-        """Have the model run in the form fit to be recorded."""
+        """Rewire the model."""
         for layer, name, method in self._methods:
-            vars(layer).setdefault(name, method)  # somebody may have put a method of their own there
+            vars(layer).setdefault(name, method)  # the user may have set a method there
 
     def undo(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         for layer, name, method in self._methods:
             if vars(layer).get(name) is method:
                 del vars(layer)[name]
@@ -71,7 +75,7 @@ class Rewired:
         self.undo()
 
     def during(self, work: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Work that runs with the model in that form."""
+        """The work, with the model rewired while it runs."""
 
         @functools.wraps(work)
         def adapted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -81,13 +85,13 @@ class Rewired:
         return adapted
 
 
-# Copies of a library's functions in which some names mean something else; the library itself stays as it is.
+# Copies of a library's functions in which some names refer to something else; the library stays as it is.
 
 
 class Rewiring:
-    """Copies what a function of one package reaches, wherever that is to be another thing.
+    """Copies the functions that a function of one package reaches, if they have to refer to something else.
 
-    A copy runs the same code. Only the globals and the closure that the code reads differ, so nobody else sees it.
+    A copy runs the same code object with other globals and another closure. Other callers do not see it.
     """
 
     def __init__(self, package: str) -> None:
@@ -95,22 +99,22 @@ class Rewiring:
         self._copies: dict[int, tuple[Any, Any]] = {}
 
     def instead(self, holder: types.FunctionType, name: str, value: Any) -> Any:
-        """What the global `name` of `holder` is to be; its own value, copied where need be, unless told otherwise."""
+        """The new value for the global `name` of `holder`: by default its own value, copied if needed."""
         return self.of(value)
 
     def of(self, thing: Any) -> Any:
-        """A copy of `thing` that reaches other things; `thing` itself where all that it reaches stays as it is."""
+        """A copy of `thing` with the changes; `thing` itself if nothing that it reaches changes."""
         original = python_of(thing)
         if not isinstance(original, types.FunctionType) or not self.owns(original):
             return thing
         if id(original) not in self._copies:
-            # A function that comes back to itself reaches itself as it is.
+            # A recursive function reaches its original.
             self._copies[id(original)] = (original, original)
             self._copies[id(original)] = (original, self._copied(original))
         return self._copies[id(original)][1]
 
     def owns(self, thing: Any) -> bool:
-        """Whether a class or a function is of the package."""
+        """Whether a class or function belongs to the package."""
         return str(getattr(thing, "__module__", None)).partition(".")[0] == self._package
 
     def _copied(self, function: types.FunctionType) -> types.FunctionType:
@@ -138,15 +142,15 @@ class Rewiring:
 
 
 def python_of(thing: Any) -> Any:
-    """The function that a scripted one was made from; anything else as it is.
+    """The Python function behind a scripted one; anything else as it is.
 
-    torch keeps it for its compiler, which runs it in place of the scripted one.
+    torch keeps it for its compiler, which runs it instead of the scripted one.
     """
     return getattr(thing, "_torchdynamo_inline", thing) if isinstance(thing, torch.jit.ScriptFunction) else thing
 
 
 def names_in(function: types.FunctionType) -> dict[str, None]:
-    """The names of globals and attributes that the code of a function speaks of, each once."""
+    """The names of globals and attributes in a function's code, each once."""
     return dict.fromkeys(_names(function.__code__))
 
 
@@ -158,7 +162,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def decorated(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """A function and, where it decorates others, those too."""
+    """A function and, if it decorates others, those too."""
     yield function
     for cell in function.__closure__ or ():
         try:
@@ -170,9 +174,9 @@ def decorated(function: types.FunctionType) -> Iterator[types.FunctionType]:
 
 
 class _TorchStacks(Rewiring):
-    """torch's own stacks of layers, which look into every mask to see whether it is causal.
+    """torch's stacks of layers, which read every mask to see whether it is causal.
 
-    A layer that is handed the mask and no hint computes the same with it.
+    A layer that gets the mask and no hint computes the same with it.
     """
 
     def __init__(self) -> None:
@@ -180,7 +184,7 @@ class _TorchStacks(Rewiring):
         self.what: dict[str, None] = {}
 
     def methods(self, kind: type) -> dict[str, Callable[..., Any]]:
-        """The forward pass of a stack, without the look."""
+        """The forward pass of a stack, without the read."""
         forward: Any = getattr(kind, "forward", None)
         own = (nn.TransformerEncoder.forward, nn.TransformerDecoder.forward)
         if forward not in own or _LOOKS not in names_in(forward):
@@ -210,7 +214,7 @@ class _Encoders(Rewiring):
         self.what: dict[str, None] = {}
 
     def methods(self, kind: type) -> dict[str, Callable[..., Any]]:
-        """What the forward pass of such a layer calls on itself and is to be another, by name."""
+        """The changed methods that the forward pass of such a layer calls on itself, by name."""
         if kind not in self._kinds:
             theirs = any(map(self.owns, kind.__mro__))
             self._kinds[kind] = dict(self._found(kind)) if theirs else {}
@@ -256,12 +260,12 @@ class _Encoders(Rewiring):
             return functions
         table = type(functions)()
         for kind, copy in changes.items():
-            table[kind] = copy  # in this table alone, as the library has it
+            table[kind] = copy  # in this table only, as the library does it
         return table
 
 
 def _has_bias_by_width(kind: type) -> bool:
-    """Whether a layer's buckets are of the distances between its places, as in MPNet: not of boxes on a page."""
+    """Whether a layer's buckets are distances between its positions, as in MPNet, and not boxes on a page."""
     return hasattr(kind, "compute_position_bias")
 
 
@@ -283,12 +287,12 @@ def _called(kind: type) -> Iterator[str]:
 
 
 def _is_not_to_be_read(tensor: Any = None) -> bool:
-    """What the library asks before it looks into a tensor: whether that cannot be done, as in a trace."""
+    """Replaces the library's check for tracing, so that it does not read a tensor's values."""
     return tensor is not None
 
 
 class _TorchFilling:
-    """torch, except that a number gets to the device as an argument of a kernel, not by a copy from the host."""
+    """torch, except that a number reaches the device as a kernel argument, not by a copy from the host."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -301,13 +305,13 @@ class _TorchFilling:
 
 
 class _Positions:
-    """Relative positions, which depend on sizes alone: made once for each, and kept where they are."""
+    """Relative positions, which depend on sizes alone: computed once for each size, and kept at their address."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Tensor] = {}
 
     def kept(self, build: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`build` of two layers' outputs, whose last but one size counts, and plain settings."""
+        """`build` for functions of two layers' outputs, which use their last but one size, and plain settings."""
 
         @functools.wraps(build)
         def kept(*args: Any, **kwargs: Any) -> Tensor:
@@ -317,7 +321,7 @@ class _Positions:
         return kept
 
     def kept_of_layer(self, build: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`build` of all distances between so many places, kept where the layer has its weights for them."""
+        """`build` for functions of all distances between positions, kept on the device of the layer's bias."""
 
         def relative_position_bucket(layer: Any, distances: Tensor, **settings: Any) -> Tensor:
             device = layer.relative_attention_bias.weight.device
@@ -330,7 +334,7 @@ class _Positions:
         if key in self._kept:
             return self._kept[key]
         if torch.compiler.is_compiling() or is_recording():
-            return make()  # its memory would be the recording's own
+            return make()  # its memory would belong to the recording
         with intended_wait(), torch.inference_mode(False), torch.no_grad():
             self._kept[key] = made = make()
         return made
@@ -341,7 +345,7 @@ def _size_of(value: Any) -> Hashable:
 
 
 def _counts_labels(forward: types.FunctionType) -> bool:
-    """Whether a head picks out the samples that have a label, so that their number decides the shapes."""
+    """Whether a head selects the samples that have a label, so that their number decides shapes."""
     return any({"nonzero", "problem_type"} <= names_in(function).keys() for function in decorated(forward))
 
 
@@ -375,7 +379,7 @@ def _counting_no_labels(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 _OWN = F.cross_entropy
 _IS_TORCHS = getattr(getattr(_OWN, "__code__", None), "co_filename", None) == F.__file__
-"""Libraries put losses of theirs in the place of torch's, and may have come first."""
+"""Whether the function is torch's: a library may have replaced it before hotlap was imported."""
 
 
 @functools.wraps(_OWN)
@@ -389,10 +393,10 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """torch's own, but with weights of classes and smoothed labels it does not look for targets that are ignored.
+    """torch's own, but with class weights and smoothed labels it does not search for ignored targets.
 
-    For their mean torch picks the weights of those that count, and waits until it is known how many these are. Here
-    the others weigh nothing. The numbers are the same, bit by bit where no target is ignored, else to rounding.
+    For their mean torch selects the weights of targets that count, and waits for their number. Here ignored targets
+    have weight zero. The numbers are the same, bit by bit if no target is ignored, else to rounding.
     """
     waits = (
         weight is not None
@@ -418,12 +422,12 @@ def cross_entropy(
 
 
 def replacement_of(own: Callable[..., Any]) -> Callable[..., Any]:
-    """What is called in the place of a loss of torch's own; somebody else's stays what it is."""
+    """The function to call instead of a loss of torch; a user's or library's function stays."""
     return cross_entropy if own is _OWN and _IS_TORCHS else own
 
 
 def without_waiting(work: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Work in which torch's losses do not wait, called by whatever name: by a layer, or by a function of the user's."""
+    """The work, with losses of torch that do not wait, however a layer or the user's function calls them."""
 
     @functools.wraps(work)
     def waiting_for_nothing(*args: _P.args, **kwargs: _P.kwargs) -> _T:

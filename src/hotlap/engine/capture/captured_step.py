@@ -25,23 +25,24 @@ from hotlap.engine.schedules import Rates
 from hotlap.engine.step import EagerStep, Window
 
 WARM_UPDATES = 3
-"""Updates that run eagerly before anything is recorded: libraries set up their workspaces, the optimizer its state."""
+"""Warm-up: updates that run eagerly before anything is recorded, while libraries set up workspaces and the optimizer
+its state."""
 MOST_GRAPHS = 16
-"""Shapes that are recorded at a time; one more takes the place of the one not used for longest."""
+"""Recorded shapes at a time. One more replaces the one that was not used for longest."""
 PATIENCE = 200
-"""Windows in a row that are all new, by their shape or by what the model holds, before capturing is given up."""
+"""Consecutive windows that are all new, by shape or by the model's state, before hotlap gives capturing up."""
 BLINKS = 3
-"""Quick looks in a row that saw something touched where nothing was, before they are left out."""
+"""Consecutive quick checks that found a change although nothing had changed, before hotlap stops making them."""
 MOST_AHEAD = 8
 """Replays that may be launched and not yet done."""
 
 
 class CapturedStep:
-    """Makes updates by replaying what it recorded; shapes that are new or rare run eagerly, with the same numbers.
+    """Makes updates by replaying recordings. New and rare shapes run eagerly, with the same numbers.
 
-    Recorded is the whole update, or, where the optimizer cannot be (`why_split`), all but its step. `note` is told
-    why nothing, or less than the whole, is recorded. What comes before a recording, and the recording, run inside
-    `attention`, and inside the `overlap` of the eager step.
+    A recording holds the whole update, or all but the optimizer's step, if `why_split` says why that cannot be
+    recorded. `note` is called with the reason if less than the whole update is recorded. Warm-up and recording run
+    inside `attention`, and inside the `overlap` of the eager step. `without` names tricks to leave out.
     """
 
     def __init__(
@@ -71,28 +72,28 @@ class CapturedStep:
         self._seen: Counter[Hashable] = Counter()
         self._warm = False
         self._in_vain = 0
-        self._unfit_told = self._full_told = False
+        self._has_noted_unfit = self._has_noted_full = False
         self._recorder, self._outputs = recorder, outputs
         self._norms = NormCounts(self._modules if COUNTED_NORMS not in without else ())
         self._gathers_together = GATHERED_TOGETHER not in without
         self._behind: deque[torch.cuda.Event] = deque()
         self.warmup_steps = 0
-        """Windows that were no replay of what had been recorded before, where there may be one yet."""
+        """Warm-up windows: those that were not replayed, for shapes that may still be recorded."""
         self.given_up: str | None = None
         """Why nothing is captured, once that is known."""
 
     @property
     def rates(self) -> Rates | None:
-        """Where the learning rates are read."""
+        """The learning rates on the device."""
         return self._eager.rates
 
     @property
     def recorded(self) -> int:
-        """How many shapes are recorded."""
+        """Number of recorded shapes."""
         return len(self._graphs)
 
     def __call__(self, window: Window) -> Tensor:
-        """Make the window's updates; the loss of the last, which the next call overwrites."""
+        """Make the window's updates. Returns the loss of the last, which the next call overwrites."""
         if self.given_up is not None:
             return self._eager(window)
         if self.split and window.updates > 1:
@@ -101,12 +102,12 @@ class CapturedStep:
             return loss
         self._check_validity()
         if not self._graphs:
-            # The widest first: what is recorded after it finds room in the memory that it has let go of.
+            # Record the widest shape first: later recordings fit in memory that it has freed.
             window = window.widest()
         key = signature(window)
         if key is None:
-            if not self._unfit_told:
-                self._unfit_told = True
+            if not self._has_noted_unfit:
+                self._has_noted_unfit = True
                 self._note("batches that hold more than tensors and plain values run eagerly")
             return self._eager(window)
         graph = self._graphs.pop(key, None)
@@ -122,30 +123,30 @@ class CapturedStep:
             if graph is None:
                 return self._eager(window)
             self._make_place()
-        self._graphs[key] = graph  # the last one is the one used last
+        self._graphs[key] = graph  # keep them in the order of their last use
         return self._replay(graph, window)
 
     def _make_place(self) -> None:
         if len(self._graphs) < MOST_GRAPHS:
             return
         del self._graphs[next(iter(self._graphs))]
-        if not self._full_told:
-            self._full_told = True
+        if not self._has_noted_full:
+            self._has_noted_full = True
             self._note(f"there are more than {MOST_GRAPHS} shapes of batches: some are recorded again and again")
 
     def kept(self, loss: Tensor) -> Tensor:
-        """A loss that the next call does not overwrite."""
+        """A copy of the loss that the next call does not overwrite."""
         return loss.to(self._outputs.loss_dtype, copy=True) if loss is self._outputs.loss else loss
 
     def forget(self) -> None:
-        """Drop all that was recorded: the memory it was made for is no longer the training's."""
+        """Drop all recordings: the training no longer uses the memory that they read."""
         self._graphs.clear()
         self._seen.clear()
         if self._eager.overlap is not None:
             self._eager.overlap.forget()
 
     def _check_validity(self) -> None:
-        """Drop what was recorded for other layers, modes, places in memory or settings of the optimizer."""
+        """Drop recordings that were made for other layers, modes, addresses or optimizer settings."""
         eager = self._eager
         if not self._is_untouched():
             made_for = (*fingerprint(self._modules, eager.functions), *map(id, eager.parameters()))
@@ -169,13 +170,13 @@ class CapturedStep:
             self._restless = 0
 
     def _look(self) -> None:
-        """Note what is to be looked at again before the next replay, in a part of the time that all of it takes."""
+        """Prepare a quick check for the next replay. It takes a fraction of the time of a full one."""
         eager = self._eager
         state = None if self.split else StateCheck(eager.optimizer)
         self._glance = (QuickCheck(self._modules), fingerprint((), eager.functions), eager.parameters(), state)
 
     def _is_untouched(self) -> bool:
-        """Whether nothing was touched that recorded steps were made for; if not, they may still hold."""
+        """Whether nothing has changed that recordings depend on. If False, they may still hold."""
         if self._glance is None:
             return False
         glance, functions, parameters, state = self._glance
@@ -191,7 +192,7 @@ class CapturedStep:
         return False
 
     def _run_eagerly(self, window: Window, key: Hashable) -> Tensor:
-        """As a capture would run it: on the stream that captures, watched, so that its first times tell what is wrong.
+        """Run as a capture would, on the recording stream, and watch what a replay would get wrong.
 
         The very first update is not watched: libraries wait for the device while they set themselves up.
         """
@@ -246,12 +247,12 @@ class CapturedStep:
     def _replay(self, graph: StepGraph, window: Window) -> Tensor:
         first = window.pieces[0]
         if isinstance(first, PendingRows):
-            # (that its epoch is not over, `signature` has seen)
+            # (`signature` has checked that the epoch is not over)
             if first.start != self._outputs.expected:
                 self._outputs.place.fill_(first.start)
             self._outputs.expected = first.start + window.samples
-        # Launching a replay takes so little that the host would run seconds ahead: a signal, or a checkpoint, would
-        # have to wait for all of it.
+        # Launching a replay is so cheap that the host would run seconds ahead. A signal or a checkpoint would have to
+        # wait for all of it.
         event = self._behind.popleft() if len(self._behind) == MOST_AHEAD else None
         if event is None:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -267,32 +268,32 @@ class CapturedStep:
 
 
 GATHERED_AT_ONCE = 64 * 2**20
-"""Bytes of the batches of one replay up to which all of them are gathered by one kernel."""
+"""Bytes of the batches of one replay up to which one kernel gathers all of them."""
 
 
 class ReplayOutputs:
-    """What the replays of one training leave behind for others to read, outside the memory of their graphs."""
+    """What the replays of one training write for others to read, outside the memory of their graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
-        """Where in the epoch's order the next replay gathers."""
+        """Position in the epoch's order at which the next replay gathers."""
         self.expected = -1
-        """The same as the host knows it, whichever plan's replay was the last; -1 before the first."""
+        """The same position on the host, over all plans; -1 before the first replay."""
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        """The last update's."""
+        """The loss of the last update."""
         self.loss_dtype = torch.float64
 
-    def make_room(self, parameters: Sequence[Tensor]) -> None:
-        """Have memory for the gradients of these parameters."""
+    def allocate(self, parameters: Sequence[Tensor]) -> None:
+        """Allocate memory for the gradients of these parameters."""
         for parameter in parameters:
             held = self._grads.get(id(parameter))
             if parameter.requires_grad and (held is None or not _alike(held[1], parameter)):
-                # With the parameter itself: as long as it is held here, no other can have its number.
+                # The dict holds the parameter too, so that no other tensor can get its id.
                 self._grads[id(parameter)] = (parameter, torch.empty_like(parameter, requires_grad=False))
 
     def grad_of(self, parameter: Tensor) -> Tensor:
-        """Where the last gradient of a parameter is."""
+        """The buffer that holds the last gradient of a parameter."""
         return self._grads[id(parameter)][1]
 
 
@@ -301,7 +302,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 class StepGraph:
-    """The updates of windows of one shape, recorded: whole, or all but the optimizer's step."""
+    """The recorded updates of windows of one shape: whole, or all but the optimizer's step."""
 
     def __init__(
         self,
@@ -319,9 +320,9 @@ class StepGraph:
         self._counted = 0
         self._parameters = list(eager.parameters())
         self._grads: list[Tensor | None] = []
-        """What is each parameter's gradient after a replay."""
+        """The gradient of each parameter after a replay."""
         if whole:
-            outputs.make_room(self._parameters)
+            outputs.allocate(self._parameters)
         device = outputs.place.device
         if window.is_held:
             self._offsets = torch.arange(window.samples, device=device)
@@ -329,7 +330,7 @@ class StepGraph:
             bytes_in_all = window.samples * sample_bytes(rows.columns.gather(rows.order[:1]))
             self._at_once = gathers_together and window.updates > 1 and bytes_in_all <= GATHERED_AT_ONCE
         else:
-            # Without what the user's code may have made of them: a leaf that requires gradients, for one.
+            # Detached: the user's code may have made leaves that require gradients.
             self._inputs = [map_tensors(piece, lambda t: t.detach().to(device, copy=True)) for piece in window.pieces]
             self._static = [tensor for piece in self._inputs for tensor in tensors_in(piece)]
         eager.optimizer.zero_grad(set_to_none=True)
@@ -364,15 +365,15 @@ class StepGraph:
 
     def _leave_gradients(self) -> None:
         with_grad = [parameter for parameter in self._parameters if parameter.grad is not None]
-        rooms = [self._outputs.grad_of(parameter) for parameter in with_grad]
-        moves = [(room, p.grad) for room, p in zip(rooms, with_grad, strict=True) if p.grad is not room]
+        buffers = [self._outputs.grad_of(parameter) for parameter in with_grad]
+        moves = [(buffer, p.grad) for buffer, p in zip(buffers, with_grad, strict=True) if p.grad is not buffer]
         if moves:
-            torch._foreach_copy_([room for room, _ in moves], [grad for _, grad in moves if grad is not None])
-        places = dict(zip(map(id, with_grad), rooms, strict=True))
+            torch._foreach_copy_([buffer for buffer, _ in moves], [grad for _, grad in moves if grad is not None])
+        places = dict(zip(map(id, with_grad), buffers, strict=True))
         self._grads = [places.get(id(parameter)) for parameter in self._parameters]
 
     def replay(self, window: Window) -> Tensor:
-        """Make the updates of a window of this shape."""
+        """Replay the updates of a window of this shape."""
         eager = self._eager
         if not window.is_held:
             fresh = [tensor for piece in window.pieces for tensor in tensors_in(piece)]
@@ -394,7 +395,7 @@ class StepGraph:
         return self._outputs.loss
 
     def _batches(self) -> Iterator[list[Batch]]:
-        """The pieces of each update, as the graph reads them."""
+        """The pieces of each update, in the memory that the graph reads."""
         window = self._window
         if not window.is_held:
             yield self._inputs
@@ -422,7 +423,7 @@ def _in_pieces(batch: Batch, sizes: list[int]) -> list[Batch]:
 
 
 def signature(window: Window) -> Hashable | None:
-    """What tells windows apart for a capture; None where one cannot be captured."""
+    """The key by which a capture tells windows apart; None if a window cannot be captured."""
     first = window.pieces[0]
     if isinstance(first, PendingRows):
         where = (id(first.columns), first.order.data_ptr())
@@ -435,7 +436,7 @@ def signature(window: Window) -> Hashable | None:
 
 
 class BatchError(Exception):
-    """A batch holds what a capture cannot read."""
+    """A batch holds something that a capture cannot read."""
 
 
 def shape_of(batch: Batch) -> Hashable:
@@ -448,7 +449,7 @@ def shape_of(batch: Batch) -> Hashable:
         return (type(batch), tuple(batch), tuple(shape_of(part) for part in batch.values()))
     if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         return (type(batch), tuple(shape_of(part) for part in batch))
-    # Plain values are frozen into the capture, so they are part of what it is made for; 1 and True are not the same.
+    # A capture freezes plain values, so they belong to its key. 1 and True are not the same.
     if batch is None or isinstance(batch, (int, float, str, bool)):
         return ("value", type(batch), batch)
     raise BatchError

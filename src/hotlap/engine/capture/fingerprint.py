@@ -1,4 +1,4 @@
-"""What a training holds in Python: what a capture is made for, and what a module remembers from step to step."""
+"""The Python state of a training: what a recording depends on, and what a module updates from step to step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 INSIDE = frozenset(nn.Module().__dict__)
-"""What torch itself keeps in a module."""
+"""Attributes that torch itself keeps in a module."""
 _PLAIN = frozenset((int, float, bool, str, type(None), complex))
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 _FEW = 16
-"""Entries of a container that are looked into; of a larger one it is told how many there are."""
+"""Entries of a container that are compared; for a longer one, also their number."""
 _HOLDERS = (
     "_parameters",
     "_buffers",
@@ -32,17 +32,17 @@ _HOLDERS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""Where torch keeps what a module consists of, and the hooks that run with it."""
+"""Where torch keeps the parts of a module, and its hooks."""
 _inside, _parameters_in = attrgetter("__dict__"), itemgetter("_parameters")
 _requires_grad, _hooks_of = attrgetter("requires_grad"), attrgetter("_backward_hooks")
 _Thing = TypeVar("_Thing")
 
 
 def fingerprint(modules: Sequence[nn.Module], functions: Sequence[Callable[..., Any] | None] = ()) -> tuple[Any, ...]:
-    """What a capture is made for: layers, modes, settings such as a dropout rate, parameters and their places.
+    """What a recording depends on: layers, modes, settings such as a dropout rate, parameters and addresses.
 
-    `functions` are the user's own beside the modules: what they hold counts too. Asked for in every step, so it looks
-    at each thing once and not deeply.
+    `functions` are the user's functions; the values that they hold count too. It is computed at every step, so it
+    checks each object once and not deeply.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -55,12 +55,12 @@ def fingerprint(modules: Sequence[nn.Module], functions: Sequence[Callable[..., 
 
 
 def place_of(tensor: Tensor) -> int:
-    """Where a tensor lies in memory; for one that has no such place, which one it is."""
+    """The address of a tensor; its id if it has no address."""
     return tensor.data_ptr() if tensor.layout is torch.strided and not is_lazy(tensor) else id(tensor)
 
 
 def places_in(state: Any) -> Iterator[int]:
-    """Where the tensors in an optimizer's state lie, however nested."""
+    """The addresses of the tensors in an optimizer's state, at any depth."""
     if isinstance(state, Tensor):
         yield place_of(state)
     elif isinstance(state, Mapping):
@@ -85,7 +85,7 @@ def _print_module(module: nn.Module, found: list[Any], seen: set[int]) -> None:
     for buffer in inside["_buffers"].values():
         if buffer is not None:
             found += _form(buffer)
-    # Hooks are Python, which a replay leaves out: one that comes or goes makes another step.
+    # Hooks are Python, which a replay leaves out. Adding or removing one changes the step.
     found += (len(inside["_forward_hooks"]), len(inside["_forward_pre_hooks"]))
     found += (len(inside["_backward_hooks"]), len(inside["_backward_pre_hooks"]))
     for child in inside["_modules"].values():
@@ -109,7 +109,7 @@ def _print_function(function: Any, found: list[Any], seen: set[int]) -> None:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies and how it is laid out: one of another shape may take its place in memory."""
+    """A tensor's address and layout: a tensor of another shape may take its place in memory."""
     if tensor.layout is not torch.strided or is_lazy(tensor):
         return (id(tensor),)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -129,7 +129,7 @@ def _print(value: Any, found: list[Any], seen: set[int]) -> None:
         if len(value) <= _FEW:
             found += [part if type(part) in _PLAIN else id(part) for part in value.values()]
     elif id(value) not in seen:
-        # A configuration is held by every layer of a model, and is looked at once.
+        # All layers of a model may hold one configuration; compare it once.
         seen.add(id(value))
         found.append(id(value))
         inner = getattr(value, "__dict__", None)
@@ -141,10 +141,10 @@ def _print(value: Any, found: list[Any], seen: set[int]) -> None:
 
 
 class QuickCheck:
-    """All that the fingerprint of some modules is made from, to be looked at again in every step.
+    """Everything that a fingerprint is computed from, to be checked again at every step.
 
-    Compared are objects and places, in flat lists that are made once: in a small part of the time that a fingerprint
-    takes.
+    It compares objects and addresses in flat lists that are built once. That takes a fraction of the time of a
+    fingerprint.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -172,12 +172,13 @@ class QuickCheck:
         self._sizes = list(map(len, self._sized))
         buffers = (buffer for layer in self._layers for buffer in layer._buffers.values() if buffer is not None)
         tensors = [*self._parameters, *buffers, *(value for value in odd if isinstance(value, Tensor))]
-        self._are_settled = not any(map(is_lazy, tensors))  # a lazy one becomes another without a trace
+        self._are_settled = not any(map(is_lazy, tensors))  # a lazy tensor becomes another without a trace
         self._placed = [tensor for tensor in tensors if tensor.layout is torch.strided and self._are_settled]
         self._places = list(map(Tensor.data_ptr, self._placed))
 
     def still_holds(self) -> bool:
-        """Whether nothing was touched since: then the fingerprint is the same too. If not, it still may be."""
+        """Whether nothing has changed, so that the fingerprint is the same. If False, the fingerprint may still be the
+        same."""
         try:
             return (
                 self._are_settled
@@ -185,7 +186,7 @@ class QuickCheck:
                 and self._sizes == list(map(len, self._sized))
                 and self._kinds == list(map(type, self._layers))
                 and all(map(is_, map(_inside, self._owners), self._insides))
-                # Equal is enough here: what can change inside is looked at below.
+                # Equality is enough: values that can change inside are compared below.
                 and self._attributes == gc.get_referents(*self._insides)
                 and all(inside.get(name) is value for inside, name, value in self._odd)
                 and all(map(is_, self._parameter_dicts, map(_parameters_in, self._insides)))
@@ -195,17 +196,17 @@ class QuickCheck:
                 and self._flags == list(map(_requires_grad, self._parameters))
                 and self._places == list(map(Tensor.data_ptr, self._placed))
             )
-        except Exception:  # of things that do not like to be compared
+        except Exception:  # some objects refuse to be compared
             return False
 
 
 class StateCheck:
-    """The same for the tensors that an optimizer keeps of its parameters, and where they lie. It holds none of them."""
+    """The same for the tensors that an optimizer keeps, and their addresses. It holds none of them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         parts = optimizer.state.values()
-        # What is nested, or has no place in memory, a glance does not see.
+        # A quick check does not see nested values, or tensors without an address.
         self._are_settled = all(type(part) is dict and all(map(_is_settled, part.values())) for part in parts)
         if self._are_settled:
             values = self._values()
@@ -214,11 +215,11 @@ class StateCheck:
             self._places = self._places_of(values)
 
     def still_holds(self) -> bool:
-        """Whether nothing was touched since."""
+        """Whether nothing has changed."""
         try:
             values = self._values() if self._are_settled else []
             return self._are_settled and list(map(id, values)) == self._ids and self._places_of(values) == self._places
-        except (TypeError, AttributeError):  # of what has come since, and is no dict or no tensor
+        except (TypeError, AttributeError):  # for new state that is no dict or no tensor
             return False
 
     def _values(self) -> list[Any]:
@@ -235,14 +236,14 @@ def _is_settled(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is as good as another that is equal to it."""
+    """Whether equal values are interchangeable."""
     if type(value) is tuple:
         return all(type(part) in _PLAIN for part in value)
     return type(value) in _PLAIN or isinstance(value, _CODE)
 
 
 def _is_looked_into(value: Any) -> bool:
-    """Whether a fingerprint tells what is in the attributes of a value: of a configuration, for one."""
+    """Whether a fingerprint covers a value's attributes, such as those of a configuration."""
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module))
 
 
@@ -254,7 +255,7 @@ def _each_once(things: Iterable[_Thing]) -> list[_Thing]:
 
 
 def memory(modules: Sequence[nn.Module]) -> dict[tuple[str, str], Any]:
-    """What modules remember in Python, by owner and attribute; it holds what it saw, lest another take its place."""
+    """The Python state of modules, by owner and attribute. It holds the objects, so that their ids stay taken."""
     found: dict[tuple[str, str], Any] = {}
     for module in modules:
         for name, layer in module.named_modules():
@@ -268,7 +269,7 @@ def memory(modules: Sequence[nn.Module]) -> dict[tuple[str, str], Any]:
 
 
 def what_changed(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> str | None:
-    """Which attribute of which module is not what it was; None where all are."""
+    """The module and attribute that changed; None if all are the same."""
     for (owner, attribute), value in after.items():
         if (owner, attribute) not in before or before[owner, attribute] != value:
             return f"{owner} changes its attribute {attribute!r} in every step"
@@ -276,7 +277,7 @@ def what_changed(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str
 
 
 class _This:
-    """Equal to another of the very same object."""
+    """Equal only to one of the very same object."""
 
     __slots__ = ("_object",)
 

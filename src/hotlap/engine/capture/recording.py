@@ -28,19 +28,19 @@ _meant = 0
 
 
 class Watch:
-    """Inside, notes whatever cannot be replayed; `reason` says it afterwards, or None.
+    """Inside, notes what cannot be replayed; `reason` holds it afterwards, or None.
 
-    A replay repeats kernels and nothing else. So these would be frozen into it, or break it: a value read back from
-    the device, a draw from the host's randomness, and what a module remembers in Python. Nothing is changed by
-    looking; it costs some tenths of a millisecond per layer.
+    A replay repeats kernels and nothing else. It would freeze or break on a value read back from the device, a draw
+    from the host's generators, or Python state that a module updates. Watching changes nothing. It costs some tenths of
+    a millisecond per layer.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._modules, self._on_gpu = modules, device.type == "cuda"
         self.reason: str | None = None
         self.changed = False
-        """Whether a module remembers something else than before: it may keep what it makes for a shape, as masks, and
-        the reason may lie in making it."""
+        """Whether a module's Python state has changed. It may cache what it makes for a shape, such as masks, and the
+        reason may lie in making it."""
         self._open: list[HostRandomness] = []
         self._watcher: types.FrameType | None = None
 
@@ -89,9 +89,9 @@ class Watch:
 
 
 def unknown_leaf(loss: Tensor, known: Sequence[Tensor], *, parameters_only: bool = True) -> str | None:
-    """Whether a gradient goes to a parameter that is not among the known: a replay would write where it once lay.
+    """A description of a parameter that gets a gradient and is not among the known; None if there is none.
 
-    Without `parameters_only`, whether it goes to any tensor that is not.
+    A replay would write to the address that it once had. Without `parameters_only`, any tensor counts.
     """
     ours, seen, ahead = {id(p) for p in known}, set(), [loss.grad_fn]
     while ahead:
@@ -109,26 +109,26 @@ def unknown_leaf(loss: Tensor, known: Sequence[Tensor], *, parameters_only: bool
 
 
 def is_observed() -> bool:
-    """Whether somebody looks on at what runs now, or it is computed twice, as checkpointed layers are."""
+    """Whether torch functions observe what runs now, or compute it twice, as checkpointed layers do."""
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
         return True
     is_again = torch._C._current_graph_task_id() != -1
-    # The first time it runs with hooks on what is saved.
+    # A checkpointed layer first runs with hooks on saved tensors.
     return is_again or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def why_recording_failed(error: BaseException) -> str:
-    """What an error while recording says, and at which line of the user's it happened."""
+    """The message of an error during a recording, and the user's line that raised it."""
     text = str(error).strip().splitlines()
-    told = text[0] if text else type(error).__name__
+    message = text[0] if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     line = next(((f.filename, f.lineno or 0) for f in reversed(frames) if not f.filename.startswith(_OWN)), None)
-    return f"{told}{_at(line)}"
+    return f"{message}{_at(line)}"
 
 
 @contextmanager
 def intended_wait() -> Iterator[None]:
-    """Inside, hotlap itself waits for the device, in a part of the step that is not recorded."""
+    """Inside, hotlap waits for the device on purpose, in a part of the step that is not recorded."""
     global _meant
     _meant += 1
     try:
@@ -138,7 +138,7 @@ def intended_wait() -> Iterator[None]:
 
 
 def _users_line(watcher: types.FrameType | None) -> tuple[str, int] | None:
-    """The innermost line that is neither torch's nor hotlap's, of what the frame of the watcher has called."""
+    """The innermost line outside of torch and hotlap, among the calls of the watcher's frame."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_OWN) and not frame.f_code.co_filename.endswith("warnings.py"):
@@ -162,12 +162,12 @@ def _at(line: tuple[str, int] | None) -> str:
 
 
 def is_recording() -> bool:
-    """Whether what runs now on this stream is recorded, and not executed."""
+    """Whether this stream records what runs now, instead of executing it."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class NotRecordedError(Exception):
-    """What could not be recorded, and at which line of the user's."""
+    """Work could not be recorded; the message gives the reason and the user's line."""
 
 
 class Recorder:
@@ -181,7 +181,7 @@ class Recorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, work runs on the stream that records, in its turn with all other work."""
+        """Inside, work runs on the recording stream, in order with all other work."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         try:
@@ -191,27 +191,27 @@ class Recorder:
             here.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """The work as a graph; nothing of it is executed yet. Raises NotRecordedError where it cannot be one."""
+        """Record the work as a graph, without executing it. Raises NotRecordedError if it cannot be recorded."""
         generator = torch.cuda.default_generators[self._number]
         before = generator.clone_state()
         graph = torch.cuda.CUDAGraph()
         if not self._made:
-            # A pool whose graphs are all gone is gone with them.
+            # Without graphs, a memory pool no longer exists.
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with self.aside(), _no_collection():
-                # Other threads (a checkpoint, a loader that pins memory) may call CUDA meanwhile.
+                # Other threads, such as a checkpoint or a loader that pins memory, may call CUDA meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
                 except BaseException:
                     with suppress(RuntimeError), warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # that the graph is empty, for one
+                        warnings.simplefilter("ignore")  # for example that the graph is empty
                         graph.capture_end()
                     raise
                 graph.capture_end()
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            # After a recording that broke, torch's generator and allocator still take it to be under way.
+            # After a failed recording, torch's generator and allocator still act as if it went on.
             generator.graphsafe_set_state(before)
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._number, self._pool)
@@ -227,14 +227,14 @@ class Recorder:
 
 @cache
 def _recording_stream(number: int) -> torch.cuda.Stream:
-    # One for the process: cuBLAS keeps memory for each stream it was ever used on. What is recorded on it goes before
-    # what is recorded beside it, and is waited for.
+    # One for the process, since cuBLAS keeps memory for each stream that it has used. Work on it has priority over work
+    # beside it, which waits.
     return torch.cuda.Stream(number, priority=-1)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage that holds device memory, or another graph, must not be collected while a recording is under way."""
+    """Inside, Python collects no garbage: freeing device memory or a graph would break a recording."""
     was = gc.isenabled()
     gc.disable()
     try:
