@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hotlap.data.code_proof import prove
+from hotlap.data.pure.proof import prove
 from hotlap.script.session import Session, Settings
 
 Pair = namedtuple("Pair", "rows number")

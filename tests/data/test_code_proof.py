@@ -15,8 +15,8 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, get_worker_info, random_split
 
-from hotlap.data.code_proof import prove
-from hotlap.data.read_state import ENTRY_BYTES, LOOKED_AT
+from hotlap.data.pure.proof import prove
+from hotlap.data.pure.read_state import ENTRY_BYTES, LOOKED_AT
 
 Pair = namedtuple("Pair", "x y")
 X = torch.randn(20, 3)

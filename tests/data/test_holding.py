@@ -18,7 +18,7 @@ from hotlap.data import resident
 from hotlap.data.dataset import as_source
 from hotlap.data.feeds import open_feed
 from hotlap.data.order import HostRandomness
-from hotlap.data.purity import state_of
+from hotlap.data.pure.proof import state_of
 from hotlap.data.resident import bytes_needed, hold_on_device, time_to_hold, why_not_held
 from hotlap.data.sources import Columns, Source
 from hotlap.data.windows import Windows

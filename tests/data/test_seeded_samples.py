@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hotlap.data import purity
-from hotlap.data.code_proof import prove
 from hotlap.data.dataset import as_source
-from hotlap.data.purity import why_not_fixed
+from hotlap.data.pure import proof
+from hotlap.data.pure.proof import prove, why_not_fixed
 
 
 class Drawn(Dataset):
@@ -167,7 +166,7 @@ def test_with_a_device_they_are_held_only_where_workers_fetch_them(monkeypatch, 
     source = as_source(Drawn())
     source.in_workers = in_workers
     assert why_not_fixed(source) is None
-    monkeypatch.setattr(purity.torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(proof.torch.accelerator, "is_available", lambda: True)
     assert (why_not_fixed(source) is None) == in_workers
 
 

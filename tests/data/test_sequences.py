@@ -18,7 +18,7 @@ from hotlap.core.errors import DataError, JobError
 from hotlap.core.plan import MOST_REPLAY_STEPS, Execution, Feed
 from hotlap.data.dataset import as_source, evaluation_dataset, training_dataset
 from hotlap.data.feeds import open_feed
-from hotlap.data.purity import state_of
+from hotlap.data.pure.proof import state_of
 from hotlap.data.resident import ResidentFeeding, hold_on_device
 from hotlap.data.sequences import LengthOrder, Sequences, choose_widths, lengths_in
 

@@ -15,7 +15,7 @@ from hotlap.core.plan import Feed
 from hotlap.data import feeds
 from hotlap.data.dataset import as_source
 from hotlap.data.feeds import CudaCopier, PinnedBuffers, open_feed, why_not
-from hotlap.data.purity import why_not_pure
+from hotlap.data.pure.proof import why_not_pure
 from hotlap.data.resident import hold_on_device, why_not_held
 from hotlap.data.windows import Windows
 

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from hotlap.core.errors import DataError, TrainingError, first_line, kind_of
 from hotlap.core.units import MIB, show_bytes
 from hotlap.data.batches import Batch, count_samples, map_tensors
-from hotlap.data.purity import GRADIENTS, why_not_fixed
+from hotlap.data.pure.proof import GRADIENTS, why_not_fixed
 from hotlap.data.sources import Allocate, Columns, HoldingCost, Selection, Source, StackedColumns, tensors_in
 from hotlap.machine.cuda import free_for_torch
 from hotlap.machine.limits import read_memory

@@ -16,8 +16,8 @@ from hotlap.data.batches import Batch
 from hotlap.data.dataset import OrderedDataset
 from hotlap.data.feeds import Feeding, open_feed, within_cores
 from hotlap.data.order import Epoch
-from hotlap.data.purity import proof_of, reads_in_place, state_of
-from hotlap.data.read_state import ReadState
+from hotlap.data.pure.proof import proof_of, reads_in_place, state_of
+from hotlap.data.pure.read_state import ReadState
 from hotlap.data.resident import ResidentFeeding, hold_on_device, packed, time_to_hold, why_not_held
 from hotlap.engine.step import Window
 from hotlap.machine.cuda import free_for_torch

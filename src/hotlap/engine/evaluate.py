@@ -17,8 +17,8 @@ from hotlap.core.tricks import REPLAYED_EVALUATION, REWIRED_LAYERS
 from hotlap.data.batches import Batch, map_tensors, to_device
 from hotlap.data.dataset import OrderedDataset, evaluation_dataset
 from hotlap.data.feeds import Feeding, open_feed
-from hotlap.data.purity import state_of
-from hotlap.data.read_state import ReadState
+from hotlap.data.pure.proof import state_of
+from hotlap.data.pure.read_state import ReadState
 from hotlap.data.resident import ResidentFeeding, hold_on_device, why_not_held
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.rewiring import rewire

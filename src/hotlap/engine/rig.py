@@ -24,7 +24,7 @@ from hotlap.core.tricks import FIT_TRICKS
 from hotlap.data.batches import Batch, count_samples, cut
 from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.feeds import why_not
-from hotlap.data.purity import proof_of
+from hotlap.data.pure.proof import proof_of
 from hotlap.data.sources import Columns, Source
 from hotlap.engine.blocks import why_not_checkpointed
 from hotlap.engine.compiling import Compiling

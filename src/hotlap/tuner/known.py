@@ -13,7 +13,7 @@ from hotlap import __version__
 from hotlap.core.errors import HotlapError
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import logger
-from hotlap.data.purity import why_not_pure
+from hotlap.data.pure.proof import why_not_pure
 from hotlap.data.resident import outline
 from hotlap.engine.protocol import TunableTraining
 from hotlap.store.cache import Cache

@@ -16,8 +16,8 @@ from hotlap.data.batches import Batch
 from hotlap.data.dataset import as_source, loader_feed, own_collate
 from hotlap.data.feeds import CudaCopier
 from hotlap.data.order import HostRandomness
-from hotlap.data.purity import GRADIENTS, proof_of, reads_in_place, why_not_pure
-from hotlap.data.read_state import ReadState
+from hotlap.data.pure.proof import GRADIENTS, proof_of, reads_in_place, why_not_pure
+from hotlap.data.pure.read_state import ReadState
 from hotlap.data.sources import Source
 from hotlap.script.feed.checks import (
     Compared,

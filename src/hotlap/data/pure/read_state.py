@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hotlap.core.units import MIB
-from hotlap.data.pure_calls import LEAVES, is_library, is_plain_tensor
+from hotlap.data.pure.known_calls import LEAVES, is_library, is_plain_tensor
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """Stands for a name that has no value."""

@@ -1,4 +1,4 @@
-"""Whether the code of a dataset only reads: shown by following it, without running it.
+"""Following the code of a dataset without running it: statements, expressions and functions.
 
 Every value is followed as one of a few kinds: an object that is there (`Thing`), plain data such as numbers, tensors
 and pictures (`Data`), and containers (`Box`). What the code reads is noted with the value it has now; where a branch
@@ -16,16 +16,16 @@ import inspect
 import sys
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import default_collate
 
-from hotlap.data.code_calls import MOST_ROUNDS, Calls
-from hotlap.data.code_values import (
+from hotlap.data.pure.calls import MOST_ROUNDS, Calls
+from hotlap.data.pure.known_calls import TORCHS, is_library
+from hotlap.data.pure.read_state import MISSING, is_content
+from hotlap.data.pure.values import (
     ITERATOR,
     NEW,
     NOTHING,
@@ -41,6 +41,7 @@ from hotlap.data.code_values import (
     Super,
     Thing,
     Value,
+    Written,
     boxed,
     is_leaf,
     joined,
@@ -48,60 +49,14 @@ from hotlap.data.code_values import (
     merged,
     only,
     thing,
+    tree_of,
 )
-from hotlap.data.pure_calls import TORCHS, is_library
-from hotlap.data.read_state import MISSING, ReadState, UnreadableError, is_content
-from hotlap.data.source_text import Written, tree_of
 
 MOST_CALLS, MOST_DEPTH = 2000, 40
 """Calls that are followed, in all and within each other."""
-FILES = "reads files, which may change"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """What was shown of a dataset, and of the function that makes its batches."""
-
-    state: ReadState
-    """All that its samples depend on beside their index."""
-    why_traces: str | None = None
-    """Why fetching a sample may leave a trace, or give another sample elsewhere; None where it is shown not to."""
-    why_files: str | None = None
-    """Why samples may become others though the state stays."""
-    seeds: bool = False
-    """Whether fetching a sample seeds torch's generators: that of the host is put back, those of devices are not."""
-
-    @property
-    def why_not_fixed(self) -> str | None:
-        """Why a sample may be another one later; None where it stays as long as the state does."""
-        return self.why_traces or self.why_files
-
-
-def prove(samples: Any, collate: Any = None, *, may_draw: bool = False) -> Proof:
-    """Follow what `samples[index]`, `len(samples)` and `collate([…])` do. Nothing of it is run.
-
-    `may_draw` where the generators of Python, numpy and torch are seeded for every sample.
-    """
-    follows = _Follows(may_draw)
-    name = type(samples).__name__
-    try:
-        given = follows.fetched(samples)
-        if collate is not None and collate is not default_collate:
-            name = "the collate function"
-            follows.call(thing(collate), Given([boxed(list, given)]))
-    except RefusedError as refusal:
-        return Proof(state=follows.state, why_traces=f"{name} {refusal}{follows.where}")
-    except UnreadableError as error:
-        return Proof(state=follows.state, why_traces=f"{name} {error}")
-    except RecursionError:
-        return Proof(state=follows.state, why_traces=f"{name} calls too deep to be followed")
-    except Exception as error:  # of an object that answers in ways of its own
-        return Proof(state=follows.state, why_traces=f"{name} cannot be followed: {type(error).__name__}")
-    why_files = f"{name} {FILES}" if follows.reads_files else None
-    return Proof(state=follows.state, why_files=why_files, seeds=follows.seedings > 0)
-
-
-class _Follows(Calls):
+class Follower(Calls):
     """Follows code and notes what it reads."""
 
     def __init__(self, may_draw: bool) -> None:

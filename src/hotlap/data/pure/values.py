@@ -1,43 +1,286 @@
-"""What code reads: attributes, entries and elements of values, each noted with the value it has now."""
+"""The kinds of values in code that hotlap follows, and reading them: every value that the code reads is noted."""
 
 from __future__ import annotations
 
+import ast
 import enum
+import functools
 import inspect
+import itertools
+import linecache
 import os
 import types
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.data.code_values import (
-    MOST_CASES,
-    NEW,
-    NOTHING,
-    NUMBER,
-    SHARED,
-    Atom,
-    Attr,
-    Box,
-    Data,
-    Given,
-    Local,
-    Method,
-    RefusedError,
-    Super,
-    Thing,
-    Value,
-    is_leaf,
-    joined,
-    only,
-    thing,
-)
-from hotlap.data.pure_calls import GENERATORS, OWN_GENERATOR, is_library, is_plain_tensor
-from hotlap.data.read_state import MISSING, ReadState, is_content, is_fixed
+from hotlap.data.pure.known_calls import GENERATORS, OWN_GENERATOR, is_library, is_plain_tensor
+from hotlap.data.pure.read_state import MISSING, ReadState, is_content, is_fixed
+from hotlap.store.keys import bytecode
+
+Written = ast.FunctionDef | ast.Lambda
+
+
+def tree_of(function: types.FunctionType) -> Written | None:
+    """The tree of a function; None where there is no text of it, or the text is no longer what runs."""
+    code = function.__code__
+    linecache.checkcache(code.co_filename)
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    found = _compiled("".join(lines), code.co_filename)
+    if found is None:
+        return None
+    written, compiled = found
+    if _key(code) not in compiled:
+        return None
+    nodes = [node for node in written.get((code.co_firstlineno, code.co_name), []) if _holds(node, code)]
+    return min(nodes, key=_length) if nodes else None
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(text: str, file: str) -> tuple[dict[tuple[int, str], list[Written]], set[str]] | None:
+    """The functions of a file by line and name, and what each of them compiles to."""
+    try:
+        tree, code = ast.parse(text), compile(text, file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return None
+    written: dict[tuple[int, str], list[Written]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            written.setdefault((first, node.name), []).append(node)
+        elif isinstance(node, ast.Lambda):
+            written.setdefault((node.lineno, "<lambda>"), []).append(node)
+    return written, {_key(one) for one in _codes(code)}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
+def _key(code: types.CodeType) -> str:
+    return repr((code.co_firstlineno, code.co_name, code.co_varnames, code.co_freevars, bytecode(code)))
+
+
+def _holds(node: Written, code: types.CodeType) -> bool:
+    """Whether all of a function's code was written in a node: one line may have several lambdas."""
+    if isinstance(node, ast.FunctionDef):
+        return True
+    start, end = (node.body.lineno, node.body.col_offset), (node.body.end_lineno or 0, node.body.end_col_offset or 0)
+    for line, last, column, last_column in code.co_positions():
+        if None in (line, last, column, last_column) or (column == 0 and last_column == 0):
+            continue
+        if (line, column) < start or (last, last_column) > end:
+            return False
+    return True
+
+
+def _length(node: Written) -> tuple[int, int]:
+    return (node.end_lineno or 0) - node.lineno, (node.end_col_offset or 0) - node.col_offset
+
+
+MOST_CASES = 64
+"""Values that a name may stand for."""
+
+
+class RefusedError(Exception):
+    """The proof ends: what the code does, as the rest of a sentence that begins with the dataset's name."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A number, text, tensor, array or picture; `fresh` where its memory is the call's own."""
+
+    fresh: bool
+    kind: type | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Thing:
+    """An object that is there."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Thing) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A container or an iterator."""
+
+    kind: type
+    parts: Value
+    """What may be in it."""
+    fresh: bool = True
+    items: tuple[Value, ...] | None = None
+    """What is in it, one by one, where that is known."""
+
+
+@dataclass(frozen=True)
+class Attr:
+    """An attribute of data, or a method of it or of a container."""
+
+    name: str
+    owner: Data | Box
+
+
+@dataclass(frozen=True)
+class Method:
+    """A function with the object that it is called on."""
+
+    function: Any
+    owner: Thing
+
+    def __hash__(self) -> int:
+        return hash((id(self.function), self.owner))
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """A function that the code itself writes."""
+
+    node: Written
+    scope: Scope
+
+
+@dataclass(frozen=True)
+class Super:
+    """`super()`."""
+
+    kind: type
+    owner: Thing
+
+
+Atom = Data | Thing | Box | Attr | Method | Local | Super
+Value = frozenset[Atom]
+
+NEW: Value = frozenset({Data(True)})
+SHARED: Value = frozenset({Data(False)})
+NUMBER: Value = frozenset({Data(True, int)})
+NOTHING: Value = frozenset()
+ITERATOR = type(iter(()))
+
+
+def thing(value: Any) -> Value:
+    return frozenset({Thing(value)})
+
+
+def boxed(kind: type, parts: Value, items: Sequence[Value] | None = None) -> Value:
+    return frozenset({Box(kind, parts, items=None if items is None else tuple(items))})
+
+
+def joined(values: Iterable[Value]) -> Value:
+    found = frozenset(itertools.chain.from_iterable(values))
+    if len(found) > MOST_CASES:
+        raise RefusedError("has too many cases to be followed")
+    return found
+
+
+@dataclass
+class Given:
+    """The arguments of a call."""
+
+    places: list[Value] = field(default_factory=list)
+    names: dict[str, Value] = field(default_factory=dict)
+    rest: Value = NOTHING
+    """What may come behind the places, unknown how many."""
+    more: Value = NOTHING
+    """What may come by names that are not known."""
+
+    @property
+    def all(self) -> Value:
+        return joined([*self.places, *self.names.values(), self.rest, self.more])
+
+    def before(self, first: Value) -> Given:
+        return Given([first, *self.places], self.names, self.rest, self.more)
+
+
+@dataclass
+class Scope:
+    """The variables of a function while it is followed."""
+
+    function: types.FunctionType
+    node: Written
+    names: dict[str, Value] = field(default_factory=dict)
+    outer: Scope | None = None
+    returned: list[Value] = field(default_factory=list)
+    loops: list[list[dict[str, Value]]] = field(default_factory=list)
+    is_seeded: bool = False
+    """Whether torch's generator was when the function was called: it has to be so again when it ends."""
+    loops_seeded: list[bool] = field(default_factory=list)
+    log: list[tuple[str, Value]] = field(default_factory=list)
+
+    def set(self, name: str, value: Value) -> None:
+        self.names[name] = value
+        self.log.append((name, value))
+
+    def inner(self, node: Written | None = None) -> Scope:
+        """A scope within this one: it sees these variables as they are when it asks."""
+        return Scope(self.function, node or self.node, outer=self)
+
+
+# --- small questions ---------------------------------------------------------------------------------
+
+
+def only(value: Value, other: Any = MISSING) -> Any:
+    """The object that a value is, where it is one alone; else `other`, or None."""
+    if len(value) == 1:
+        (atom,) = value
+        if isinstance(atom, Thing):
+            return atom.value
+    return None if other is MISSING else other
+
+
+def is_leaf(atom: Atom) -> bool:
+    return isinstance(atom, (Data, Attr)) or (isinstance(atom, Thing) and is_fixed(atom.value))
+
+
+def may_be_none(atom: Atom) -> bool:
+    return isinstance(atom, Thing) and atom.value is None
+
+
+def kind_of(atom: Atom) -> type | None:
+    match atom:
+        case Thing():
+            return type(atom.value)
+        case Data() | Box():
+            return atom.kind
+    return None
+
+
+def kinds_in(value: Value) -> tuple[type, ...] | None:
+    """Classes that are asked for."""
+    found: list[type] = []
+    for atom in value:
+        if isinstance(atom, Thing) and isinstance(atom.value, type):
+            found.append(atom.value)
+        elif isinstance(atom, Thing) and isinstance(atom.value, tuple):
+            found += [one for one in atom.value if isinstance(one, type)]
+        elif isinstance(atom, Box):
+            inner = kinds_in(atom.parts)
+            if inner is None:
+                return None
+            found += inner
+        else:
+            return None
+    return tuple(found)
+
+
+def merged(a: dict[str, Value], b: dict[str, Value]) -> dict[str, Value]:
+    return {name: joined([a.get(name, NOTHING), b.get(name, NOTHING)]) for name in {**a, **b}}
+
 
 _PLAIN_LOOKUPS = (object.__getattribute__, types.FunctionType.__getattribute__, types.SimpleNamespace.__getattribute__)
 

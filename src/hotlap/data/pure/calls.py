@@ -23,31 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 from torch.utils.data import default_collate, default_convert, get_worker_info
 
-from hotlap.data.code_objects import Objects
-from hotlap.data.code_values import (
-    ITERATOR,
-    NEW,
-    NOTHING,
-    NUMBER,
-    Atom,
-    Attr,
-    Box,
-    Data,
-    Given,
-    Local,
-    Method,
-    RefusedError,
-    Super,
-    Thing,
-    Value,
-    boxed,
-    joined,
-    kind_of,
-    kinds_in,
-    only,
-    thing,
-)
-from hotlap.data.pure_calls import (
+from hotlap.data.pure.known_calls import (
     DRAWING,
     FILE_METHODS,
     GENERATORS,
@@ -66,7 +42,31 @@ from hotlap.data.pure_calls import (
     is_library,
     known_call,
 )
-from hotlap.data.read_state import is_content, is_fixed
+from hotlap.data.pure.read_state import is_content, is_fixed
+from hotlap.data.pure.values import (
+    ITERATOR,
+    NEW,
+    NOTHING,
+    NUMBER,
+    Atom,
+    Attr,
+    Box,
+    Data,
+    Given,
+    Local,
+    Method,
+    Objects,
+    RefusedError,
+    Super,
+    Thing,
+    Value,
+    boxed,
+    joined,
+    kind_of,
+    kinds_in,
+    only,
+    thing,
+)
 
 SYSTEMS = "draws from the system's randomness"
 _SPREADS = ("extend", "update")
