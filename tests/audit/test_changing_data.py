@@ -54,6 +54,13 @@ class Harder(Held):
         return self.x[index] / (1 + self.fetched / COUNT), self.y[index]
 
 
+class Turned(Held):
+    """The same with the other sign."""
+
+    def __getitem__(self, index):
+        return -self.x[index], self.y[index]
+
+
 def tensors():
     return TensorDataset(X.clone(), Y.clone())
 
@@ -78,6 +85,7 @@ CHANGES = {
     "labels of tensors corrected": (Held, correct_some, tuple(range(6, 36, 6))),
     "an array written to": (OfArrays, lambda data: data.x.__imul__(0.5), (12,)),
     "an attribute flipped within an epoch": (Held, lambda data: setattr(data, "scale", -1.0), (15,)),
+    "another class within an epoch": (Held, lambda data: setattr(data, "__class__", Turned), (15,)),
     "a tensor written to within an epoch": (Held, lambda data: data.x.mul_(2), (15,)),
     "a tensor replaced within an epoch": (Held, lambda data: setattr(data, "x", X + 1), (15,)),
     "other tensors": (tensors, replace_tensors, (12,)),

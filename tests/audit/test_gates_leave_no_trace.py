@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hotlap import Rig
+from hotlap.engine.optimizers import why_not_fused
+from hotlap.engine.scaling import skips_on_device
 from hotlap.script.calls.traces import Untouched
-from hotlap.script.update.trials import _set_aside, raw_step
+from hotlap.script.update.trials import _set_aside, raw_step, why_fused_differs
 from hotlap.tuner.gates import Gate
 
 SEEN: list[int] = []
@@ -206,3 +208,40 @@ def test_a_trial_of_a_scripts_update_puts_back_what_the_optimizer_counts(fused):
             raw_step(optimizer)
     assert optimizer.told() == before
     assert torch.equal(parameters_of(model), weights)
+
+
+MADE = [0]
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to its gradients, and counts the steps of all its kind."""
+
+    made = 0
+
+    def step(self, closure=None):
+        MADE[0] += 1
+        Noisy.made += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.add_(torch.randn_like(parameter), alpha=1e-3 * np.random.rand() * random.random())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "look", [why_not_fused, why_fused_differs, skips_on_device], ids=["twins for fused", "trials", "twins that skip"]
+)
+def test_looks_at_an_optimizer_leave_globals_class_attributes_and_generators_alone(look):
+    layer = nn.Linear(4, 2)
+    optimizer = Noisy(layer.parameters(), lr=0.1, momentum=0.9)
+    layer(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    before = MADE[0], Noisy.made, torch.get_rng_state(), np.random.get_state()[1:3], random.getstate()
+
+    look(optimizer)
+
+    after = MADE[0], Noisy.made, torch.get_rng_state(), np.random.get_state()[1:3], random.getstate()
+    assert before[:2] == after[:2]
+    assert torch.equal(before[2], after[2])
+    assert np.array_equal(before[3][0], after[3][0])
+    assert before[3][1] == after[3][1]
+    assert before[4] == after[4]

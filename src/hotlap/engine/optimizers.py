@@ -17,8 +17,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotlap.core.errors import first_line
+from hotlap.core.code_reads import is_users
+from hotlap.core.errors import TrainingError, first_line
+from hotlap.core.object_memory import Memory
 from hotlap.engine.layout import BufferPool
+from hotlap.engine.snapshot import Randomness
 
 _COUNTS = ("step", "mu_product")
 """State that torch's optimizers keep on the host in the plain loop, and on the device in the other kinds of step."""
@@ -48,7 +51,8 @@ def why_not_fused(optimizer: Optimizer, modules: Sequence[nn.Module] = ()) -> st
     kinds = {(p.device, p.dtype): p for group in optimizer.param_groups for p in group["params"]}
     for (device, dtype), real in kinds.items():
         try:
-            twin_of(optimizer, only=real, foreach=False, fused=True).step()
+            with no_trace_of_twins(optimizer):
+                twin_of(optimizer, only=real, foreach=False, fused=True).step()
         except Exception as error:  # whatever stops a step with it is the answer
             return f"{name} cannot fuse {dtype} on {device}: {first_line(error)}"
     return None
@@ -134,6 +138,25 @@ def twin_of(optimizer: Optimizer, *, only: Tensor | None = None, **flags: Any) -
     twin._warned_capturable_if_run_uncaptured = True
     settle_counts(twin)
     return twin
+
+
+@contextmanager
+def no_trace_of_twins(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, twins of the optimizer may make steps; afterwards what their code wrote to or drew from is put back.
+
+    Raises TrainingError where it cannot be: globals and class attributes belong to all objects of a user's class.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    memory = Memory({"optimizer": optimizer}, parameters) if is_users(type(optimizer).__module__) else None
+    if memory is not None and memory.unknown:
+        raise TrainingError(memory.unknown[0])
+    randomness = Randomness(parameters[0].device if parameters else torch.device("cpu"))
+    try:
+        yield
+    finally:
+        if memory is not None:
+            memory.restore()
+        randomness.restore()
 
 
 def _small_state(values: dict[str, Any], real: Tensor, parameter: Tensor) -> dict[str, Any]:
@@ -282,7 +305,7 @@ def why_not_captured(optimizer: Optimizer) -> str | None:
     if elsewhere is not None:
         return f"{name} has parameters on {elsewhere}, and steps are recorded on a GPU"
     try:
-        with torch.cuda.device(next(iter(places))):
+        with torch.cuda.device(next(iter(places))), no_trace_of_twins(optimizer):
             return _tried(twin_of(optimizer, capturable=True), twin_of(optimizer, capturable=False, fused=False))
     except Exception as error:  # the error is the answer
         return f"{name} cannot be recorded: {first_line(error)}"

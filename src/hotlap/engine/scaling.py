@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from hotlap.engine.optimizers import twin_of
+from hotlap.engine.optimizers import no_trace_of_twins, twin_of
 from hotlap.engine.schedules import Schedule, moves_rates_only
 
 START = 2.0**16
@@ -131,26 +131,30 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, SGD) and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups):
         return False  # see _give_momentum
     try:
-        skipped, plain = twin_of(optimizer), twin_of(optimizer)
-        _give_momentum(skipped)  # so that the state before and after the skipped step can be compared
-        before = _contents(skipped)
-        for parameter in _parameters(skipped):
-            assert parameter.grad is not None
-            parameter.grad.fill_(float("nan"))
-        with skipping(skipped, torch.ones((), device=_parameters(skipped)[0].device)):
-            skipped.step()
-        after = _contents(skipped)
-        if not all(torch.equal(after[name], value) for name, value in before.items()):
-            return False
-        for parameter in _parameters(skipped):
-            parameter.grad = torch.ones_like(parameter)
-        with skipping(skipped, torch.zeros((), device=_parameters(skipped)[0].device)):
-            skipped.step()
-        plain.step()
-        ours, theirs = _contents(skipped), _contents(plain)
-        return ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
+        with no_trace_of_twins(optimizer):
+            return _skips(twin_of(optimizer), twin_of(optimizer))
     except Exception:  # it does not take the flag
         return False
+
+
+def _skips(skipped: Optimizer, plain: Optimizer) -> bool:
+    _give_momentum(skipped)  # so that the state before and after the skipped step can be compared
+    before = _contents(skipped)
+    for parameter in _parameters(skipped):
+        assert parameter.grad is not None
+        parameter.grad.fill_(float("nan"))
+    with skipping(skipped, torch.ones((), device=_parameters(skipped)[0].device)):
+        skipped.step()
+    after = _contents(skipped)
+    if not all(torch.equal(after[name], value) for name, value in before.items()):
+        return False
+    for parameter in _parameters(skipped):
+        parameter.grad = torch.ones_like(parameter)
+    with skipping(skipped, torch.zeros((), device=_parameters(skipped)[0].device)):
+        skipped.step()
+    plain.step()
+    ours, theirs = _contents(skipped), _contents(plain)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 def _give_momentum(optimizer: Optimizer) -> None:

@@ -557,6 +557,7 @@ class Objects(ABC):
         if lookup not in _PLAIN_LOOKUPS:
             return self._foreign(value, name)
         found = self.of_class(value, name)
+        self.state.slot(value, "__class__", type(value))
         for kind in type(value).__mro__:
             if name in vars(kind):
                 if not is_library(kind.__module__):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hotlap.core.errors import first_line
 from hotlap.core.object_memory import Memory
 from hotlap.engine.optimizers import Fusion, is_fused
+from hotlap.engine.snapshot import Randomness
 from hotlap.script.calls.graphs import Recording
 from hotlap.script.update.capture import CapturedUpdate, hush, unhush
 from hotlap.script.update.graphs import Desk, UpdateGraph
@@ -125,8 +126,12 @@ class _Aside:
 
 @contextmanager
 def _set_aside(optimizer: Optimizer) -> Iterator[_Aside]:
-    """Inside, steps may be made; afterwards weights, state and settings are what they were, at the same addresses."""
+    """Inside, steps may be made; afterwards weights, state and settings are what they were, at the same addresses.
+
+    So are the generators of random numbers.
+    """
     look, aside, states, memory = Look(optimizer), _Aside(optimizer), dict(optimizer.state), memory_of(optimizer)
+    randomness = Randomness(next((tensor.device for _, tensor in _named(optimizer)), torch.device("cpu")))
     try:
         yield aside
     finally:
@@ -134,6 +139,7 @@ def _set_aside(optimizer: Optimizer) -> Iterator[_Aside]:
         for parameter in set(optimizer.state) - set(states):
             del optimizer.state[parameter]
         memory.restore()
+        randomness.restore()
         aside.renew_gradients()
         with torch.no_grad():
             for name, tensor in _named(optimizer):
