@@ -11,7 +11,7 @@ from plain import class_data, parameters_of, plain_loop, small_mlp, twins
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hotlap import Job, JobError, MachineError, Plan, PlanError, StoreError, fit, save_plan
+from hotlap import Job, JobError, MachineError, Plan, PlanError, StoreError, TrainingError, fit, save_plan
 
 
 def small_job(**changes):
@@ -163,8 +163,8 @@ def test_the_training_loss_of_an_epoch_is_exact_over_its_samples(tmp_path):
 def test_a_loss_that_is_not_finite_is_told_once_and_recorded(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("HOTLAP_PROGRESS", "lines")
     x, y = class_data()
-    x[3] = math.inf
-    run = fit(small_job(data=(x, y)), out=tmp_path / "run")
+    job = small_job(data=(x, y), loss=lambda model, batch: model(batch[0]).sum() + math.nan)  # gradients are finite
+    run = fit(job, out=tmp_path / "run")
     assert capfd.readouterr().err.count("warning: the training loss is nan") == 1
     assert [entry.outcome for entry in run.ledger].count("fault") == 1
     assert [problem.partition(" at step")[0] for problem in run.problems] == ["the training loss is nan"]
@@ -179,7 +179,8 @@ def test_what_is_done_already_is_no_advice(settings, advice, tmp_path, capfd, mo
     monkeypatch.setenv("HOTLAP_PROGRESS", "lines")
     x, y = class_data()
     x[3] = math.inf
-    fit(small_job(data=(x, y), **settings), out=tmp_path / "run")
+    with pytest.raises(TrainingError, match="the weights are not finite"):
+        fit(small_job(data=(x, y), **settings), out=tmp_path / "run")
     assert f"try {advice}" in capfd.readouterr().err
 
 
@@ -295,9 +296,9 @@ def test_the_run_folder_holds_all_that_a_run_left_and_lists_it(tmp_path):
     assert all(size == (run.path / name).stat().st_size for name, size in names.items())
     listed = json.loads((run.path / "artefacts.json").read_text())
     assert {row["name"] for row in listed} == {*names, "checkpoints/"} - {"artefacts.json"}
-    assert run.folder.read_plan() == run.plan
-    assert run.folder.read_ledger().plan_at(0) == run.plan
-    assert [r["step"] for r in run.folder.read_metrics()] == [r["step"] for r in run.history]
+    assert run.files.read_plan() == run.plan
+    assert run.files.read_ledger().plan_at(0) == run.plan
+    assert [r["step"] for r in run.files.read_metrics()] == [r["step"] for r in run.history]
     environment = json.loads((run.path / "environment.json").read_text())
     assert environment["job"]["batch_size"] == 8
     assert "torch" in json.dumps(environment)

@@ -391,7 +391,7 @@ def test_an_ended_run_with_its_own_loss_is_handed_back_whole(tmp_path):
 
 
 def test_losses_that_are_no_numbers_come_back_as_such(tmp_path):
-    make = lambda: job(valid=None, metrics=(), loss=lambda model, batch: model(batch[0]).sum() * float("nan"))  # noqa: E731
+    make = lambda: job(valid=None, metrics=(), loss=lambda model, batch: model(batch[0]).sum() + float("nan"))  # noqa: E731
     train(tmp_path / "run", make, save_every=None)
     again = fit(untouchable(make()), resume=tmp_path / "run", progress=False)
     assert [record["train_loss"] != record["train_loss"] for record in again.history] == [True] * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +12,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hotlap.core.errors import kind_of, shown
+
+MOST_LOOKED_AT = 2**28
+"""Numbers of a column whose values are looked at: about 0.1 s."""
+ABSURD = 1e12
+"""A number this large is a fault of the data: its square times a few weights overflows fp32."""
 
 
 def data_problems(name: str, data: Any) -> list[str]:
@@ -51,6 +58,43 @@ def double_problems(name: str, data: Any, model: torch.nn.Module) -> list[str]:
         for key, column in (data.stored_columns if stores else _columns_in(data)).items()
         if _torch_dtype(column) == torch.float64
     ]
+
+
+def value_warnings(name: str, data: Any) -> list[str]:
+    """Numbers in training data that spoil weights, a line for each column: NaN, infinity, or absurd sizes.
+
+    Only tensors and arrays in memory are looked at, each up to `MOST_LOOKED_AT` numbers; no code of a dataset runs.
+    """
+    data = data.dataset if isinstance(data, DataLoader) else data
+    if not (is_columns(data) or type(data) is TensorDataset):
+        return []
+    found = (_value_warning(_label(name, key), column) for key, column in _columns_in(data).items())
+    return [line for line in found if line is not None]
+
+
+def _value_warning(label: str, column: torch.Tensor | np.ndarray[Any, Any]) -> str | None:
+    if isinstance(column, np.memmap):  # may be larger than memory, on a slow disk
+        return None
+    tensor = column.detach() if isinstance(column, torch.Tensor) else None
+    if isinstance(column, np.ndarray) and column.dtype.kind == "f" and _torch_dtype(column) is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of arrays that cannot be written to: nothing is
+            tensor = torch.as_tensor(np.ascontiguousarray(column, column.dtype.newbyteorder("=")))
+    if tensor is None or not tensor.is_floating_point() or not tensor.numel():
+        return None
+    tensor = tensor[: max(1, MOST_LOOKED_AT * len(tensor) // tensor.numel())]
+    low, high = (float(bound) for bound in torch.aminmax(tensor))
+    if math.isfinite(low) and math.isfinite(high):
+        largest = max(-low, high)
+        if largest < ABSURD:
+            return None
+        return f"{label} holds numbers as large as {largest:.3g}; scale it: networks train on numbers near 1"
+    spoilt = ~torch.isfinite(tensor).reshape(len(tensor), -1)
+    rows = spoilt.any(1).nonzero()
+    return (
+        f"{label} holds {int(spoilt.sum()):,} numbers that are NaN or infinite, the first in row {int(rows[0])}; "
+        "unless your model or loss masks them, all weights become NaN: remove or fill them"
+    )
 
 
 def is_columns(data: Any) -> bool:

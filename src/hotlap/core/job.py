@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,67 +28,69 @@ class Job:
     """What is to be trained. Raises JobError with all mistakes at once."""
 
     model: nn.Module = REQUIRED
+    """The module to train, with at least one parameter that requires gradients."""
     data: Any = REQUIRED
     """Training data: a tuple or dict of tensors or arrays, a Dataset, a DataLoader, or anything indexable."""
     loss: Callable[..., Any] = REQUIRED
     """A loss module of (output, target), or `f(model, batch)`.
 
-    Either returns a mean over samples, or (sum, count) where it averages over anything else: tokens, for one.
+    Returns a mean over samples, or (sum, count) if it averages over anything else, such as tokens.
     """
     optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] = REQUIRED
     """An optimizer, or a function that makes one from the parameters of the model (and of the loss, if it has any)."""
     batch_size: int | None = None
     """Samples per batch; a DataLoader brings its own."""
     epochs: int | None = None
+    """Epochs over the data. Give either epochs or steps."""
     steps: int | None = None
-    """How long: epochs over the data, or optimizer steps (skipped ones count too); one of the two."""
+    """Optimizer steps, skipped ones included. Give either epochs or steps."""
 
-    order: Any = None
-    """`shuffled` (as if nothing is said), `as given`, or a sampler; a DataLoader brings its own.
+    order: Literal["shuffled", "as given"] | Iterable[Any] | None = None
+    """`shuffled` (default), `as given`, or a sampler with a length; a DataLoader brings its own.
 
-    Whatever draws, draws from `seed` and the epoch, not from the process's or the loader's generator.
+    Random orders come from `seed` and the epoch, not from the generator of the process or the loader.
     """
     reorder: bool = False
-    """Leave to make batches of samples of similar length, out of shuffled windows: `data` are Sequences then."""
+    """Allow batches of samples of similar length, from shuffled windows; `data` has to be Sequences."""
     drop_last: bool | None = None
     """Leave out the last, shorter batch of an epoch; a DataLoader brings its own."""
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of samples; a DataLoader brings its own."""
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None
-    """`f(model, batch) -> (output, target)`; as if nothing is said, all of a tuple but its last go in."""
+    """`f(model, batch) -> (output, target)`. Default: all of a tuple but its last entry go into the model."""
     prepare: Callable[[Any], Any] | None = None
-    """`f(batch) -> batch`, run on the device on every batch, in training and evaluation: normalising, for one."""
+    """`f(batch) -> batch`, run on the device on every batch, in training and evaluation; for example normalising."""
     augment: Callable[[Any], Any] | None = None
-    """`f(batch) -> batch`, run on the device after `prepare`, in training alone. It draws from torch's generator."""
+    """`f(batch) -> batch`, run on the device after `prepare`, in training only. Draws from torch's generator."""
 
     schedule: LRScheduler | ReduceLROnPlateau | Callable[..., Any] | None = None
     """A learning-rate schedule, or a function that makes one from (optimizer) or (optimizer, updates or epochs)."""
-    schedule_per: str = "update"
+    schedule_per: Literal["update", "epoch"] = "update"
     """When the schedule moves: every real `update`, or every `epoch`. A plateau moves at each evaluation."""
     clip: float | None = None
-    """Largest norm of all gradients together: the model's, the loss's own, and whatever else the optimizer holds."""
+    """Largest norm of all gradients together: of the model, the loss, and whatever else the optimizer holds."""
     accumulate: int = 1
     """Batches that make one update: the effective batch is batch_size × accumulate."""
     skip_nonfinite: bool = False
-    """Leave out an update whose gradients hold NaN or Inf. On a GPU it costs one wait per step."""
+    """Leave out an update whose gradients hold NaN or Inf. On a GPU this costs one wait per step."""
 
     valid: Any = None
     """Validation data, in any form that `data` may have."""
     metrics: Sequence[str] | Mapping[str, Any] = ()
     """Names, or name → `f(output, target)` that returns a value per sample, a mean, or (sum, count)."""
     eval_batch: int | None = None
-    """Samples per batch in evaluation; as if nothing is said, four training batches."""
+    """Samples per batch in evaluation. Default: four training batches."""
     eval_every: int | None = None
-    """Updates between evaluations; as if nothing is said, at the end of every epoch."""
+    """Updates between evaluations. Default: one at the end of every epoch."""
     monitor: str = "loss"
     """What decides which weights are best: `loss` or a metric, on the validation data."""
-    better: str | None = None
+    better: Literal["lower", "higher"] | None = None
     """Whether `lower` or `higher` is better; known for the loss and for metrics with a name."""
     patience: int | None = None
     """Evaluations without improvement before training stops; the best weights are restored at the end."""
 
     seed: int = 0
-    """Decides data order, augmentation and the training's own randomness."""
+    """Decides data order, augmentation and the randomness of the training."""
     device: str = "auto"
     """`auto` (a GPU that works, else the CPU), `cpu`, `cuda`, or `cuda:N`."""
 

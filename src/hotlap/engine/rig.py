@@ -543,7 +543,7 @@ class Rig:
         window = batch if isinstance(batch, Window) else self._window_of(batch)
         try:
             loss = self._step(window)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
             hint = explained(error, window, self.model)
             if hint is None:
                 raise

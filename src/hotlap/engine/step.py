@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -328,18 +329,79 @@ def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
                 "target) give a loss module, or loss=lambda model, batch: f(model(batch[0]), batch[1])"
             )
         return None
-    words = ("same dtype", "expected scalar type", "expected m1 and m2", "Found dtype", "not implemented for 'Int'")
-    if isinstance(error, torch.OutOfMemoryError) or not any(word in text for word in words):
+    if isinstance(error, torch.OutOfMemoryError):
         return None
+    if (mismatch := _shape_mismatch(text)) is not None:
+        return f"{mismatch} (the batch holds {_described(window)})"
+    words = (
+        "same dtype",
+        "expected scalar type",
+        "expected target dtype",
+        "expected m1 and m2",
+        "Found dtype",
+        "not implemented for 'Int'",
+    )
+    if not any(word in text for word in words):
+        return None
+    held = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    return (
+        f"{text.splitlines()[0]}: the batch holds {_described(window)} and the model {', '.join(held)}; "
+        "let the dataset give numbers of the model's dtype, and classes as int64"
+    )
+
+
+def _described(window: Window) -> str:
+    """Dtypes and shapes of the tensors in a batch; no value is read."""
     seen: list[str] = []
 
     def note(tensor: Tensor) -> Tensor:
-        seen.append(str(tensor.dtype).removeprefix("torch."))
+        seen.append(f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}")
         return tensor
 
     map_tensors(window.pieces[0], note)
-    held = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-    return (
-        f"{text.splitlines()[0]}: the batch holds {', '.join(seen) or 'no tensors'} and the model {', '.join(held)}; "
-        "let the dataset give numbers of the model's dtype, and classes as int64"
-    )
+    return ", ".join(seen) or "no tensors"
+
+
+_SIZE = r"\(?(?:torch\.Size\()?(\[[\d, ]*\])\)?\)?"
+_MISMATCHES = (
+    (
+        r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
+        "a linear layer of the model takes {1} features and was given {0}: change the layer's in_features or the data",
+    ),
+    (
+        r"input\.size\(-1\) must be equal to input_size\. Expected (\d+), got (\d+)",
+        "a recurrent layer of the model takes {0} features and was given {1}: change its input_size or the data",
+    ),
+    (
+        r"to have (\d+) channels, but got (\d+) channels",
+        "a convolution of the model takes {0} channels and was given {1}: images are (batch, channels, height, width)",
+    ),
+    (
+        r"Target (-?\d+) is out of bounds",
+        "the target holds class {0}, which the model has no output for: classes count from 0, so that C outputs take "
+        "labels 0 to C-1; shift the labels or give the model more outputs",
+    ),
+    (
+        rf"[Tt]arget size {_SIZE} (?:must be the same as|that is different to the) input size {_SIZE}",
+        "the loss takes output and target of one shape; the model gives {1}, the target is {0}: "
+        "use target.unsqueeze(1), or squeeze the output",
+    ),
+    (
+        r"0D or 1D target tensor expected, multi-target not supported",
+        "the loss takes one class for each sample, in a target of one dimension: use target.squeeze(1), or argmax(1) "
+        "of classes in columns",
+    ),
+    (
+        r"device-side assert triggered",
+        "the GPU stopped at a failed check, most often of a label or an index out of range: C outputs take labels 0 to "
+        "C-1, an embedding of N rows takes indices 0 to N-1; device='cpu' names the place",
+    ),
+)
+"""What torch says when sizes do not fit, as a pattern, and what that means."""
+
+
+def _shape_mismatch(text: str) -> str | None:
+    for pattern, meaning in _MISMATCHES:
+        if (found := re.search(pattern, text)) is not None:
+            return meaning.format(*found.groups())
+    return None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hotlap import machine
-from hotlap.core.errors import PlanError, StoreError, TrainingError, listed, shown
+from hotlap.core.errors import JobError, PlanError, StoreError, TrainingError, listed, shown
 from hotlap.core.job import Job
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
@@ -60,7 +60,7 @@ _calls = 0
 
 def fit(
     job: Job,
-    *,
+    *unnamed: object,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     tune_s: float | None = None,
     out: str | Path | None = None,
@@ -70,33 +70,48 @@ def fit(
     reuse: bool = False,
     require_gpu: bool = False,
     progress: bool = True,
+    on_evaluation: Callable[[dict[str, Any]], object] | None = None,
     started_by: Sequence[str] | None = None,
 ) -> Run:
-    """Train the job and write its run folder.
+    """Train the job, write its run folder, and return the Run.
 
-    Without a `plan`, or with "auto", the fastest one is found by measuring while it trains; HOTLAP_PLAN names another
-    default. With "off" the training runs as the job describes it, with "max" under everything that this machine can
-    do, unmeasured. A Plan or a plan file is used as it is; a dict, such as {"precision": "bf16"}, changes choices in
-    the plan that the job itself describes; the folder of a run replays its plans, each at its step. Tuning takes at
-    most 1.5 % of the run (4 % where the GPU waits for its host), a quarter of what it has saved or was seen to be
-    there to save, and 60 s, or `tune_s` seconds. `out` must be a new or empty folder; without it one is made under
-    `runs/`. `resume` names the folder of a run to go on with: it ends as if it had never been interrupted. Without a
-    `plan` it goes on under the plan it had: tuned, fixed or replayed. Without a checkpoint it begins again at step 0,
-    and says so; one that has ended is not trained again, unless more is asked for. A training with other code, data or
-    settings, or at step 0 with other first weights, is refused there, with the differences, unless `allow_changes`.
-    `save_every` is a number of updates between checkpoints, one before the first step and one at the end included;
-    without it they come as often as 2 % of the time allows, which in a short run may be never; 0 keeps none.
+    Args:
+        plan: How to train. None or "auto": hotlap finds the fastest plan by measuring while it trains; HOTLAP_PLAN
+            names another default. "off": as the job describes it. "max": everything that this machine can do,
+            unmeasured. A Plan or a plan file is used as it is. A dict such as {"precision": "bf16"} changes choices
+            of the job's own plan. The folder of a run replays its plans, each at its step.
+        tune_s: Seconds that tuning may cost. None: 1.5 % of the run (4 % where the GPU waits for its host), plus a
+            quarter of what tuning has saved or was seen to be there to save; at most 60 s.
+        out: A new or empty folder for the run. None: a new one under `runs/`.
+        resume: The folder of a run to go on with, as if it had never been interrupted, and under the plan it had
+            unless `plan` is given. Without a checkpoint the run begins again at step 0. A run that has ended is
+            trained further only if the job asks for more. hotlap refuses other code, data, settings or first
+            weights, and lists them.
+        save_every: Updates between checkpoints, with one before the first step and one at the end. None: as often as
+            2 % of the time allows, which may be never in a short run. 0: no checkpoints.
+        allow_changes: Resume although the training differs.
+        reuse: Load the model from the cache if the same data, code, settings, plan and first weights were trained
+            before, and keep it there otherwise. If hotlap cannot know something that decides the training, it trains
+            and says what that is.
+        require_gpu: Raise MachineError if no GPU works.
+        progress: Show progress on stderr.
+        on_evaluation: Called with the figures of each evaluation, as `Run.history` holds them. What it raises ends
+            the training like any error of yours.
+        started_by: Words that start this training again from a shell.
 
-    With `reuse`, a model that was trained before on the same data, code, settings, plan and first weights is
-    loaded from the cache instead of trained again, and one that was not is kept there. Where something that decides the
-    training cannot be known, it is trained, and a line says what that is.
+    SIGINT and SIGTERM end the training after the current step and a checkpoint, by KeyboardInterrupt or exit code 143.
+    An error of the model, the loss or the data is raised after a checkpoint, with a note on how to go on. The random
+    generators of the caller stay as they were.
 
-    SIGINT and SIGTERM end it after the step in hand and a checkpoint: KeyboardInterrupt, or exit code 143. An error
-    of the model, the loss or the data is raised after a checkpoint, with a note that says how to go on.
-    The caller's random generators are left as they were. Raises HotlapError where the job, plan, machine or
-    folder will not do. `started_by` are the words that start this training again from a shell.
+    Raises:
+        HotlapError: The job, the plan, the machine or a folder cannot be used as asked.
     """
     global _calls
+    if unnamed or not isinstance(job, Job):
+        given = ", ".join(type(value).__name__ for value in (job, *unnamed))
+        raise JobError(
+            [f"fit takes one Job, not ({given}): fit(Job(model=model, data=(x, y), loss=…, optimizer=…, …))"]
+        )
     _calls += 1
     device = machine.choose_device(job.device, require_gpu=require_gpu)
     if (reason := why_no_gradients()) is not None:
@@ -117,7 +132,7 @@ def fit(
     task: Task | None = None
     session: RunSession | None = None
     try:
-        task = set_up(job, dataset, chosen, device, view, save_every, tune_s)
+        task = set_up(job, dataset, chosen, device, view, save_every, tune_s, on_evaluation)
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)
@@ -356,8 +371,10 @@ def _refuse(folder: RunFolder, changed: list[str], allow_changes: bool) -> None:
 def _say_banner(task: Task, folder: RunFolder) -> None:
     for line in banner(task.job, task.rig, task.dataset, task.total, folder.path):
         task.voice.say(line)
-    for caution in task.rig.cautions(task.rig.plan):
-        task.voice.say(f"note   {caution}")
+    for note in (*task.notes(), *task.rig.cautions(task.rig.plan)):
+        task.voice.say(f"note   {note}")
+    for problem in task.value_warnings:
+        task.voice.warn(problem)
 
 
 def finish(
@@ -463,5 +480,5 @@ def _run(
         saving_s=session.saver.spent_s,
         stopped=stopped,
         problems=tuple(task.voice.problems),
-        folder=session.folder,
+        files=session.folder,
     )

@@ -17,10 +17,12 @@ import torch
 from hotlap import __version__
 from hotlap.core.errors import MachineError, did_you_mean
 from hotlap.core.job import Job
-from hotlap.core.terminal import clean, is_terminal, say, write
+from hotlap.core.terminal import clean, is_terminal, logger, say, write
 from hotlap.core.units import show_rate, show_seconds
 from hotlap.data.dataset import OrderedDataset
 from hotlap.engine.rig import Rig
+
+log = logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +301,7 @@ def _in_notebook() -> bool:
 
 
 class Voice:
-    """Speaks to the user through a view, and remembers the problems it told of."""
+    """Speaks to the user through a view, and keeps the problems that it showed."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -311,8 +313,10 @@ class Voice:
         self.view.say(line)
 
     def warn(self, problem: str) -> None:
-        """Tell of a problem."""
+        """Show a problem and keep it for the Run; without a view it goes to the log, which shows warnings."""
         self.problems.append(problem)
+        if isinstance(self.view, Silence):
+            log.warning("%s", problem)
         self.say(f"warning: {problem}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,23 @@ class Run:
     stopped: str
     """Why it ended."""
     problems: tuple[str, ...] = ()
-    """What went wrong without ending it: a file that could not be written, for one."""
-    folder: RunFolder
+    """What went wrong without ending it, such as a file that could not be written."""
+    files: RunFolder
+    """The files of the run's folder, to be read."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.files.path
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
-        return self.folder.path
+        """The run's folder, as `folder`."""
+        return self.folder
 
     def artefacts(self) -> list[Artefact]:
         """The files it left, with sizes."""
-        return self.folder.artefacts()
+        return self.files.artefacts()
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as JSON holds them, null for numbers that are none."""
@@ -98,3 +105,7 @@ class Run:
         ]
         lines += [f"          {show_bytes(a.bytes):>9}  {a.name:<18} {a.what}" for a in self.artefacts()]
         return "\n".join(map(clean, lines))
+
+    def _repr_html_(self) -> str:
+        """The summary, as a notebook shows it."""
+        return f"<pre>{html.escape(self.summary())}</pre>"

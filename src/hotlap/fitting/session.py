@@ -75,6 +75,11 @@ class Best:
         else:
             self._since += 1
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the weights of an evaluation with a finite score are kept."""
+        return self.record is not None and math.isfinite(self.record[self._name])
+
     def is_long_ago(self) -> bool:
         """Whether patience is at its end."""
         return self._patience is not None and self._since >= self._patience

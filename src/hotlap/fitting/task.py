@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from hotlap import machine
+from hotlap.core.data_checks import value_warnings
 from hotlap.core.errors import JobError
 from hotlap.core.job import Job
 from hotlap.core.job_checks import plateau_problems
@@ -83,6 +85,8 @@ class Task:
     """What the job itself describes, as it is given."""
     tuned: bool = False
     """Whether the plan is found while it trains."""
+    on_evaluation: Callable[[dict[str, Any]], object] | None = None
+    """Called with the figures of each evaluation."""
     replayed: Ledger | None = None
     """The ledger of the run whose plans are used again, each at its step."""
 
@@ -97,6 +101,28 @@ class Task:
         if self.replayed is not None:
             return plan_changes(self.replayed).to_lines()
         return TUNED if self.tuned else FIXED
+
+    @cached_property
+    def value_warnings(self) -> list[str]:
+        """Numbers in the job's data that spoil weights, a line each."""
+        job = self.job
+        valid = [] if job.valid is None else value_warnings("valid", job.valid)
+        return value_warnings("data", job.data) + valid
+
+    def notes(self) -> list[str]:
+        """What is allowed in a job, and seldom meant, a line each."""
+        found, rig, samples = [], self.rig, len(self.dataset.source)
+        held = {id(p) for group in rig.optimizer.param_groups for p in group["params"]}
+        trained = [p for p in rig.model.parameters() if p.requires_grad]
+        mine = sum(id(p) in held for p in trained)
+        if mine < len(trained):
+            found.append(
+                f"the optimizer holds {mine} of the model's {len(trained)} parameter tensors that require gradients; "
+                "the others are not trained"
+            )
+        if (size := self.dataset.batch_size) is not None and size > samples:
+            found.append(f"batch_size={size:,} is larger than the data: each epoch is one batch of {samples:,} samples")
+        return found
 
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint will be: weights, the optimizer's state, and the best weights."""
@@ -139,6 +165,7 @@ def set_up(
     view: View,
     save_every: int | None,
     tune_s: float | None = None,
+    on_evaluation: Callable[[dict[str, Any]], object] | None = None,
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
@@ -184,6 +211,7 @@ def set_up(
         memory=TaskMemory(rig, job),
         tune_s=tune_s,
         own_plan=own_plan,
+        on_evaluation=on_evaluation,
         tuned=plan == TUNED,
         replayed=plan if isinstance(plan, Ledger) else None,
     )

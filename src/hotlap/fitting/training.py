@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hotlap.core.errors import StoreError, first_line
+from hotlap.core.errors import StoreError, TrainingError, first_line
 from hotlap.core.ledger import Entry
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window
@@ -69,7 +69,7 @@ class _Loop:
         self._rescue = Rescue(task.rig)
         self._told = self.tuner.done
         """Whether the outcome of tuning was told, or there is none to tell."""
-        self._warned = False
+        self._warned = self._has_dead_weights = False
         self._open: tuple[dict[str, Any], PendingMean] | None = None
         """A record whose loss is still on its way, and that loss."""
         self._begun_at = task.rig.steps
@@ -82,12 +82,11 @@ class _Loop:
         tuner, rescue = self.tuner, self._rescue
         every_s = self._voice.view.every_s
         next_s = clock() + every_s
-        early = f"early: no better {job.monitor} in {job.patience} evaluations"
-        if state.best.is_long_ago():
+        if (early := self._early_end()) is not None:
             return early
         if state.from_checkpoint is not None and self._lacks_record():
             self._record()
-            if state.best.is_long_ago():
+            if (early := self._early_end()) is not None:
                 return early
         # What a forged or foreign state breaks, it breaks in the first step.
         step = rig.advance if state.from_checkpoint is None else self._step_from_checkpoint
@@ -113,8 +112,8 @@ class _Loop:
                 next_s = clock() + every_s
             if self._is_record_due():
                 self._record()
-                if state.best.is_long_ago():
-                    return early
+            if (early := self._early_end()) is not None:
+                return early
             if stop.signal is not None:
                 self._finish_record()
                 return "on a signal"
@@ -131,6 +130,13 @@ class _Loop:
             self._record()
             self._finish_record()
         return "after all epochs" if job.epochs is not None else "after all steps"
+
+    def _early_end(self) -> str | None:
+        """Why the training ends before its time; None where it goes on."""
+        job, best = self._job, self._state.best
+        if self._has_dead_weights:
+            return "early: the weights are not finite any more; those of the best evaluation are restored"
+        return f"early: no better {job.monitor} in {job.patience} evaluations" if best.is_long_ago() else None
 
     def _answered(self, error: Exception, window: Window) -> PlanChooser:
         """Answer an error in a step by another plan, so that its window comes again; what chooses the plans from here.
@@ -161,7 +167,8 @@ class _Loop:
     def save_after(self, error: Exception) -> None:
         """Save what was trained before an error, and add to the error the line that goes on from there."""
         rig, session, state = self._rig, self._session, self._state
-        if self._save_every == 0 or rig.steps == 0:  # a training that made no step has nothing to lose
+        # A training that made no step has nothing to lose, and one whose weights are NaN nothing to keep.
+        if self._save_every == 0 or rig.steps == 0 or self._has_dead_weights:
             return
         try:
             unsaved = self._rescue.step_back(error, self._failed) if self._failed is not None else None
@@ -292,17 +299,37 @@ class _Loop:
         except StoreError as error:
             self._voice.warn(f"metrics.jsonl lacks step {record['step']}: {error}; training goes on")
         self._voice.say(format_record(record, by_step=job.eval_every is not None))
-        self._warn_of_nonfinite(record)
+        self._check_finite(record)
         state.best.judge(record)
+        if self._task.on_evaluation is not None:
+            self._task.on_evaluation(dict(record))
         spent = time.perf_counter() - aside
         state.clock.aside_s += spent
         self._pace.pause(spent)
         self.tuner.paused(spent)
 
-    def _warn_of_nonfinite(self, record: dict[str, Any]) -> None:
-        if math.isfinite(record["train_loss"]) or self._warned:
+    def _check_finite(self, record: dict[str, Any]) -> None:
+        """Warn of a loss that is not finite, and end the training where the weights are not either.
+
+        Raises TrainingError where no better weights are kept, which early stopping would have.
+        """
+        rig = self._rig
+        if math.isfinite(record["train_loss"]):
             return
-        self._warned = True
+        if not self._warned:
+            self._warned = True
+            self._warn_of_loss(record)
+        if all(bool(tensor.isfinite().all()) for tensor in rig.model.parameters()):
+            return
+        self._has_dead_weights = True
+        if not self._state.best.is_known:
+            reason = self._task.value_warnings[:1] or ["see the warning above"]
+            raise TrainingError(
+                f"the weights are not finite at step {rig.steps:,} and would stay so: {reason[0]}; training has ended, "
+                "and what is saved was saved before"
+            )
+
+    def _warn_of_loss(self, record: dict[str, Any]) -> None:
         rig = self._rig
         why = f"the training loss is {record['train_loss']} at step {record['step']}"
         rig.ledger.record(Entry(step=rig.steps, what="loss not finite", outcome="fault", plan=rig.plan, why=why))
@@ -312,4 +339,5 @@ class _Loop:
             "skip_nonfinite=True": not self._job.skip_nonfinite,
         }
         cures = ["a smaller learning rate", *(cure for cure, is_new in others.items() if is_new)]
-        self._voice.warn(f"{why}; try {', '.join(cures)}")
+        causes = f"most likely since {self._task.value_warnings[0]}; else " if self._task.value_warnings else ""
+        self._voice.warn(f"{why}; {causes}try {', '.join(cures)}")
