@@ -328,7 +328,7 @@ for number, window in enumerate(windows):
     told.append(f"loss {{loss.item():.12g}}")
 moved = rig.updates
 rig.close()
-rig.hand_back()
+rig.restore_layout()
 Path("../run").mkdir(exist_ok=True)
 Path("../run/ledger.jsonl").write_text(rig.ledger.to_lines())
 """

@@ -103,7 +103,7 @@ def _gather(plan: Plan, rig: TunableTraining) -> Plan | str:
 def _workers(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.feed.workers:
         return f"there are {plan.feed.workers} already"
-    reason = rig.why_not_spread()
+    reason = rig.why_no_workers()
     if reason is not None:
         return reason
     count = max(1, min(MOST_WORKERS, read_cpu().cores))

@@ -197,7 +197,7 @@ def test_a_rig_says_why_such_data_is_neither_held_nor_spread(data):
     rig = Rig(nn.Linear(5, 2), lambda p: torch.optim.SGD(p, lr=0.1), nn.CrossEntropyLoss())
     rig.feed(data(), batch_size=SIZE, epochs=1)
     assert data.__name__ in rig.supports(Plan(feed=Feed(kind="resident")))
-    assert data.__name__ in rig.why_not_spread()
+    assert data.__name__ in rig.why_no_workers()
     assert rig.holding_s(Feed(kind="resident")) == 0.0
     assert not fetched
 
@@ -205,7 +205,7 @@ def test_a_rig_says_why_such_data_is_neither_held_nor_spread(data):
 def test_random_samples_may_be_fetched_by_workers_of_a_rig_since_they_are_seeded():
     rig = Rig(nn.Linear(5, 2), lambda p: torch.optim.SGD(p, lr=0.1), nn.CrossEntropyLoss())
     rig.feed(Drawing(), batch_size=SIZE, epochs=1)
-    assert rig.why_not_spread() is None
+    assert rig.why_no_workers() is None
     assert "draws from" in rig.supports(Plan(feed=Feed(kind="resident")))
 
 

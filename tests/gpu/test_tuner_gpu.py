@@ -145,7 +145,7 @@ def test_layouts_that_take_turns_keep_their_captures():
                 rig.advance(next(windows))
             seen.append(rig.warmup_steps)
     assert seen[:2] == seen[-2:]
-    rig.tidy()
+    rig.release_other_plans()
     for _ in range(6):
         rig.advance(next(windows))
     assert rig.given_up is None

@@ -20,7 +20,7 @@ class Training:
     def __init__(self):
         self.now_s, self.steps, self.skipped, self.plan, self.told = 1000.0, 100, 0, TUNED, []
         self.is_good, self.asked, self.look_s, self.forgot = lambda plan: True, [], 0.0, 0
-        self.obeyed, self.is_ready = lambda plan: plan, True
+        self.allowed_plan, self.is_ready = lambda plan: plan, True
 
     def perf_counter(self):
         return self.now_s
@@ -160,7 +160,7 @@ def test_a_storm_of_skipped_updates_in_fp16_is_looked_at_at_once(training, preci
 
 def test_a_feed_that_was_left_since_the_data_changed_is_not_looked_at(training):
     watcher = Canary(training, training, plan=TUNED.with_feed(Feed(kind="gather")), baseline=OWN)
-    training.obeyed = lambda plan: plan.with_feed(OWN.feed)
+    training.allowed_plan = lambda plan: plan.with_feed(OWN.feed)
     training.step(watcher, FIRST_S)
     assert [plan for _, plan in training.asked] == [TUNED]
 

@@ -862,7 +862,7 @@ class Learning:
     def __init__(self, monkeypatch, rig, *, whole_s, until):
         self.rig, self.whole_s, self.until, self.asked = rig, whole_s, until, 0
         monkeypatch.setattr(Rig, "holding_s", lambda rig, feed: 0.0 if rig.steps >= until else whole_s)
-        monkeypatch.setattr(Rig, "learn", self.learn)
+        monkeypatch.setattr(Rig, "keep_samples", self.learn)
 
     def learn(self, rig=None):
         self.asked += 1
@@ -947,7 +947,7 @@ def test_samples_are_kept_only_where_they_come_by_again(epoch, is_asked, monkeyp
     rig = rig_for()
     learning = Learning(monkeypatch, rig, whole_s=50.0, until=10**9)
     learning.learn = lambda rig=None: setattr(learning, "asked", learning.asked + 1)
-    monkeypatch.setattr(Rig, "learn", learning.learn)
+    monkeypatch.setattr(Rig, "keep_samples", learning.learn)
     monkeypatch.setattr(Rig, "epoch_windows", epoch)
     drive(searching(rig, 4_000, gate=Gatekeeper()), hidden)
     assert bool(learning.asked) == is_asked

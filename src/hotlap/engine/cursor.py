@@ -50,7 +50,7 @@ class Cursor:
         """Windows in the current epoch."""
         self._plan, self._device = plan, device
         self.keeps = False
-        """Whether feeds of other plans stay open, until `tidy`."""
+        """Whether feeds of other plans stay open, until `release_other_plans`."""
         self._resident: dict[str, ResidentFeeding] = {}
         """Kept over changes of plan, by layout, since captures read the data at its address."""
         self._parked: dict[Feed, Feeding] = {}
@@ -80,7 +80,7 @@ class Cursor:
             self._feeding = None
         self.reopen()
 
-    def tidy(self) -> None:
+    def release_other_plans(self) -> None:
         """Release the feeds of all plans but the current one."""
         self.keeps = False
         self._close_parked()

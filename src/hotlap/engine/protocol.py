@@ -70,25 +70,25 @@ class TunableTraining(Protocol):
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
 
-    def why_not_spread(self) -> str | None:
+    def why_no_workers(self) -> str | None:
         """Why worker processes that the user did not ask for might change samples; None if they cannot."""
 
-    def obeyed(self, plan: Plan) -> Plan:
+    def allowed_plan(self, plan: Plan) -> Plan:
         """The plan that the data allows: with the user's own feed if the data changes."""
 
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
         """Use `plan` from the next step on."""
 
     def keep_plans(self) -> None:
-        """Keep what belongs to each plan when another replaces it, until `tidy`."""
+        """Keep what belongs to each plan when another replaces it, until `release_other_plans`."""
 
-    def tidy(self) -> None:
+    def release_other_plans(self) -> None:
         """Release what belongs to plans other than the current one."""
 
     def holding_s(self, feed: Feed) -> float:
         """Seconds to hold all data as a feed needs it, about; 0 if it is held already."""
 
-    def learn(self) -> int | None:
+    def keep_samples(self) -> int | None:
         """Keep samples as the training fetches them, so that holding them takes less time later.
 
         Returns the updates until more of them are kept; None if keeping them saves nothing.

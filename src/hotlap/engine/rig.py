@@ -218,7 +218,7 @@ class Rig:
         """Use `plan` from the next step on, with the same weights, optimizer state and place in the data."""
         if not isinstance(plan, Plan):
             raise PlanError(f"a plan is a hotlap.Plan, not {type(plan).__name__}; read a file with hotlap.load_plan")
-        plan = self.obeyed(plan)
+        plan = self.allowed_plan(plan)
         if outcome != "measured":
             self.settled = plan
         if plan == self.plan:
@@ -236,7 +236,7 @@ class Rig:
         elif self._cursor is not None and ("micro_batch" in changes or "replay_steps" in changes):
             self._cursor.recut()
         if "numerics" in parts or "mode" in changes:
-            self.conform()
+            self.apply_numerics()
         if "layout" in changes and not self._pool.keeps:
             self._steps.clear()  # recordings read weights at addresses that they have left
         what = ", ".join(f"{name} {before} → {after}" for name, (before, after) in changes.items())
@@ -247,18 +247,18 @@ class Rig:
     def keep_plans(self) -> None:
         """Keep what belongs to each plan when another replaces it: captures, workers, data, memory.
 
-        So plans can be tried in turn, until `tidy`.
+        So plans can be tried in turn, until `release_other_plans`.
         """
         self._pool.keeps = True
         if self._cursor is not None:
             self._cursor.keeps = True
 
-    def tidy(self) -> None:
+    def release_other_plans(self) -> None:
         """Release everything that belongs to plans other than the current one."""
         self._pool.forget()
         self._steps.keep(self._step)
         if self._cursor is not None:
-            self._cursor.tidy()
+            self._cursor.release_other_plans()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -283,7 +283,7 @@ class Rig:
             for entry in stays:  # compiled code and chosen kernels stay, and have been paid for
                 self.write_down(entry.what, entry.outcome, entry.why, figures=entry.figures, cost_s=entry.cost_s)
             if not kept:
-                self.tidy()
+                self.release_other_plans()
 
     def python_state(self) -> PythonState:
         """The Python state of modules, the optimizer and the user's functions, which a snapshot does not hold."""
@@ -355,7 +355,7 @@ class Rig:
         )
         self.use(self.plan, why="the data keeps changing")
 
-    def obeyed(self, plan: Plan) -> Plan:
+    def allowed_plan(self, plan: Plan) -> Plan:
         """The plan that the data allows: with the job's own feed if the data keeps changing."""
         if self._changes <= MOST_CHANGES or self._cursor is None or plan.feed.kind == "gather":
             return plan
@@ -379,13 +379,13 @@ class Rig:
         )
         self.ledger.record(entry)
 
-    def conform(self) -> None:
+    def apply_numerics(self) -> None:
         """Bring weights and optimizer state into the form that the plan asks for. Call it too after loading them."""
         numerics = self.plan.numerics
         self._fusion.set(numerics.optimizer == "fused", captured=self.plan.execution.mode == "captured")
         self._layout.set(numerics.layout)
 
-    def hand_back(self) -> None:
+    def restore_layout(self) -> None:
         """Restore the user's own layout of the weights, at the end of the plan."""
         self._layout.set("as given")
 
@@ -499,14 +499,14 @@ class Rig:
         """Updates in the current epoch: each window is one."""
         return self.epoch_windows
 
-    def why_not_spread(self) -> str | None:
+    def why_no_workers(self) -> str | None:
         """Why worker processes that the user did not ask for might change samples; None if they cannot.
 
         Draws from the generators of Python, numpy and torch are no reason: hotlap seeds them for each sample.
         """
         return proof_of(self.source, may_draw=True).why_traces
 
-    def learn(self) -> int | None:
+    def keep_samples(self) -> int | None:
         """None: samples are fetched when they are to be held."""
         return None
 
@@ -641,7 +641,7 @@ class Rig:
         """
         self.settle()
         snapshot.training.restore()
-        self.conform()
+        self.apply_numerics()
         self.totals.put_back(snapshot.totals)
         self.guards.put_back(snapshot.guards)
         self.place = snapshot.place

@@ -388,7 +388,7 @@ def finish(
     rig, folder, clock, ended_s = task.rig, session.folder, state.clock, time.perf_counter()
     state.best.restore_weights()
     task.modes.restore()
-    rig.hand_back()
+    rig.restore_layout()
     best = best or state.best.record or state.history[-1]
     train_s = clock.trained(ended_s)
     try:

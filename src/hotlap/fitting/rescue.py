@@ -144,7 +144,7 @@ class Rescue:
                 "smaller model, shorter samples or a GPU with more memory"
             ) from None
         rig.use(smaller, why=f"out of memory: {line}{self._left}", outcome="fault")
-        rig.tidy()
+        rig.release_other_plans()
         _empty_cache(rig.device)
         return _described(smaller.memory)
 

@@ -98,7 +98,7 @@ def tune(job: Job, *, most_s: float = MOST_S, progress: bool = True) -> Found:
             found = Found(plan=tuner.plan, ledger=rig.ledger, updates=rig.steps)
         finally:
             rig.restore(before)
-            rig.hand_back()
+            rig.restore_layout()
             rig.close()
     finally:
         view.close()

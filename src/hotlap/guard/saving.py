@@ -230,7 +230,7 @@ def import_state(rig: Rig, files: dict[str, bytes], memory: Changes | None = Non
         rig.place = Place(*state["place"])
         rig.steps, rig.updates, rig.samples = state["counters"]
         rig.guards.put_back(state["guards"])
-        rig.conform()
+        rig.apply_numerics()
         if memory is not None:
             memory.put_back(state.get("remembered", ()))
         _import_randomness(state["randomness"], rig.device)

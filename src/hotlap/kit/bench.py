@@ -206,7 +206,7 @@ def opened(job: Job) -> Iterator[Bench]:
         try:
             yield Bench(job, dataset, task.rig, kept)
         finally:
-            task.rig.hand_back()
+            task.rig.restore_layout()
             task.rig.close()
             task.rig.optimizer.state.clear()  # else on the device for as long as somebody holds the bench
     finally:

@@ -144,11 +144,11 @@ class ScriptTraining:
         """Why the plan in force is not obeyed as it stands."""
         return next((call.given_up for call in self.calls if call.given_up is not None), None)
 
-    def why_not_spread(self) -> str | None:
+    def why_no_workers(self) -> str | None:
         """None: what each loader says, `supports` tells."""
         return None
 
-    def obeyed(self, plan: Plan) -> Plan:
+    def allowed_plan(self, plan: Plan) -> Plan:
         """The plan as the data and the user allow it.
 
         A feed that was left since the data changed stays the script's own, and tricks that the user left out stay out.
@@ -164,7 +164,7 @@ class ScriptTraining:
 
     def supports(self, plan: Plan) -> str | None:
         """Why the plan cannot be obeyed here, or None where it can."""
-        plan = self.obeyed(plan)
+        plan = self.allowed_plan(plan)
         if plan.memory.checkpoint != self.own.memory.checkpoint:
             return "blocks are checkpointed in trainings that hotlap runs itself; in a script that is the script's own"
         if plan.memory != self.own.memory:
@@ -204,7 +204,7 @@ class ScriptTraining:
 
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
         """Obey `plan` from the next step on."""
-        plan = self.obeyed(plan)
+        plan = self.allowed_plan(plan)
         if plan == self._plan:
             return
         reason = self.supports(plan)
@@ -240,9 +240,9 @@ class ScriptTraining:
                 raise PlanError(f"the feed {feed.kind} failed: {first_line(error)}") from error
 
     def keep_plans(self) -> None:
-        """What belongs to a plan stays by itself, until `tidy`."""
+        """What belongs to a plan stays by itself, until `release_other_plans`."""
 
-    def tidy(self) -> None:
+    def release_other_plans(self) -> None:
         """Let go of all that belongs to other plans than the one in force."""
         for serving in self.servings:
             serving.tidy()
@@ -254,7 +254,7 @@ class ScriptTraining:
         """About how many seconds it would take to hold all of the data as a feed needs it."""
         return sum(serving.holding_s(feed) for serving in self.servings)
 
-    def learn(self) -> int | None:
+    def keep_samples(self) -> int | None:
         """Keep samples as they come by; updates until more of them are there, None where that spares nothing."""
         found = [serving.learn() for serving in self.servings]
         return max((self._updates_of(batches) for batches in found if batches is not None), default=None)

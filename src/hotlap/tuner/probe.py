@@ -235,7 +235,7 @@ class CountingProbe(Probe):
             except Exception as error:  # whatever a plan may do; whether it can be obeyed is for the gates to say
                 log.info("nothing was seen at a glance: %s", first_line(error))
         if step_s is None:  # what was made for it may be what there is no room for
-            rig.tidy()
+            rig.release_other_plans()
             rig.keep_plans()
         return step_s
 

@@ -158,7 +158,7 @@ class Search:
             yield from self._in_all()
         finally:
             trials.settle(self.plan, "what was found")
-            self._rig.tidy()
+            self._rig.release_other_plans()
 
     def _hope(self) -> float:
         """How many times as fast a step may become, as far as was measured; 1 where that is not much."""
@@ -229,7 +229,7 @@ class Search:
 
     def _learns_until(self) -> int | None:
         """Updates until more of the data has come by and was kept; None where that is of no use to the rest."""
-        return self._rig.learn() if self._now.updates_left > MORE_THAN * self._rig.epoch_updates else None
+        return self._rig.keep_samples() if self._now.updates_left > MORE_THAN * self._rig.epoch_updates else None
 
     def _is_holding_dear(self, share: float = 1.0) -> bool:
         """Whether having all samples at hand takes longer than such a share of what may be spent."""

@@ -151,7 +151,7 @@ class Canary:
             self._next_s = 0.0
             return
         began = time.perf_counter()
-        self.plan = self._rig.obeyed(self.plan)
+        self.plan = self._rig.allowed_plan(self.plan)
         passed = self._gate.check(self.plan)
         self._gate.forget()
         took_s = time.perf_counter() - began
@@ -355,7 +355,7 @@ class Tuner(PlanChooser):
         why = tuned.why
         if rig.plan != tuned.plan or rig.steps < tuned.step:
             figures.pop("net_s", None)
-        if rig.obeyed(tuned.plan) != tuned.plan:
+        if rig.allowed_plan(tuned.plan) != tuned.plan:
             figures = {name: value for name, value in figures.items() if name == "cost_s"}
             why = "the data changed, and the feed that was found was left"
         figures = savings(figures, updates=rig.steps - tuned.step, looks_s=canary.spent_s)
