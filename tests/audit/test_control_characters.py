@@ -289,6 +289,25 @@ def test_an_error_that_nobody_expected_is_shown_as_python_does_and_drives_no_ter
     assert unicodedata.category("\x1b") not in {unicodedata.category(sign) for sign in said if sign != "\n"}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["gpus", "a\u202eb"],
+        ["cache", "prune", "a\u202eb"],
+        ["--a\u202eb"],
+        ["cache", "a\u202eb"],
+        ["gpus", "--a\u202eb"],
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_shown_without_what_turns_text_around(line, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hotlap", *line])
+    with pytest.raises(SystemExit, match="2"):
+        hotlap.cli.main()
+    shown = capsys.readouterr().err
+    assert "\\u202e" in shown
+    assert "\u202e" not in shown
+
+
 def test_nothing_is_shown_or_logged_another_way():
     source = Path(hotlap.cli.__file__).parents[1]
     ways = (

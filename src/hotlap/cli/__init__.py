@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -17,17 +19,35 @@ from hotlap import __version__
 from hotlap.cli import demo, kit, machine, recipes, resume, run, store, stress, tune
 from hotlap.cli.output import show
 from hotlap.core.errors import HotlapError, UsageError
-from hotlap.core.terminal import say
+from hotlap.core.terminal import clean_lines, say
 
 
 class _Commands(TyperGroup):
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        """Read the command line up to the name of the command."""
+        with _harmless_messages():
+            return super().make_context(*args, **settings)
+
     def invoke(self, ctx: Any) -> Any:
         """Run a command. typer would end an interrupted one without a word, or with another exit code."""
         try:
-            return super().invoke(ctx)
+            with _harmless_messages():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             say("hotlap: interrupted")
             raise typer.Exit(130) from None
+
+
+@contextmanager
+def _harmless_messages() -> Iterator[None]:
+    """Escape what a terminal obeys in errors that typer shows: typer itself escapes ASCII and C1 only."""
+    try:
+        yield
+    except Exception as error:
+        message = getattr(error, "message", None)
+        if isinstance(message, str) and not isinstance(error, HotlapError):
+            error.message = clean_lines(message)  # type: ignore[attr-defined]
+        raise
 
 
 app = typer.Typer(
