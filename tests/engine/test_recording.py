@@ -129,9 +129,9 @@ FOUND = {
     CountsInADict: "'stats'",
     FullQueue: "'recent'",
     RemembersTwice: "'last'",
-    DrawsInPython: "DrawsInPython draws from the host's randomness (test_watch.py:",
-    DrawsInNumpy: "DrawsInNumpy draws from the host's randomness (test_watch.py:",
-    DrawsOnTheHost: "DrawsOnTheHost draws from the host's randomness (test_watch.py:",
+    DrawsInPython: "DrawsInPython draws from the host's randomness (test_recording.py:",
+    DrawsInNumpy: "DrawsInNumpy draws from the host's randomness (test_recording.py:",
+    DrawsOnTheHost: "DrawsOnTheHost draws from the host's randomness (test_recording.py:",
     Counts: "'calls'",
     Remembers: "'last'",
     Lists: "'seen'",
@@ -190,7 +190,7 @@ def test_a_wait_that_is_meant_is_no_reason():
     assert watch.reason is None
     with watch:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-    assert "test_watch.py" in watch.reason
+    assert "test_recording.py" in watch.reason
 
 
 def test_a_wait_in_what_hotlap_itself_does_names_no_line_of_whoever_called(monkeypatch):
@@ -433,4 +433,4 @@ def test_an_error_while_recording_is_told_with_the_users_line():
         users()
     except RuntimeError as error:
         told = why_recording_failed(error)
-    assert told.startswith("operation not permitted (test_watch.py:")
+    assert told.startswith("operation not permitted (test_recording.py:")
