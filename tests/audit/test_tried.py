@@ -13,7 +13,8 @@ from hotlap.tuner.search_state import Doubt, SearchState
 def ledger_of(*entries):
     ledger = Ledger()
     for what, outcome, figures in (("baseline", "chosen", {"step_s": 0.01}), *entries, ("tuned", "chosen", {})):
-        ledger.record(Entry(step=0, what=what, outcome=outcome, plan=Plan(), figures=figures))
+        known = bool(figures.get("known"))
+        ledger.record(Entry(step=0, what=what, outcome=outcome, plan=Plan(), figures=figures, known=known))
     return ledger
 
 

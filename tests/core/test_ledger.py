@@ -198,3 +198,22 @@ def test_any_text_is_a_ledger_or_a_clear_error(text):
         assert "\n" not in said
     else:
         assert Ledger.from_lines(ledger.to_lines()).to_lines() == ledger.to_lines()
+
+
+def test_an_entry_says_what_it_is_about():
+    assert entry(0, what="baseline", outcome="chosen").kind == "baseline"
+    assert entry(0, what="bf16", outcome="rejected").kind == "move"
+    assert entry(0, what="a lap", outcome="measured").kind == "lap"
+    assert entry(0, what="start", outcome="chosen").kind == "change"
+    with pytest.raises(ValueError, match="kind 'other' is none of change, baseline"):
+        entry(0, kind="other")
+    with pytest.raises(ValueError, match="known=1 must be true or false"):
+        entry(0, known=1)
+
+
+def test_flags_that_an_earlier_hotlap_kept_among_the_figures_are_read():
+    old = entry(0, what="bf16", outcome="rejected", figures={"ratio": 1.5, "known": 1.0}).to_dict()
+    old = {name: value for name, value in old.items() if name not in ("kind", "known", "unfit")}
+    found = next(iter(Ledger.from_lines(json.dumps(old) + "\n")))
+    assert (found.kind, found.known, found.unfit) == ("move", True, False)
+    assert found.figures == {"ratio": 1.5}

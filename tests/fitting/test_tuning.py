@@ -85,9 +85,9 @@ def test_a_tuned_run_is_replayed_to_the_last_bit(tmp_path, at_leisure):
 
 def test_what_was_found_is_used_at_once_the_next_time(tmp_path, at_leisure):
     first = fit(job_for(800), plan="auto", out=tmp_path / "one", progress=False)
-    assert any(entry.what == "tuned" for entry in first.ledger), first.summary()
+    assert any(entry.kind == "tuned" for entry in first.ledger), first.summary()
     second = fit(job_for(800), plan="auto", out=tmp_path / "two", progress=False)
-    known = [entry for entry in second.ledger if entry.figures.get("known")]
+    known = [entry for entry in second.ledger if entry.known]
     kept = {entry.what for entry in first.ledger if entry.outcome == "kept"}
     assert kept
     # A move that the first run has rejected is rejected again: 16 bits, on a CPU that has them.
@@ -95,7 +95,7 @@ def test_what_was_found_is_used_at_once_the_next_time(tmp_path, at_leisure):
         entry.what: "kept" if entry.what in kept else "rejected" for entry in known
     }
     assert kept >= {entry.what for entry in known if entry.outcome == "kept"} != set()
-    own = next(entry.plan for entry in second.ledger if entry.what == "baseline")
+    own = next(entry.plan for entry in second.ledger if entry.kind == "baseline")
     measured = {entry.plan for entry in second.ledger if entry.outcome == "measured"}
     assert measured == {own, first.plan}  # how often each is timed depends on the machine's noise
 
@@ -132,7 +132,7 @@ def test_an_error_of_the_users_own_is_still_an_error(tmp_path, at_leisure):
 
 def test_a_resumed_run_does_not_search_again(tmp_path, at_leisure):
     first = fit(job_for(800), plan="auto", out=tmp_path / "run", save_every=400, progress=False)
-    assert any(entry.what == "tuned" for entry in first.ledger)
+    assert any(entry.kind == "tuned" for entry in first.ledger)
     more = fit(job_for(1000), plan="auto", resume=tmp_path / "run", progress=False, allow_changes=True)
     assert more.steps == 1000
     assert more.plan == first.plan
@@ -145,7 +145,7 @@ def test_a_plan_that_drifts_away_is_left_and_the_run_goes_back_to_a_checkpoint(t
     real, after = Gate.check, []
 
     def check(self, plan):
-        if any(entry.what == "tuned" for entry in self._rig.ledger):
+        if any(entry.kind == "tuned" for entry in self._rig.ledger):
             after.append(self._rig.steps)
             if len(after) > 3:
                 return Judgement(ok=False, why="gradients differ")
@@ -167,7 +167,7 @@ def test_it_goes_back_to_a_time_that_was_good_however_long_ago(tmp_path, at_leis
     real, tuned, good = Gate.check, [], []
 
     def check(self, plan):
-        if any(entry.what == "tuned" for entry in self._rig.ledger):
+        if any(entry.kind == "tuned" for entry in self._rig.ledger):
             tuned.append(self._rig.steps)
             if len(tuned) > 2:
                 return Judgement(ok=False, why="gradients differ")

@@ -20,7 +20,8 @@ def ledger_of(*entries, plan=OWN, why=""):
     ledger = Ledger()
     ledger.record(Entry(step=0, what="start", outcome="chosen", plan=OWN))
     for what, outcome, figures in entries:
-        ledger.record(Entry(step=0, what=what, outcome=outcome, plan=plan, figures=figures, why=why))
+        unfit = bool(figures.get("unfit"))
+        ledger.record(Entry(step=0, what=what, outcome=outcome, plan=plan, figures=figures, why=why, unfit=unfit))
     return ledger
 
 

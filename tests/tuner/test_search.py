@@ -665,7 +665,7 @@ def test_what_it_took_to_look_around_is_a_cost_as_any_other(look_s, tried, clock
     rig, gate = rig_for(), Gatekeeper()
     search = searching(rig, 2_000, gate=gate, probe=Slow(rig))
     drive(search, lambda plan: cost_of(plan))
-    told = next(entry for entry in rig.ledger if entry.what == "tuned").figures
+    told = next(entry for entry in rig.ledger if entry.kind == "tuned").figures
     assert told["cost_s"] == search.budget.spent_s >= look_s
     assert bool(gate.asked) is tried
 

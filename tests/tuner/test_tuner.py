@@ -44,7 +44,7 @@ def test_in_a_loop_of_ones_own_it_finds_a_plan_and_leaves_the_training_the_same(
     tuner.ended()
     assert tuner.done
     assert rig.plan == tuner.plan
-    assert any(entry.what == "tuned" for entry in rig.ledger)
+    assert any(entry.kind == "tuned" for entry in rig.ledger)
     plain, same = rig_for()
     for window in plain.feed(same, steps=800):
         plain.step(window)

@@ -13,6 +13,11 @@ from hotlap.core.errors import HotlapError, PlanError, did_you_mean, shown
 from hotlap.core.plan import Plan
 
 OUTCOMES = ("chosen", "kept", "rejected", "undecided", "not tried", "measured", "fault")
+KINDS = ("change", "baseline", "move", "lap", "tuned", "fault")
+"""What an entry is about: a change of plan, the pace of the user's own plan, what became of a move, a lap, what tuning
+came to in all, or something that went wrong."""
+_KIND_OF = {"chosen": "change", "measured": "lap", "fault": "fault"}
+"""The kind of an entry that does not name one, by its outcome; every other outcome is that of a move."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +38,18 @@ class Entry:
     """Measured numbers, units in their names; the entry keeps a copy."""
     cost_s: float = 0.0
     """Seconds it took beyond the training itself."""
+    kind: str = ""
+    """One of `KINDS`. Default: what the outcome says."""
+    known: bool = False
+    """Whether an earlier run has found this out."""
+    unfit: bool = False
+    """Whether a move was not tried because it does not apply here."""
 
     def __post_init__(self) -> None:
+        if self.kind == "":
+            # An earlier hotlap named no kinds, and told these two by their names.
+            named = self.outcome == "chosen" and self.what in ("baseline", "tuned")
+            object.__setattr__(self, "kind", self.what if named else _KIND_OF.get(str(self.outcome), "move"))
         wrong = _wrong_with(self)
         if wrong:
             raise ValueError("; ".join(wrong))
@@ -63,9 +78,19 @@ class Entry:
         if text not in plans:
             plans[text] = Plan.from_dict(raw["plan"])
         read = {**raw, "plan": plans[text]}
+        if "kind" not in raw:
+            _read_flags(read)
         if isinstance(read.get("figures"), Mapping):
             read["figures"] = {name: math.nan if n is None else n for name, n in read["figures"].items()}
         return cls(**read)
+
+
+def _read_flags(read: dict[str, Any]) -> None:
+    """Complete an entry of an earlier hotlap, which kept flags among the figures."""
+    figures = read.get("figures")
+    if isinstance(figures, Mapping):
+        read |= {flag: True for flag in ("known", "unfit") if figures.get(flag)}
+        read["figures"] = {name: number for name, number in figures.items() if name not in ("known", "unfit")}
 
 
 _FIELDS = {f.name for f in fields(Entry)}
@@ -161,6 +186,13 @@ def _wrong_with(entry: Any) -> list[str]:
     ]
     if not isinstance(entry.outcome, str) or entry.outcome not in OUTCOMES:
         wrong.append(f"outcome {shown(entry.outcome)} is none of {', '.join(OUTCOMES)}")
+    if entry.kind not in KINDS:
+        wrong.append(f"kind {shown(entry.kind)} is none of {', '.join(KINDS)}")
+    wrong += [
+        f"{name}={shown(value)} must be true or false"
+        for name, value in (("known", entry.known), ("unfit", entry.unfit))
+        if not isinstance(value, bool)
+    ]
     if not isinstance(entry.plan, Plan):
         wrong.append(f"plan={shown(entry.plan)} must be a Plan")
     if not _is_number(entry.cost_s) or not math.isfinite(entry.cost_s):

@@ -104,9 +104,9 @@ def as_json(ledger: Ledger) -> dict[str, Any]:
 # --- rows ----------------------------------------------------------------------------------------------
 
 
-def _chosen(ledger: Ledger, what: str) -> Entry | None:
-    """The last entry of this name that is no move."""
-    return next((entry for entry in reversed(list(ledger)) if (entry.what, entry.outcome) == (what, "chosen")), None)
+def _chosen(ledger: Ledger, kind: str) -> Entry | None:
+    """The last entry of this kind."""
+    return next((entry for entry in reversed(list(ledger)) if entry.kind == kind), None)
 
 
 def _row(entry: Entry, *, sign: str) -> Row:
@@ -140,9 +140,9 @@ def _move(entry: Entry, earlier: Row | None) -> Row:
     if share is not None and low is not None and high is not None:
         alone = f"beside the others {_ratio(share)} {_interval(share, low, high)}, which shows no gain"
         row = replace(row, why="; ".join(filter(None, (row.why, alone))))
-    if _number(entry, "known"):
+    if entry.known:
         row = replace(row, known=True, why="; ".join(filter(None, (row.why, "known from an earlier run"))))
-    row = replace(row, unfit=bool(_number(entry, "unfit")), needs_s=_amount(entry, "needs_s"))
+    row = replace(row, unfit=entry.unfit, needs_s=_amount(entry, "needs_s"))
     if earlier is None:
         return row
     # Whatever was spent on it is spent; and a kept move that is measured again is kept for the same reason.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -97,13 +96,5 @@ class TunableTraining(Protocol):
     def wait(self) -> None:
         """Wait for the device."""
 
-    def write_down(
-        self,
-        what: str,
-        outcome: str,
-        why: str = "",
-        *,
-        figures: Mapping[str, float] | None = None,
-        cost_s: float = 0.0,
-    ) -> None:
-        """Add an entry to the ledger under the current plan."""
+    def write_down(self, what: str, outcome: str, why: str = "", **fields: Any) -> None:
+        """Add an entry to the ledger under the current plan; `fields` are other fields of `Entry`."""

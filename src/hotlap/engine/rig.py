@@ -362,22 +362,11 @@ class Rig:
         execution = dataclasses.replace(plan.execution, replay_steps=1)
         return dataclasses.replace(plan, feed=self._cursor.dataset.feed, execution=execution)
 
-    def write_down(
-        self,
-        what: str,
-        outcome: str,
-        why: str = "",
-        *,
-        figures: Mapping[str, float] | None = None,
-        cost_s: float = 0.0,
-    ) -> None:
-        """Add an entry to the ledger under the current plan."""
+    def write_down(self, what: str, outcome: str, why: str = "", **fields: Any) -> None:
+        """Add an entry to the ledger under the current plan; `fields` are other fields of `Entry`."""
         # After a snapshot is restored, the steps since then are made again. The ledger does not go backwards.
         step = max(self.steps, self.ledger.last_step)
-        entry = Entry(
-            step=step, what=what, outcome=outcome, plan=self.plan, why=why, figures=figures or {}, cost_s=cost_s
-        )
-        self.ledger.record(entry)
+        self.ledger.record(Entry(step=step, what=what, outcome=outcome, plan=self.plan, why=why, **fields))
 
     def apply_numerics(self) -> None:
         """Bring weights and optimizer state into the form that the plan asks for. Call it too after loading them."""

@@ -108,4 +108,4 @@ def tune(job: Job, *, most_s: float = MOST_S, progress: bool = True) -> Found:
 
 
 def _was_tuned(ledger: Ledger) -> bool:
-    return any(entry.what == "tuned" for entry in ledger)
+    return any(entry.kind == "tuned" for entry in ledger)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -264,21 +265,10 @@ class ScriptTraining:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def write_down(
-        self,
-        what: str,
-        outcome: str,
-        why: str = "",
-        *,
-        figures: Mapping[str, float] | None = None,
-        cost_s: float = 0.0,
-    ) -> None:
-        """Add a line to the ledger, under the plan in force."""
+    def write_down(self, what: str, outcome: str, why: str = "", **fields: Any) -> None:
+        """Add an entry to the ledger under the current plan; `fields` are other fields of `Entry`."""
         step = max(self.steps, self.ledger.last_step)
-        entry = Entry(
-            step=step, what=what, outcome=outcome, plan=self._plan, why=why, figures=figures or {}, cost_s=cost_s
-        )
-        self.ledger.record(entry)
+        self.ledger.record(Entry(step=step, what=what, outcome=outcome, plan=self._plan, why=why, **fields))
 
     # --- what the session tells it ---------------------------------------------------------------
 

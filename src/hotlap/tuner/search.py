@@ -126,7 +126,7 @@ class Search:
             return
         self._looked, lap = True, self._now.lap
         self._look(lap)
-        trials.write("baseline", "chosen", why=self._probe.line, figures={"step_s": lap.step_s})
+        trials.write("baseline", "chosen", kind="baseline", why=self._probe.line, figures={"step_s": lap.step_s})
         self._rig.keep_plans()
         try:
             yield from self._as_found_before()
@@ -293,10 +293,10 @@ class Search:
         if not tried.accepted:
             self._trials.write(FOUND_BEFORE, "rejected", why=tried.words, figures=tried.figures, cost_s=tried.cost_s)
             return
-        self._settle(found.plan, moves, tried, known=1.0)
+        self._settle(found.plan, moves, tried, known=True)
         for move in (*MOVES, *OTHERS):
             if move not in moves and move.name in found.rejected:
-                self._trials.refuse(move, "rejected", found.rejected[move.name], known=1.0)
+                self._trials.refuse(move, "rejected", found.rejected[move.name], known=True)
 
     def _for_the_device(self) -> Laps:
         """Where the device bounds the training, first what makes that faster, as far as it may be paid for by now."""
@@ -438,8 +438,8 @@ class Search:
         if tried.a is not None or self._glance.moves:
             why_slow = "; ".join(filter(None, (self._probe.line, self._glance.line)))
             step_s = tried.a.step_s if tried.a is not None else budget.base_s
-            trials.write("baseline", "chosen", why=why_slow, figures={"step_s": step_s})
-        trials.write("tuned", "chosen", why=why, figures=figures)
+            trials.write("baseline", "chosen", kind="baseline", why=why_slow, figures={"step_s": step_s})
+        trials.write("tuned", "chosen", kind="tuned", why=why, figures=figures)
         self._told = True
 
     def _drop_all(self, why: str, tried: Tried) -> None:
@@ -468,7 +468,7 @@ class Search:
         may_s = self._most_s if self._most_s is not None else SHARE * run_s
         why = f"the run's {updates:,} updates take {show_seconds(run_s)}, so that trials may take {show_seconds(may_s)}"
         self._looked = self._told = True
-        self._trials.write("baseline", "chosen", figures={"step_s": self.budget.base_s})
+        self._trials.write("baseline", "chosen", kind="baseline", figures={"step_s": self.budget.base_s})
         self._trials.write("all moves", "not tried", why=why)
 
     def cut_short(self) -> None:
@@ -482,9 +482,13 @@ class Search:
             self._trials.refuse(move, "undecided", "the run ended before its laps had shown a difference")
         if self._now.kept:
             figures = {"cost_s": self.budget.spent_s, "saved_s": self.budget.net_s}
-            self._trials.write("tuned", "chosen", why="the run ended before all was tried", figures=figures)
+            self._trials.write(
+                "tuned", "chosen", kind="tuned", why="the run ended before all was tried", figures=figures
+            )
         elif self.is_waiting:
-            self._trials.write("tuned", "chosen", why="nothing helped", figures={"cost_s": self.budget.spent_s})
+            self._trials.write(
+                "tuned", "chosen", kind="tuned", why="nothing helped", figures={"cost_s": self.budget.spent_s}
+            )
 
     def _settle_in(self, tried: Tried) -> None:
         """Take the last laps for the pace of the rest of the run."""
@@ -509,7 +513,7 @@ class Search:
         reason = proposed if isinstance(proposed, str) else self._rig.supports(proposed)
         if isinstance(proposed, str) or reason:
             if not move.is_rare:
-                self._trials.refuse(move, "not tried", str(reason), unfit=1.0)
+                self._trials.refuse(move, "not tried", str(reason), unfit=True)
             return
         doubt = self._doubt(move)
         if doubt is not None:
@@ -594,7 +598,7 @@ class Search:
         self._trials.refuse(move, "not tried", why, needs_s=cost_s)
         self._unpaid[move.name] = cost_s
 
-    def _settle(self, plan: Plan, moves: Sequence[Move], tried: Tried, **more: float) -> None:
+    def _settle(self, plan: Plan, moves: Sequence[Move], tried: Tried, *, known: bool = False) -> None:
         if self.plan == self.baseline:
             self._in_all_seen = plan, tried
         if plan.execution.mode != self.plan.execution.mode:
@@ -607,10 +611,9 @@ class Search:
         for move in [move for move in earlier if self._now.with_moves([], but=move) == plan]:
             self._now.kept.remove(move)
             self._trials.refuse(move, "rejected", f"{moves[0].name} is faster")
-        if len(moves) > 1:
-            more["together"] = float(len(moves))
+        more = {"together": float(len(moves))} if len(moves) > 1 else {}
         for move in moves:
-            self._trials.keep(move, tried, **more)
+            self._trials.keep(move, tried, known=known, **more)
 
     @property
     def lap_may_s(self) -> float:

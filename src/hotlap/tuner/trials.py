@@ -114,6 +114,8 @@ class Trials:
         self.lap_may_s = math.inf
         """What the lap that is asked for may cost, in seconds beyond the user's own pace."""
         self._words: dict[str, tuple[str, Mapping[str, float]]] = {}
+        self._known: set[str] = set()
+        """Kept moves that an earlier run has found."""
         self._kept: dict[str, dict[str, float]] = {}
         """What each kept move was kept for, by name."""
         self.refused: dict[str, str] = {}
@@ -241,21 +243,33 @@ class Trials:
 
     # --- the ledger ------------------------------------------------------------------------------
 
-    def keep(self, move: Move, tried: Tried, **more: float) -> None:
-        """Write down that a move is kept."""
+    def keep(self, move: Move, tried: Tried, *, known: bool = False, **more: float) -> None:
+        """Write down that a move is kept; `known` says that an earlier run has found it."""
+        (self._known.add if known else self._known.discard)(move.name)
         why, figures = self._words.get(move.name, ("", {}))
         seen = {"cosine": figures["cosine"]} if move.kind == "B" and "cosine" in figures else {}
         self._kept[move.name] = {**seen, **tried.figures, **more}
-        self.write(move.name, "kept", why=why, figures=self._kept[move.name], cost_s=tried.cost_s)
+        self.write(move.name, "kept", why=why, figures=self._kept[move.name], cost_s=tried.cost_s, known=known)
 
     def keep_unshown(self, move: Move, share: Tried) -> None:
         """Write down that a kept move stays, with the figures it was kept for: its share alone shows no gain."""
         why, _ = self._words.get(move.name, ("", {}))
         figures = {f"share_{name}": value for name, value in share.figures.items() if name in ("ratio", "low", "high")}
-        self.write(move.name, "kept", why=why, figures=self._kept[move.name] | figures, cost_s=share.cost_s)
+        figures = self._kept[move.name] | figures
+        self.write(move.name, "kept", why=why, figures=figures, cost_s=share.cost_s, known=move.name in self._known)
 
-    def refuse(self, move: Move, outcome: str, why: str, tried: Tried | None = None, **more: float) -> None:
-        """Write down that a move is out."""
+    def refuse(
+        self,
+        move: Move,
+        outcome: str,
+        why: str,
+        tried: Tried | None = None,
+        *,
+        known: bool = False,
+        unfit: bool = False,
+        **more: float,
+    ) -> None:
+        """Write down that a move is out: found by an earlier run (`known`), or because it does not apply (`unfit`)."""
         self.refused[move.name] = why
         is_slow = tried is not None and tried.verdict in DECIDED
         if is_slow:
@@ -263,7 +277,8 @@ class Trials:
         if outcome == "rejected" and (is_slow or tried is None):
             self.rejected[move.name] = why
         figures = {**tried.figures, **more} if tried is not None else more
-        self.write(move.name, outcome, why=why, figures=figures, cost_s=tried.cost_s if tried is not None else 0.0)
+        cost_s = tried.cost_s if tried is not None else 0.0
+        self.write(move.name, outcome, why=why, figures=figures, cost_s=cost_s, known=known, unfit=unfit)
 
     def reopen(self, names: Iterable[str]) -> None:
         """Let moves be tried again."""
@@ -276,11 +291,9 @@ class Trials:
         self.reopen(self._slow)
         self._slow.clear()
 
-    def write(
-        self, what: str, outcome: str, *, why: str = "", figures: Mapping[str, float] | None = None, cost_s: float = 0.0
-    ) -> None:
-        """Add a line to the ledger, under the plan in force."""
-        self._rig.write_down(what, outcome, why, figures=figures, cost_s=cost_s)
+    def write(self, what: str, outcome: str, *, why: str = "", **fields: Any) -> None:
+        """Add a line to the ledger, under the plan in force; `fields` are other fields of `Entry`."""
+        self._rig.write_down(what, outcome, why, **fields)
 
     def settle(self, plan: Plan, why: str) -> None:
         """Put the training under a plan that stays."""

@@ -348,7 +348,7 @@ class Tuner(PlanChooser):
     def _count_savings(self) -> None:
         """Write down what the plan that was found has saved, where it is still the one in force."""
         rig, canary, was_counted, self._is_counted = self._rig, self._canary, self._is_counted, True
-        tuned = next((entry for entry in reversed(list(rig.ledger)) if entry.what == "tuned"), None)
+        tuned = next((entry for entry in reversed(list(rig.ledger)) if entry.kind == "tuned"), None)
         if canary is None or tuned is None or was_counted:
             return
         figures = {name: value for name, value in tuned.figures.items() if name != "saved_s"}
@@ -359,7 +359,7 @@ class Tuner(PlanChooser):
             figures = {name: value for name, value in figures.items() if name == "cost_s"}
             why = "the data changed, and the feed that was found was left"
         figures = savings(figures, updates=rig.steps - tuned.step, looks_s=canary.spent_s)
-        rig.write_down("tuned", "chosen", why, figures=figures)
+        rig.write_down("tuned", "chosen", why, figures=figures, kind="tuned")
 
     def _go_on(self, lap: Lap) -> None:
         try:
