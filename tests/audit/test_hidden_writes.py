@@ -155,6 +155,22 @@ def test_code_that_writes_or_draws_where_one_does_not_look_for_it_ends_the_proof
     assert prove(Of(write)).why_traces is not None
 
 
+DRAWS = {
+    "a generator's out": lambda d, i: d.x[i] + np.random.default_rng(i).random(out=d.sum),
+    "a generator's third argument": lambda d, i: (
+        d.x[i] + np.random.default_rng(i).standard_normal(2, np.float64, d.sum)
+    ),
+    "torch's out": lambda d, i: d.x[i] + torch.randn(2, out=d.t).numpy(),
+    "a dropout in place": lambda d, i: F.dropout(d.weight[i], 0.5, True, True),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_draws_into_what_outlives_the_call_end_the_proof_though_draws_are_seeded(draw):
+    assert "writes" in str(why := prove(Of(draw), may_draw=True).why_traces) or "its data" in str(why)
+    assert prove(Of(lambda d, i: d.x[i] + torch.randn(2).numpy()), may_draw=True).why_traces is None
+
+
 def test_batches_that_the_dataset_object_itself_knows_to_make_are_followed_too():
     dataset = Of(lambda d, i: d.x[i])
     dataset.__getitems__ = lambda indices: [dataset.rows.append(1) or dataset.x[i] for i in indices]

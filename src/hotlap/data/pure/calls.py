@@ -160,10 +160,11 @@ class Calls(Objects):
                 raise RefusedError(f"draws from {generator}")
             if generator == TORCHS and getattr(function, "__name__", "") == "seed":
                 raise RefusedError(SYSTEMS)
-            if getattr(function, "__name__", "") == "shuffle":
-                self.written_to(given.all, "shuffles its data")
-            self.plain(given.all, "draws with")
-            return NEW
+            if getattr(function, "__name__", "") == "shuffle" or _is_in_place(function, given):
+                self.written_to(given.all, "shuffles or changes its data")
+            self.written_to(_written_by(function, given), "draws into its data")
+            is_fresh = self.plain(given.all, "draws with")
+            return frozenset({Data(is_fresh)}) if "dropout" in str(getattr(function, "__name__", "")) else NEW
         match function:
             case types.FunctionType():
                 return self.run(function, given)
@@ -210,6 +211,9 @@ class Calls(Objects):
             if name not in (*DRAWING, "manual_seed", "seed"):
                 raise RefusedError(f"calls {name} of a generator")
             self.plain(given.all, f"hands {name}")
+            self.written_to(
+                _written_by(getattr(owner.kind, name, None), given.before(NOTHING)), f"writes with .{name}()"
+            )
             return frozenset({owner}) if name == "manual_seed" else NEW
         if isinstance(owner, Box):
             found = self._call_of_box(atom.name, owner, given)
