@@ -298,7 +298,7 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether `function` can be called with `count` positional arguments; yes where nobody can tell."""
+    """Whether `function` can be called with `count` positional arguments; yes if its signature cannot be read."""
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:

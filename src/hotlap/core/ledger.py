@@ -47,7 +47,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         if self.kind == "":
-            # An earlier hotlap named no kinds, and told these two by their names.
+            # An earlier hotlap wrote no kinds, and recognised these two by name.
             named = self.outcome == "chosen" and self.what in ("baseline", "tuned")
             object.__setattr__(self, "kind", self.what if named else _KIND_OF.get(str(self.outcome), "move"))
         wrong = _wrong_with(self)

@@ -21,7 +21,7 @@ ALARMS = ("canary", "trial", "data changed")
 LONGEST_TEXT = 300
 LONGEST_NAME = 34
 NO_TERMINAL = 120
-"""Columns where nobody says how many there are."""
+"""Columns if the terminal does not say how many it has."""
 LEAST_WHY = 26
 """With less room than this beside the figures, reasons go beneath them."""
 GAP = "  "
@@ -156,12 +156,12 @@ def _move(entry: Entry, earlier: Row | None) -> Row:
 def _total(tuned: Entry) -> Row:
     row = _row(tuned, sign="")
     cost_s, saved_s = _number(tuned, "cost_s"), _number(tuned, "saved_s")
-    told = [row.why] if row.why else []
+    parts = [row.why] if row.why else []
     if cost_s is not None:
-        told.append(f"tuning cost {_seconds(cost_s)}")
+        parts.append(f"tuning cost {_seconds(cost_s)}")
         if saved_s:  # of which that is taken off already
-            told.append(f"net {'saving' if saved_s > 0 else 'loss'} {_seconds(abs(saved_s))}")
-    return replace(row, what="total", why="; ".join(told), cost_s=row.cost_s if cost_s is None else cost_s)
+            parts.append(f"net {'saving' if saved_s > 0 else 'loss'} {_seconds(abs(saved_s))}")
+    return replace(row, what="total", why="; ".join(parts), cost_s=row.cost_s if cost_s is None else cost_s)
 
 
 def _number(entry: Entry | None, name: str) -> float | None:

@@ -85,7 +85,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def logger(name: str) -> logging.Logger:
-    """The logger of a module; what it logs is made harmless."""
+    """The logger of a module; control characters in what it logs are escaped."""
     found = logging.getLogger(name)
     found.addFilter(_clean_record)
     return found

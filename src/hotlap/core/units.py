@@ -12,7 +12,7 @@ GIB = 1024**3
 def show_bytes(n: float) -> str:
     """`1536` → `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        # Half a digit below the next unit is the next unit: nobody has 1024 KiB.
+        # Half a digit below the next unit is the next unit: 1024 KiB is 1 MiB.
         if abs(n) < 1023.5:
             return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 100 else f"{n:.1f} {unit}"
         n /= 1024

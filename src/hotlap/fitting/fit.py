@@ -216,7 +216,7 @@ class CachedModel:
         found = None if self.unknown else stored_model(self._cache, self._key)
         if found is None:
             return None
-        weights, told = found
+        weights, record = found
         mine = trained_tensors(self._rig)
         if set(weights) != set(mine) or any(weights[name].shape != mine[name].shape for name in mine):
             log.warning("the model in the cache does not fit this one; it is trained again")
@@ -224,11 +224,11 @@ class CachedModel:
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(weights[name])
-        result: dict[str, Any] = told
+        result: dict[str, Any] = record
         return result
 
     def store(self, run: Run) -> None:
-        """Keep a trained model; a cache that cannot take it is told in the log and stops nothing."""
+        """Keep a trained model; if the cache cannot take it, the log says so and nothing stops."""
         if self.unknown:
             return
         values = {
@@ -285,7 +285,7 @@ def _say_of_schedule(task: Task, asked: int) -> None:
 
 
 def _begin_at_step_0(task: Task, session: RunSession, first: str | None) -> ProgressState:
-    """Write down what this training begins with, which is all that a kill before the first checkpoint needs."""
+    """Write down what this training begins with: enough to begin again after a kill before the first checkpoint."""
     if task.save_every != 0:
         session.folder.check_room(task.checkpoint_bytes() * (KEPT + 1))
     write_record(session.folder, Record(facts=task.facts(), first=first))
@@ -413,7 +413,7 @@ def finish(
         write_record(folder, Record(facts=task.facts(), first=state.first, ended=ended))
         folder.write_artefacts()
     except StoreError as error:
-        # The model is in memory: whoever called can still save it elsewhere.
+        # The model is in memory: the caller can still save it elsewhere.
         task.voice.warn(f"{error}; the trained model is in the Run that fit returns")
     total_s = clock.elapsed(time.perf_counter())
     return _run(task, session, stopped, rig.plan, state.history, best, train_s=train_s, total_s=total_s)
@@ -433,7 +433,7 @@ def from_cache(task: Task, session: RunSession, state: ProgressState, found: dic
 
 
 def as_it_ended(task: Task, session: RunSession, ended: Ended, changed: list[str]) -> Run | None:
-    """A run that had ended, its weights put back; None, and said why, where they are not as they were written."""
+    """A run that had ended, with its weights put back; None, with a line on why, if its files have changed."""
     folder, rig, say = session.folder, task.rig, task.voice.say
     try:
         weights, history = read_end(folder, ended)
@@ -444,7 +444,7 @@ def as_it_ended(task: Task, session: RunSession, ended: Ended, changed: list[str
     for file, module in modules_of(rig).items():
         load_weights_into(unwrapped(module), weights.get(file, {}))
     task.modes.restore()
-    rig.ledger = ledger  # the plan is only told: nothing is run under it
+    rig.ledger = ledger  # nothing runs under its plan
     rig.steps, rig.updates, rig.samples = ended.steps, ended.updates, ended.samples
     what, why = f"resumed at step {rig.steps}", "; ".join(["it had ended", *changed])
     rig.ledger.record(Entry(step=rig.steps, what=what, outcome="chosen", plan=plan, why=why))

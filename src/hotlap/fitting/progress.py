@@ -209,8 +209,8 @@ class TerminalView:
             if not self._live:
                 self._live = True
                 self._bar.start()
-            told = status(reading, self._bar.console.width - self._bar_width - 2)
-            self._bar.update(self._task, completed=reading.step, total=reading.total_steps, description=told)
+            line = status(reading, self._bar.console.width - self._bar_width - 2)
+            self._bar.update(self._task, completed=reading.step, total=reading.total_steps, description=line)
             self._bar.refresh()
 
     def close(self) -> None:

@@ -76,12 +76,12 @@ class Record:
     facts: dict[str, Any]
     """As a checkpoint has them: identity, plan, versions."""
     first: str | None
-    """What `first_key` said before the first step."""
+    """`first_key` before the first step."""
     ended: Ended | None = None
 
 
 def first_key(rig: Rig) -> str | None:
-    """A hash of all that a training begins with: weights, buffers, and what an optimizer brings along."""
+    """A hash of what a training begins with: weights, buffers, and the state an optimizer brings along."""
     return weights_key({**trained_tensors(rig), **_brought_along(rig.optimizer)})
 
 
@@ -118,8 +118,8 @@ def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def write_record(folder: RunFolder, record: Record) -> None:
     """Write `record.json`."""
-    told = {"format": FORMAT, **dataclasses.asdict(record)}
-    write_text(folder.path / FILE, json.dumps(finite(told)) + "\n")
+    fields = {"format": FORMAT, **dataclasses.asdict(record)}
+    write_text(folder.path / FILE, json.dumps(finite(fields)) + "\n")
 
 
 def read_record(folder: RunFolder) -> Record:
@@ -190,7 +190,7 @@ _SECRET = re.compile(
     r"|conn(ection)?_?str|(?<![a-z])(pat|sas|jwt|pw|psw|otp|sig)(?![a-z])|[a-z][_-]pwd|_pass(?![a-z])|^-*pass$|^-+pwd$",
     re.IGNORECASE,
 )
-"""Names of what should not be told."""
+"""Names of secrets."""
 _SHORT = re.compile(r"-p", re.IGNORECASE)
 """The flag by which many programs take a password; to others it is a port, or a rate that few characters say."""
 _SHAPE = re.compile(
@@ -200,7 +200,7 @@ _SHAPE = re.compile(
     r"|https?://(hooks?\.|api\.telegram\.org/bot|[^\s?]*webhook|[^\s?]*/hooks?/)",
     re.IGNORECASE,
 )
-"""What keys of well-known services look like, and addresses that whoever knows them may send to."""
+"""The shapes of keys of well-known services, and of addresses that anyone who knows them may send to."""
 _HEX = re.compile(r"[0-9a-f]{40}")
 """A key of Weights & Biases, or a commit of git."""
 _COMMIT = re.compile(r"rev|commit|sha|hash|ref|version|tag|branch|checkpoint", re.IGNORECASE)
@@ -209,7 +209,7 @@ _IN_QUERY = re.compile(r"[?&;]([^=&;\s]+)=")
 _IN_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:([^/\s@]+)@", re.IGNORECASE)
 HIDDEN = "***"
 WHOLE, WITHIN = 4, 6
-"""From so many characters on a secret is hidden as a word of its own, and inside of a longer one."""
+"""Characters from which on a secret is hidden: as a whole word, and inside a longer word."""
 
 
 def start_record(call: int, words: Sequence[str] | None) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def without_secrets(words: Sequence[str], environ: Mapping[str, str]) -> list[st
 
 
 def secrets_of(environ: Mapping[str, str]) -> set[str]:
-    """The values in the environment that should not be told: by their names, or as passwords inside of addresses."""
+    """Secret values in the environment: by their names, or as passwords inside addresses."""
     named = {v for k, v in environ.items() if _SECRET.search(k) and v.lower() not in ("true", "false", "none", "auto")}
     named |= {found for v in environ.values() for found in _IN_URL.findall(v)}
     # A private key has several lines, and each tells too much; an address has it with signs in place of others.

@@ -1,4 +1,4 @@
-"""Out of memory: the update is made again under a plan that needs less, and nothing of the try that failed is left."""
+"""Out of memory: hotlap makes the update again under a plan that needs less, and undoes the failed try."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Rescue:
         self._tried: list[str] = []
 
     def begins(self, window: Window) -> None:
-        """Told that a window is about to be stepped with."""
+        """Remember the state before the step of this window."""
         if self._rig.plan is not self._plan:
             self._plan = self._rig.plan
             self._here = self._went_through.setdefault(self._plan, Counter())
@@ -77,7 +77,7 @@ class Rescue:
         self._before = _Before(self._rig) if self._here[self._shape] < TRIES else None
 
     def ended(self) -> None:
-        """Told that the step was made."""
+        """Forget it: the step was made."""
         if self._before is not None:
             self._here[self._shape] += 1
             self._before = None
@@ -110,7 +110,7 @@ class Rescue:
     def step_back(self, error: Exception, window: Window) -> str | None:
         """Put the training back to before the update that an error ended; why that cannot be done, or None.
 
-        The error and all that it holds stay as they are: its user may want to look at them.
+        The error and its traceback stay as they are, for the user to look at.
         """
         made, updating = _how_far(error)
         if updating or self._is_half_made:

@@ -43,7 +43,7 @@ def counts(*values: Any) -> None:
 
 
 def records(*values: Any) -> list[dict[str, Any]]:
-    """The records of evaluations; raises ValueError for one that is none."""
+    """The records of evaluations; raises ValueError for anything else."""
     for record in values:
         if not isinstance(record, dict) or not {"step", "epoch", "train_loss", "lr"} <= set(record):
             raise ValueError(f"{record!r:.40} is no record of an evaluation")
@@ -146,7 +146,7 @@ class ProgressState:
         self.best = Best(task.job, task.rig)
         self.clock = Clock(start_s=task.start_s)
         self.first = first
-        """What `first_key` said before the first step of all; None where nobody knows."""
+        """`first_key` before the very first step; None if unknown."""
         self.from_checkpoint = from_checkpoint
         """The checkpoint that this process went on from; None where it began at step 0."""
 

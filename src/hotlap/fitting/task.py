@@ -1,4 +1,4 @@
-"""A training that is set up: what is to be trained and by which rig, before it has a folder or a step is made."""
+"""A training that is set up: what to train and with which rig, before it has a folder or makes a step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TaskMemory:
         self._told: set[str] = set()
 
     def found(self) -> tuple[list[tuple[Path, Any]], str | None]:
-        """What has changed, and one line on what of it no checkpoint holds and was not told before."""
+        """What has changed, and one line on what of it no checkpoint holds, unless an earlier line said so."""
         found, unsaved = self.changes.found()
         now = self._plain()
         changed = [name for name, value in now.items() if self._first.get(name, value) != value]
@@ -59,7 +59,7 @@ class TaskMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one call of `fit` is to train, and all that does not change while it does."""
+    """What one call of `fit` trains, and what stays fixed meanwhile."""
 
     job: Job
     dataset: OrderedDataset
@@ -133,7 +133,7 @@ class Task:
 
 
 EVERYTHING, TUNED, OFF = "max", "auto", "off"
-"""The words for plans: all that this machine can do; what pays, found while it trains; the user's own."""
+"""Names of plans: everything this machine can do; what pays, found while training; the user's own."""
 FIXED = "fixed"
 """The word for a plan that nothing changes while it trains."""
 

@@ -68,7 +68,7 @@ class _Loop:
         self.tuner = chooser_for(self._task)
         self._rescue = Rescue(task.rig)
         self._told = self.tuner.done
-        """Whether the outcome of tuning was told, or there is none to tell."""
+        """Whether the outcome of tuning was shown, or there is none."""
         self._warned = self._has_dead_weights = False
         self._open: tuple[dict[str, Any], PendingMean] | None = None
         """A record whose loss is still on its way, and that loss."""
@@ -204,7 +204,7 @@ class _Loop:
             yield window
 
     def _room(self) -> int:
-        """Updates until somebody has to look: an evaluation, or a checkpoint that is due by number."""
+        """Updates until an evaluation, or a checkpoint that is due by number."""
         steps = self._rig.place.served
         periods = [every for every in (self._job.eval_every, self._save_every) if every]
         return min((self.tuner.room(), *(every - steps % every for every in periods)))
@@ -258,7 +258,7 @@ class _Loop:
         return rig.steps % every == 0 if every is not None else rig.place.window == rig.windows_here
 
     def _record(self) -> None:
-        """Note the figures of this step, and evaluate; where there is nothing to evaluate, nobody waits."""
+        """Note the figures of this step, and evaluate. Without validation data this does not wait for the device."""
         job, rig = self._job, self._rig
         loss = rig.totals.take()
         rig.settle()
@@ -272,7 +272,7 @@ class _Loop:
         self._open = (record, loss)
         if job.valid is None:
             return
-        # The device goes from the last step to this without a pause: nobody has waited for that step.
+        # The device goes from the last step to this without a pause: nothing has waited for that step.
         try:
             scores = rig.evaluate(job.valid, job.metrics, batch_size=job.eval_batch, collate=job.collate)
         except Exception:

@@ -1,1 +1,1 @@
-"""The tuner: told that a step has ended, it answers with the plan for the next."""
+"""The tuner: after each step it decides on the plan for the next one."""

@@ -60,7 +60,7 @@ class Agreement:
     """What differs and by how much, or None where they agree."""
     figures: Mapping[str, float] = field(default_factory=dict)
     blurred: bool = False
-    """Whether rounding alone changes so much that nothing can be told to rounding."""
+    """Whether rounding alone changes so much that a comparison to rounding shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ GRAIN = 4.0
 LOST = 0.5
 """A layer of whose gradient rounding may change so much, as a fraction, says nothing: a bias before a batch norm."""
 MOST_LOST = 0.5
-"""Where rounding blurs layers that make up more of the gradient than this, nothing can be told to rounding."""
+"""Where rounding blurs layers that make up more of the gradient than this, a comparison to rounding shows nothing."""
 
 _PARTS = {"gradients": "the gradient of {}", "weights": "the update of {}", "buffers": "the change of the buffer {}"}
 

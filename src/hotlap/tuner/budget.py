@@ -97,7 +97,7 @@ class Budget:
 
     @property
     def net_s(self) -> float:
-        """What the updates so far took less than at the user's own pace, all that was spent included."""
+        """Seconds that the updates so far took less than at the user's own pace, net of the cost of tuning."""
         return self.saved_s - self.spent_s
 
     def lost_s(self, step_s: float) -> float:
@@ -105,7 +105,7 @@ class Budget:
         return self.wall_s - self.updates * step_s
 
     def made(self, updates: int, wall_s: float) -> None:
-        """Told that so many updates took so long: slower than the user's own pace costs, faster saves."""
+        """Book so many updates that took so long: slower than the user's own pace costs, faster saves."""
         self.wall_s += wall_s
         self.updates += updates
         beyond = wall_s - updates * self.base_s
@@ -119,8 +119,8 @@ def savings(tuned: Mapping[str, float], *, updates: int, looks_s: float) -> dict
     """The figures of a tuning when the run ends, `updates` after it.
 
     `tuned` are those of when it was over: `cost_s`, `net_s` saved by then, and seconds an update under the user's own
-    plan (`own_s`) and the one found (`found_s`). `looks_s` is what looking after the plan took since. Savings are told
-    from updates that were made, less all that was spent, and only where these paces are known.
+    plan (`own_s`) and the one found (`found_s`). `looks_s` is what looking after the plan took since. Savings count
+    updates that were made, net of all costs, and only if these paces are known.
     """
     figures = {**tuned, "cost_s": tuned.get("cost_s", 0.0) + looks_s}
     if {"net_s", "own_s", "found_s"} <= tuned.keys():

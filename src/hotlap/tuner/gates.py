@@ -169,7 +169,7 @@ MORE_THAN_A_BATCH = 1.25
 NUDGES = (1, 2)
 """Seeds of the roundings that a precision is measured against."""
 TRAINED = 24
-"""Updates that are made side by side where gradients tell too little."""
+"""Updates made side by side if gradients show too little."""
 MANY_DRAWS = 8
 """Updates that are averaged where masks can be neither made the same nor taken away."""
 
@@ -185,7 +185,7 @@ class Judgement:
 
 
 class Judge(Protocol):
-    """Whoever lets plans through."""
+    """Judges whether a plan still makes the same training."""
 
     updates: int
     """About how many updates of the user's own a check takes."""

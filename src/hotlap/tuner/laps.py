@@ -37,15 +37,15 @@ class Lap:
     wall_s: float
     """Seconds since it was asked for, without pauses."""
     feed_s: float | None = None
-    """Seconds an update that the host waited for its batch; None where nobody told."""
+    """Seconds an update that the host waited for its batch; None if `fed` was not called."""
     issue_s: float | None = None
-    """Seconds an update that the host took to ask the device for it; None where nobody told."""
+    """Seconds an update that the host took to issue it to the device; None if `fed` was not called."""
     behind_s: float | None = None
     """Seconds that the device was behind the host when the lap's last step had been asked for."""
 
 
 class LapClock:
-    """Times the laps of a training that somebody else drives.
+    """Times the laps of a training that its own loop drives.
 
     The host may be far ahead of the device, so that a lap that is long enough to the host is many times too long. How
     long steps take is therefore looked at early in the first lap under a plan, and known from then on.
@@ -99,21 +99,21 @@ class LapClock:
         return self._made, self._clock() - self._asked - self._paused_s
 
     def fed(self, seconds: float) -> None:
-        """Told how long the host waited for the batch of the step to come."""
+        """Take in how long the host waited for the next batch."""
         self._feed_s += seconds
         self._fed_at = self._clock()
 
     def paused(self, seconds: float) -> None:
-        """Told that so many seconds went by for something else than steps."""
+        """Take in that so many seconds went by for something else than steps."""
         self._paused_s += seconds
         if self._timing and not self._is_whole:
             self._void(0)
 
     @property
     def quiet(self) -> int:
-        """Windows of one update each, before the next that it has to be told of; they may be told of all at once.
+        """Windows of one update each that may pass before the next call of `stepped`, which may count all of them.
 
-        The first lap of all is told of every window, to know what the host waits for.
+        The very first lap needs a call for every window, to learn what the host waits for.
         """
         plan = self._training.plan
         if not self._timing or not self._laps or plan not in self._paces:
@@ -125,7 +125,7 @@ class LapClock:
         return max(0, min(windows, to_end) - 1)
 
     def stepped(self, updates: int, windows: int = 1) -> Lap | None:
-        """Told that a window was made, or several quiet ones and the next; the lap, where it ends one."""
+        """Take in one window, or several quiet ones and the next; the lap, if this ends one."""
         self._made += updates
         end = self._last_end = self._is_end()
         if not self._timing:
@@ -180,9 +180,9 @@ class LapClock:
 
     def _of_host(self) -> tuple[float, float] | tuple[None, None]:
         """What the host did in this lap, or in an earlier one where most of this was quiet."""
-        plan, told = self._training.plan, self._fed_updates
-        if told and (2 * told >= self._updates or plan not in self._hosts):
-            self._hosts[plan] = self._feed_s / told, self._issue_s / told
+        plan, fed = self._training.plan, self._fed_updates
+        if fed and (2 * fed >= self._updates or plan not in self._hosts):
+            self._hosts[plan] = self._feed_s / fed, self._issue_s / fed
         return self._hosts.get(plan, (None, None))
 
     def _timed(self, now: float) -> float:

@@ -366,7 +366,7 @@ def roundoff(modules: Sequence[nn.Module], device: torch.device, precision: str)
 
 
 def _takes_tf32(modules: Sequence[nn.Module], device: torch.device) -> bool:
-    """Whether the user lets the GPU round products of fp32; torch does so in convolutions and RNNs unless told."""
+    """Whether the user lets the GPU round products of fp32; torch does so in convolutions and RNNs by default."""
     if device.type != "cuda" or machine.dtype_fact(device, "tf32").support is not machine.Support.HARDWARE:
         return False
     layers = [type(layer) for module in modules for layer in module.modules()]

@@ -115,7 +115,7 @@ class Probe:
         return "" if self._feeding is None else f"bringing batches takes {100 * self._feeding:.0f} % of a step"
 
     def glance(self, plan: Plan) -> float | None:
-        """Seconds an update under a plan, roughly, by a few of them aside; None where nobody has looked."""
+        """Seconds an update under a plan, roughly, from a few updates made aside; None if none were made."""
         return None
 
     def is_bound_to_pay(self, plan: Plan, proposed: Plan) -> bool:
@@ -213,7 +213,7 @@ class CountingProbe(Probe):
             return None
 
     def glance(self, plan: Plan) -> float | None:
-        """Seconds an update under a plan, roughly, by a few of them aside; None where nobody has looked."""
+        """Seconds an update under a plan, roughly, from a few updates made aside; None if none were made."""
         rig = self._rig
         if rig.windows_here < _needed(plan):
             plan = plan.but(replay_steps=1)  # of a short epoch one update at a time has to do

@@ -1,6 +1,6 @@
 """The search: which plans are timed against which, in which order, and what is kept.
 
-It is written as one run through that gives a plan wherever it needs a lap under it; whoever drives the training makes
+It is written as one run through that gives a plan wherever it needs a lap under it; the training loop makes
 the steps. First everything that may help is tried together, since moves hide each other: a faster step shows nothing
 while batches are slow. Where the host waits for the device, what makes the device faster comes before that. What is
 kept is then taken out move by move, which tells what each gives.
@@ -472,7 +472,7 @@ class Search:
         self._trials.write("all moves", "not tried", why=why)
 
     def cut_short(self) -> None:
-        """Told that the training ends first: write down what there is to write."""
+        """Write down what is known, since the training ends before the search."""
         if self.budget is not None and not self._looked:
             self._write_too_short(self._rig.steps)
             return

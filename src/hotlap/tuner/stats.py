@@ -118,7 +118,7 @@ class Comparison:
         error = math.sqrt(max(between, within) * (quads - 1) / (kept * (kept - 1)))
         # A plan may have nearly all of the noise, so the two gaps of a quad count as one.
         freedom = 2 * kept - 1
-        # Between looks nothing is decided; whoever must stop there spends what the next look would have spent.
+        # Between looks nothing is decided; a search that must stop there spends what the next look would have spent.
         share = self._shares[min(look for look in self._shares if look >= quads)]
         return centre, student_t(freedom, share) * error
 

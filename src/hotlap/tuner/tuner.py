@@ -1,4 +1,4 @@
-"""The Tuner: told that a step has ended, it puts the training under the plan for the next one."""
+"""The Tuner: after each step of a training it puts the plan for the next step in force."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Canary:
         self.good = rig.steps
         """The last step at which the plans agreed."""
         self.drifted: int | None = None
-        """That step, once they did not; whoever drives goes back to it, and sets None."""
+        """The last good step, after a look that found drift. The training loop goes back to it and sets None."""
         self._next_s = time.perf_counter() + max(FIRST_S, takes_s / SHARE)
         self._doubts = 0
         self._counted = rig.steps, rig.skipped
@@ -138,11 +138,11 @@ class Canary:
 
     @property
     def quiet(self) -> int:
-        """Updates before the next that it has to be told of."""
+        """Updates that may pass before the next call of `stepped`."""
         return 0 if self.looks_soon else QUIET
 
     def stepped(self) -> None:
-        """Told that a step has ended."""
+        """Look, if a look is due after this step."""
         if self.plan == self._baseline:
             return
         if time.perf_counter() < self._next_s and not self._is_in_a_storm():
@@ -191,7 +191,7 @@ AHEAD = 2
 
 
 class Tuner(PlanChooser):
-    """Finds the fastest plan for a training that somebody else drives, while it trains.
+    """Finds the fastest plan for a training while it trains; the training loop stays in charge.
 
         tuner = Tuner(rig, updates=10_000)
         for batch in rig.feed(data, batch_size=64, steps=10_000):
@@ -260,7 +260,7 @@ class Tuner(PlanChooser):
 
     @property
     def quiet(self) -> int:
-        """Updates before the next that it has to be told of; it may be told of all of them at once."""
+        """Updates that may pass before the next call of `stepped`, which may count all of them at once."""
         if self.done:
             return self._canary.quiet if self._canary is not None else 0
         return self._clock.quiet if self._rest is None else self._rest.updates - self._rested - 1
@@ -272,27 +272,27 @@ class Tuner(PlanChooser):
 
     @property
     def trusted(self) -> int | None:
-        """The last step at which the tuned plan was seen to train as the user's own; None where nobody looks."""
+        """The last step at which the tuned plan was seen to train as the user's own; None while no canary looks."""
         return self._canary.good if self._canary is not None else None
 
     def drifted(self) -> int | None:
-        """The last step at which all was well, told once after a canary has found that the plan trains otherwise."""
+        """The last good step, once, after a canary has found that the plan trains differently; else None."""
         if self._canary is None:
             return None
         good, self._canary.drifted = self._canary.drifted, None
         return good
 
     def fed(self, seconds: float) -> None:
-        """Told how long the host waited for the batch of the step to come; not needed, but it tells what bounds it."""
+        """Take in how long the host waited for the next batch. Optional; it shows whether feeding bounds the step."""
         self._clock.fed(seconds)
 
     def paused(self, seconds: float) -> None:
-        """Told that so many seconds went by for something else than steps: an evaluation, a save."""
+        """Take in that so many seconds went by for something else than steps: an evaluation, a save."""
         self._clock.paused(seconds)
         self._rest_began += seconds
 
     def stepped(self, updates: int = 1, windows: int = 1) -> None:
-        """Told that a step has ended, of so many updates; when it returns, the plan for the next is in force.
+        """Take in that a step of so many updates has ended; on return the plan for the next step is in force.
 
         Several `windows` where quiet ones came before it.
         """
@@ -314,14 +314,14 @@ class Tuner(PlanChooser):
             self._give_up(SpentError(), "what may be spent on a trial is")
 
     def failed(self, error: Exception) -> bool:
-        """Told that a step broke. Where the plan was on trial: it is out, the step is to be made again, and True."""
+        """Take in that a step broke. If a plan was on trial, it is dropped, and True says to make the step again."""
         if self.done or self._rig.plan == self._search.plan:
             return False
         self._give_up(TrialError(first_line(error)), "a plan on trial broke a step", self._place)
         return True
 
     def ended(self, updates: int = 0) -> None:
-        """Told that the training is over, so many quiet updates after it was last told of one: savings are counted."""
+        """Count the savings: the training is over, so many updates after the last call of `stepped`."""
         if self.done:
             self._count_savings()
             return
