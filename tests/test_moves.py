@@ -12,7 +12,7 @@ from hotlap.core.ledger import Ledger
 from hotlap.machine import DtypeFact, Support
 from hotlap.monitor.bound import BOUNDS
 from hotlap.moves import COMPILED, DEPTHWISE, LAYOUT, MOVES, OTHERS, PRECISION, everything
-from hotlap.script.find.finder import Loop
+from hotlap.script.loop_finder import Loop
 from hotlap.script.training import ScriptTraining
 
 
@@ -193,7 +193,7 @@ def test_a_script_refuses_it_with_a_reason():
     script = ScriptTraining(loop, [], Ledger())
     proposed = COMPILED.propose(script.plan, script)
     assert proposed == script.plan.but(compile="blocks")
-    assert script.supports(proposed) == "the script's own calls are not compiled"
+    assert script.supports(proposed) == "hotlap does not compile the calls of a script"
     assert script.supports(script.plan) is None
     nothing = ScriptTraining(Loop(optimizers=loop.optimizers, modules=[], loaders=[]), [], Ledger())
     assert COMPILED.propose(nothing.plan, nothing) == "there is no model to compile"

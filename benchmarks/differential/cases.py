@@ -225,8 +225,8 @@ def examined(one: Sketch | JobSketch, runner: Runner, device: str, home: Path) -
             changed = {f"{name}={value}" for plan in outcome.plans for name, value in plan.items()}
             result.applied += [(way.kind, name) for name in sorted(changed)]
             if outcome.is_refused:
-                line = next(line for line in outcome.told.splitlines() if "the script runs as it is" in line)
-                result.refused.append(line.partition("the script runs as it is: ")[2])
+                line = next(line for line in outcome.told.splitlines() if "hotlap leaves the script alone" in line)
+                result.refused.append(line.partition("hotlap leaves the script alone: ")[2])
             fault = outcome.fault
             if wrong or fault is not None:
                 kind = "differs" if wrong else "fault"

@@ -299,7 +299,7 @@ before = torch.get_rng_state()
 try:
     run = hotlap.fit(job, plan=plan, tune_s=5, out="../run", progress=False, save_every=0)
 except PlanError as error:
-    print("hotlap  the script runs as it is:", error, file=sys.stderr)
+    print("hotlap  hotlap leaves the script alone:", error, file=sys.stderr)
     run = hotlap.fit(job, plan="off", out="../run-2", progress=False, save_every=0)
 assert torch.equal(before, torch.get_rng_state()), "fit has drawn from the caller's generator"
 for record in run.history:
@@ -318,7 +318,7 @@ def turn(choices):
     try:
         rig.use(own.but(**choices))
     except PlanError as error:
-        print("hotlap  the script runs as it is:", error, file=sys.stderr)
+        print("hotlap  hotlap leaves the script alone:", error, file=sys.stderr)
 if not switches:
     turn(plan)
 for number, window in enumerate(windows):

@@ -49,12 +49,12 @@ class Outcome:
     @property
     def is_refused(self) -> bool:
         """Whether hotlap has left the script as it is, with a reason."""
-        return "the script runs as it is" in self.told
+        return "hotlap leaves the script alone" in self.told
 
     @property
     def fault(self) -> str | None:
         """What went wrong inside of hotlap."""
-        lines = [line for line in self.told.splitlines() if "hotlap had to stop" in line]
+        lines = [line for line in self.told.splitlines() if "hotlap failed" in line]
         return lines[0] if lines else None
 
 

@@ -14,8 +14,8 @@ from hotlap import Rig
 from hotlap.core.table import rows
 from hotlap.data.sources import Source
 from hotlap.moves import FUSED, RESIDENT
-from hotlap.script.judging import ScriptGate
 from hotlap.script.session import Session, Settings
+from hotlap.script.tuning import ScriptGate
 from hotlap.tuner.budget import SpentError, allowed, check_allowed
 from hotlap.tuner.gates import Gate, Judgement
 from hotlap.tuner.moment import Windows
@@ -189,7 +189,7 @@ def test_the_gate_of_a_script_stops_where_all_is_spent_and_leaves_no_trace(tmp_p
                 optimizer.zero_grad()
                 model(x).square().sum().backward()
                 optimizer.step()
-        training = session._steering.training
+        training = session._tuning.training
         weights = [p.detach().clone() for p in model.parameters()]
         for changes in ({"precision": "bf16"}, {"kind": "gather"}):
             with pytest.raises(SpentError), allowed(-1.0):

@@ -214,12 +214,12 @@ def test_a_kept_feed_that_is_left_becomes_rejected_in_the_table(session, tmp_pat
 
 
 def test_an_evaluation_whose_data_changes_sees_it(session, monkeypatch):
-    from hotlap.script.feed import evaluating
-    from hotlap.script.feed.serving import Serving
+    from hotlap.script.feed import evaluation_feed as evaluation_feed
+    from hotlap.script.feed.loader_proxy import LoaderProxy
 
-    monkeypatch.setattr(Serving, "holding_s", lambda self, feed=None: 0.0)
-    monkeypatch.setattr(evaluating, "PROBED", 0)
-    monkeypatch.setattr(evaluating, "LEAST_S", 0.0)
+    monkeypatch.setattr(LoaderProxy, "holding_s", lambda self, feed=None: 0.0)
+    monkeypatch.setattr(evaluation_feed, "PROBED", 0)
+    monkeypatch.setattr(evaluation_feed, "LEAST_S", 0.0)
 
     def run():
         torch.manual_seed(1)

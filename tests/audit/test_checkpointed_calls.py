@@ -6,13 +6,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.script.calls.call import Call
+from hotlap.script.calls.call import ModuleCall
 
 
 @pytest.mark.parametrize("numerics", [Numerics(layout="channels_last"), Numerics(precision="bf16")])
 def test_a_call_that_is_made_again_for_a_backward_pass_ends_as_torch_ends_it(numerics):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
-    call = Call(model, device=torch.device("cpu"))
+    call = ModuleCall(model, device=torch.device("cpu"))
     call.use(numerics, Execution())
     x = torch.randn(2, 3, 8, 8)
     for _ in range(2):
@@ -36,7 +36,7 @@ def test_a_call_is_made_again_under_the_switches_that_it_was_made_under(monkeypa
             return self.inner(x)[0]
 
     model, head = Recurrent(), nn.Linear(8, 1)
-    calls = {one: Call(one, device=torch.device("cpu")) for one in (model, head)}
+    calls = {one: ModuleCall(one, device=torch.device("cpu")) for one in (model, head)}
     for call in calls.values():
         call.use(Numerics(precision="bf16"), Execution())
     x = torch.randn(6, 4, 5)

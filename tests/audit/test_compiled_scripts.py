@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script.resting import WHY, Compiling
+from hotlap.script.idle import WHY, CompileWatch
 from hotlap.script.session import Session, Settings
 from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
@@ -216,7 +216,7 @@ def test_a_compiled_script_compiles_what_it_does_by_itself(session, script):
 def test_the_compiler_may_be_imported_by_the_first_optimizer_only(session, script, monkeypatch):
     alone = ran(script)
     answers = [False]
-    monkeypatch.setattr(Compiling, "can_be_watched", lambda self: not answers or answers.pop())
+    monkeypatch.setattr(CompileWatch, "can_be_watched", lambda self: not answers or answers.pop())
     with session(tune_s=1.0):
         watched = ran(script)
     assert watched == alone

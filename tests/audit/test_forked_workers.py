@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hotlap.script import frames
+from hotlap.script import running
 from hotlap.script.patches import Patches
 from hotlap.script.session import CALLS, Session, Settings
 
@@ -27,7 +27,7 @@ class Looking(Dataset):
     def __getitem__(self, index):
         is_own = nn.Module.__call__ is OWN_CALL and torch.Tensor.item is OWN_ITEM
         shown = traceback.format_stack()
-        ours = [one for one in shown if f'"{frames.HOTLAP}' in one]
+        ours = [one for one in shown if f'"{running.HOTLAP}' in one]
         return index, is_own, len(shown), sum(len(one.splitlines()) > 1 for one in ours)
 
 
@@ -100,12 +100,12 @@ def test_workers_are_gone_at_the_end_of_an_epoch_as_without_hotlap(session):
 
 
 def test_source_that_is_not_shown_for_a_while_is_shown_afterwards():
-    undo = frames.without_text({__file__})
+    undo = running.without_text({__file__})
     assert "".join(traceback.format_stack(limit=1)).count("\n") == 1
     undo()
     assert "format_stack" in "".join(traceback.format_stack(limit=1))
     kept = linecache.cache[__file__]
-    undo = frames.without_text({__file__})
+    undo = running.without_text({__file__})
     undo()
     assert linecache.cache[__file__] is kept
 

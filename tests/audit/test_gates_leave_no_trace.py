@@ -13,8 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from hotlap import Rig
 from hotlap.engine.optimizers import why_not_fused
 from hotlap.engine.scaling import skips_on_device
-from hotlap.script.calls.traces import Untouched
-from hotlap.script.update.trials import _set_aside, raw_step, why_fused_differs
+from hotlap.script.calls.module_state import ModuleState
+from hotlap.script.update.updates import _set_aside, step_without_hooks, why_fused_differs
 from hotlap.tuner.gates import Gate
 
 SEEN: list[int] = []
@@ -165,7 +165,7 @@ def test_a_gate_puts_back_what_hooks_of_all_modules_keep():
     ]
     try:
         Gate(rig, rig.plan).check(rig.plan.but(micro_batch=4))
-        with Untouched(rig.model, rig.device):
+        with ModuleState(rig.model, rig.device):
             rig.model(torch.randn(4, 5, dtype=next(rig.model.parameters()).dtype))
             assert kept
             assert count
@@ -205,7 +205,7 @@ def test_a_trial_of_a_scripts_update_puts_back_what_the_optimizer_counts(fused):
     before, weights = optimizer.told(), parameters_of(model).clone()
     with _set_aside(optimizer):
         for _ in range(4):
-            raw_step(optimizer)
+            step_without_hooks(optimizer)
     assert optimizer.told() == before
     assert torch.equal(parameters_of(model), weights)
 

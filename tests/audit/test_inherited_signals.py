@@ -12,7 +12,7 @@ from plain import class_data, small_mlp
 from torch import nn, optim
 
 from hotlap import Job, fit
-from hotlap.script.comparing import _Child
+from hotlap.script.compare import _Child
 
 IGNORED = (signal.SIGINT, signal.SIGHUP)
 SENDS = "import os, signal, sys; os.kill(os.getpid(), int(sys.argv[1])); print('goes on')"

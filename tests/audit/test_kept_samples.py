@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hotlap.core.ledger import Ledger
-from hotlap.script.feed.serving import Serving
-from hotlap.script.find.finder import Loop
+from hotlap.script.feed.loader_proxy import LoaderProxy
+from hotlap.script.loop_finder import Loop
 from hotlap.script.training import ScriptTraining
 
 ROWS = torch.arange(48.0).reshape(24, 2)
@@ -25,10 +25,10 @@ class Rows(Dataset):
 def test_where_gradients_of_batches_add_up_an_epoch_has_fewer_updates(together, in_epoch, left):
     model = nn.Linear(2, 1)
     loader = DataLoader(Rows(), batch_size=2)
-    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
-    loop = Loop(optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], modules=[model], loaders=[serving])
-    training = ScriptTraining(loop, [serving], Ledger())
-    for number, _ in enumerate(serving.iterate(), 1):
+    proxy = LoaderProxy(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    loop = Loop(optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], modules=[model], loaders=[proxy])
+    training = ScriptTraining(loop, [proxy], Ledger())
+    for number, _ in enumerate(proxy.iterate(), 1):
         if number % together == 0:
             training.stepped()
         if number == 4:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.rig import Rig
-from hotlap.script.calls.call import Call
+from hotlap.script.calls.call import ModuleCall
 
 CPU = torch.device("cpu")
 BF16 = Numerics(precision="bf16"), Execution()
@@ -57,7 +57,7 @@ class Keeper(nn.Module):
 
 def test_a_call_in_bf16_leaves_a_state_that_the_scripts_own_call_takes():
     model = Stateful()
-    call, x = Call(model, device=CPU), torch.randn(4, 5)
+    call, x = ModuleCall(model, device=CPU), torch.randn(4, 5)
     call.use(*BF16)
     for _ in range(3):
         call(model, (x,), {}).sum().backward()
@@ -72,7 +72,7 @@ def test_a_call_in_bf16_leaves_a_state_that_the_scripts_own_call_takes():
 def test_all_that_a_module_keeps_has_its_own_dtype_and_stays_in_its_own_containers():
     model = Keeper()
     history, by_name, last = model.history, model.by_name, model.last
-    call, x = Call(model, device=CPU), torch.randn(2, 3)
+    call, x = ModuleCall(model, device=CPU), torch.randn(2, 3)
     call.use(*BF16)
     for _ in range(4):
         call(model, (x,), {})

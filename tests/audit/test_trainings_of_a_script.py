@@ -152,7 +152,7 @@ def test_a_fault_of_hotlap_ends_it_for_one_training(told, monkeypatch):
 
     def trainings(session):
         with monkeypatch.context() as patch:
-            patch.setattr("hotlap.script.steering.Steering.stepped", breaks)
+            patch.setattr("hotlap.script.tuning.ScriptTuning.stepped", breaks)
             Training().epochs(4)
         Training().epochs(2)
 
@@ -168,7 +168,7 @@ def test_after_some_faults_the_script_is_left_alone(told, monkeypatch):
         faults.append(1)
         raise ZeroDivisionError(f"planted {len(faults)}")
 
-    monkeypatch.setattr("hotlap.script.steering.Steering.stepped", breaks)
+    monkeypatch.setattr("hotlap.script.tuning.ScriptTuning.stepped", breaks)
 
     def trainings(session):
         for _ in range(MOST_FAULTS + 2):
@@ -216,10 +216,10 @@ def test_a_search_that_finds_nothing_ends_in_rest(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     with Session(Settings(name="test", out=tmp_path / "run")) as session:
         training = Training().epochs(1)
-        session._steering._tuner.done = True
+        session._tuning._tuner.done = True
         training.epochs(1)
-        assert session._steering is None
-        assert session.is_steering
+        assert session._tuning is None
+        assert session.is_tuning
     assert "16 updates" in capsys.readouterr().err
 
 
@@ -228,36 +228,36 @@ def test_while_a_run_seems_too_short_for_trials_nothing_of_hotlap_is_in_the_way(
     own, hooks = nn.Module.__call__, len(_global_optimizer_pre_hooks)
     with Session(Settings(name="test", out=tmp_path / "run")) as session:
         training = Training().epochs(1)
-        steering = session._steering
-        steering._tuner._search.is_waiting, steering._tuner._rest = True, Rest(83)
+        tuning = session._tuning
+        tuning._tuner._search.is_waiting, tuning._tuner._rest = True, Rest(83)
         training.epochs(1)
         assert (nn.Module.__call__, len(_global_optimizer_pre_hooks)) == (own, hooks)
         calls = hotlap_calls(lambda: training.epochs(9))
         assert len(calls) <= 72 * 9 + 9 * 300, calls[:100]
-        assert (steering.training.steps, steering._tuner._rested) == (5, 1)  # it is asleep
+        assert (tuning.training.steps, tuning._tuner._rested) == (5, 1)  # it is asleep
         training.epochs(1)
-        assert (steering.training.steps, steering._tuner._rest) == (92, None)
+        assert (tuning.training.steps, tuning._tuner._rest) == (92, None)
         assert len(_global_optimizer_pre_hooks) == hooks + 1
-        steering._tuner._search.is_waiting, steering._tuner._rest, steering._tuner._rested = True, Rest(80), 0
+        tuning._tuner._search.is_waiting, tuning._tuner._rest, tuning._tuner._rested = True, Rest(80), 0
         training.epochs(2)
-        assert steering.training.steps == 93
+        assert tuning.training.steps == 93
     assert "112 updates" in capsys.readouterr().err
 
 
 def test_epochs_that_pass_meanwhile_are_known_afterwards(tmp_path, monkeypatch):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("hotlap.script.session.LOOKING", 1e-12)  # once, and then for all time
+    monkeypatch.setattr("hotlap.script.session.LOOK_SHARE", 1e-12)  # once, and then for all time
     with Session(Settings(name="test", out=tmp_path / "run")) as session:
         training = Training()
 
         def each():
-            if len(session._horizon._now.whole) == 1:
-                session._steering._tuner._search.is_waiting, session._steering._tuner._rest = True, Rest(37)
+            if len(session._run_length._now.whole) == 1:
+                session._tuning._tuner._search.is_waiting, session._tuning._tuner._rest = True, Rest(37)
 
         training.epochs(8, each=each)
         # Without the four before the loop was known.
-        assert session._horizon._now.whole == [4, *[8] * 6]
-        assert session._horizon.updates() == 60
+        assert session._run_length._now.whole == [4, *[8] * 6]
+        assert session._run_length.updates() == 60
 
 
 def test_a_script_can_let_go_of_a_model_that_is_left_alone(told):
@@ -283,7 +283,7 @@ def test_steps_of_a_lap_are_counted_and_nothing_else(tmp_path, monkeypatch, caps
         assert nn.Module.__call__ is own
         calls = hotlap_calls(lambda: training.epochs(1))
         assert len(calls) <= 8 * 45 + 250, calls[:100]
-        assert session._steering.training.steps == 20, "counted as they are made"
+        assert session._tuning.training.steps == 20, "counted as they are made"
         assert told[4:] == [(1, 1)], "and told of together"
         training.epochs(1)
         assert told[4:] == [(1, 1), (16, 16), (1, 1)], "after which a call is looked at"
@@ -296,7 +296,7 @@ def test_an_epochs_end_inside_of_quiet_steps_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr(Tuner, "paused", lambda self, seconds: pauses.append(seconds))
     with Session(Settings(name="test", out=tmp_path / "run")) as session:
         training = Training().epochs(1)
-        session._steering._quiet = 1000
+        session._tuning._quiet_steps = 1000
         training.epochs(3)
         assert len(pauses) == 3
-        assert session._horizon._steps == session._steering.training.steps - 8
+        assert session._run_length._steps == session._tuning.training.steps - 8

@@ -187,13 +187,13 @@ def test_under_max_no_data_that_keeps_traces_is_fetched_for_a_look_or_by_workers
 
 
 def test_a_look_at_a_loader_does_not_ask_for_a_length_that_leaves_traces():
-    from hotlap.script.feed.serving import Serving
+    from hotlap.script.feed.loader_proxy import LoaderProxy
 
     loader = DataLoader(Measured(), batch_size=SIZE)
     fetched.clear()
-    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
-    assert "writes to a list" in serving.supports(Feed(kind="gather"))
-    assert serving.holding_s() == 0.0
+    proxy = LoaderProxy(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    assert "writes to a list" in proxy.supports(Feed(kind="gather"))
+    assert proxy.holding_s() == 0.0
     assert not fetched
 
 
@@ -275,7 +275,7 @@ def test_batches_of_data_that_requires_gradients_keep_them_under_a_fixed_plan(se
         seen = inputs_of(None)
     assert torch.allclose(seen, wanted, rtol=1e-4)
     if plan != "max":
-        assert "the script runs as it is: the data requires gradients" in capsys.readouterr().err
+        assert "hotlap leaves the script alone: the data requires gradients" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["gather", "resident"])
@@ -295,15 +295,15 @@ def test_a_rig_refuses_other_feeds_for_data_that_requires_gradients(kind):
 @pytest.mark.parametrize("plan", ["max", Feed(kind="gather")], ids=["max", "gather"])
 def test_a_fixed_plan_whose_feed_brings_other_batches_is_refused_with_the_reason(session, monkeypatch, capsys, plan):
     """Taken for a feed with a fault that its code does not show."""
-    from hotlap.script.feed.feeds import Gathered
+    from hotlap.script.feed.feeds import GatheredFeed
 
-    wanted, gather = train("nothing"), Gathered.__next__
+    wanted, gather = train("nothing"), GatheredFeed.__next__
 
     def shifted(self):
         x, y = gather(self)
         return [x + 1, y]
 
-    monkeypatch.setattr(Gathered, "__next__", shifted)
+    monkeypatch.setattr(GatheredFeed, "__next__", shifted)
     with session(plan):
         losses, _ = train("nothing")
     np.testing.assert_allclose(losses, wanted[0], rtol=1e-4)

@@ -16,7 +16,7 @@ from hotlap.data.dataset import loader_feed
 from hotlap.data.feeds import within_cores
 from hotlap.machine import workers_wanted
 from hotlap.machine.limits import most_workers, read_cpu
-from hotlap.script.feed.feeds import LikeLoader
+from hotlap.script.feed.feeds import LoaderClone
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_plan_file_of_a_larger_machine_is_used_with_fewer_workers_and_one_line
 
 
 def test_the_loader_of_a_script_is_given_no_more_either(three, asked):
-    LikeLoader(DataLoader(Computed(64)), Feed(kind="loader", workers=150), iter)
+    LoaderClone(DataLoader(Computed(64)), Feed(kind="loader", workers=150), iter)
     assert asked == [3]
 
 

@@ -4,46 +4,46 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap.core.plan import Feed
-from hotlap.script.feed.serving import Serving
+from hotlap.script.feed.loader_proxy import LoaderProxy
 
 
 def test_workers_of_the_own_feed_are_started_anew_in_each_epoch():
     data = TensorDataset(torch.zeros(12))
     loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1)
-    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    proxy = LoaderProxy(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
     seen = []
     for epoch in range(2):
         data.tensors[0].fill_(epoch)
-        batches = serving.iterate()
+        batches = proxy.iterate()
         for number, (x,) in enumerate(batches):
             seen.append((epoch, x.unique().tolist()))
-            serving.use(Feed(kind="gather") if number == 0 else serving.own)
-    serving.close()
+            proxy.use(Feed(kind="gather") if number == 0 else proxy.own)
+    proxy.close()
     assert seen == [(0, [0.0])] * 6 + [(1, [1.0])] * 6
 
 
 def test_data_is_not_gathered_on_where_workers_that_stay_would_not_see_what_was_written():
     data = TensorDataset(torch.zeros(12))
     loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1, persistent_workers=True)
-    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
-    list(serving.iterate())
-    serving.use(Feed(kind="gather"))
-    list(serving.iterate())
+    proxy = LoaderProxy(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    list(proxy.iterate())
+    proxy.use(Feed(kind="gather"))
+    list(proxy.iterate())
     data.tensors[0].fill_(1)
-    seen = [x.unique().tolist() for (x,) in serving.iterate()]
-    serving.close()
+    seen = [x.unique().tolist() for (x,) in proxy.iterate()]
+    proxy.close()
     assert seen == [[0.0]] * 6
-    assert "written to" in serving.supports(Feed(kind="gather"))
+    assert "written to" in proxy.supports(Feed(kind="gather"))
 
 
 def test_workers_that_stay_are_started_with_the_first_epoch_also_where_it_is_gathered():
     data = TensorDataset(torch.zeros(12))
     loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=1, persistent_workers=True)
-    serving = Serving(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
-    serving.use(Feed(kind="gather"))
-    seen = [x.unique().tolist() for (x,) in serving.iterate()]
-    assert serving.feed == Feed(kind="gather")
+    proxy = LoaderProxy(loader, device=torch.device("cpu"), original_iter=DataLoader.__iter__)
+    proxy.use(Feed(kind="gather"))
+    seen = [x.unique().tolist() for (x,) in proxy.iterate()]
+    assert proxy.feed == Feed(kind="gather")
     data.tensors[0].fill_(1)
-    seen += [x.unique().tolist() for (x,) in serving.iterate()]
-    serving.close()
+    seen += [x.unique().tolist() for (x,) in proxy.iterate()]
+    proxy.close()
     assert seen == [[0.0]] * 12

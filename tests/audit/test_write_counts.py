@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from hotlap.core.plan import Feed
 from hotlap.data.sources import tensors_in
-from hotlap.script.feed.serving import Serving
+from hotlap.script.feed.loader_proxy import LoaderProxy
 
 ORIGINAL = DataLoader.__iter__
 
@@ -33,11 +33,11 @@ def served_and_own(collate):
     data = TensorDataset(torch.randn(12, 3), torch.arange(12))
     loader = DataLoader(data, batch_size=4, collate_fn=collate)
     wanted = list(ORIGINAL(loader))
-    serving = Serving(loader, device=torch.device("cpu"), original_iter=ORIGINAL)
-    serving.on_fault = pytest.fail
-    serving.use(Feed(kind="loader", workers=1))
-    seen = list(serving.iterate())
-    serving.close()
+    proxy = LoaderProxy(loader, device=torch.device("cpu"), original_iter=ORIGINAL)
+    proxy.on_fault = pytest.fail
+    proxy.use(Feed(kind="loader", workers=1))
+    seen = list(proxy.iterate())
+    proxy.close()
     return seen, wanted
 
 

@@ -49,6 +49,6 @@ def test_a_machine_that_slows_down_evenly_makes_no_trick_better(measured):
 
 
 def test_where_hotlap_left_the_script_as_it_was_nothing_is_said(measured):
-    code, _, said = measured(lambda place, trick: 10.0, says=lambda trick: "hotlap  the script runs as it is")
+    code, _, said = measured(lambda place, trick: 10.0, says=lambda trick: "hotlap  hotlap leaves the script alone")
     assert code == 1
     assert "nothing is known of replayed-loss" in said.err

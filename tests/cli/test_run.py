@@ -157,7 +157,7 @@ def test_a_session_that_cannot_be_had_is_one_line_and_the_script_runs(home):
     write(home.parent / "site/sitecustomize.py", "import sys; sys.modules['hotlap.script.session'] = None")
     done = hotlap("run", "train.py")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "ran\n", 1)
-    assert done.stderr.endswith("; the script runs as it does without hotlap\n")
+    assert done.stderr.endswith("; the script runs without hotlap\n")
 
 
 # --- the command line ----------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_what_is_asked_for_reaches_the_session(home, asked, monkeypatch):
         (["gone.py"], "there is no file 'gone.py'"),
         (["--plan", "gone", "train.py"], "--plan gone: there is no such file or folder; auto, max and off need none"),
         (["--off", "gone.py"], "there is no file 'gone.py'"),
-        (["--compare", "-m", "gone"], "no module named 'gone' is to be seen from this folder"),
+        (["--compare", "-m", "gone"], "no module named 'gone' in this folder or on the path"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_one_line_and_the_code_is_2(home, words, said):
@@ -308,7 +308,7 @@ def test_compare_runs_it_both_ways_with_one_seed_and_tells_them_apart(home, ligh
     told = [line.split(maxsplit=3) for line in table]
     assert ["loss", "0.5", "0.51", "+0.01 (+2.00%)"] in told
     assert ["acc", "0.9", "0.9", "same"] in told
-    assert table[-1] == "printed: the same 3 lines but for their numbers"
+    assert table[-1] == "printed: the same 3 lines except for their numbers"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -21,7 +21,7 @@ from hotlap.engine.assists.rewiring import rewire
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
 from hotlap.engine.capture.recording import Watch
 from hotlap.engine.precision import Switches
-from hotlap.script.calls.call import Call
+from hotlap.script.calls.call import ModuleCall
 
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -361,7 +361,7 @@ def test_calls_of_a_script_run_in_that_form_where_they_are_recorded_and_in_no_ot
             layer.p = 0.0
     theirs = trained(model, given)
     model.bert.pooler.activation = Spy(model.bert)
-    call = Call(model, device=CPU, make_recorder=Recorder)
+    call = ModuleCall(model, device=CPU, make_recorder=Recorder)
     call.use(Numerics(), Execution(mode="captured"))
     original = functools.partial(nn.Module.__call__, model)
     seen.clear()

@@ -26,7 +26,7 @@ from hotlap.engine.assists.attention import (
 from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.precision import Switches
-from hotlap.script.advise import Attending
+from hotlap.script.advice import AttentionAdvice
 from hotlap.tuner.gates import Gate
 
 DEVICE = torch.device("cuda", 0)
@@ -213,7 +213,7 @@ def test_a_script_that_drops_by_cudnn_is_seen_by_its_graph(dropout):
             outputs.append(layer(x))
 
     by_cudnn = any("cudnn" in name for name in kernels_of(plainly))
-    seen = Attending()
+    seen = AttentionAdvice()
     seen.see(outputs[-1])
     before = torch.cuda.get_rng_state(DEVICE)
     advice = seen.advice()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from waiting import no_waiting
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.script.calls import refusals as call_refusals
+from hotlap.script.calls import eager
 from hotlap.tuner.moment import without_dropout
 
 DEVICE = torch.device("cuda")
@@ -652,8 +652,8 @@ def test_plans_take_turns_and_keep_what_they_recorded():
 @pytest.mark.parametrize("size", [1.0, 1e-7])
 def test_fp16_gives_true_gradients_where_bf16_is_not(monkeypatch, mode, size):
     absent = SimpleNamespace(support="absent", reason="")
-    monkeypatch.setattr(call_refusals.machine, "dtype_fact", lambda *_: absent)
-    monkeypatch.setattr(call_refusals, "why_not_precision", lambda *_: None)
+    monkeypatch.setattr(eager.machine, "dtype_fact", lambda *_: absent)
+    monkeypatch.setattr(eager, "why_not_precision", lambda *_: None)
     module = Mlp().to(DEVICE)
     model = Scripted(module, plan_of("fp16", mode))
     x = data_of(Mlp, 1)[0][0].to(DEVICE)

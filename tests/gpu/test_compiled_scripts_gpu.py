@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script.resting import WHY
+from hotlap.script.idle import WHY
 from hotlap.script.session import Session, Settings
 from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder

@@ -12,7 +12,7 @@ from hotlap import Plan, Rig
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine import step_cache as steps_module
 from hotlap.engine.capture.captured_step import CapturedStep
-from hotlap.script.calls.call import Call
+from hotlap.script.calls.call import ModuleCall
 
 pytest.importorskip("transformers")
 DEVICE = torch.device("cuda")
@@ -113,7 +113,7 @@ def test_an_encoder_in_a_script_of_the_users_own_is_recorded_too(name):
         torch.manual_seed(7)
         model = without_dropout(tiny(name)).to(DEVICE)
         optimizer = sgd(model.parameters())
-        call = Call(model, device=DEVICE)
+        call = ModuleCall(model, device=DEVICE)
         call.use(*plan)
         losses = []
         for given in batches(padded=True):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.script.calls.call import Call
-from hotlap.script.calls.endings import Endings
+from hotlap.script.calls.call import ModuleCall
+from hotlap.script.calls.losses import LossReplay
 
 DEVICE = torch.device("cuda")
 STEPS = 40
@@ -41,13 +41,13 @@ def trained(make, criterion, *, precision="fp32", ends=True, classes=True):
     torch.manual_seed(0)
     module = make().to(DEVICE)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
-    endings = Endings()
-    call = Call(module, device=DEVICE, endings=endings)
+    loss_replay = LossReplay()
+    call = ModuleCall(module, device=DEVICE, loss_replay=loss_replay)
     call.use(Numerics(precision=precision), Execution(mode="captured"))
     own = functools.partial(nn.Module.__call__, module)
     losses = []
     if ends:
-        endings.put()
+        loss_replay.put()
     try:
         torch.manual_seed(3)
         for x, y in batches(classes):
@@ -57,10 +57,10 @@ def trained(make, criterion, *, precision="fp32", ends=True, classes=True):
             optimizer.step()
             losses.append(loss.detach())
     finally:
-        endings.take_out()
+        loss_replay.take_out()
     assert call.given_up is None
     grads = torch.cat([p.grad.flatten() for p in module.parameters()])
-    return torch.stack(losses), grads, torch.cat([p.detach().flatten() for p in module.parameters()]), endings.made
+    return torch.stack(losses), grads, torch.cat([p.detach().flatten() for p in module.parameters()]), loss_replay.made
 
 
 WEIGHTS = torch.rand(5).to(DEVICE) if torch.cuda.is_available() else None

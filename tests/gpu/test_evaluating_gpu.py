@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script.feed import evaluating
-from hotlap.script.feed.evaluating import WHAT
-from hotlap.script.feed.serving import Serving
+from hotlap.script.feed import evaluation_feed as evaluation_feed
+from hotlap.script.feed.evaluation_feed import WHAT
+from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.session import Session, Settings
 from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
@@ -45,8 +45,10 @@ def train(device, *, pinned, inference):
             optimizer.step()
         with torch.inference_mode() if inference else torch.no_grad():
             for x, y in val_loader:
-                there, classes = x.to(device, non_blocking=True), y.cuda()
-                seen.append([part.cpu() for part in (x, y, there, classes, model(there), torch.get_rng_state())])
+                on_device, classes = x.to(device, non_blocking=True), y.cuda()
+                seen.append(
+                    [part.cpu() for part in (x, y, on_device, classes, model(on_device), torch.get_rng_state())]
+                )
     return seen, [p.detach().cpu() for p in model.parameters()]
 
 
@@ -55,10 +57,10 @@ def train(device, *, pinned, inference):
 @pytest.mark.parametrize("kind", ["resident", "stream"])
 def test_an_evaluation_comes_by_the_feed_of_the_loop(kind, pinned, inference, tmp_path, monkeypatch):
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Serving, "holding_s", lambda self, feed=None: 0.0)
-    monkeypatch.setattr(evaluating, "PROBED", 0)
-    monkeypatch.setattr(evaluating, "LEAST_S", 0.0)
-    monkeypatch.setattr(evaluating._Epochs, "batch_s", property(lambda self: 1.0))
+    monkeypatch.setattr(LoaderProxy, "holding_s", lambda self, feed=None: 0.0)
+    monkeypatch.setattr(evaluation_feed, "PROBED", 0)
+    monkeypatch.setattr(evaluation_feed, "LEAST_S", 0.0)
+    monkeypatch.setattr(evaluation_feed._Epochs, "batch_s", property(lambda self: 1.0))
     device = torch.device("cuda")
     save_plan(Plan(feed=Feed(kind=kind)), tmp_path / "plan.toml")
     alone = train(device, pinned=pinned, inference=inference)

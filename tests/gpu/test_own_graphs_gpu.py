@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hotlap.core.plan import Plan
-from hotlap.script.busy import Busy
 from hotlap.script.session import Session, Settings
+from hotlap.script.training import ComputeTimer
 from hotlap.store.files import save_plan
 
 DEVICE = torch.device("cuda")
@@ -58,7 +58,7 @@ def test_a_step_that_the_script_records_itself_is_left_alone(warm, plan, tmp_pat
 def test_what_the_device_computes_for_a_step_does_not_depend_on_the_host(host_s):
     import time
 
-    a, busy, looked = torch.randn(2048, 2048, device=DEVICE), Busy(DEVICE), 0
+    a, busy, looked = torch.randn(2048, 2048, device=DEVICE), ComputeTimer(DEVICE), 0
 
     def step():
         time.sleep(host_s)

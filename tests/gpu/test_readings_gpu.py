@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
-from hotlap.script.calls.call import Call
-from hotlap.script.calls.endings import Endings
-from hotlap.script.calls.readings import KEPT, SEEN, Readings
+from hotlap.script.calls.call import ModuleCall
+from hotlap.script.calls.losses import MOST_KEPT_COPIES, SEEN_READS, EarlyLoss, LossReplay
 
 DEVICE = torch.device("cuda", 0)
 LONG = 2_000_000_000
@@ -18,13 +17,13 @@ LONG = 2_000_000_000
 
 
 @pytest.fixture
-def readings():
-    made = Readings(DEVICE)
-    endings = Endings(made)
-    endings.put()
+def early_loss():
+    made = EarlyLoss(DEVICE)
+    loss_replay = LossReplay(made)
+    loss_replay.put()
     made.use(early=True)
     yield made
-    endings.take_out()
+    loss_replay.take_out()
     made.close()
 
 
@@ -35,24 +34,24 @@ def losses(count, dtype=torch.float32):
         yield (weights * weights).mean()
 
 
-def learned():
-    for loss in losses(SEEN):
+def kept_samples():
+    for loss in losses(SEEN_READS):
         loss.backward()
         loss.item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_the_number_is_torchs_own(readings, dtype):
-    learned()
+def test_the_number_is_torchs_own(early_loss, dtype):
+    kept_samples()
     for loss in losses(50, dtype):
         own = loss.detach().clone().item()
         loss.backward()
         assert loss.item() == own
-    assert readings.answered == 50
+    assert early_loss.answered == 50
 
 
-def test_it_is_there_before_what_was_asked_for_behind_it(readings):
-    learned()
+def test_it_is_there_before_what_was_asked_for_behind_it(early_loss):
+    kept_samples()
     (loss,) = losses(1)
     own = loss.detach().clone().item()
     loss.backward()
@@ -62,29 +61,29 @@ def test_it_is_there_before_what_was_asked_for_behind_it(readings):
     assert loss.item() == own
     is_done = end.query()
     torch.cuda.synchronize()
-    assert readings.answered == 1
+    assert early_loss.answered == 1
     assert not is_done
 
 
-def test_losses_that_are_read_some_passes_late_keep_their_numbers(readings):
+def test_losses_that_are_read_some_passes_late_keep_their_numbers(early_loss):
     """Their copies are still to come when the next losses are made, in memory that the last ones have left."""
-    learned()
+    kept_samples()
     expected = [loss.item() for loss in losses(200)]
     torch.cuda._sleep(LONG // 4)
     found, waiting = [], deque()
     for loss in losses(200):
         loss.backward()
         waiting.append(loss)
-        if len(waiting) == KEPT:
+        if len(waiting) == MOST_KEPT_COPIES:
             found.append(waiting.popleft().item())
     found += [loss.item() for loss in waiting]
     assert found == expected
-    assert readings.answered == 200
+    assert early_loss.answered == 200
 
 
-def test_a_loss_of_another_stream_is_read_there_by_torch(readings):
+def test_a_loss_of_another_stream_is_read_there_by_torch(early_loss):
     """Its backward pass was asked for on this one, which has not waited for it."""
-    learned()
+    kept_samples()
     weights = torch.randn(1000, device=DEVICE, requires_grad=True)
     own = (weights * weights).mean().item()
     side = torch.cuda.Stream()
@@ -95,12 +94,12 @@ def test_a_loss_of_another_stream_is_read_there_by_torch(readings):
     loss.backward()
     with torch.cuda.stream(side):
         assert loss.item() == own
-    assert readings.answered == 0
+    assert early_loss.answered == 0
 
 
 @pytest.mark.parametrize("is_filled", [False, True], ids=["sent", "filled"])
-def test_what_is_sent_to_the_host_behind_the_backward_pass_is_there_once_the_loss_is_read(readings, is_filled):
-    learned()
+def test_what_is_sent_to_the_host_behind_the_backward_pass_is_there_once_the_loss_is_read(early_loss, is_filled):
+    kept_samples()
     room = torch.empty(1000, dtype=torch.long, pin_memory=True)
     for number, loss in enumerate(losses(5), start=1):
         loss.backward()
@@ -111,8 +110,8 @@ def test_what_is_sent_to_the_host_behind_the_backward_pass_is_there_once_the_los
         assert sent.eq(number).all()
 
 
-def test_a_time_between_events_can_be_asked_for_right_behind_a_reading(readings):
-    learned()
+def test_a_time_between_events_can_be_asked_for_right_behind_a_reading(early_loss):
+    kept_samples()
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     (loss,) = losses(1)
     begun.record()
@@ -121,11 +120,11 @@ def test_a_time_between_events_can_be_asked_for_right_behind_a_reading(readings)
     ended.record()
     loss.item()
     assert begun.elapsed_time(ended) > 50
-    assert readings.answered == 1
+    assert early_loss.answered == 1
 
 
-def test_nothing_is_copied_while_somebody_captures(readings):
-    learned()
+def test_nothing_is_copied_while_somebody_captures(early_loss):
+    kept_samples()
     weights = torch.randn(100, device=DEVICE, requires_grad=True)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -141,13 +140,13 @@ def test_nothing_is_copied_while_somebody_captures(readings):
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_a_training_reads_the_losses_of_a_plain_one(is_captured, readings):
+def test_a_training_reads_the_losses_of_a_plain_one(is_captured, early_loss):
     def trained(early):
-        readings.use(early=early)
+        early_loss.use(early=early)
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5)).to(DEVICE)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        call = Call(module, device=DEVICE)
+        call = ModuleCall(module, device=DEVICE)
         if is_captured:
             call.use(Numerics(), Execution(mode="captured"))
         own, draw, seen = functools.partial(nn.Module.__call__, module), torch.Generator().manual_seed(1), []
@@ -161,6 +160,6 @@ def test_a_training_reads_the_losses_of_a_plain_one(is_captured, readings):
             seen.append(loss.item())
         return seen
 
-    plain, before = trained(early=False), readings.answered
+    plain, before = trained(early=False), early_loss.answered
     assert trained(early=True) == plain
-    assert readings.answered - before >= 50
+    assert early_loss.answered - before >= 50

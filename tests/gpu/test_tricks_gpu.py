@@ -57,10 +57,10 @@ def train(session=None):
                 model(inputs.to(DEVICE))
         model.train()
         if session is not None and epoch == 3:
-            training = session._steering.training
+            training = session._tuning.training
             found = {
-                REPLAYED_LOSS: training.endings.made,
-                EARLY_ITEM: training.readings.answered,
+                REPLAYED_LOSS: training.loss_replay.made,
+                EARLY_ITEM: training.early_loss.answered,
                 REPLAYED_CLIPPING: any(kind.recorded for kind in training.updates._clipping._kinds.values()),
                 SHORT_STEP: session._shortcuts._ours,
                 ONE_THREAD_BACKWARD: not torch._C._is_multithreading_enabled(),

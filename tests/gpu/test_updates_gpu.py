@@ -393,12 +393,12 @@ def test_a_whole_session(tmp_path, monkeypatch):
                 scheduler.step()
                 losses.append(loss.detach())
         if session is not None:
-            assert session._steering is not None
-            updates = session._steering.training.updates
+            assert session._tuning is not None
+            updates = session._tuning.training.updates
             assert updates.uncaptured is None
             update = updates._ways[id(optimizer)].captured
             assert update._replays > 20
-            assert update._graph._lie[0] == [p.grad.data_ptr() for p in model.parameters()]
+            assert update._graph._recorded_at[0] == [p.grad.data_ptr() for p in model.parameters()]
             assert threading.get_ident() in threads
         return torch.stack(losses).cpu(), model
 

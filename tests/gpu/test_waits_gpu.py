@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from hotlap.script import advise as module
-from hotlap.script.advise import Waits
+from hotlap.script import advice as module
+from hotlap.script.advice import Waits
 
 DEVICE = "cuda"
 

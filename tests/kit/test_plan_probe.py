@@ -24,17 +24,17 @@ class Training:
 
     def __init__(self, device="cpu"):
         self.own, self.device, self.given_up = OWN, torch.device(device), None
-        self.servings, self.modules, self.refusals = [Serving()], [], {}
+        self.proxies, self.modules, self.refusals = [Serving()], [], {}
 
     def supports(self, plan):
         return self.refusals.get(plan.feed.kind) or self.refusals.get(plan.numerics.precision)
 
 
 class Session:
-    is_steering = True
+    is_tuning = True
 
     def so_far(self):
-        return ["", "hotlap had to stop: it fell"]
+        return ["", "hotlap failed: it fell"]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def under(tmp_path):
         one._session = Session()
         if training is not None:
             load_plan(one._named(training))
-            training.servings[0].feed = one._plan.feed
+            training.proxies[0].feed = one._plan.feed
         return one
 
     return make
@@ -75,16 +75,16 @@ def test_what_is_refused_is_told_for_every_feed_and_the_script_keeps_its_own_pla
     assert load_plan(tmp_path / "plan.toml") == OWN
 
 
-@pytest.mark.parametrize(("device", "settles"), [("cpu", kit.SETTLES), ("cuda", kit.SETTLES + kit.LOOKED)])
+@pytest.mark.parametrize(("device", "settles"), [("cpu", kit.SETTLES), ("cuda", kit.SETTLES + kit.WATCHED_STEPS)])
 def test_laps_begin_once_the_feed_is_in_force_and_nothing_else_takes_time(under, device, settles):
     training = Training(device)
     one = under(training, feed="gather")
-    training.servings[0].waiting = True
+    training.proxies[0].waiting = True
     steps(one, 1 + settles)
     one.gave(100.0)  # by the loader before
     assert not one.has_settled
     assert one.start_s is None
-    training.servings[0].waiting = False
+    training.proxies[0].waiting = False
     one.gave(2.0)
     one.gave(100.0)
     assert 2.0 < one.start_s < 100.0
@@ -104,12 +104,12 @@ def settled(under, training, **asked):
 def test_it_is_read_back_whether_the_plan_was_obeyed(under):
     training = Training()
     one = settled(under, training, feed="gather")
-    training.servings[0].other = "a batch has other values"
+    training.proxies[0].other = "a batch has other values"
     assert one.why_not_probed() == "a batch has other values"
-    training.servings[0].feed = OWN.feed
+    training.proxies[0].feed = OWN.feed
     assert one.why_not_probed() == "its batches came by its own loader all the same"
-    one._session.is_steering = False
-    assert one.why_given_up() == one.why_not_probed() == "hotlap had to stop: it fell"
+    one._session.is_tuning = False
+    assert one.why_given_up() == one.why_not_probed() == "hotlap failed: it fell"
 
 
 def test_a_precision_that_only_calls_show_to_be_the_scripts_own_is_told(under):
@@ -125,7 +125,7 @@ def test_a_precision_that_only_calls_show_to_be_the_scripts_own_is_told(under):
 
 def test_a_loop_that_is_not_found_is_not_waited_for(under):
     one = under(feed="gather")
-    one._session.is_steering = False
+    one._session.is_tuning = False
     steps(one, kit.MOST_UNFOUND - 1)
     assert one.why_given_up() is None
     assert one.why_not_probed() == "the script is over before it could be"

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hotlap.engine.assists.attention import Masks
-from hotlap.script import advise as attending
-from hotlap.script.advise import NODE, Attending, dropping_call
+from hotlap.script import advice as attending
+from hotlap.script.advice import NODE, AttentionAdvice, dropping_call
 from hotlap.script.session import Session, Settings
 
 GOOD = Masks(distinct=1.0, spread=1.0, limit=1.3)
@@ -83,7 +83,7 @@ def test_large_graphs_are_looked_through_for_a_while_only(monkeypatch):
 def test_real_graphs_without_that_kernel_have_no_such_call(monkeypatch):
     layer = nn.TransformerEncoderLayer(8, 2, dropout=0.1, batch_first=True)
     monkeypatch.setattr(attending, "masks_of", lambda *_: pytest.fail("looked at"))
-    seen = Attending()
+    seen = AttentionAdvice()
     seen.see({"hidden": layer(torch.randn(2, 5, 8)), "other": 3})
     assert seen.advice() == []
 
@@ -92,7 +92,7 @@ def looked(monkeypatch, found, given=0.1):
     """A look at a graph with such a call, whose masks are these."""
     monkeypatch.setattr(attending, "masks_of", lambda *_: found)
     monkeypatch.setattr(attending, "tensors_in", lambda outputs: outputs)
-    seen = Attending()
+    seen = AttentionAdvice()
     seen.see([SimpleNamespace(grad_fn=attention(given))])
     return seen
 
@@ -117,7 +117,7 @@ def test_good_masks_and_those_that_cannot_be_looked_at_are_not_told(monkeypatch)
 def test_only_the_first_outputs_with_gradients_are_looked_at(monkeypatch):
     asked = []
     monkeypatch.setattr(attending, "dropping_call", lambda nodes: asked.append(len(nodes)))
-    seen, x = Attending(), torch.randn(3, requires_grad=True)
+    seen, x = AttentionAdvice(), torch.randn(3, requires_grad=True)
     for outputs in (None, torch.randn(3), "words", (x * 2, x + 1), x * 3):
         seen.see(outputs)
     assert asked == [2]
@@ -127,7 +127,7 @@ def test_whatever_a_graph_is_like_the_script_goes_on():
     class Odd:
         grad_fn = property(lambda self: 1 / 0)
 
-    seen = Attending()
+    seen = AttentionAdvice()
     seen.see([Odd()])
     x = torch.randn(3, requires_grad=True)
     y = torch.nn.functional.scaled_dot_product_attention(*(x.expand(1, 1, 2, 3) for _ in range(3)))

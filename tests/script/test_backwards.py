@@ -5,14 +5,14 @@ import threading
 import pytest
 import torch
 
-from hotlap.script.update.updates import Backwards
+from hotlap.script.update.updates import BackwardThread
 
 
 @pytest.mark.parametrize("was", [True, False])
 def test_it_is_as_it_was_in_the_end(was):
     torch._C._set_multithreading_enabled(was)
     try:
-        backwards = Backwards()
+        backwards = BackwardThread()
         backwards.use(here=False)
         assert torch._C._is_multithreading_enabled() == was
         for _ in range(2):
@@ -26,7 +26,7 @@ def test_it_is_as_it_was_in_the_end(was):
 
 
 def test_other_threads_are_left_alone():
-    backwards = Backwards()
+    backwards = BackwardThread()
     backwards.use(here=True)
     try:
         found = []

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hotlap.script import busy
-from hotlap.script.busy import LOOKS, MOST_S, Busy
+from hotlap.script import training
+from hotlap.script.training import LOOKS, MOST_S, ComputeTimer
 
 
 class Device:
@@ -22,8 +22,8 @@ class Device:
         self.free_at = max(self.now, self.free_at + self.device_s)
 
     def sleep(self, cycles):
-        self.free_at = max(self.free_at, self.now) + cycles / busy.CLOCK_HZ
-        self.slept += cycles / busy.CLOCK_HZ
+        self.free_at = max(self.free_at, self.now) + cycles / training.CLOCK_HZ
+        self.slept += cycles / training.CLOCK_HZ
 
     def event(self, enable_timing):
         device = self
@@ -45,10 +45,10 @@ class Device:
 def looking(monkeypatch):
     def made(**times):
         device = Device(**times)
-        monkeypatch.setattr(busy.time, "perf_counter", lambda: device.now)
+        monkeypatch.setattr(training.time, "perf_counter", lambda: device.now)
         cuda = SimpleNamespace(device=lambda at: torch.inference_mode(False), _sleep=device.sleep, Event=device.event)
-        monkeypatch.setattr(busy, "torch", SimpleNamespace(cuda=cuda, device=torch.device))
-        return device, Busy(torch.device("cuda", 0))
+        monkeypatch.setattr(training, "torch", SimpleNamespace(cuda=cuda, device=torch.device))
+        return device, ComputeTimer(torch.device("cuda", 0))
 
     return made
 
@@ -77,6 +77,6 @@ def test_steps_of_some_length_are_looked_at_once_and_long_ones_never(looking):
 
 
 def test_a_cpu_has_no_time_of_its_own():
-    watch = Busy(torch.device("cpu"))
+    watch = ComputeTimer(torch.device("cpu"))
     assert not any(watch.stepped() for _ in range(10))
     assert watch.step_s is None

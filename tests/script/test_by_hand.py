@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hotlap.core.plan import Feed, Plan
 from hotlap.script import training as script_training
-from hotlap.script.calls.call import Call
-from hotlap.script.find.finder import PATIENCE, WAITED, WHY, ByHand, Passes
+from hotlap.script.calls.call import ModuleCall
+from hotlap.script.loop_finder import PATIENCE, WAITED, WHY, BackwardPasses, ManualUpdates
 from hotlap.script.session import Session, Settings
-from hotlap.script.steering import Steering
+from hotlap.script.tuning import ScriptTuning
 from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
 
@@ -98,8 +98,8 @@ def test_batches_cut_from_a_tensor_tell_how_long_it_takes(session, monkeypatch):
         known.append(length().updates)
         original(self, *args, length=length, **kwargs)
 
-    original = Steering.__init__
-    monkeypatch.setattr(Steering, "__init__", found)
+    original = ScriptTuning.__init__
+    monkeypatch.setattr(ScriptTuning, "__init__", found)
     with session():
         read(reader(), epochs=5)
     assert known == [35]
@@ -188,7 +188,7 @@ def test_passes_that_change_no_weights_are_no_training(session, capsys):
         train(epochs=1 + (WAITED + PATIENCE) // 8, update=lambda model: model.zero_grad())
         assert torch.Tensor.backward is original
         assert nn.Module.__call__.__module__.startswith("torch.")
-    assert "no training was seen" in capsys.readouterr().err
+    assert "no training found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("micro_batches", [1, 6, 2 * PATIENCE])
@@ -257,7 +257,7 @@ with Session(Settings(name="test", out=Path(sys.argv[1]))) as session:
         for p in model.parameters():
             p.data.add_(p.grad, alpha=-0.1)
         model.zero_grad()
-    assert session._compiling.has_begun
+    assert session._compile_watch.has_begun
 """
 
 
@@ -267,7 +267,7 @@ def test_compiled_modules_are_left_alone_though_no_optimizer_is_made(tmp_path, w
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "20 updates" in done.stderr
-    assert "had to stop" not in done.stderr
+    assert "hotlap failed" not in done.stderr
 
 
 def test_whatever_breaks_while_passes_are_looked_at_the_script_goes_on(session, monkeypatch, capsys):
@@ -275,7 +275,7 @@ def test_whatever_breaks_while_passes_are_looked_at_the_script_goes_on(session, 
         raise ZeroDivisionError("planted")
 
     alone = read(reader())
-    monkeypatch.setattr(Passes, "passed", breaks)
+    monkeypatch.setattr(BackwardPasses, "passed", breaks)
     with session():
         assert_equal(read(reader()), alone)
     assert capsys.readouterr().err.count("planted") == 2  # in the headline, and below
@@ -305,7 +305,7 @@ def test_everything_leaves_the_update_alone(session, tmp_path, capsys):
     assert len(seen[0]) == len(alone[0])
     np.testing.assert_allclose(np.mean(seen[0][-16:]), np.mean(alone[0][-16:]), rtol=0.2)
     assert RunFolder.open(tmp_path / "run").read_plan().numerics.optimizer == "plain"
-    assert "had to stop" not in capsys.readouterr().err
+    assert "hotlap failed" not in capsys.readouterr().err
 
 
 def test_tuned_training_trains_the_same(session, monkeypatch, capsys):
@@ -316,7 +316,7 @@ def test_tuned_training_trains_the_same(session, monkeypatch, capsys):
     told = capsys.readouterr().err
     np.testing.assert_allclose(np.mean(tuned[0][-64:]), np.mean(alone[0][-64:]), rtol=0.2)
     assert f"{len(alone[0])} updates" in told
-    assert "had to stop" not in told
+    assert "hotlap failed" not in told
 
 
 def test_the_gate_judges_gradients_where_no_optimizer_is():
@@ -345,22 +345,22 @@ def test_a_captured_training_counts_every_update(session, monkeypatch, tmp_path,
         found.append(training)
         return plan
 
-    monkeypatch.setattr(script_training, "Call", functools.partial(Call, make_recorder=FakeRecorder))
+    monkeypatch.setattr(script_training, "ModuleCall", functools.partial(ModuleCall, make_recorder=FakeRecorder))
     alone = train(20, dropout=0.0)
     with session(plan=chosen):
         seen = train(20, dropout=0.0)
     np.testing.assert_allclose(seen[0], alone[0], rtol=1e-4, atol=1e-6)
-    assert found[0].endings.made > 100  # without autograd
+    assert found[0].loss_replay.made > 100  # without autograd
     told = capsys.readouterr().err
     assert f"{len(alone[0])} updates" in told
-    assert "had to stop" not in told
+    assert "hotlap failed" not in told
 
 
 # --- the stand-in itself ---------------------------------------------------------------------------------
 
 
 def passed_through(model, *frozen):
-    one = ByHand()
+    one = ManualUpdates()
     for x, y in batches(6):
         loss = nn.functional.cross_entropy(sum(frozen, start=model(x)), y)
         loss.backward()

@@ -15,16 +15,16 @@ from calling import (
 )
 from torch import nn
 
-from hotlap.script.calls import endings as call_endings
-from hotlap.script.calls.endings import SEEN, Endings
+from hotlap.script.calls import losses as call_endings
+from hotlap.script.calls.losses import SEEN_LOSSES, LossReplay
 
 
 class Scripted(calling.Scripted):
     """With endings in force."""
 
     def __init__(self, module, plan=CAPTURED):
-        self.endings = Endings()
-        super().__init__(module, plan, endings=self.endings)
+        self.loss_replay = LossReplay()
+        super().__init__(module, plan, loss_replay=self.loss_replay)
 
     @property
     def graphs(self):
@@ -37,13 +37,13 @@ def scripted():
 
     def make(module=None, plan=CAPTURED):
         made.append(Scripted(module or net(), plan))
-        made[-1].endings.put()
+        made[-1].loss_replay.put()
         return made[-1]
 
     before = torch.Tensor.backward, [getattr(F, name) for name in call_endings.LOSSES]
     yield make
     for one in made:
-        one.endings.take_out()
+        one.loss_replay.take_out()
     assert (torch.Tensor.backward, [getattr(F, name) for name in call_endings.LOSSES]) == before
 
 
@@ -98,7 +98,7 @@ def test_gradients_and_losses_are_those_of_the_plain_loop(scripted, name):
     mine = trained(model, model.module, data(24), criterion)
     assert_same(mine, theirs)
     assert_equal_states(state_of(model.module), state_of(own))
-    assert model.endings.made >= 24 - SEEN - 8
+    assert model.loss_replay.made >= 24 - SEEN_LOSSES - 8
 
 
 def test_dropout_goes_on_as_in_the_plain_loop(scripted, monkeypatch):
@@ -110,7 +110,7 @@ def test_dropout_goes_on_as_in_the_plain_loop(scripted, monkeypatch):
     torch.manual_seed(3)
     mine = trained(model, model.module, batches(20), criterion)
     assert_same(mine, theirs)
-    assert model.endings.made
+    assert model.loss_replay.made
 
 
 def scaled(loss):
@@ -141,7 +141,7 @@ def test_whatever_else_is_differentiated_is_torchs_own(scripted, backward):
     theirs = trained(own, own, batches(16), criterion, backward=backward)
     mine = trained(model, model.module, batches(16), criterion, backward=backward)
     assert_same(mine, theirs)
-    assert not model.endings.made
+    assert not model.loss_replay.made
 
 
 def on(number, what):
@@ -181,7 +181,7 @@ def test_what_a_script_does_before_the_pass_counts(scripted, change):
     theirs = trained(own, own, batches(24), criterion, between=on(16, change))
     mine = trained(model, model.module, batches(24), criterion, between=on(16, change))
     assert_same(mine, theirs)
-    assert model.endings.made
+    assert model.loss_replay.made
 
 
 def test_targets_and_outputs_that_are_written_to_fail_or_count_as_they_do_in_torch(scripted):
@@ -206,12 +206,12 @@ def test_a_second_pass_fails_as_in_torch(scripted):
     model = scripted()
     criterion = nn.CrossEntropyLoss()
     trained(model, model.module, batches(20), criterion)
-    made = model.endings.made
+    made = model.loss_replay.made
     (x, y), *_ = batches(1)
     model.module.zero_grad()
     loss = criterion(model(x), y)
     loss.backward()
-    assert model.endings.made == made + 1
+    assert model.loss_replay.made == made + 1
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
@@ -219,38 +219,38 @@ def test_a_second_pass_fails_as_in_torch(scripted):
 def test_gradients_that_differ_from_autograds_are_never_used(scripted, monkeypatch):
     from hotlap.script.calls.graphs import CallGraph
 
-    end = CallGraph.end
+    end = CallGraph.replay_loss
 
     def wrong(self, tensors):
         end(self, tensors)
-        self.standing.parameters[0].grad.mul_(1.01)
+        self.aliases.parameters[0].grad.mul_(1.01)
 
-    monkeypatch.setattr(CallGraph, "end", wrong)
+    monkeypatch.setattr(CallGraph, "replay_loss", wrong)
     criterion = nn.CrossEntropyLoss()
     model, own = scripted(), net()
     theirs = trained(own, own, batches(16), criterion)
     mine = trained(model, model.module, batches(16), criterion)
     assert_same(mine, theirs)
-    assert not model.endings.made
-    assert all(graph.ending is None for graph in model.graphs)
+    assert not model.loss_replay.made
+    assert all(graph.loss_call is None for graph in model.graphs)
 
 
 def test_a_replay_that_fails_leaves_nothing_and_is_not_tried_again(scripted, monkeypatch):
     from hotlap.script.calls.graphs import CallGraph
 
-    end, tries = CallGraph.end, []
+    end, tries = CallGraph.replay_loss, []
 
     def breaks(self, tensors):
         tries.append(1)
         end(self, tensors)
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(CallGraph, "end", breaks)
+    monkeypatch.setattr(CallGraph, "replay_loss", breaks)
     criterion = nn.CrossEntropyLoss()
     model, own = scripted(), net()
     assert_same(trained(model, model.module, batches(16), criterion), trained(own, own, batches(16), criterion))
     assert len(tries) == 1
-    assert not model.endings.made
+    assert not model.loss_replay.made
 
 
 def test_another_loss_in_between_is_torchs_own(scripted):
@@ -269,7 +269,7 @@ def test_another_loss_in_between_is_torchs_own(scripted):
     theirs = trained(own, own, batches(30), turns())
     mine = trained(model, model.module, batches(30), turns())
     assert_same(mine, theirs)
-    assert model.endings.made
+    assert model.loss_replay.made
 
 
 def test_a_loss_that_is_looked_at_beside_changes_nothing(scripted):
@@ -283,7 +283,7 @@ def test_a_loss_that_is_looked_at_beside_changes_nothing(scripted):
 
     model, own = scripted(), net()
     assert_same(trained(model, model.module, batches(20), beside), trained(own, own, batches(20), beside))
-    assert model.endings.made
+    assert model.loss_replay.made
 
 
 def test_without_a_replay_there_is_nothing_to_end(scripted):
@@ -291,7 +291,7 @@ def test_without_a_replay_there_is_nothing_to_end(scripted):
     x = torch.randn(4, 3, requires_grad=True)
     F.cross_entropy(x, torch.tensor([0, 1, 2, 0])).backward()
     assert x.grad is not None
-    assert not model.endings.made
+    assert not model.loss_replay.made
 
 
 def keeps_losses(kept, loss):
@@ -310,7 +310,7 @@ def test_a_script_that_keeps_its_losses_leaves_them_to_autograd(scripted, keep):
     theirs = trained(own, own, batches(40), criterion)
     mine = trained(model, model.module, batches(40), criterion, between=lambda *step: keep(kept, step[2]))
     assert_same(mine, theirs)
-    assert 0 < model.endings.made <= call_endings.KEPT + 1
+    assert 0 < model.loss_replay.made <= call_endings.MOST_KEPT_LOSSES + 1
 
 
 def test_a_script_that_holds_its_output_and_loss_until_the_next_ones_keeps_nothing(scripted):
@@ -323,11 +323,11 @@ def test_a_script_that_holds_its_output_and_loss_until_the_next_ones_keeps_nothi
         loss.backward()
         optimizer.step()
         running += loss.item()
-    assert model.endings.made >= 24 - SEEN - 8
+    assert model.loss_replay.made >= 24 - SEEN_LOSSES - 8
 
 
 def test_large_outputs_are_left_to_autograd(scripted, monkeypatch):
     monkeypatch.setattr(call_endings, "LARGEST", 8 * 3 * 4 - 1)
     model = scripted()
     trained(model, model.module, batches(20), nn.CrossEntropyLoss())
-    assert not model.endings.made
+    assert not model.loss_replay.made

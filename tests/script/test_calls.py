@@ -32,12 +32,11 @@ from hotlap.core.errors import PlanError
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.capture.fingerprint import fingerprint
 from hotlap.engine.capture.recording import NotRecordedError
-from hotlap.script.calls import eager as call_switches
-from hotlap.script.calls import refusals as call_refusals
-from hotlap.script.calls.call import Call
-from hotlap.script.calls.capture import MOST_LANES
+from hotlap.script.calls import eager
+from hotlap.script.calls.call import ModuleCall
+from hotlap.script.calls.capture import MOST_SLOTS
 from hotlap.script.calls.eager import leave_broken_passes, switch_in_backward
-from hotlap.script.calls.traces import Drawn
+from hotlap.script.calls.module_state import GeneratorState
 from hotlap.tuner.moment import without_dropout
 
 BF16 = Numerics(precision="bf16"), Execution()
@@ -229,19 +228,19 @@ def test_hooks_are_fine_with_another_precision_and_not_with_capture():
     model = Scripted(module, BF16)
     train(model, module, batches(3))
     assert len(seen) == 3
-    assert "hooks of the script's own run with Linear" in model.call.supports(*CAPTURED)
+    assert "Linear has hooks of the script" in model.call.supports(*CAPTURED)
 
 
 def in_fp16(monkeypatch):
     absent = SimpleNamespace(support="absent", reason="")
-    monkeypatch.setattr(call_refusals.machine, "dtype_fact", lambda *_: absent)
-    monkeypatch.setattr(call_refusals, "why_not_precision", lambda *_: None)
+    monkeypatch.setattr(eager.machine, "dtype_fact", lambda *_: absent)
+    monkeypatch.setattr(eager, "why_not_precision", lambda *_: None)
 
 
 def test_fp16_is_only_for_where_bf16_is_not(monkeypatch):
-    call = Call(net(), device=CPU)
-    if call_refusals.machine.dtype_fact(CPU, "bf16").support is call_refusals.machine.Support.HARDWARE:
-        assert "bf16 is there" in call.supports(*FP16)
+    call = ModuleCall(net(), device=CPU)
+    if eager.machine.dtype_fact(CPU, "bf16").support is eager.machine.Support.HARDWARE:
+        assert "supports bf16" in call.supports(*FP16)
     in_fp16(monkeypatch)
     assert call.supports(*FP16) is None
 
@@ -341,7 +340,7 @@ def test_switches_that_a_broken_pass_left_on_go_off():
         out.sum().backward()
     leave_broken_passes()
     assert told.on == 0
-    assert not call_switches._entered
+    assert not eager._entered
 
 
 # --- layout -----------------------------------------------------------------------------------------
@@ -616,7 +615,7 @@ def test_several_calls_before_one_backward_pass_are_right(waiting):
         assert_equal_states(module.state_dict(), twin.state_dict())
     assert models[0].replays > 8
     assert models[1].replays > 0
-    assert len(models[0].recorders) == min(waiting, MOST_LANES)
+    assert len(models[0].recorders) == min(waiting, MOST_SLOTS)
 
 
 def test_outputs_that_are_never_differentiated_do_not_stand_in_the_way():
@@ -734,7 +733,7 @@ def test_surprise_after_surprise_ends_the_capture():
             (hidden if number % 6 == 5 else out).sum().backward()
         torch.testing.assert_close(gradients(mine), gradients(theirs))
     assert 0 < model.replays < 20
-    assert "now, and then that" in model.call.given_up
+    assert "keeps changing how it uses the outputs" in model.call.given_up
 
 
 def test_shapes_values_flags_and_modes_are_recorded_apart():
@@ -803,7 +802,7 @@ def test_arguments_that_are_always_new_end_the_capture():
     model = Scripted(module, CAPTURED)
     for number in range(210):
         model(torch.randn(2, 6), scale=float(number))[0].sum().backward()
-    assert "always something new" in model.call.given_up
+    assert "keep changing" in model.call.given_up
 
 
 @pytest.mark.parametrize(
@@ -905,11 +904,11 @@ def test_recurrent_layers_that_drop_are_recorded_once_and_anew_where_a_seed_is_s
 
 def test_a_place_in_the_randomness_of_a_device_is_two_numbers():
     generator = Seeded()
-    drawn = Drawn(generator)
+    drawn = GeneratorState(generator)
     generator.offset += 4
-    assert not Drawn(generator).was_set_since(drawn)
+    assert not GeneratorState(generator).was_set_since(drawn)
     generator.manual_seed(3)
-    assert Drawn(generator).was_set_since(drawn)
+    assert GeneratorState(generator).was_set_since(drawn)
     drawn.put_back()
     assert (generator.seed, generator.offset, generator.seedings) == (7, 100, 2)
     drawn.put_back()  # where nothing was drawn since, no seed is set: recurrent layers would begin their masks anew
@@ -926,7 +925,7 @@ def test_nothing_recorded_outlives_its_plan_though_the_script_keeps_outputs():
             return Recorded()
 
     module = Nested("tuple")
-    call = Call(module, device=CPU, make_recorder=OfNoWork)
+    call = ModuleCall(module, device=CPU, make_recorder=OfNoWork)
     call.use(*CAPTURED)
     own = functools.partial(nn.Module.__call__, module)
     kept = []
@@ -1157,7 +1156,7 @@ def test_plans_can_be_changed_to_and_fro_and_captures_stay():
 
 
 def test_a_capture_needs_a_gpu():
-    assert "needs a GPU" in Call(net(), device=CPU).supports(*CAPTURED)
+    assert "needs a GPU" in ModuleCall(net(), device=CPU).supports(*CAPTURED)
 
 
 @pytest.mark.parametrize(
@@ -1176,7 +1175,7 @@ def test_a_capture_needs_a_gpu():
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_what_cannot_be_done_is_refused_in_one_line(make, plan, reason):
-    call = Call(make(), device=CPU, make_recorder=FakeRecorder)
+    call = ModuleCall(make(), device=CPU, make_recorder=FakeRecorder)
     assert reason in call.supports(*plan)
     assert "\n" not in call.supports(*plan)
     assert call.supports(*OWN) is None
@@ -1206,7 +1205,7 @@ def test_with_weights_that_are_kept_for_a_while_a_call_is_the_scripts_own():
 def test_where_every_call_of_a_module_comes_by_it_is_asked_once(monkeypatch):
     """As a session has it, which puts a function in the place of `nn.Module.__call__`."""
     mine, theirs = net(0.5), net(0.5)
-    call = Call(mine, device=CPU, make_recorder=FakeRecorder)
+    call = ModuleCall(mine, device=CPU, make_recorder=FakeRecorder)
     own = nn.Module.__call__
 
     def called(module, *args, **kwargs):

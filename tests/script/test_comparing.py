@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotlap.script.comparing import Figure, Outcome, figures, told
+from hotlap.script.compare import Figure, Outcome, figures, format_comparison
 
 
 def outcome(out="", err="", wall_s=10.0, code=0, **more):
@@ -74,7 +74,9 @@ def test_a_difference_is_told_as_such_and_as_a_part(without, under, difference):
 
 
 def test_both_stand_side_by_side():
-    lines = told([outcome("loss 0.50\ntook 9 s", wall_s=10)], [outcome("loss 0.51\ntook 840 ms", wall_s=4)])
+    lines = format_comparison(
+        [outcome("loss 0.50\ntook 9 s", wall_s=10)], [outcome("loss 0.51\ntook 840 ms", wall_s=4)]
+    )
     assert lines == [
         "           without hotlap  with hotlap",
         "wall       10 s            4 s          2.5x as fast",
@@ -84,15 +86,15 @@ def test_both_stand_side_by_side():
         "the rest   10 s            4 s          2.5x as fast",
         "exit code  0               0            same",
         "loss       0.50            0.51         +0.01 (+2.00%)",
-        "hotlap changed nothing in the end: a difference in time is noise, and what watching and trials took",
-        "printed: the same 2 lines but for their numbers",
+        "hotlap changed nothing in the end: a difference in time is noise plus the cost of watching and trials",
+        "printed: the same 2 lines except for their numbers",
     ]
 
 
 def test_times_of_several_runs_have_their_spread_and_start_up_and_tuning_stand_apart():
     without = [outcome(wall_s=10, cpu_s=12, startup_s=2), outcome(wall_s=12, cpu_s=14, startup_s=2)]
     under = [outcome(wall_s=6, cpu_s=7, startup_s=3, tuning_s=1, is_changed=True) for _ in range(2)]
-    assert told(without, under)[1:6] == [
+    assert format_comparison(without, under)[1:6] == [
         "wall       11 s [10 s, 12 s]  6 s [6 s, 6 s]  1.83x as fast [1.67, 2]",
         "CPU time   13 s [12 s, 14 s]  7 s [7 s, 7 s]",
         "start-up   2 s [2 s, 2 s]     3 s [3 s, 3 s]",
@@ -106,34 +108,34 @@ def test_times_of_several_runs_have_their_spread_and_start_up_and_tuning_stand_a
     [
         ([10, 12], [6, 7], True, "all 2 runs with hotlap were faster than all runs without"),
         ([6, 7], [10, 12], True, "all 2 runs with hotlap were SLOWER than all runs without"),
-        ([10, 12], [9, 11], True, "runs of one kind differ by as much as the two kinds do"),
+        ([10, 12], [9, 11], True, "runs of the same kind differ as much as both kinds do"),
         ([10], [5], True, "one run each has no spread"),
         ([10, 12], [6, 7], False, "hotlap changed nothing in the end: a difference in time is noise"),
     ],
 )
 def test_it_says_what_a_difference_in_time_is_worth(without, under, changed, said):
     runs = [[outcome(wall_s=s, is_changed=changed) for s in times] for times in (without, under)]
-    assert told(*runs)[-2].startswith(said)
+    assert format_comparison(*runs)[-2].startswith(said)
 
 
 @pytest.mark.parametrize(
     ("without", "under", "said"),
     [
-        ("a 1\n", "a 1\n", "the same to the last character"),
-        ("at 0x7f01\n", "at 0x7f02\n", "the same 1 lines but for their numbers"),
-        ("a\nb\n", "b\na\n", "DIFFERENT in structure: the same lines but for their numbers, in another order"),
-        ("a 1\na 2\nb\n", "a 1\n", "DIFFERENT in structure: 2 lines only without hotlap, the first 'a #'"),
+        ("a 1\n", "a 1\n", "identical"),
+        ("at 0x7f01\n", "at 0x7f02\n", "the same 1 lines except for their numbers"),
+        ("a\nb\n", "b\na\n", "DIFFERENT in structure: the same lines except for their numbers, in another order"),
+        ("a 1\na 2\nb\n", "a 1\n", "DIFFERENT in structure: 2 lines only without hotlap, the first: 'a #'"),
         (
             "a\n",
             "b\x1b\n",
             "DIFFERENT in structure: "
-            "1 lines only without hotlap, the first 'a'; 1 lines only with it, the first 'b\\x1b'",
+            "1 lines only without hotlap, the first: 'a'; 1 lines only with it, the first: 'b\\x1b'",
         ),
     ],
 )
 def test_it_says_whether_the_same_lines_were_printed(without, under, said):
-    assert told([outcome(without)], [outcome(under)])[-1] == f"printed: {said}"
+    assert format_comparison([outcome(without)], [outcome(under)])[-1] == f"printed: {said}"
 
 
 def test_exit_codes_that_differ_are_not_overlooked():
-    assert "exit code  0               137          DIFFERENT" in told([outcome()], [outcome(code=137)])
+    assert "exit code  0               137          DIFFERENT" in format_comparison([outcome()], [outcome(code=137)])

@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hotlap.core.plan import Feed, Plan
-from hotlap.script.feed import evaluating
-from hotlap.script.feed import holding as serving_learning
-from hotlap.script.feed.evaluating import WHAT
-from hotlap.script.feed.holding import Learned
-from hotlap.script.feed.sending import Sending
-from hotlap.script.feed.serving import Serving
+from hotlap.script.feed import evaluation_feed as evaluation_feed
+from hotlap.script.feed import feeds as feeds_module
+from hotlap.script.feed.device_copies import DeviceCopies
+from hotlap.script.feed.evaluation_feed import WHAT
+from hotlap.script.feed.feeds import KeptSamples
+from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.session import Session, Settings
-from hotlap.script.steering import Steering
+from hotlap.script.tuning import ScriptTuning
 from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
 
@@ -92,10 +92,10 @@ def assert_same(one, other):
 @pytest.fixture
 def held_for_nothing(monkeypatch):
     """Holding costs nothing, and what it brings is not doubted: nothing in here hangs on a clock."""
-    monkeypatch.setattr(Serving, "holding_s", lambda self, feed=None: 0.0)
-    monkeypatch.setattr(evaluating, "PROBED", 0)
-    monkeypatch.setattr(evaluating, "LEAST_S", 0.0)
-    monkeypatch.setattr(evaluating._Epochs, "batch_s", property(lambda self: 1.0))
+    monkeypatch.setattr(LoaderProxy, "holding_s", lambda self, feed=None: 0.0)
+    monkeypatch.setattr(evaluation_feed, "PROBED", 0)
+    monkeypatch.setattr(evaluation_feed, "LEAST_S", 0.0)
+    monkeypatch.setattr(evaluation_feed._Epochs, "batch_s", property(lambda self: 1.0))
 
 
 @pytest.fixture
@@ -124,14 +124,14 @@ def told(tmp_path):
 def feeds(monkeypatch):
     """The feed of every epoch of every loader, by loader in the order in which they were first iterated."""
     found: dict[int, list[str]] = {}
-    begin = Serving.begin
+    begin = LoaderProxy.begin
 
     def noted(self, loader):
         begun = begin(self, loader)
         found.setdefault(id(self), []).append(self.feed.kind)
         return begun
 
-    monkeypatch.setattr(Serving, "begin", noted)
+    monkeypatch.setattr(LoaderProxy, "begin", noted)
     return lambda: list(found.values())
 
 
@@ -165,8 +165,10 @@ def test_an_evaluation_comes_by_the_feed_of_the_loop_from_its_second_epoch_on(se
 
 @pytest.mark.usefixtures("held_for_nothing")
 def test_it_waits_until_the_loop_has_a_feed_that_is_kept(session, told, feeds, monkeypatch):
-    searching, plan = [True], Steering.plan
-    monkeypatch.setattr(Steering, "plan", property(lambda self: self.training.own if searching[0] else plan.fget(self)))
+    searching, plan = [True], ScriptTuning.plan
+    monkeypatch.setattr(
+        ScriptTuning, "plan", property(lambda self: self.training.own if searching[0] else plan.fget(self))
+    )
     count = []
 
     def evaluate(model, loaders):
@@ -185,13 +187,13 @@ def test_it_waits_until_the_loop_has_a_feed_that_is_kept(session, told, feeds, m
 @pytest.mark.usefixtures("held_for_nothing")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_an_evaluation_are_kept_while_those_of_the_loop_are(session, feeds, monkeypatch, workers):
-    monkeypatch.setattr(serving_learning, "MOST_SHARE", float("inf"))
-    is_settled, plan, missing = [False], Steering.plan, []
+    monkeypatch.setattr(feeds_module, "MOST_SHARE", float("inf"))
+    is_settled, plan, missing = [False], ScriptTuning.plan, []
     monkeypatch.setattr(
-        Steering, "plan", property(lambda self: plan.fget(self) if is_settled[0] else self.training.own)
+        ScriptTuning, "plan", property(lambda self: plan.fget(self) if is_settled[0] else self.training.own)
     )
-    columns = Learned.columns
-    monkeypatch.setattr(Learned, "columns", lambda self: (missing.append(self.missing), columns(self))[1])
+    columns = KeptSamples.columns
+    monkeypatch.setattr(KeptSamples, "columns", lambda self: (missing.append(self.missing), columns(self))[1])
 
     def evaluate(model, loaders):
         seen = validate(model, loaders)
@@ -212,21 +214,21 @@ def test_samples_of_an_evaluation_are_let_go_of_with_those_of_the_loop(session, 
 
     def evaluate(model, loaders):
         seen = validate(model, loaders)
-        serving = next(one for one in opened._servings.values() if one.batch_size == 8)
-        found.append(serving.learned is not None)
-        for one in opened._steering.training.servings:
-            monkeypatch.setattr(type(one), "keeps_samples", property(lambda self: self is serving))
+        proxy = next(one for one in opened._proxies.values() if one.batch_size == 8)
+        found.append(proxy.kept_samples is not None)
+        for one in opened._tuning.training.proxies:
+            monkeypatch.setattr(type(one), "keeps_samples", property(lambda self: self is proxy))
         return seen
 
-    monkeypatch.setattr(Steering, "plan", property(lambda self: self.training.own))
+    monkeypatch.setattr(ScriptTuning, "plan", property(lambda self: self.training.own))
     with session() as opened:
         train([loader_of()], evaluate=evaluate)
     assert found == [True, *[False] * (EPOCHS - 1)]
 
 
 def test_a_tuned_training_evaluates_on_the_same_batches(session, monkeypatch):
-    monkeypatch.setattr(Serving, "holding_s", lambda self, feed=None: 0.0)
-    monkeypatch.setattr(evaluating, "LEAST_S", 0.0)
+    monkeypatch.setattr(LoaderProxy, "holding_s", lambda self, feed=None: 0.0)
+    monkeypatch.setattr(evaluation_feed, "LEAST_S", 0.0)
     alone = train([loader_of()], epochs=40)
     with session(plan=None, tune_s=5.0):
         tuned = train([loader_of()], epochs=40)
@@ -271,7 +273,7 @@ def test_a_loader_that_is_iterated_once_keeps_its_own(session, told, feeds):
 @pytest.mark.usefixtures("held_for_nothing")
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
-    [(Serving, "holding_s", lambda self, feed=None: 3600.0), (evaluating, "LEAST_S", 3600.0)],
+    [(LoaderProxy, "holding_s", lambda self, feed=None: 3600.0), (evaluation_feed, "LEAST_S", 3600.0)],
 )
 def test_what_costs_more_than_it_saves_is_not_done(session, told, feeds, monkeypatch, owner, name, value):
     monkeypatch.setattr(owner, name, value)
@@ -283,7 +285,9 @@ def test_what_costs_more_than_it_saves_is_not_done(session, told, feeds, monkeyp
 
 @pytest.mark.usefixtures("held_for_nothing")
 def test_a_feed_that_proves_slower_is_given_back(session, told, feeds, monkeypatch):
-    monkeypatch.setattr(evaluating._Epochs, "batch_s", property(lambda self: 1.0 if self.own_batch_s is None else 2.0))
+    monkeypatch.setattr(
+        evaluation_feed._Epochs, "batch_s", property(lambda self: 1.0 if self.own_batch_s is None else 2.0)
+    )
     alone = train([loader_of()])
     with session():
         fed = train([loader_of()])
@@ -384,9 +388,9 @@ def test_samples_that_turn_out_to_be_no_columns_are_left_alone(session, told, fe
         def __getitem__(self, index):
             return (self.x[index] + (torch.randn(6) if index == 37 else 0)), self.y[index]
 
-    monkeypatch.setattr(Serving, "holding_s", lambda self, feed=None: 0.0)
-    monkeypatch.setattr(evaluating, "PROBED", 0)
-    monkeypatch.setattr(evaluating, "LEAST_S", 0.0)
+    monkeypatch.setattr(LoaderProxy, "holding_s", lambda self, feed=None: 0.0)
+    monkeypatch.setattr(evaluation_feed, "PROBED", 0)
+    monkeypatch.setattr(evaluation_feed, "LEAST_S", 0.0)
     alone = train([loader_of(Late(80))])
     with session():
         assert_same(train([loader_of(Late(80))]), alone)
@@ -402,7 +406,7 @@ def test_whatever_breaks_in_here_the_script_goes_on(session, monkeypatch, broken
     def breaks(*args, **kwargs):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(evaluating.Evaluating, broken, breaks)
+    monkeypatch.setattr(evaluation_feed.EvaluationFeed, broken, breaks)
     with session():
         assert_same(train([loader_of()]), alone)
 
@@ -413,17 +417,17 @@ def test_whatever_breaks_in_here_the_script_goes_on(session, monkeypatch, broken
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """The host in the place of a GPU that has no room for data of some length."""
-    sending, why_not, too_long = Sending(torch.device("cpu")), Serving._why_not, set()
+    device_copies, why_not, too_long = DeviceCopies(torch.device("cpu")), LoaderProxy._why_not, set()
 
     def pretended(self, feed):
         if feed.kind == "resident" and len(self._like.dataset) in too_long:
             return "it does not fit"
         return why_not(self, Feed(kind="gather"))
 
-    monkeypatch.setattr(Serving, "_why_not", pretended)
-    monkeypatch.setattr(Session, "_sending_to", lambda self, device: sending)
-    yield sending, too_long
-    sending.remove()
+    monkeypatch.setattr(LoaderProxy, "_why_not", pretended)
+    monkeypatch.setattr(Session, "_device_copies_on", lambda self, device: device_copies)
+    yield device_copies, too_long
+    device_copies.remove()
 
 
 def sends(model, loaders):
@@ -432,14 +436,14 @@ def sends(model, loaders):
 
 @pytest.mark.usefixtures("held_for_nothing")
 def test_what_an_evaluation_sends_to_the_device_is_there_already(session, feeds, pretended_gpu):
-    sending, _ = pretended_gpu
+    device_copies, _ = pretended_gpu
     loaders = [loader_of(shuffle=True)]
     alone = train([loader_of(shuffle=True)], evaluate=sends)
     with session("resident"):
         assert_same(train(loaders, evaluate=sends), alone)
     assert feeds()[1] == ["loader", *["resident"] * (EPOCHS - 1)]
     # Of the batches that were kept before they were sent, the last few were answered for.
-    assert sending.answered
+    assert device_copies.answered
 
 
 @pytest.mark.usefixtures("held_for_nothing")
@@ -454,7 +458,7 @@ def test_data_that_does_not_fit_on_the_device_is_gathered_on_the_host(session, f
 
 @pytest.mark.usefixtures("held_for_nothing", "pretended_gpu")
 def test_data_that_takes_too_long_to_hold_on_the_device_is_gathered_on_the_host(session, feeds, monkeypatch):
-    monkeypatch.setattr(Serving, "holding_s", lambda self, feed=None: 3600.0 if feed.kind == "resident" else 0.0)
+    monkeypatch.setattr(LoaderProxy, "holding_s", lambda self, feed=None: 3600.0 if feed.kind == "resident" else 0.0)
     with session("resident"):
         train([loader_of()])
     assert feeds()[1] == ["loader", *["gather"] * (EPOCHS - 1)]

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hotlap.script.find.finder import SEEN, Finder
+from hotlap.script.loop_finder import SEEN, LoopFinder
 from hotlap.script.patches import Patches
 
 
@@ -12,7 +12,7 @@ def optimizer_of(*modules):
 
 
 def test_model_loader_and_optimizer_of_a_plain_loop():
-    model, loss, finder = nn.Sequential(nn.Linear(2, 2)), nn.MSELoss(), Finder()
+    model, loss, finder = nn.Sequential(nn.Linear(2, 2)), nn.MSELoss(), LoopFinder()
     optimizer, loop = optimizer_of(model), None
     for step in range(SEEN):
         assert loop is None
@@ -27,7 +27,7 @@ def test_model_loader_and_optimizer_of_a_plain_loop():
 
 
 def test_what_comes_before_the_first_step_is_no_part_of_the_loop():
-    model, finder = nn.Linear(2, 2), Finder()
+    model, finder = nn.Linear(2, 2), LoopFinder()
     optimizer = optimizer_of(model)
     for _ in range(10):
         finder.served("valid")
@@ -41,7 +41,7 @@ def test_what_comes_before_the_first_step_is_no_part_of_the_loop():
 
 def test_two_networks_with_an_optimizer_each_and_calls_of_parts_of_them():
     generator, critic, frozen = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 1), nn.Linear(2, 2)
-    finder, ours = Finder(), [optimizer_of(generator), optimizer_of(critic)]
+    finder, ours = LoopFinder(), [optimizer_of(generator), optimizer_of(critic)]
     for _ in range(SEEN):
         for module in (generator, critic, frozen, generator[0]):
             finder.called(module)

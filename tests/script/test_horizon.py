@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hotlap.script.find.horizon import Horizon
-from hotlap.script.find.loops import locals_of
+from hotlap.script.run_length import RunLength, locals_of
 
 LENGTH = 10
 
@@ -43,7 +42,7 @@ class World:
     """What a script finds: a loader and an optimizer, which tell the horizon; and what that guessed at each step."""
 
     def __init__(self, **loader):
-        self.horizon = Horizon()
+        self.horizon = RunLength()
         self.loader = Loader(self, **loader)
         self.model = torch.nn.Linear(1, 1)
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -446,7 +445,7 @@ def test_without_any_hint_it_goes_on_to_the_end_of_the_epoch_and_as_long_again(r
 
 
 def test_with_nothing_to_go_by_there_is_no_guess():
-    horizon = Horizon()
+    horizon = RunLength()
     assert (horizon.updates(), horizon.known) == (None, False)
     horizon.began_epoch(None, None)
     assert (horizon.updates(), horizon.known) == (None, False)
@@ -683,7 +682,7 @@ def test_what_a_frame_held_is_let_go():
         batch = None
         return gone[0]()
 
-    assert train(Horizon()) is None
+    assert train(RunLength()) is None
 
 
 def test_locals_that_the_script_keeps_stay_as_they_are():
@@ -730,7 +729,7 @@ STEPS_ALONE = {
 @pytest.mark.parametrize("name", STEPS_ALONE)
 def test_steps_without_a_loader_are_counted_by_the_loops_around_them(tmp_path, name):
     text, want = STEPS_ALONE[name]
-    horizon, path, taken = Horizon(), tmp_path / "train.py", [0]
+    horizon, path, taken = RunLength(), tmp_path / "train.py", [0]
 
     def take():
         taken[0] += 1

@@ -53,9 +53,7 @@ cells = [nbformat.v4.new_code_cell(code) for code in sys.argv[1:]]
 NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=600, kernel_name="python3").execute(env=dict(os.environ))
 print(json.dumps([[output.get("text", output) for output in cell.outputs] for cell in cells]))
 """
-WATCHES = (
-    "hotlap: watches the training in this notebook; %hotlap tells how it stands, %hotlap off takes everything back\n"
-)
+WATCHES = "hotlap: watching the training in this notebook; %hotlap shows the state, %hotlap off removes hotlap\n"
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +90,7 @@ def test_in_a_real_notebook_it_watches_until_the_kernel_ends(notes):
 def test_off_takes_everything_back_once_and_it_can_begin_anew(notes):
     done = shell("load_ext hotlap", "hotlap off", "hotlap", "hotlap off", "reload_ext hotlap", "unload_ext hotlap")
     assert done.stdout == ""
-    off = "hotlap: is off; %reload_ext hotlap begins anew\n"
+    off = "hotlap: is off; use %reload_ext hotlap to start it again\n"
     assert done.stderr == WATCHES + "what was found\n" + off + off + WATCHES + "what was found\n"
     assert notes.read_text() == "start notebook None\nstop\n" * 2
 
@@ -109,7 +107,7 @@ def test_unloaded_the_magic_is_gone(notes):
 
 
 def test_a_word_that_is_not_known_changes_nothing(notes):
-    assert "%hotlap on is not known" in shell("load_ext hotlap", "hotlap on").stderr
+    assert "unknown: %hotlap on" in shell("load_ext hotlap", "hotlap on").stderr
     assert notes.read_text() == "start notebook None\nstop\n"
 
 
@@ -118,7 +116,7 @@ def test_the_variable_chooses_the_plan_and_off_leaves_the_notebook_alone(notes):
     assert notes.read_text() == "start lstm max\nstop\n"
     notes.unlink()
     done = shell("load_ext hotlap", "hotlap", HOTLAP_PLAN="off")
-    assert done.stderr.startswith("hotlap: HOTLAP_PLAN=off: this notebook is left alone\nhotlap: is off")
+    assert done.stderr.startswith("hotlap: HOTLAP_PLAN=off: hotlap does nothing in this notebook\nhotlap: is off")
     assert not notes.exists()
 
 
@@ -154,5 +152,5 @@ def test_a_notebook_that_trains_prints_the_same_with_the_real_session(tmp_path, 
     alone, watched = executed(), executed("%load_ext hotlap")
     told = "".join(str(text) for text in watched[-1])
     assert "baseline" in told
-    assert "had to stop" not in told
+    assert "hotlap failed" not in told
     assert printed(watched[1:-1]) == printed(alone[:-1])

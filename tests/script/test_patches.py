@@ -5,8 +5,8 @@ from itertools import permutations
 import pytest
 import torch
 
-from hotlap.script.calls.readings import Readings
-from hotlap.script.feed.sending import Sending
+from hotlap.script.calls.losses import EarlyLoss
+from hotlap.script.feed.device_copies import DeviceCopies
 from hotlap.script.patches import Patches
 
 
@@ -73,9 +73,9 @@ def test_what_somebody_else_has_put_in_between_stays(order):
 @pytest.mark.parametrize("goes_in_first", [True, False])
 def test_copies_and_readings_leave_torch_as_it_was_in_either_order(is_sending_first, goes_in_first):
     own = {name: vars(torch.Tensor).get(name) for name in ("to", "cuda", "item", "copy_", "__float__")}
-    sending, readings = Sending(torch.device("cpu")), Readings(torch.device("cpu"))
-    begin = [sending.install, lambda: readings.use(early=True)]
-    end = [sending.remove, readings.close]
+    device_copies, early_loss = DeviceCopies(torch.device("cpu")), EarlyLoss(torch.device("cpu"))
+    begin = [device_copies.install, lambda: early_loss.use(early=True)]
+    end = [device_copies.remove, early_loss.close]
     for work in begin[:: 1 if goes_in_first else -1] + end[:: 1 if is_sending_first else -1]:
         work()
     assert {name: vars(torch.Tensor).get(name) for name in own} == own

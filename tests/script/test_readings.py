@@ -7,9 +7,8 @@ import torch
 from calling import CAPTURED, CPU, FakeRecorder, net
 from torch import Tensor, nn
 
-from hotlap.script.calls.call import Call
-from hotlap.script.calls.endings import Endings
-from hotlap.script.calls.readings import KEPT, MOST, SEEN, PageLocked, Readings
+from hotlap.script.calls.call import ModuleCall
+from hotlap.script.calls.losses import MOST, MOST_KEPT_COPIES, SEEN_READS, EarlyLoss, LossReplay, PinnedNumber
 
 
 class Copied:
@@ -27,15 +26,15 @@ class Copied:
 
 
 @pytest.fixture
-def readings():
+def early_loss():
     before = Tensor.item, Tensor.__float__, Tensor.to, Tensor.backward
     Copied.taken = Copied.read = 0
-    made = Readings(CPU, Copied)
-    endings = Endings(made)
-    endings.put()
+    made = EarlyLoss(CPU, Copied)
+    loss_replay = LossReplay(made)
+    loss_replay.put()
     made.use(early=True)
     yield made
-    endings.take_out()
+    loss_replay.take_out()
     made.close()
     assert (Tensor.item, Tensor.__float__, Tensor.to, Tensor.backward) == before
 
@@ -47,64 +46,64 @@ def losses(count, seed=0):
         yield (weights * weights).sum()
 
 
-def learned():
-    for loss in losses(SEEN):
+def kept_samples():
+    for loss in losses(SEEN_READS):
         loss.backward()
         loss.item()
 
 
-def test_a_loss_that_is_read_behind_its_backward_pass_is_copied_before_it_from_then_on(readings):
+def test_a_loss_that_is_read_behind_its_backward_pass_is_copied_before_it_from_then_on(early_loss):
     for number, loss in enumerate(losses(10)):
         own = loss.detach().clone().item()
         loss.backward()
-        assert Copied.taken == max(0, number + 1 - SEEN)
+        assert Copied.taken == max(0, number + 1 - SEEN_READS)
         assert loss.item() == own
-    assert readings.answered == Copied.read == 10 - SEEN
+    assert early_loss.answered == Copied.read == 10 - SEEN_READS
 
 
 @pytest.mark.parametrize("read", [lambda loss: loss.item(), float, lambda loss: round(float(loss), 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_the_number_is_the_one_that_torch_gives(readings, read, dtype):
-    learned()
+def test_the_number_is_the_one_that_torch_gives(early_loss, read, dtype):
+    kept_samples()
     (loss,) = (loss.to(dtype) for loss in losses(1, seed=3))
     own = read(loss.detach().clone())
     loss.backward()
     found = read(loss)
     assert found == own
     assert type(found) is type(own)
-    assert readings.answered == 1
+    assert early_loss.answered == 1
 
 
 @pytest.mark.parametrize("read", [lambda loss: loss.detach().item(), "{:.6f}".format, lambda loss: loss.tolist()])
-def test_what_is_read_otherwise_is_read_by_torch(readings, read):
-    learned()
+def test_what_is_read_otherwise_is_read_by_torch(early_loss, read):
+    kept_samples()
     (loss,) = losses(1, seed=3)
     own = read(loss.detach().clone())
     loss.backward()
     assert read(loss) == own
 
 
-def test_what_was_written_to_since_is_read_as_it_is_now(readings):
-    learned()
+def test_what_was_written_to_since_is_read_as_it_is_now(early_loss):
+    kept_samples()
     (loss,) = losses(1)
     own = loss.item()
     loss.backward()
     with torch.no_grad():
         loss.mul_(2)
     assert loss.item() == 2 * own
-    assert readings.answered == 0
+    assert early_loss.answered == 0
 
 
-def test_a_second_reading_waits_no_more_than_the_first(readings):
-    learned()
-    for loss in losses(3 * KEPT):
+def test_a_second_reading_waits_no_more_than_the_first(early_loss):
+    kept_samples()
+    for loss in losses(3 * MOST_KEPT_COPIES):
         own = loss.detach().clone().item()
         loss.backward()
         assert (loss.item(), float(loss)) == (own, own)
-    assert readings.answered == 2 * 3 * KEPT
+    assert early_loss.answered == 2 * 3 * MOST_KEPT_COPIES
 
 
-def test_losses_that_are_read_in_every_second_step_are_no_habit(readings):
+def test_losses_that_are_read_in_every_second_step_are_no_habit(early_loss):
     for number, loss in enumerate(losses(40)):
         loss.backward()
         if number % 2:
@@ -113,27 +112,27 @@ def test_losses_that_are_read_in_every_second_step_are_no_habit(readings):
     assert Copied.taken == 0
 
 
-def test_on_another_stream_than_the_copy_torch_reads(readings, monkeypatch):
+def test_on_another_stream_than_the_copy_torch_reads(early_loss, monkeypatch):
     """There the loss may have been made after it was copied."""
-    learned()
+    kept_samples()
     here = ["one"]
-    monkeypatch.setattr(readings, "_stream_now", lambda: here[0])
+    monkeypatch.setattr(early_loss, "_stream_now", lambda: here[0])
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     first, second = losses(2)
     first.backward()
     here[0] = "other"
     assert first.item() == first.detach().clone().item()
-    assert (Copied.taken, readings.answered) == (1, 0)
+    assert (Copied.taken, early_loss.answered) == (1, 0)
     second.backward()  # copies of two streams could overtake each other
     assert second.item() == second.detach().clone().item()
-    assert (Copied.taken, readings.answered) == (1, 0)
+    assert (Copied.taken, early_loss.answered) == (1, 0)
     here[0] = "one"
     first.item()
-    assert readings.answered == 1
+    assert early_loss.answered == 1
 
 
-def test_a_loss_that_is_no_plain_number_is_left_alone(readings):
-    learned()
+def test_a_loss_that_is_no_plain_number_is_left_alone(early_loss):
+    kept_samples()
     loss = torch.tensor(1 + 2j, requires_grad=True) * 1
     loss.backward(torch.ones_like(loss))
     assert loss.item() == 1 + 2j
@@ -155,19 +154,19 @@ def test_a_loss_that_is_no_plain_number_is_left_alone(readings):
         (lambda out: out.to("meta", non_blocking=True), 1),
     ],
 )
-def test_behind_what_was_sent_to_the_host_and_not_waited_for_torch_reads(readings, send, answered):
+def test_behind_what_was_sent_to_the_host_and_not_waited_for_torch_reads(early_loss, send, answered):
     """Its reading waits for all of it, as the script may count on."""
-    learned()
+    kept_samples()
     (loss,) = losses(1)
     own = loss.detach().clone().item()
     loss.backward()
     send(torch.ones(3))
     assert loss.item() == own
-    assert readings.answered == answered
+    assert early_loss.answered == answered
 
 
-def test_where_something_is_sent_in_every_step_nothing_is_copied_any_more(readings):
-    learned()
+def test_where_something_is_sent_in_every_step_nothing_is_copied_any_more(early_loss):
+    kept_samples()
     for loss in losses(20):
         loss.backward()
         torch.ones(3).to(torch.float64, non_blocking=True)
@@ -187,10 +186,10 @@ def test_the_end_of_a_copy_is_noted_on_the_stream_of_its_own_device(monkeypatch)
 
     noted = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr("hotlap.script.calls.readings.current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr("hotlap.script.calls.losses.current_stream", lambda device: f"stream of {device}")
     unlocked = functools.partial(torch.zeros, ())
     monkeypatch.setattr(torch, "empty", lambda *_, dtype, device, pin_memory: unlocked(dtype=dtype, device=device))
-    place = PageLocked()
+    place = PinnedNumber()
     place.take(torch.tensor(2.5, requires_grad=True))
     assert noted == ["stream of cpu"]
     assert place.value() == 2.5
@@ -211,25 +210,25 @@ def test_a_time_between_events_is_told_once_the_second_is_over(monkeypatch):
 
     own = Event.elapsed_time
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    readings = Readings(CPU, Copied)
-    readings.use(early=True)
+    early_loss = EarlyLoss(CPU, Copied)
+    early_loss.use(early=True)
     assert Event().elapsed_time(Event()) == Event().elapsed_time(end_event=Event()) == 2.5
-    readings.close()
+    early_loss.close()
     assert Event.elapsed_time is own
 
 
-def test_losses_that_are_read_later_keep_their_numbers(readings):
+def test_losses_that_are_read_later_keep_their_numbers(early_loss):
     """A GAN reads both of its losses at the end; what is read too late for its place is read by torch."""
-    learned()
+    kept_samples()
     kept = []
-    for loss in losses(3 * KEPT):
+    for loss in losses(3 * MOST_KEPT_COPIES):
         kept.append((loss, loss.detach().clone().item()))
         loss.backward()
     assert all(loss.item() == own for loss, own in kept)
 
 
-@pytest.mark.parametrize("together", range(1, KEPT + 1))
-def test_several_losses_of_a_step_are_all_copied(readings, together):
+@pytest.mark.parametrize("together", range(1, MOST_KEPT_COPIES + 1))
+def test_several_losses_of_a_step_are_all_copied(early_loss, together):
     every = list(losses(20 * together))
     for at in range(0, len(every), together):
         step = every[at : at + together]
@@ -237,40 +236,40 @@ def test_several_losses_of_a_step_are_all_copied(readings, together):
         for loss in step:
             loss.backward()
         assert [loss.item() for loss in step] == own
-    assert readings.answered >= (20 - SEEN) * together
+    assert early_loss.answered >= (20 - SEEN_READS) * together
 
 
-def test_one_loss_that_is_never_read_takes_no_place_from_another(readings):
-    learned()
+def test_one_loss_that_is_never_read_takes_no_place_from_another(early_loss):
+    kept_samples()
     (unread,) = losses(1, seed=9)
     own = unread.detach().clone().item()
     unread.backward()
-    for loss in losses(3 * KEPT):
+    for loss in losses(3 * MOST_KEPT_COPIES):
         value = loss.detach().clone().item()
         loss.backward()
         assert loss.item() == value
     assert unread.item() == own
 
 
-def test_where_losses_are_read_no_more_nothing_is_copied_any_more(readings):
+def test_where_losses_are_read_no_more_nothing_is_copied_any_more(early_loss):
     for loss in losses(2 * MOST):
         loss.backward()
         loss.item()
     copied = Copied.taken
     for loss in losses(100):
         loss.backward()
-    assert Copied.taken - copied <= MOST - SEEN + KEPT
+    assert Copied.taken - copied <= MOST - SEEN_READS + MOST_KEPT_COPIES
 
 
-def test_a_loss_read_before_its_backward_pass_is_not_copied(readings):
+def test_a_loss_read_before_its_backward_pass_is_not_copied(early_loss):
     for loss in losses(20):
         loss.item()
         loss.backward()
     assert Copied.taken == 0
 
 
-def test_other_tensors_are_torchs_own(readings):
-    learned()
+def test_other_tensors_are_torchs_own(early_loss):
+    kept_samples()
     (loss,) = losses(1)
     loss.backward()
     assert torch.tensor(3.5).item() == 3.5
@@ -278,10 +277,10 @@ def test_other_tensors_are_torchs_own(readings):
     assert float(torch.tensor(7)) == 7.0
     with pytest.raises(RuntimeError, match="cannot be converted"):
         torch.ones(2).item()
-    assert readings.answered == 0
+    assert early_loss.answered == 0
 
 
-def test_a_mode_sees_every_reading(readings):
+def test_a_mode_sees_every_reading(early_loss):
     from torch.overrides import TorchFunctionMode
 
     seen = []
@@ -291,7 +290,7 @@ def test_a_mode_sees_every_reading(readings):
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
-    learned()
+    kept_samples()
     (loss,) = losses(1)
     loss.backward()
     with Mode():
@@ -299,8 +298,8 @@ def test_a_mode_sees_every_reading(readings):
     assert torch._C.TensorBase.item in seen
 
 
-def test_a_tensor_that_takes_the_place_of_a_loss_in_memory_is_another(readings):
-    learned()
+def test_a_tensor_that_takes_the_place_of_a_loss_in_memory_is_another(early_loss):
+    kept_samples()
     for _ in range(30):
         (loss,) = losses(1)
         loss.backward()
@@ -309,35 +308,35 @@ def test_a_tensor_that_takes_the_place_of_a_loss_in_memory_is_another(readings):
         assert [other.item() for other in others] == list(range(20))
 
 
-def test_without_memory_that_is_page_locked_torch_reads(readings):
+def test_without_memory_that_is_page_locked_torch_reads(early_loss):
     def fails():
         raise RuntimeError("no more page-locked memory")
 
-    readings._make_place = fails
+    early_loss._make_place = fails
     for loss in losses(10):
         own = loss.detach().clone().item()
         loss.backward()
         assert loss.item() == own
-    assert readings.answered == 0
+    assert early_loss.answered == 0
 
 
-def test_nothing_is_copied_while_the_plan_is_another(readings):
-    learned()
-    readings.use(early=False)
+def test_nothing_is_copied_while_the_plan_is_another(early_loss):
+    kept_samples()
+    early_loss.use(early=False)
     for loss in losses(3):
         loss.backward()
         loss.item()
     assert Copied.taken == 0
-    readings.use(early=True)
+    early_loss.use(early=True)
     (loss,) = losses(1)
     loss.backward()
     assert loss.item() > 0
-    assert readings.answered == 1
+    assert early_loss.answered == 1
 
 
-def test_a_training_of_captured_calls_reads_the_losses_of_a_plain_one(readings, monkeypatch):
+def test_a_training_of_captured_calls_reads_the_losses_of_a_plain_one(early_loss, monkeypatch):
     # The device is the host here: what is copied into a recording would be taken for something sent to the host.
-    monkeypatch.setattr(readings, "_note_sent", lambda source, made: None)
+    monkeypatch.setattr(early_loss, "_note_sent", lambda source, made: None)
 
     def trained(call):
         torch.manual_seed(0)
@@ -355,10 +354,10 @@ def test_a_training_of_captured_calls_reads_the_losses_of_a_plain_one(readings, 
         return seen
 
     def captured(module):
-        call = Call(module, device=CPU, make_recorder=FakeRecorder)
+        call = ModuleCall(module, device=CPU, make_recorder=FakeRecorder)
         call.use(*CAPTURED)
         return lambda *args: call(functools.partial(nn.Module.__call__, module), args, {})
 
-    first, answered = trained(lambda module: module), readings.answered
+    first, answered = trained(lambda module: module), early_loss.answered
     assert trained(captured) == first
-    assert readings.answered - answered == 30
+    assert early_loss.answered - answered == 30

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from hotlap.script.feed.sending import KEPT, Sending
+from hotlap.script.feed.device_copies import KEPT, DeviceCopies
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -18,22 +18,22 @@ class Copied:
     def __init__(self, tensor):
         self.tensor, self.asked, self.given_up = tensor, 0, 0
 
-    def landed(self):
+    def on_device(self):
         self.asked += 1
         return self.tensor
 
-    def abandoned(self):
+    def discard(self):
         self.given_up += 1
 
 
 @pytest.fixture(params=[META, CPU], ids=str)
-def sending(request):
+def device_copies(request):
     before = torch.Tensor.to, torch.Tensor.cuda
-    sending = Sending(request.param)
-    sending.on_fault = lambda error: pytest.fail(repr(error))
-    sending.install()
-    yield sending
-    sending.remove()
+    device_copies = DeviceCopies(request.param)
+    device_copies.on_fault = lambda error: pytest.fail(repr(error))
+    device_copies.install()
+    yield device_copies
+    device_copies.remove()
     assert (torch.Tensor.to, torch.Tensor.cuda) == before
     assert "to" not in vars(torch.Tensor)
     assert "cuda" not in vars(torch.Tensor)
@@ -44,11 +44,11 @@ def is_of(tensor, copy):
     return tensor.untyped_storage()._cdata == copy.tensor.untyped_storage()._cdata
 
 
-def given(sending, tensor=None):
+def given(device_copies, tensor=None):
     """A tensor as the script gets it, and its copy."""
     tensor = torch.arange(6.0).reshape(2, 3) if tensor is None else tensor
-    copy = Copied(torch.empty_like(tensor, device=sending.device))
-    sending.serve([(tensor, copy)])
+    copy = Copied(torch.empty_like(tensor, device=device_copies.device))
+    device_copies.serve([(tensor, copy)])
     return tensor, copy
 
 
@@ -67,10 +67,10 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_asks_for_the_device_alone_is_answered_with_the_copy(sending, call):
-    tensor, copy = given(sending)
-    assert is_of(CALLS[call](tensor, sending.device), copy)
-    assert sending.answered == 1
+def test_what_asks_for_the_device_alone_is_answered_with_the_copy(device_copies, call):
+    tensor, copy = given(device_copies)
+    assert is_of(CALLS[call](tensor, device_copies.device), copy)
+    assert device_copies.answered == 1
 
 
 OTHERS = {
@@ -86,22 +86,22 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("call", OTHERS)
-def test_what_asks_for_anything_else_is_torchs_to_answer(sending, call):
-    tensor, copy = given(sending)
-    wanted = OTHERS[call](tensor.clone(), sending.device)
-    made = OTHERS[call](tensor, sending.device)
+def test_what_asks_for_anything_else_is_torchs_to_answer(device_copies, call):
+    tensor, copy = given(device_copies)
+    wanted = OTHERS[call](tensor.clone(), device_copies.device)
+    made = OTHERS[call](tensor, device_copies.device)
     assert not is_of(made, copy)
     assert (made.dtype, made.device, made.stride()) == (wanted.dtype, wanted.device, wanted.stride())
-    assert sending.answered == 0
+    assert device_copies.answered == 0
     assert copy.asked == 0
-    assert is_of(tensor.to(sending.device), copy), "it is still there"
+    assert is_of(tensor.to(device_copies.device), copy), "it is still there"
 
 
 def test_another_device_is_torchs_to_reach():
-    sending = Sending(META)
-    sending.install()
+    device_copies = DeviceCopies(META)
+    device_copies.install()
     try:
-        tensor, copy = given(sending)
+        tensor, copy = given(device_copies)
         assert tensor.to("cpu") is tensor
         with pytest.raises(RuntimeError):
             tensor.to("nowhere")
@@ -109,14 +109,14 @@ def test_another_device_is_torchs_to_reach():
             tensor.to(META, nothing=1)
         assert is_of(tensor.to(META), copy)
     finally:
-        sending.remove()
+        device_copies.remove()
 
 
-def test_a_copy_counts_no_writes_though_it_was_written_once(sending):
-    tensor, copy = given(sending)
+def test_a_copy_counts_no_writes_though_it_was_written_once(device_copies):
+    tensor, copy = given(device_copies)
     copy.tensor.copy_(tensor)
     assert copy.tensor._version == 1
-    made = tensor.to(sending.device)
+    made = tensor.to(device_copies.device)
     assert made._version == 0
     assert made.is_leaf
     assert made._base is None
@@ -124,10 +124,10 @@ def test_a_copy_counts_no_writes_though_it_was_written_once(sending):
     assert made._version == 1
 
 
-def test_a_copy_is_given_out_once(sending):
-    tensor, copy = given(sending)
-    first = tensor.to(sending.device)
-    second = tensor.to(sending.device)
+def test_a_copy_is_given_out_once(device_copies):
+    tensor, copy = given(device_copies)
+    first = tensor.to(device_copies.device)
+    second = tensor.to(device_copies.device)
     assert is_of(first, copy)
     assert second is not first
     assert copy.asked == 1
@@ -145,24 +145,24 @@ def test_a_copy_is_given_out_once(sending):
         lambda t: t.__setitem__(0, 5.0),
     ],
 )
-def test_a_tensor_that_was_written_to_is_sent_as_it_is(sending, write):
-    tensor, copy = given(sending)
+def test_a_tensor_that_was_written_to_is_sent_as_it_is(device_copies, write):
+    tensor, copy = given(device_copies)
     write(tensor)
-    made = tensor.to(sending.device)
+    made = tensor.to(device_copies.device)
     assert not is_of(made, copy)
     assert made.shape == tensor.shape
     assert made.requires_grad == tensor.requires_grad
     assert (copy.asked, copy.given_up) == (0, 1)
 
 
-def test_data_that_is_put_in_its_place_is_seen(sending):
-    tensor, copy = given(sending)
+def test_data_that_is_put_in_its_place_is_seen(device_copies):
+    tensor, copy = given(device_copies)
     tensor.data = torch.ones(2, 3)
-    assert not is_of(tensor.to(sending.device), copy)
+    assert not is_of(tensor.to(device_copies.device), copy)
 
 
-def test_a_copy_goes_with_its_tensor(sending):
-    tensor, copy = given(sending)
+def test_a_copy_goes_with_its_tensor(device_copies):
+    tensor, copy = given(device_copies)
     known = weakref.ref(copy.tensor)
     del tensor
     assert copy.given_up == 1
@@ -170,67 +170,67 @@ def test_a_copy_goes_with_its_tensor(sending):
     assert known() is None
 
 
-def test_a_copy_that_was_given_out_is_the_scripts_alone(sending):
-    tensor, copy = given(sending)
-    made = tensor.to(sending.device)
+def test_a_copy_that_was_given_out_is_the_scripts_alone(device_copies):
+    tensor, copy = given(device_copies)
+    made = tensor.to(device_copies.device)
     known = weakref.ref(made)
     del made, copy
     assert known() is None
     assert tensor is not None
 
 
-def test_of_tensors_that_the_script_keeps_only_the_last_copies_are_kept(sending):
-    kept = [given(sending) for _ in range(KEPT + 3)]
+def test_of_tensors_that_the_script_keeps_only_the_last_copies_are_kept(device_copies):
+    kept = [given(device_copies) for _ in range(KEPT + 3)]
     assert [copy.given_up for _, copy in kept] == [1] * 3 + [0] * KEPT
-    assert not is_of(kept[0][0].to(sending.device), kept[0][1])
-    assert is_of(kept[-1][0].to(sending.device), kept[-1][1])
+    assert not is_of(kept[0][0].to(device_copies.device), kept[0][1])
+    assert is_of(kept[-1][0].to(device_copies.device), kept[-1][1])
 
 
-def test_tensors_that_come_and_go_in_the_same_place_are_told_apart(sending):
+def test_tensors_that_come_and_go_in_the_same_place_are_told_apart(device_copies):
     for _ in range(5 * KEPT):
-        tensor, copy = given(sending)
-        assert is_of(tensor.to(sending.device), copy)
+        tensor, copy = given(device_copies)
+        assert is_of(tensor.to(device_copies.device), copy)
         del tensor
     gc.collect()
-    assert not sending._served
+    assert not device_copies._served
 
 
-def test_inference_tensors_are_never_answered_for(sending):
+def test_inference_tensors_are_never_answered_for(device_copies):
     with torch.inference_mode():
-        tensor, copy = given(sending)
-        made = tensor.to(sending.device)
+        tensor, copy = given(device_copies)
+        made = tensor.to(device_copies.device)
     assert not is_of(made, copy)
     assert copy.given_up == 1
     outside = torch.arange(3.0)
     with torch.inference_mode():
-        inside = Copied(torch.empty(3, device=sending.device))
-    sending.serve([(outside, inside)])
-    made = outside.to(sending.device)
+        inside = Copied(torch.empty(3, device=device_copies.device))
+    device_copies.serve([(outside, inside)])
+    made = outside.to(device_copies.device)
     assert not made.is_inference()
 
 
-def test_a_copy_that_cannot_be_had_is_torchs_to_make(sending):
+def test_a_copy_that_cannot_be_had_is_torchs_to_make(device_copies):
     faults = []
-    sending.on_fault = faults.append
+    device_copies.on_fault = faults.append
 
     class Fails(Copied):
-        def landed(self):
+        def on_device(self):
             raise ValueError("gone")
 
     tensor = torch.ones(3)
-    sending.serve([(tensor, Fails(None))])
-    assert tensor.to(sending.device).shape == (3,)
+    device_copies.serve([(tensor, Fails(None))])
+    assert tensor.to(device_copies.device).shape == (3,)
     assert [str(fault) for fault in faults] == ["gone"]
     wrong = torch.ones(3)
-    sending.serve([(wrong, Copied(torch.ones(4, device=sending.device)))])
-    assert wrong.to(sending.device).shape == (3,)
+    device_copies.serve([(wrong, Copied(torch.ones(4, device=device_copies.device)))])
+    assert wrong.to(device_copies.device).shape == (3,)
 
 
 def test_cuda_is_answered_on_its_device_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    sending = Sending(torch.device("cuda"))
-    sending.install()
+    device_copies = DeviceCopies(torch.device("cuda"))
+    device_copies.install()
     try:
         for call in (
             lambda t: t.cuda(),
@@ -242,34 +242,34 @@ def test_cuda_is_answered_on_its_device_alone(monkeypatch):
         ):
             tensor = torch.ones(3)
             copy = Copied(torch.zeros(3))
-            sending.serve([(tensor, copy)])
+            device_copies.serve([(tensor, copy)])
             assert is_of(call(tensor), copy)
         tensor, copy = torch.ones(3), Copied(torch.zeros(3))
-        sending.serve([(tensor, copy)])
+        device_copies.serve([(tensor, copy)])
         for call in (lambda t: t.cuda(0), lambda t: t.to("cuda:0")):
             with pytest.raises((AssertionError, RuntimeError)):  # torch's own, without a GPU
                 call(tensor)
         assert is_of(tensor.cuda(), copy)
     finally:
-        sending.remove()
+        device_copies.remove()
 
 
 def test_what_is_served_while_nobody_answers_is_given_up():
-    sending = Sending(META)
-    _, copy = given(sending)
+    device_copies = DeviceCopies(META)
+    _, copy = given(device_copies)
     assert copy.given_up == 1
-    sending.install()
-    sending.install()
-    tensor, copy = given(sending)
-    sending.remove()
-    sending.remove()
+    device_copies.install()
+    device_copies.install()
+    tensor, copy = given(device_copies)
+    device_copies.remove()
+    device_copies.remove()
     assert copy.given_up == 1
     assert tensor.to(META).device == META
 
 
 def test_who_has_put_something_else_in_its_place_since_is_left_alone():
-    sending = Sending(META)
-    sending.install()
+    device_copies = DeviceCopies(META)
+    device_copies.install()
     ours = torch.Tensor.to
 
     def theirs(tensor, *args, **kwargs):
@@ -277,14 +277,14 @@ def test_who_has_put_something_else_in_its_place_since_is_left_alone():
 
     torch.Tensor.to = theirs
     try:
-        sending.remove()
+        device_copies.remove()
         assert torch.Tensor.to is theirs
         assert torch.ones(2).to(META).device == META
     finally:
         del torch.Tensor.to
 
 
-def test_other_classes_modes_and_compiled_functions_are_as_ever(sending):
+def test_other_classes_modes_and_compiled_functions_are_as_ever(device_copies):
     class Own(torch.Tensor):
         pass
 

@@ -30,16 +30,14 @@ from hotlap.core.plan import Feed
 from hotlap.data.dataset import as_source
 from hotlap.data.feeds import PinnedBuffers
 from hotlap.data.sources import tensors_in
-from hotlap.script.feed import feeds as serving_feeds
-from hotlap.script.feed import holding as serving_learning
-from hotlap.script.feed import indices as serving_indices
-from hotlap.script.feed import indices as serving_places
-from hotlap.script.feed import serving as serving_module
-from hotlap.script.feed.checks import why_other_batch
-from hotlap.script.feed.holding import Learned
-from hotlap.script.feed.indices import Indices, Order, Places, order_of
-from hotlap.script.feed.sending import Sending
-from hotlap.script.feed.serving import Serving
+from hotlap.script.feed import feeds as feeds_module
+from hotlap.script.feed import index_batches as serving_indices
+from hotlap.script.feed import index_batches as serving_places
+from hotlap.script.feed import loader_proxy as serving_module
+from hotlap.script.feed.device_copies import DeviceCopies
+from hotlap.script.feed.feeds import KeptSamples
+from hotlap.script.feed.index_batches import IndexBatch, IndexStream, SamplerOrder, order_of
+from hotlap.script.feed.loader_proxy import LoaderProxy, why_other_batch
 
 CPU = torch.device("cpu")
 GATHER = Feed(kind="gather")
@@ -156,9 +154,9 @@ def loader_of(data, order="shuffled", **settings):
 
 
 def served(loader, device=CPU):
-    serving = Serving(loader, device=device, original_iter=ORIGINAL)
-    serving.on_fault = pytest.fail
-    return serving
+    proxy = LoaderProxy(loader, device=device, original_iter=ORIGINAL)
+    proxy.on_fault = pytest.fail
+    return proxy
 
 
 def states(loader):
@@ -206,18 +204,18 @@ def assert_same(seen, wanted, *, is_written_to=False):
         assert after == was, f"another generator state at {number}"
 
 
-def switched_at_random(serving, feeds, seed, often=0.4):
+def switched_at_random(proxy, feeds, seed, often=0.4):
     chance = random.Random(seed)
 
     def at(number):
         if chance.random() < often:
-            serving.use(chance.choice(feeds))
+            proxy.use(chance.choice(feeds))
 
     return at
 
 
-def supported(serving, *feeds):
-    return [feed for feed in (serving.own, *feeds) if serving.supports(feed) is None]
+def supported(proxy, *feeds):
+    return [feed for feed in (proxy.own, *feeds) if proxy.supports(feed) is None]
 
 
 SETTINGS = [{}, {"batch_size": 7, "drop_last": True}, {"batch_size": 1}]
@@ -232,10 +230,10 @@ def test_gathered_batches_are_the_loaders_own_wherever_the_feed_changes(data, or
     settings = SETTINGS[(list(DATA).index(data) + list(ORDERS).index(order)) % len(SETTINGS)]
     wanted = script(loader_of(data, order, **settings), ORIGINAL)
     loader = loader_of(data, order, **settings)
-    serving = served(loader)
-    assert serving.supports(GATHER) is None
-    at = switched_at_random(serving, [serving.own, GATHER], seed=len(order))
-    assert_same(script(loader, lambda loader: serving.iterate(), at=at), wanted)
+    proxy = served(loader)
+    assert proxy.supports(GATHER) is None
+    at = switched_at_random(proxy, [proxy.own, GATHER], seed=len(order))
+    assert_same(script(loader, lambda loader: proxy.iterate(), at=at), wanted)
 
 
 @pytest.mark.parametrize("stop", [3, 9])
@@ -243,9 +241,9 @@ def test_gathered_batches_are_the_loaders_own_wherever_the_feed_changes(data, or
 def test_an_epoch_that_is_broken_off_leaves_the_generators_as_torch_does(order, stop):
     wanted = script(loader_of("tuples", order), ORIGINAL, epochs=4, stop=stop)
     loader = loader_of("tuples", order)
-    serving = served(loader)
-    at = switched_at_random(serving, [serving.own, GATHER], stop)
-    assert_same(script(loader, lambda loader: serving.iterate(), epochs=4, stop=stop, at=at), wanted)
+    proxy = served(loader)
+    at = switched_at_random(proxy, [proxy.own, GATHER], stop)
+    assert_same(script(loader, lambda loader: proxy.iterate(), epochs=4, stop=stop, at=at), wanted)
 
 
 @pytest.mark.parametrize(
@@ -261,12 +259,12 @@ def test_an_epoch_that_is_broken_off_leaves_the_generators_as_torch_does(order, 
 def test_workers_that_the_script_has_not_read_no_generator_too_early(data, order, settings, stop):
     wanted = script(loader_of(data, order, **settings), ORIGINAL, stop=stop)
     loader = loader_of(data, order, **settings)
-    serving = served(loader)
-    feeds = supported(serving, GATHER, TWO, ONE)
+    proxy = served(loader)
+    feeds = supported(proxy, GATHER, TWO, ONE)
     assert len(feeds) == 4
-    at = switched_at_random(serving, feeds, 1, often=0.15)
-    assert_same(script(loader, lambda loader: serving.iterate(), stop=stop, at=at), wanted)
-    serving.close()
+    at = switched_at_random(proxy, feeds, 1, often=0.15)
+    assert_same(script(loader, lambda loader: proxy.iterate(), stop=stop, at=at), wanted)
+    proxy.close()
 
 
 @pytest.mark.parametrize("batch_size", [4, 5])
@@ -277,10 +275,10 @@ def test_a_script_that_draws_from_the_samplers_generator_gets_the_orders_it_gets
 
     wanted = drawing(loader_of("tuples", "by a generator", batch_size=batch_size), ORIGINAL)
     loader = loader_of("tuples", "by a generator", batch_size=batch_size)
-    serving = served(loader)
-    serving.use(feed)
-    assert_same(drawing(loader, lambda loader: serving.iterate()), wanted)
-    serving.close()
+    proxy = served(loader)
+    proxy.use(feed)
+    assert_same(drawing(loader, lambda loader: proxy.iterate()), wanted)
+    proxy.close()
 
 
 @pytest.mark.parametrize("replacement", [False, True])
@@ -313,13 +311,13 @@ def test_a_loader_with_workers_is_drained_and_goes_on_by_other_feeds(data, order
     settings = {"num_workers": 2, **settings}
     wanted = script(loader_of(data, order, **settings), ORIGINAL, epochs=3, stop=stop)
     loader = loader_of(data, order, **settings)
-    serving = served(loader)
-    feeds = supported(serving, GATHER, LOADER, ONE)
+    proxy = served(loader)
+    feeds = supported(proxy, GATHER, LOADER, ONE)
     assert GATHER in feeds
     assert LOADER in feeds
-    at = switched_at_random(serving, feeds, 2, often=0.3)
-    assert_same(script(loader, lambda loader: serving.iterate(), epochs=3, stop=stop, at=at), wanted)
-    serving.close()
+    at = switched_at_random(proxy, feeds, 2, often=0.3)
+    assert_same(script(loader, lambda loader: proxy.iterate(), epochs=3, stop=stop, at=at), wanted)
+    proxy.close()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -328,19 +326,19 @@ def test_whole_epochs_without_the_workers_of_the_script_draw_as_with_them(order,
     settings = {"num_workers": 2, "persistent_workers": persistent}
     wanted = script(loader_of("tuples", order, **settings), ORIGINAL, epochs=4)
     loader = loader_of("tuples", order, **settings)
-    serving = served(loader)
-    serving.use(GATHER)
+    proxy = served(loader)
+    proxy.use(GATHER)
     seen, begun = [], []
 
     def begin(loader):
-        begun.append(serving)
+        begun.append(proxy)
         if len(begun) == 4:  # the last epoch is the script's own feed again
-            serving.use(serving.own)
-        return serving.iterate()
+            proxy.use(proxy.own)
+        return proxy.iterate()
 
     seen = script(loader, begin, epochs=4)
     assert_same(seen, wanted)
-    serving.close()
+    proxy.close()
 
 
 # --- some index batches at a time --------------------------------------------------------------------
@@ -364,14 +362,14 @@ KNOWN_ORDERS = ("as given", "shuffled", "by a generator", "with replacement", "w
 @pytest.fixture
 def blocks(monkeypatch):
     """Blocks of three index batches, and how many index batches each of them has."""
-    found, block = [], serving_indices.Block
+    found, block = [], serving_indices.IndexBlock
 
     def noted(flat, sizes):
         found.extend([len(sizes)] if sizes else [])
         return block(flat, sizes)
 
     monkeypatch.setattr(serving_indices, "BLOCK", 3)
-    monkeypatch.setattr(serving_indices, "Block", noted)
+    monkeypatch.setattr(serving_indices, "IndexBlock", noted)
     return found
 
 
@@ -384,20 +382,20 @@ def test_index_batches_that_are_read_together_leave_no_trace(blocks, order, work
 
     wanted = script(loader_in(order), ORIGINAL, epochs=3, stop=stop)
     loader = loader_in(order)
-    serving = served(loader)
-    serving.use(GATHER)
-    at = switched_at_random(serving, [serving.own, GATHER], 5)
-    assert_same(script(loader, lambda loader: serving.iterate(), epochs=3, stop=stop, at=at), wanted)
+    proxy = served(loader)
+    proxy.use(GATHER)
+    at = switched_at_random(proxy, [proxy.own, GATHER], 5)
+    assert_same(script(loader, lambda loader: proxy.iterate(), epochs=3, stop=stop, at=at), wanted)
     assert max(blocks) == 3 or order == "with replacement"
-    serving.close()
+    proxy.close()
 
 
 @pytest.mark.parametrize("order", KNOWN_ORDERS)
 def test_a_feed_that_begins_with_the_epoch_asks_no_sampler_for_its_places_one_by_one(order):
     loader = loader_of("tensors", order)
-    serving = served(loader)
-    serving.use(GATHER)
-    assert isinstance(serving.iterate()._indices._sampler, Order)
+    proxy = served(loader)
+    proxy.use(GATHER)
+    assert isinstance(proxy.iterate()._indices._sampler, SamplerOrder)
 
 
 def test_a_feed_that_begins_within_the_epoch_reads_the_rest_of_it_in_blocks(blocks):
@@ -405,10 +403,10 @@ def test_a_feed_that_begins_within_the_epoch_reads_the_rest_of_it_in_blocks(bloc
     torch.manual_seed(4)
     wanted = list(ORIGINAL(loader))
     torch.manual_seed(4)
-    serving = served(loader)
-    iterator = serving.iterate()
+    proxy = served(loader)
+    iterator = proxy.iterate()
     seen = [next(iterator)]
-    serving.use(GATHER)
+    proxy.use(GATHER)
     seen += iterator
     assert_same([(batch, 0) for batch in seen], [(batch, 0) for batch in wanted])
     assert blocks == [3, 3, 3, 2]
@@ -417,9 +415,9 @@ def test_a_feed_that_begins_within_the_epoch_reads_the_rest_of_it_in_blocks(bloc
 @pytest.mark.parametrize("order", [name for name in ORDERS if name not in KNOWN_ORDERS])
 def test_samplers_that_may_be_seen_to_draw_are_read_one_by_one(blocks, order):
     loader = loader_of("tensors", order)
-    serving = served(loader)
-    serving.use(GATHER)
-    assert len(list(serving.iterate()))
+    proxy = served(loader)
+    proxy.use(GATHER)
+    assert len(list(proxy.iterate()))
     assert not blocks
 
 
@@ -432,11 +430,16 @@ def test_the_places_of_a_block_go_to_the_device_in_one_copy(blocks, monkeypatch)
 
     monkeypatch.setattr(serving_places, "sent", noted)
     loader = loader_of("tensors", "shuffled", batch_size=2)
-    columned, holding = columned_of(loader)
+    column_batches, holding = columned_of(loader)
     noted_copies = Noted()
-    indices = Indices(order_of(loader.batch_sampler, iter(loader.batch_sampler)))
-    resident = serving_feeds.Resident(
-        columned, indices, there=holding._columns, device=CPU, sending=noted_copies, is_same=lambda: True
+    indices = IndexStream(order_of(loader.batch_sampler, iter(loader.batch_sampler)))
+    resident = feeds_module.ResidentFeed(
+        column_batches,
+        indices,
+        on_device=holding._columns,
+        device=CPU,
+        device_copies=noted_copies,
+        is_same=lambda: True,
     )
     batches = list(resident)
     assert not sent, "nobody has asked for a copy"
@@ -450,24 +453,24 @@ def test_the_places_of_a_block_go_to_the_device_in_one_copy(blocks, monkeypatch)
 
 @pytest.mark.parametrize("data", ["tensors", "named"])
 def test_what_a_script_sends_of_blocks_is_what_it_would_send(pretended_gpu, blocks, data):
-    _, sending = pretended_gpu
+    _, device_copies = pretended_gpu
     wanted = script(loader_of(data, "shuffled", batch_size=2), ORIGINAL, epochs=3)
     loader = loader_of(data, "shuffled", batch_size=2)
-    serving = Serving(loader, device=CPU, original_iter=ORIGINAL, sending=sending)
-    serving.on_fault = pytest.fail
-    at = switched_at_random(serving, [serving.own, GATHER, Feed(kind="resident"), Feed(kind="stream")], 6)
+    proxy = LoaderProxy(loader, device=CPU, original_iter=ORIGINAL, device_copies=device_copies)
+    proxy.on_fault = pytest.fail
+    at = switched_at_random(proxy, [proxy.own, GATHER, Feed(kind="resident"), Feed(kind="stream")], 6)
 
     def begin(loader):
-        for batch in serving.iterate():
+        for batch in proxy.iterate():
             assert all(torch.equal(tensor.to("cpu"), tensor) for tensor in tensors_in(batch))
             yield batch
 
     seen, truth = script(loader, begin, epochs=3, at=at), [row for row in wanted if row[0] is not None]
     for (batch, _), (true_batch, _) in zip([row for row in seen if row[0] is not None], truth, strict=True):
         assert why_other_batch(true_batch, batch) is None
-    assert sending.answered
+    assert device_copies.answered
     assert blocks
-    serving.close()
+    proxy.close()
 
 
 # --- going over --------------------------------------------------------------------------------------
@@ -475,32 +478,32 @@ def test_what_a_script_sends_of_blocks_is_what_it_would_send(pretended_gpu, bloc
 
 def test_a_feed_without_anything_under_way_is_in_force_at_once():
     loader = loader_of("tensors")
-    serving = served(loader)
-    serving.use(GATHER)
-    assert serving.feed == GATHER
-    assert not serving.waiting
-    iterator = serving.iterate()
+    proxy = served(loader)
+    proxy.use(GATHER)
+    assert proxy.feed == GATHER
+    assert not proxy.waiting
+    iterator = proxy.iterate()
     next(iterator)
-    serving.use(serving.own)
-    assert serving.feed == serving.own
-    assert not serving.waiting
+    proxy.use(proxy.own)
+    assert proxy.feed == proxy.own
+    assert not proxy.waiting
     next(iterator)
-    assert (serving.epochs, serving.served, serving.length) == (1, 2, 6)
+    assert (proxy.epochs, proxy.served, proxy.length) == (1, 2, 6)
 
 
 def test_workers_are_drained_before_another_feed_is_in_force():
     loader = loader_of("tensors", "as given", num_workers=1, batch_size=2)
-    serving = served(loader)
-    iterator = serving.iterate()
+    proxy = served(loader)
+    iterator = proxy.iterate()
     first = next(iterator)
-    serving.use(GATHER)
-    assert serving.waiting
-    assert serving.feed == serving.own
+    proxy.use(GATHER)
+    assert proxy.waiting
+    assert proxy.feed == proxy.own
     rest = [next(iterator) for _ in range(2)]
-    assert serving.waiting
+    assert proxy.waiting
     rest += list(iterator)
-    assert serving.feed == GATHER
-    assert not serving.waiting
+    assert proxy.feed == GATHER
+    assert not proxy.waiting
     for number, (x, y) in enumerate([first, *rest]):
         assert torch.equal(x, X[2 * number : 2 * number + 2])
         assert torch.equal(y, Y[2 * number : 2 * number + 2])
@@ -509,67 +512,67 @@ def test_workers_are_drained_before_another_feed_is_in_force():
 def test_a_feed_that_is_taken_back_while_it_waits_leaves_no_gap():
     for after in range(4):
         loader = loader_of("tensors", "as given", num_workers=1, batch_size=2)
-        serving = served(loader)
-        iterator = serving.iterate()
+        proxy = served(loader)
+        iterator = proxy.iterate()
         seen = [next(iterator)]
-        serving.use(GATHER)
+        proxy.use(GATHER)
         seen += [next(iterator) for _ in range(after)]
-        serving.use(serving.own)
+        proxy.use(proxy.own)
         seen += list(iterator)
         assert torch.equal(torch.cat([y for _, y in seen]), Y)
-        assert serving.feed == serving.own
-        assert not serving.waiting
-        serving.close()
+        assert proxy.feed == proxy.own
+        assert not proxy.waiting
+        proxy.close()
 
 
-def processes_of(serving):
-    return [worker for like in serving._loaders.values() for worker in getattr(like._loader._iterator, "_workers", ())]
+def processes_of(proxy):
+    return [worker for like in proxy._loaders.values() for worker in getattr(like._loader._iterator, "_workers", ())]
 
 
 def test_workers_stay_for_coming_back_and_end_when_the_plan_is_settled():
     loader = loader_of("tensors")
-    serving = served(loader)
-    serving.use(TWO)
-    list(serving.iterate())
-    workers = processes_of(serving)
+    proxy = served(loader)
+    proxy.use(TWO)
+    list(proxy.iterate())
+    workers = processes_of(proxy)
     assert len(workers) == 2
-    serving.use(GATHER)
-    list(serving.iterate())
+    proxy.use(GATHER)
+    list(proxy.iterate())
     assert all(worker.is_alive() for worker in workers)
-    serving.use(TWO)
-    list(serving.iterate())
-    assert processes_of(serving) == workers
-    serving.use(GATHER)
-    serving.tidy()
+    proxy.use(TWO)
+    list(proxy.iterate())
+    assert processes_of(proxy) == workers
+    proxy.use(GATHER)
+    proxy.tidy()
     assert not any(worker.is_alive() for worker in workers)
-    assert len(list(serving.iterate())) == 6
+    assert len(list(proxy.iterate())) == 6
 
 
 def test_closing_in_the_middle_of_an_epoch_ends_the_workers_and_loses_no_batch():
     for own in (0, 1):
         loader = loader_of("tensors", "as given", num_workers=own, batch_size=2)
-        serving = served(loader)
-        serving.use(TWO)
-        iterator = serving.iterate()
+        proxy = served(loader)
+        proxy.use(TWO)
+        iterator = proxy.iterate()
         seen = [next(iterator) for _ in range(3)]
-        workers = processes_of(serving)
-        serving.close()
+        workers = processes_of(proxy)
+        proxy.close()
         assert not any(worker.is_alive() for worker in workers)
-        assert serving.feed == serving.own
+        assert proxy.feed == proxy.own
         seen += list(iterator)
         assert torch.equal(torch.cat([y for _, y in seen]), Y)
-        assert not processes_of(serving)
+        assert not processes_of(proxy)
 
 
 def test_without_anybody_who_closes_it_no_worker_stays():
     loader = loader_of("tensors")
-    serving = served(loader)
-    serving.use(TWO)
-    next(serving.iterate())
-    workers = processes_of(serving)
-    known = weakref.ref(serving)
-    serving.on_fault = None
-    del serving, loader
+    proxy = served(loader)
+    proxy.use(TWO)
+    next(proxy.iterate())
+    workers = processes_of(proxy)
+    known = weakref.ref(proxy)
+    proxy.on_fault = None
+    del proxy, loader
     gc.collect()
     assert known() is None
     assert not any(worker.is_alive() for worker in workers)
@@ -577,11 +580,11 @@ def test_without_anybody_who_closes_it_no_worker_stays():
 
 def test_a_loader_is_not_kept_alive_by_its_serving():
     loader = loader_of("tensors")
-    serving, known = served(loader), weakref.ref(loader)
-    list(serving.iterate())
+    proxy, known = served(loader), weakref.ref(loader)
+    list(proxy.iterate())
     del loader
     assert known() is None
-    assert serving.length is None
+    assert proxy.length is None
 
 
 # --- what the script sees of it ----------------------------------------------------------------------
@@ -603,10 +606,10 @@ def test_a_loop_inside_of_a_loop_over_workers_that_stay_takes_its_batches_as_tor
     wanted = seen(loader_of("tuples", **settings), ORIGINAL)
     torch.manual_seed(3)
     loader = loader_of("tuples", **settings)
-    serving = served(loader)
-    serving.use(serving.own if feed is None else feed)
-    made = seen(loader, lambda loader: serving.iterate())
-    serving.close()
+    proxy = served(loader)
+    proxy.use(proxy.own if feed is None else feed)
+    made = seen(loader, lambda loader: proxy.iterate())
+    proxy.close()
     assert len(made) == len(wanted)
     for one, other in zip(made, wanted, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
@@ -614,10 +617,10 @@ def test_a_loop_inside_of_a_loop_over_workers_that_stay_takes_its_batches_as_tor
 
 def test_the_iterator_looks_like_torchs_own():
     loader = loader_of("tensors", "as given")
-    serving = served(loader)
-    for feed in (serving.own, GATHER):
-        serving.use(feed)
-        iterator = serving.iterate()
+    proxy = served(loader)
+    for feed in (proxy.own, GATHER):
+        proxy.use(feed)
+        iterator = proxy.iterate()
         assert isinstance(iterator, _BaseDataLoaderIter)
         assert iter(iterator) is iterator
         assert len(iterator) == len(ORIGINAL(loader)) == 6
@@ -635,27 +638,27 @@ def test_the_iterator_looks_like_torchs_own():
 
 def test_of_two_iterators_at_a_time_the_second_is_torchs_own():
     loader = loader_of("tensors", "as given")
-    serving = served(loader)
-    serving.use(GATHER)
-    first = serving.iterate()
+    proxy = served(loader)
+    proxy.use(GATHER)
+    first = proxy.iterate()
     next(first)
-    second = serving.iterate()
+    second = proxy.iterate()
     assert type(second) is type(ORIGINAL(loader))
     pairs = list(zip(first, second, strict=False))
     assert all(torch.equal(a[1], b[1] + 4) for a, b in pairs[:-1])
-    assert serving.epochs == 1
+    assert proxy.epochs == 1
 
 
 def test_an_iterator_that_has_given_all_is_over_though_somebody_keeps_it_and_never_asks_for_more():
     loader = loader_of("tensors", "as given")
-    serving = served(loader)
-    serving.use(GATHER)
+    proxy = served(loader)
+    proxy.use(GATHER)
     kept = []
     for epoch in range(3):
-        kept.append(serving.iterate())
+        kept.append(proxy.iterate())
         batches = [next(kept[-1]) for _ in range(len(loader))]
         assert torch.equal(torch.cat([y for _, y in batches]), Y[: sum(len(y) for _, y in batches)])
-        assert (serving.epochs, serving.feed) == (epoch + 1, GATHER)
+        assert (proxy.epochs, proxy.feed) == (epoch + 1, GATHER)
     for one in kept:
         with pytest.raises(StopIteration):
             next(one)
@@ -663,21 +666,21 @@ def test_an_iterator_that_has_given_all_is_over_though_somebody_keeps_it_and_nev
 
 def test_the_first_batch_of_many_iterators_is_served_each_time():
     loader = loader_of("tensors", "as given")
-    serving = served(loader)
-    serving.use(GATHER)
+    proxy = served(loader)
+    proxy.use(GATHER)
     for _ in range(3):
-        assert torch.equal(next(serving.iterate())[1], Y[:4])
-    assert serving.epochs == 3
+        assert torch.equal(next(proxy.iterate())[1], Y[:4])
+    assert proxy.epochs == 3
 
 
 def test_callbacks_tell_of_every_batch_and_every_epoch():
     loader = loader_of("tensors")
-    serving, told = served(loader), []
-    serving.on_begin = lambda: told.append("begin")
-    serving.on_batch = lambda seconds: told.append(seconds)
-    serving.on_end = lambda: told.append("end")
-    list(serving.iterate())
-    next(serving.iterate())
+    proxy, told = served(loader), []
+    proxy.on_begin = lambda: told.append("begin")
+    proxy.on_batch = lambda seconds: told.append(seconds)
+    proxy.on_end = lambda: told.append("end")
+    list(proxy.iterate())
+    next(proxy.iterate())
     assert [word for word in told if isinstance(word, str)] == ["begin", "end", "begin", "end"]
     assert len(told) == 4 + 6 + 1
     assert all(seconds > 0 for seconds in told if isinstance(seconds, float))
@@ -686,10 +689,10 @@ def test_callbacks_tell_of_every_batch_and_every_epoch():
 def test_batches_that_are_gathered_in_inference_mode_are_of_it_as_the_loaders_own_are():
     for workers in (0, 1):
         loader = loader_of("tuples", num_workers=workers)
-        serving = served(loader)
-        serving.use(GATHER)
+        proxy = served(loader)
+        proxy.use(GATHER)
         with torch.inference_mode():
-            batch = next(serving.iterate())
+            batch = next(proxy.iterate())
             truth = next(ORIGINAL(loader))
         assert [t.is_inference() for t in batch] == [t.is_inference() for t in truth] == [True] * 4
 
@@ -720,25 +723,25 @@ def raised(iterator):
 def test_what_a_dataset_raises_comes_as_torch_raises_it_and_the_rest_goes_on(feed, own):
     wanted = raised(ORIGINAL(loader_of(Of(fails_at), "as given", num_workers=own, batch_size=2)))
     loader = loader_of(Of(fails_at), "as given", num_workers=own, batch_size=2)
-    serving = served(loader)
-    serving.use(feed)
-    assert raised(serving.iterate()) == wanted
+    proxy = served(loader)
+    proxy.use(feed)
+    assert raised(proxy.iterate()) == wanted
     assert len(wanted) == 12
     assert "no sample 17" in wanted[8] or "Caught KeyError in DataLoader worker process 0" in wanted[8]
-    assert serving.feed == feed
-    serving.close()
+    assert proxy.feed == feed
+    proxy.close()
 
 
 def test_a_dataset_that_fails_somewhere_cannot_be_gathered_and_goes_on_as_it_was():
     loader = loader_of(Of(fails_at), "as given")
-    serving = served(loader)
-    assert serving.supports(GATHER) is None  # a few samples do not tell
+    proxy = served(loader)
+    assert proxy.supports(GATHER) is None  # a few samples do not tell
     with pytest.raises(KeyError, match="no sample 17"):
-        serving.use(GATHER)
-    assert serving.feed == serving.own
-    assert not serving.waiting
-    assert serving.why_other(GATHER) == "the feed failed when it was tried: 'no sample 17'"
-    assert raised(serving.iterate())[4] == "KeyError: 'no sample 17'"
+        proxy.use(GATHER)
+    assert proxy.feed == proxy.own
+    assert not proxy.waiting
+    assert proxy.why_other(GATHER) == "the feed failed in a trial: 'no sample 17'"
+    assert raised(proxy.iterate())[4] == "KeyError: 'no sample 17'"
 
 
 def test_places_out_of_bounds_are_the_datasets_to_refuse():
@@ -746,10 +749,10 @@ def test_places_out_of_bounds_are_the_datasets_to_refuse():
         faults = []
         wanted = raised(ORIGINAL(DataLoader(TensorDataset(X, Y), sampler=sampler, batch_size=2)))
         loader = DataLoader(TensorDataset(X, Y), sampler=sampler, batch_size=2)
-        serving = served(loader)
-        serving.on_fault = faults.append
-        serving.use(GATHER)
-        assert raised(serving.iterate()) == wanted
+        proxy = served(loader)
+        proxy.on_fault = faults.append
+        proxy.use(GATHER)
+        assert raised(proxy.iterate()) == wanted
         assert len(faults) == (-1 in sampler)
 
 
@@ -773,9 +776,9 @@ def test_what_a_sampler_raises_comes_at_the_same_batch(own):
     settings = {"batch_size": 1, "num_workers": own, "prefetch_factor": 1 if own else None}
     plain = DataLoader(TensorDataset(X, Y), sampler=Failing(), **settings)
     loader = DataLoader(TensorDataset(X, Y), sampler=Failing(), **settings)
-    serving = served(loader)
-    serving.use(GATHER)
-    assert begin(loader, serving.iterate) == begin(plain, lambda: ORIGINAL(plain))
+    proxy = served(loader)
+    proxy.use(GATHER)
+    assert begin(loader, proxy.iterate) == begin(plain, lambda: ORIGINAL(plain))
 
 
 class BrokenError(Exception):
@@ -789,11 +792,11 @@ def test_a_feed_that_breaks_is_given_up_for_the_own_one_from_the_same_batch_on(m
     settings = {"num_workers": own, "batch_size": 2}
     wanted = script(loader_of("tuples", "by a generator", **settings), ORIGINAL)
     loader = loader_of("tuples", "by a generator", **settings)
-    serving, faults = served(loader), []
-    serving.on_fault = faults.append
-    serving.use(ONE if feed == TWO and own == 2 else feed)
+    proxy, faults = served(loader), []
+    proxy.on_fault = faults.append
+    proxy.use(ONE if feed == TWO and own == 2 else feed)
     calls = []
-    for place, name in ((serving_feeds.Gathered, "__next__"), (serving_feeds._Begun, "__next__")):
+    for place, name in ((feeds_module.GatheredFeed, "__next__"), (feeds_module._LazyBatches, "__next__")):
         works = getattr(place, name)
 
         def breaks(self, works=works):
@@ -803,10 +806,10 @@ def test_a_feed_that_breaks_is_given_up_for_the_own_one_from_the_same_batch_on(m
             return works(self)
 
         monkeypatch.setattr(place, name, breaks)
-    assert_same(script(loader, lambda loader: serving.iterate()), wanted)
+    assert_same(script(loader, lambda loader: proxy.iterate()), wanted)
     assert [type(fault) for fault in faults] == [BrokenError]
-    assert serving.feed == serving.own
-    serving.close()
+    assert proxy.feed == proxy.own
+    proxy.close()
 
 
 @pytest.mark.parametrize("own", [0, 1])
@@ -814,85 +817,85 @@ def test_a_feed_that_breaks_is_given_up_for_the_own_one_from_the_same_batch_on(m
 def test_whatever_breaks_in_here_the_script_gets_its_batches(monkeypatch, what, own):
     wanted = script(loader_of("tuples", num_workers=own), ORIGINAL)
     loader = loader_of("tuples", num_workers=own)
-    serving, faults = served(loader), []
-    serving.on_fault = faults.append
-    serving.use(GATHER)
+    proxy, faults = served(loader), []
+    proxy.on_fault = faults.append
+    proxy.use(GATHER)
 
     def breaks(*args, **kwargs):
         monkeypatch.undo()
         raise BrokenError
 
-    monkeypatch.setattr(serving, what, breaks)
-    assert_same(script(loader, lambda loader: serving.iterate()), wanted)
+    monkeypatch.setattr(proxy, what, breaks)
+    assert_same(script(loader, lambda loader: proxy.iterate()), wanted)
     assert [type(fault) for fault in faults] == [BrokenError] * (what != "_made_without_workers" or own)
-    assert serving.feed == serving.own or not faults
-    serving.close()
+    assert proxy.feed == proxy.own or not faults
+    proxy.close()
 
 
 def test_a_feed_that_breaks_while_it_is_drained_loses_no_batch(monkeypatch):
     loader = loader_of("tensors", "as given", batch_size=2)
-    serving, faults = served(loader), []
-    serving.on_fault = faults.append
-    serving.use(ONE)
-    iterator = serving.iterate()
+    proxy, faults = served(loader), []
+    proxy.on_fault = faults.append
+    proxy.use(ONE)
+    iterator = proxy.iterate()
     seen = [next(iterator) for _ in range(2)]
-    serving.use(GATHER)
-    assert serving.waiting
+    proxy.use(GATHER)
+    assert proxy.waiting
     with monkeypatch.context() as patch:
-        patch.setattr(serving_feeds._Begun, "__next__", lambda self: 1 / 0)
+        patch.setattr(feeds_module._LazyBatches, "__next__", lambda self: 1 / 0)
         seen.append(next(iterator))
     seen += list(iterator)
     assert torch.equal(torch.cat([y for _, y in seen]), Y)
     assert len(faults) == 1
-    assert serving.feed == serving.own
-    serving.close()
+    assert proxy.feed == proxy.own
+    proxy.close()
 
 
 @pytest.mark.parametrize("own", [0, 1])
 def test_a_feed_that_cannot_be_left_in_peace_is_left_all_the_same(monkeypatch, own):
     wanted = script(loader_of("tuples", num_workers=own), ORIGINAL)
     loader = loader_of("tuples", num_workers=own)
-    serving, faults = served(loader), []
-    serving.on_fault = faults.append
-    monkeypatch.setattr(serving_feeds.Gathered, "close", lambda self: 1 / 0, raising=False)
-    feeds = {1: GATHER, 3: serving.own, 8: GATHER}
-    at = lambda number: serving.use(feeds[number]) if number in feeds else None  # noqa: E731
-    assert_same(script(loader, lambda loader: serving.iterate(), at=at), wanted)
+    proxy, faults = served(loader), []
+    proxy.on_fault = faults.append
+    monkeypatch.setattr(feeds_module.GatheredFeed, "close", lambda self: 1 / 0, raising=False)
+    feeds = {1: GATHER, 3: proxy.own, 8: GATHER}
+    at = lambda number: proxy.use(feeds[number]) if number in feeds else None  # noqa: E731
+    assert_same(script(loader, lambda loader: proxy.iterate(), at=at), wanted)
     assert {type(fault) for fault in faults} == {ZeroDivisionError}
-    serving.close()
+    proxy.close()
 
 
 def test_callbacks_that_fail_are_faults_of_hotlaps_own():
     loader = loader_of("tensors")
     for name in ("on_begin", "on_batch", "on_end"):
-        serving, faults = served(loader), []
+        proxy, faults = served(loader), []
 
         def fails(*_):
             raise BrokenError
 
-        setattr(serving, name, fails)
-        serving.on_fault = faults.append
-        serving.use(GATHER)
-        assert len(list(serving.iterate())) == 6
+        setattr(proxy, name, fails)
+        proxy.on_fault = faults.append
+        proxy.use(GATHER)
+        assert len(list(proxy.iterate())) == 6
         assert {type(fault) for fault in faults} == {BrokenError}
-        serving.on_fault = fails
-        assert len(list(serving.iterate())) == 6
+        proxy.on_fault = fails
+        assert len(list(proxy.iterate())) == 6
 
 
 def test_a_session_that_closes_everything_at_a_fault_loses_no_batch(monkeypatch):
     for own in (0, 2):
         loader = loader_of("tensors", "as given", num_workers=own, batch_size=2)
-        serving = served(loader)
-        serving.on_fault = lambda error, serving=serving: serving.close()
-        serving.use(GATHER)
-        iterator = serving.iterate()
+        proxy = served(loader)
+        proxy.on_fault = lambda error, proxy=proxy: proxy.close()
+        proxy.use(GATHER)
+        iterator = proxy.iterate()
         seen = [next(iterator) for _ in range(3)]
         with monkeypatch.context() as patch:
-            patch.setattr(serving_feeds.Gathered, "__next__", lambda self: 1 / 0)
+            patch.setattr(feeds_module.GatheredFeed, "__next__", lambda self: 1 / 0)
             seen.append(next(iterator))
         seen += list(iterator)
         assert torch.equal(torch.cat([y for _, y in seen]), Y)
-        assert not processes_of(serving)
+        assert not processes_of(proxy)
 
 
 # --- which feeds -------------------------------------------------------------------------------------
@@ -918,10 +921,10 @@ def plain_collate(samples):
 @pytest.mark.parametrize(
     ("loader", "gathers", "works"),
     [
-        (lambda: DataLoader(Stream(), 4), "order of its own", "order of its own"),
+        (lambda: DataLoader(Stream(), 4), "order of its samples", "order of its samples"),
         (lambda: DataLoader(TensorDataset(X), None), "makes no batches", "makes no batches"),
         (lambda: loader_of(Of(random_sample)), "draws from torch's generator", "draws from torch's generator"),
-        (lambda: loader_of("tensors", collate_fn=plain_collate), "collate function of its own", None),
+        (lambda: loader_of("tensors", collate_fn=plain_collate), "its own collate function", None),
         (lambda: loader_of("tensors", collate_fn=random_collate), "collate function", "draws from Python's random"),
         (lambda: loader_of(Of(lambda i: X[i, : 1 + i % 2])), "cannot be stacked", None),
         (lambda: loader_of(Of(lambda i: (X[i], f"sample {i}"))), "makes no column", None),
@@ -933,70 +936,70 @@ def plain_collate(samples):
 )
 def test_every_feed_that_is_not_possible_says_why(loader, gathers, works):
     loader = loader()
-    serving = served(loader)
-    for feed, words in ((GATHER, gathers), (TWO, works), (serving.own, None)):
-        reason = serving.supports(feed)
+    proxy = served(loader)
+    for feed, words in ((GATHER, gathers), (TWO, works), (proxy.own, None)):
+        reason = proxy.supports(feed)
         assert (reason is None) if words is None else words in reason
         if reason is not None:
             assert "\n" not in reason
-            assert serving.why_other(feed) == reason
+            assert proxy.why_other(feed) == reason
             with pytest.raises(PlanError, match=words.split(" ")[0]):
-                serving.use(feed)
-    assert serving.feed == serving.own
-    serving.close()
+                proxy.use(feed)
+    assert proxy.feed == proxy.own
+    proxy.close()
 
 
 def test_feeds_for_a_gpu_need_one():
     loader = loader_of("tensors")
     for kind in ("resident", "stream"):
         assert served(loader).supports(Feed(kind=kind)) == "the script trains on the CPU"
-        serving = served(loader, torch.device("cuda"))
-        assert "nothing answers" in serving.supports(Feed(kind=kind))
+        proxy = served(loader, torch.device("cuda"))
+        assert "does not answer" in proxy.supports(Feed(kind=kind))
     assert served(loader).supports(Feed(kind="loader", workers=2, pinned=True)) is None
 
 
 def test_a_script_whose_default_device_is_another_keeps_its_feed():
-    serving = served(loader := loader_of("tensors"))
+    proxy = served(loader := loader_of("tensors"))
     with torch.device("meta"):
-        assert "default device is meta" in serving.supports(GATHER)
-    assert serving.supports(GATHER) is None
+        assert "default device is meta" in proxy.supports(GATHER)
+    assert proxy.supports(GATHER) is None
     assert loader is not None
 
 
 def test_an_iterable_dataset_is_only_passed_on():
     loader = DataLoader(Stream(), 4)
-    serving = served(loader)
-    assert_same(script(loader, lambda loader: serving.iterate()), script(loader, ORIGINAL))
-    assert (serving.source, serving.length, serving.served) == (None, None, 6)
-    assert serving.holding_s() == 0.0
+    proxy = served(loader)
+    assert_same(script(loader, lambda loader: proxy.iterate()), script(loader, ORIGINAL))
+    assert (proxy.source, proxy.length, proxy.served) == (None, None, 6)
+    assert proxy.holding_s() == 0.0
 
 
 def test_probing_leaves_all_generators_as_they_were():
     loader = loader_of(Of(random_sample))
-    serving = served(loader)
+    proxy = served(loader)
     before = states(loader)
-    serving.supports(GATHER)
-    serving.why_other(GATHER)
-    serving.holding_s()
+    proxy.supports(GATHER)
+    proxy.why_other(GATHER)
+    proxy.holding_s()
     assert states(loader) == before
     for data in DATA:
         loader = loader_of(data, "by a generator")
-        serving = served(loader)
+        proxy = served(loader)
         before = states(loader)
-        assert serving.why_other(GATHER) is None
-        assert serving.holding_s() >= 0.0
-        serving.use(GATHER)
+        assert proxy.why_other(GATHER) is None
+        assert proxy.holding_s() >= 0.0
+        proxy.use(GATHER)
         assert states(loader) == before
 
 
 def test_what_holding_takes_is_nothing_once_it_is_held():
     loader = loader_of("tuples")
-    serving = served(loader)
-    assert serving.holding_s() > 0.0
-    assert serving.holding_s() == serving.holding_s(GATHER)
-    assert serving.holding_s(TWO) == 0.0
-    serving.use(GATHER)
-    assert serving.holding_s() == 0.0
+    proxy = served(loader)
+    assert proxy.holding_s() > 0.0
+    assert proxy.holding_s() == proxy.holding_s(GATHER)
+    assert proxy.holding_s(TWO) == 0.0
+    proxy.use(GATHER)
+    assert proxy.holding_s() == 0.0
     assert served(loader_of("tensors")).holding_s() == 0.0
 
 
@@ -1036,25 +1039,25 @@ def test_data_that_changes_between_epochs_comes_by_the_own_feed_from_then_on(dat
         change(loader.dataset)
         return first + list(iterate(loader))
 
-    serving = None
+    proxy = None
 
     def iterate(loader):
-        nonlocal serving
-        if serving is None:
-            serving = served(loader)
-            serving.use(feed)
-        return serving.iterate()
+        nonlocal proxy
+        if proxy is None:
+            proxy = served(loader)
+            proxy.use(feed)
+        return proxy.iterate()
 
     wanted = seen(data(), ORIGINAL)
     for batch, truth in zip(seen(data(), iterate), wanted, strict=True):
         assert why_other_batch(truth, batch) is None
     # Batches that are gathered come out of the script's own tensors: who writes to them is seen.
     reads_in_place = feed == GATHER and change is written
-    assert (serving.feed == serving.own) != reads_in_place
-    assert (serving.supports(feed) is None) == reads_in_place
+    assert (proxy.feed == proxy.own) != reads_in_place
+    assert (proxy.supports(feed) is None) == reads_in_place
     if not reads_in_place:
-        assert serving.supports(feed).startswith("the data changed during the run: ")
-    assert not processes_of(serving)
+        assert proxy.supports(feed).startswith("the data changed during the run: ")
+    assert not processes_of(proxy)
 
 
 def test_data_that_changed_before_anything_was_prepared_is_taken_as_it_is():
@@ -1063,38 +1066,38 @@ def test_data_that_changed_before_anything_was_prepared_is_taken_as_it_is():
         (Subset(Of(lambda i: (X[i], i)), list(range(9))), lambda dataset: dataset.indices.reverse()),
     ):
         loader = loader_of(data, "as given")
-        serving = served(loader)
-        assert serving.supports(GATHER) is None
+        proxy = served(loader)
+        assert proxy.supports(GATHER) is None
         change(data)
-        serving.use(GATHER)
-        for batch, truth in zip(serving.iterate(), ORIGINAL(loader), strict=True):
+        proxy.use(GATHER)
+        for batch, truth in zip(proxy.iterate(), ORIGINAL(loader), strict=True):
             assert why_other_batch(truth, batch) is None
-        assert serving.feed == GATHER
+        assert proxy.feed == GATHER
 
 
 def test_data_that_changed_is_seen_before_another_feed_is_used():
     loader = loader_of(Growing())
-    serving = served(loader)
-    serving.use(GATHER)
-    iterator = serving.iterate()
+    proxy = served(loader)
+    proxy.use(GATHER)
+    iterator = proxy.iterate()
     next(iterator)
-    serving.use(serving.own)
+    proxy.use(proxy.own)
     loader.dataset.epoch = 1
     with pytest.raises(PlanError, match="the data changed during the run: 'epoch' is another one by now"):
-        serving.use(GATHER)
+        proxy.use(GATHER)
     assert len(list(iterator)) == 5
 
 
 def test_a_script_that_changes_its_loader_is_followed():
     loader = loader_of("tensors", "as given")
-    serving = served(loader)
-    serving.use(GATHER)
-    list(serving.iterate())
+    proxy = served(loader)
+    proxy.use(GATHER)
+    list(proxy.iterate())
     loader.collate_fn = plain_collate
-    assert all(type(batch) is tuple for batch in serving.iterate())
-    assert serving.feed == serving.own
-    assert "collate" in serving.supports(GATHER)
-    assert serving.supports(TWO) is None
+    assert all(type(batch) is tuple for batch in proxy.iterate())
+    assert proxy.feed == proxy.own
+    assert "collate" in proxy.supports(GATHER)
+    assert proxy.supports(TWO) is None
 
 
 # --- the gate ----------------------------------------------------------------------------------------
@@ -1103,14 +1106,14 @@ def test_a_script_that_changes_its_loader_is_followed():
 @pytest.mark.parametrize("data", DATA)
 def test_the_gate_finds_nothing_where_nothing_is_other(data):
     loader = loader_of(data, "as given")
-    serving = served(loader)
-    assert serving.why_other(GATHER) is None
+    proxy = served(loader)
+    assert proxy.why_other(GATHER) is None
     if data in ("tensors", "named"):
-        assert serving.why_other(TWO) is None
-        serving.use(TWO)
-        assert serving.why_other(TWO) is None
-        assert len(list(serving.iterate())) == 6
-    serving.close()
+        assert proxy.why_other(TWO) is None
+        proxy.use(TWO)
+        assert proxy.why_other(TWO) is None
+        assert len(list(proxy.iterate())) == 6
+    proxy.close()
 
 
 class ByProcess(Of):
@@ -1122,37 +1125,37 @@ class ByProcess(Of):
 
 def test_a_dataset_that_gives_other_samples_in_a_worker_keeps_its_feed():
     loader = loader_of(ByProcess())
-    serving = served(loader)
+    proxy = served(loader)
     for feed in (TWO, GATHER):
-        assert "asks which worker it runs in" in serving.supports(feed)
-    serving.close()
+        assert "asks which worker it runs in" in proxy.supports(feed)
+    proxy.close()
 
 
 def test_the_gate_sees_other_samples_that_a_worker_brings(monkeypatch):
     loader = loader_of("tuples")
-    serving = served(loader)
-    assert serving.supports(TWO) is None
+    proxy = served(loader)
+    assert proxy.supports(TWO) is None
     monkeypatch.setattr(
         Of, "__getitem__", lambda self, index: self.make((index + (get_worker_info() is not None)) % COUNT)
     )
     monkeypatch.setattr(serving_module, "why_not_pure", lambda source: None)
-    assert "differ" in serving.why_other(TWO)
-    serving.close()
+    assert "differ" in proxy.why_other(TWO)
+    proxy.close()
 
 
 def test_the_gate_sees_numbers_that_were_held_and_are_others(monkeypatch):
     loader = loader_of("tuples")
-    serving = served(loader)
-    assert serving.why_other(GATHER) is None
-    gather = serving_feeds.Columned.batch
+    proxy = served(loader)
+    assert proxy.why_other(GATHER) is None
+    gather = feeds_module.ColumnBatches.batch
 
     def wrong(self, positions):
         batch = gather(self, positions)
         tensors_in(batch)[0].flatten()[0] += 1
         return batch
 
-    monkeypatch.setattr(serving_feeds.Columned, "batch", wrong)
-    assert "rows of part 0 differ" in serving.why_other(GATHER)
+    monkeypatch.setattr(feeds_module.ColumnBatches, "batch", wrong)
+    assert "rows of part 0 differ" in proxy.why_other(GATHER)
 
 
 def test_the_gate_sees_tensors_of_another_kind():
@@ -1176,19 +1179,24 @@ class Noted:
 
 
 def columned_of(loader):
-    serving = served(loader)
-    serving.use(GATHER)
-    return serving._holding.columned, serving._holding
+    proxy = served(loader)
+    proxy.use(GATHER)
+    return proxy._holding.column_batches, proxy._holding
 
 
 @pytest.mark.parametrize("data", DATA)
 def test_resident_batches_have_copies_that_are_gathered_when_they_are_asked_for(data):
     loader = loader_of(data, "as given")
-    columned, holding = columned_of(loader)
-    there, noted = holding._columns, Noted()
+    column_batches, holding = columned_of(loader)
+    on_device, noted = holding._columns, Noted()
     indices = [[0, 3, 3], [1], [2, 1, 0, 4]]
-    resident = serving_feeds.Resident(
-        columned, iter(indices), there=there, device=CPU, sending=noted, is_same=lambda: len(noted.batches) < 2
+    resident = feeds_module.ResidentFeed(
+        column_batches,
+        iter(indices),
+        on_device=on_device,
+        device=CPU,
+        device_copies=noted,
+        is_same=lambda: len(noted.batches) < 2,
     )
     batches = list(resident)
     assert len(batches) == 3
@@ -1233,11 +1241,11 @@ class PretendedFlight:
 def test_streamed_batches_are_sent_ahead_and_their_memory_is_used_again(data, stages):
     loader = loader_of(data, "as given")
     wanted = list(ORIGINAL(loader))
-    columned, _ = columned_of(loader)
+    column_batches, _ = columned_of(loader)
     copier, noted = PretendedCopier(), Noted()
     indices = [list(range(n, min(COUNT, n + 4))) for n in range(0, COUNT, 4)]
-    streamed = serving_feeds.Streamed(
-        columned, iter(indices), copier=copier, sending=noted, pinned=False, stages=stages
+    streamed = feeds_module.StreamedFeed(
+        column_batches, iter(indices), copier=copier, device_copies=noted, pinned=False, stages=stages
     )
     for number, truth in enumerate(wanted):
         batch = next(streamed)
@@ -1256,10 +1264,12 @@ def test_streamed_batches_are_sent_ahead_and_their_memory_is_used_again(data, st
 
 def test_streamed_batches_that_nobody_comes_for_are_given_up():
     loader = loader_of("tensors", "as given")
-    columned, _ = columned_of(loader)
+    column_batches, _ = columned_of(loader)
     copier, noted = PretendedCopier(), Noted()
     indices = iter([[0], [1], [2], [3], [4]])
-    streamed = serving_feeds.Streamed(columned, indices, copier=copier, sending=noted, pinned=False, stages=True)
+    streamed = feeds_module.StreamedFeed(
+        column_batches, indices, copier=copier, device_copies=noted, pinned=False, stages=True
+    )
     next(streamed)
     with torch.inference_mode():  # what was made before is none of this mode
         batch = next(streamed)
@@ -1275,35 +1285,35 @@ def test_streamed_batches_that_nobody_comes_for_are_given_up():
 def pretended_gpu(monkeypatch):
     """The host in the place of a GPU: what is sent there is answered with copies, in memory of their own."""
     copier = PretendedCopier()
-    why_not = Serving._why_not
+    why_not = LoaderProxy._why_not
     monkeypatch.setattr(serving_module, "CudaCopier", lambda device: copier)
-    monkeypatch.setattr(serving_feeds, "PinnedBuffers", lambda pinned: PinnedBuffers(pinned=False))
+    monkeypatch.setattr(feeds_module, "PinnedBuffers", lambda pinned: PinnedBuffers(pinned=False))
     monkeypatch.setattr(
-        Serving,
+        LoaderProxy,
         "_why_not",
         lambda self, feed: why_not(self, GATHER if feed.kind in ("resident", "stream") else feed),
     )
-    sending = Sending(CPU)
-    sending.on_fault = pytest.fail
-    yield copier, sending
-    sending.remove()
+    device_copies = DeviceCopies(CPU)
+    device_copies.on_fault = pytest.fail
+    yield copier, device_copies
+    device_copies.remove()
 
 
 @pytest.mark.parametrize("stop", [None, 5])
 @pytest.mark.parametrize("own", [0, 2])
 @pytest.mark.parametrize("data", ["tensors", "named", "subset"])
 def test_what_a_script_sends_is_what_it_would_send_wherever_the_feed_changes(pretended_gpu, data, own, stop):
-    copier, sending = pretended_gpu
+    copier, device_copies = pretended_gpu
     settings = {"num_workers": own, "batch_size": 2}
     wanted = script(loader_of(data, "by a generator", **settings), ORIGINAL, epochs=3, stop=stop)
     loader = loader_of(data, "by a generator", **settings)
-    serving = Serving(loader, device=CPU, original_iter=ORIGINAL, sending=sending)
-    serving.on_fault = pytest.fail
-    feeds = [serving.own, GATHER, Feed(kind="resident"), Feed(kind="stream")]
+    proxy = LoaderProxy(loader, device=CPU, original_iter=ORIGINAL, device_copies=device_copies)
+    proxy.on_fault = pytest.fail
+    feeds = [proxy.own, GATHER, Feed(kind="resident"), Feed(kind="stream")]
     for feed in feeds:
-        assert serving.why_other(feed) is None
-    at, chance = switched_at_random(serving, feeds, 3), random.Random(4)
-    serving.use(feeds[2])
+        assert proxy.why_other(feed) is None
+    at, chance = switched_at_random(proxy, feeds, 3), random.Random(4)
+    proxy.use(feeds[2])
 
     class Sends:
         """Sends parts of its batches, some of them twice, and writes to some before."""
@@ -1317,45 +1327,45 @@ def test_what_a_script_sends_is_what_it_would_send_wherever_the_feed_changes(pre
                 if chance.random() < 0.2:
                     tensor.copy_(tensor.clone())
                 for _ in range(chance.randrange(3)):
-                    there = tensor.to("cpu")
-                    assert torch.equal(there, tensor)
+                    on_device = tensor.to("cpu")
+                    assert torch.equal(on_device, tensor)
             return batch
 
-    seen = script(loader, lambda loader: Sends(serving.iterate()), epochs=3, stop=stop, at=at)
+    seen = script(loader, lambda loader: Sends(proxy.iterate()), epochs=3, stop=stop, at=at)
     assert_same(seen, wanted, is_written_to=True)
-    assert sending.answered
+    assert device_copies.answered
     assert copier.sent
-    serving.close()
+    proxy.close()
 
 
 def test_data_that_is_written_to_within_an_epoch_is_not_sent_as_it_was(pretended_gpu):
-    _, sending = pretended_gpu
+    _, device_copies = pretended_gpu
     data = TensorDataset(X.clone(), Y)
     loader = DataLoader(data, batch_size=2)
-    serving = Serving(loader, device=CPU, original_iter=ORIGINAL, sending=sending)
-    serving.on_fault = pytest.fail
-    serving.use(Feed(kind="resident"))
-    for number, (x, y) in enumerate(serving.iterate()):
+    proxy = LoaderProxy(loader, device=CPU, original_iter=ORIGINAL, device_copies=device_copies)
+    proxy.on_fault = pytest.fail
+    proxy.use(Feed(kind="resident"))
+    for number, (x, y) in enumerate(proxy.iterate()):
         now = data.tensors[0][2 * number : 2 * number + 2]
         assert torch.equal(x, now)
         assert torch.equal(x.to("cpu"), now)
         assert torch.equal(y.to("cpu"), y)
         if number == 4:
             data.tensors[0].mul_(2)
-    assert sending.answered == 2 * 5
-    serving.close()
+    assert device_copies.answered == 2 * 5
+    proxy.close()
 
 
 @pytest.mark.parametrize("kind", ["resident", "stream", "gather"])
 def test_an_attribute_that_flips_within_an_epoch_is_seen_in_the_next_batch(pretended_gpu, kind):
-    _, sending = pretended_gpu
+    _, device_copies = pretended_gpu
     loader = DataLoader(Growing(), batch_size=2)
-    serving = Serving(loader, device=CPU, original_iter=ORIGINAL, sending=sending)
-    serving.on_fault = pytest.fail
+    proxy = LoaderProxy(loader, device=CPU, original_iter=ORIGINAL, device_copies=device_copies)
+    proxy.on_fault = pytest.fail
     told = []
-    serving.on_change = lambda feed, why: told.append((feed.kind, why))
-    serving.use(Feed(kind=kind))
-    for number, (x, y) in enumerate(serving.iterate()):
+    proxy.on_change = lambda feed, why: told.append((feed.kind, why))
+    proxy.use(Feed(kind=kind))
+    for number, (x, y) in enumerate(proxy.iterate()):
         assert torch.equal(x, X[2 * number : 2 * number + 2] + loader.dataset.epoch)
         assert torch.equal(x.to("cpu"), x)
         assert torch.equal(y, Y[2 * number : 2 * number + 2])
@@ -1363,8 +1373,8 @@ def test_an_attribute_that_flips_within_an_epoch_is_seen_in_the_next_batch(prete
             loader.dataset.epoch = 1
     assert number == 11
     assert told == [(kind, "'epoch' is another one by now")]
-    assert serving.feed == serving.own
-    serving.close()
+    assert proxy.feed == proxy.own
+    proxy.close()
 
 
 def test_training_is_equal_to_the_bit():
@@ -1392,12 +1402,12 @@ def test_training_is_equal_to_the_bit():
     class Otherwise(Plainly):
         def __init__(self, loader):
             super().__init__(loader)
-            self.serving = served(loader)
+            self.proxy = served(loader)
 
         def __call__(self, number=None):
             if number is None:
-                return self.serving.iterate()
-            self.serving.use(GATHER if number % 3 else self.serving.own)
+                return self.proxy.iterate()
+            self.proxy.use(GATHER if number % 3 else self.proxy.own)
             return None
 
     for mine, theirs in zip(trained(Plainly), trained(Otherwise), strict=True):
@@ -1410,7 +1420,7 @@ def test_training_is_equal_to_the_bit():
 @pytest.fixture
 def at_any_price(monkeypatch):
     """Keeping a sample takes longer than making it, of samples as small as these."""
-    monkeypatch.setattr(serving_learning, "MOST_SHARE", float("inf"))
+    monkeypatch.setattr(feeds_module, "MOST_SHARE", float("inf"))
 
 
 @pytest.mark.parametrize(
@@ -1431,49 +1441,49 @@ def test_samples_that_are_kept_as_they_come_by_make_the_loaders_own_batches(orde
     settings = {"num_workers": workers}
     wanted = script(loader_of("dicts", order, **settings), ORIGINAL, epochs=4)
     loader = loader_of("dicts", order, **settings)
-    serving, begun = served(loader), []
+    proxy, begun = served(loader), []
 
     def begin(loader):
         begun.append(None)
         if len(begun) == 4:
-            serving.use(GATHER)
-        return serving.iterate()
+            proxy.use(GATHER)
+        return proxy.iterate()
 
     def at(number):
         if number == since:
-            assert serving.learn() > 0
+            assert proxy.learn() > 0
 
     assert_same(script(loader, begin, epochs=4, at=at), wanted)
-    assert serving.feed == GATHER
-    serving.close()
+    assert proxy.feed == GATHER
+    proxy.close()
 
 
 def test_nothing_that_came_by_is_fetched_again(at_any_price, monkeypatch):
     loader = loader_of("tuples")
-    serving = served(loader)
-    whole_s = serving.holding_s()
-    assert serving.learn() == len(loader)
-    for _ in serving.iterate():
+    proxy = served(loader)
+    whole_s = proxy.holding_s()
+    assert proxy.learn() == len(loader)
+    for _ in proxy.iterate():
         pass
-    assert serving.learn() is None, "all of it is there"
-    assert serving.holding_s() == 0.0 < whole_s
+    assert proxy.learn() is None, "all of it is there"
+    assert proxy.holding_s() == 0.0 < whole_s
     fetched = []
-    monkeypatch.setattr(Learned, "_fetched", lambda self, some: fetched.append(some))
-    serving.use(GATHER)
+    monkeypatch.setattr(KeptSamples, "_fetched", lambda self, some: fetched.append(some))
+    proxy.use(GATHER)
     assert fetched == []
 
 
 def test_holding_takes_the_less_the_more_has_come_by(at_any_price):
     loader = loader_of("tuples", "as given", batch_size=4)
-    serving = served(loader)
-    iterator = serving.iterate()
+    proxy = served(loader)
+    iterator = proxy.iterate()
     next(iterator)
-    assert serving.learn() == len(loader) - 1
-    whole_s = serving.holding_s()
+    assert proxy.learn() == len(loader) - 1
+    whole_s = proxy.holding_s()
     next(iterator)
     next(iterator)
-    assert serving.holding_s() == pytest.approx(whole_s * (1 - 8 / COUNT))
-    serving.use(GATHER)
+    assert proxy.holding_s() == pytest.approx(whole_s * (1 - 8 / COUNT))
+    proxy.use(GATHER)
     batches = list(iterator)
     assert [batch[1].tolist() for batch in batches] == [
         list(range(at, min(COUNT, at + 4))) for at in range(12, COUNT, 4)
@@ -1489,9 +1499,9 @@ def test_there_is_nothing_to_learn_of_tensors_that_are_there(data):
 def test_nothing_is_kept_of_what_may_be_other_samples_next_time():
     for data in (Of(random_sample), Stream()):
         loader = DataLoader(data, 4)
-        serving = served(loader)
-        assert serving.learn() is None
-        assert serving.learned is None
+        proxy = served(loader)
+        assert proxy.learn() is None
+        assert proxy.kept_samples is None
 
 
 def test_what_has_come_by_is_let_go_of_when_the_data_changes(at_any_price):
@@ -1506,14 +1516,14 @@ def test_what_has_come_by_is_let_go_of_when_the_data_changes(at_any_price):
 
     data = Scaled()
     loader = DataLoader(data, 4)
-    serving = served(loader)
-    assert serving.learn()
-    for _ in serving.iterate():
+    proxy = served(loader)
+    assert proxy.learn()
+    for _ in proxy.iterate():
         pass
     data.factor = 2.0
-    assert torch.equal(torch.cat(list(serving.iterate())), 2 * X)
-    assert "the data changed" in serving.supports(GATHER)
-    assert serving.learned is None
+    assert torch.equal(torch.cat(list(proxy.iterate())), 2 * X)
+    assert "the data changed" in proxy.supports(GATHER)
+    assert proxy.kept_samples is None
 
 
 @pytest.mark.parametrize(
@@ -1529,47 +1539,47 @@ def test_keeping_samples_that_delays_the_script_too_long_is_given_up(takes_s, wa
         worked[0] += takes_s / 2  # it is asked twice
         return worked[0]
 
-    learned = Learned(source, clock=lambda: now[0], work_clock=work_clock)
+    kept_samples = KeptSamples(source, clock=lambda: now[0], work_clock=work_clock)
     for _ in range(20):
         now[0] += 0.1
-        learned.note(Places([0, 1]), [X[:2], Y[:2]], waited_s)
-    assert learned.is_over != is_kept
-    assert (learned.missing == 1.0) != is_kept
+        kept_samples.note(IndexBatch([0, 1]), [X[:2], Y[:2]], waited_s)
+    assert kept_samples.is_over != is_kept
+    assert (kept_samples.missing == 1.0) != is_kept
 
 
 def test_batches_of_another_shape_end_it(at_any_price):
     source = as_source(DATA["tuples"](), loaded=True)
-    learned = Learned(source)
-    learned.note(Places([0, 1]), [X[:2], Y[:2]])
-    assert learned.missing == pytest.approx(1 - 2 / COUNT)
-    learned.note(None, [X[:2], Y[:2]])  # nobody knows which they are
-    learned.note(Places([2, 3]), [X[:2, :1], Y[:2]])
-    assert learned.is_over
-    assert learned.missing == 1.0
+    kept_samples = KeptSamples(source)
+    kept_samples.note(IndexBatch([0, 1]), [X[:2], Y[:2]])
+    assert kept_samples.missing == pytest.approx(1 - 2 / COUNT)
+    kept_samples.note(None, [X[:2], Y[:2]])  # nobody knows which they are
+    kept_samples.note(IndexBatch([2, 3]), [X[:2, :1], Y[:2]])
+    assert kept_samples.is_over
+    assert kept_samples.missing == 1.0
 
 
 @pytest.mark.parametrize("index", [["a", "b"], [[0, 1], [2]], [COUNT], [-1], [{"row": 0}]])
 def test_index_batches_that_are_no_places_end_it(index, at_any_price):
-    learned = Learned(as_source(DATA["tuples"](), loaded=True))
-    learned.note(Places(index), [X[:1], Y[:1]])
-    assert learned.is_over
+    kept_samples = KeptSamples(as_source(DATA["tuples"](), loaded=True))
+    kept_samples.note(IndexBatch(index), [X[:1], Y[:1]])
+    assert kept_samples.is_over
 
 
 def test_a_sample_that_comes_by_twice_is_kept_once(at_any_price):
-    learned = Learned(as_source(DATA["tuples"](), loaded=True))
+    kept_samples = KeptSamples(as_source(DATA["tuples"](), loaded=True))
 
     def note(*places):
-        learned.note(Places(list(places)), [X[list(places)], Y[list(places)]])
-        return round(COUNT * (1 - learned.missing))
+        kept_samples.note(IndexBatch(list(places)), [X[list(places)], Y[list(places)]])
+        return round(COUNT * (1 - kept_samples.missing))
 
     assert note(5, 3, 5, 5) == 2
     assert note(3, 5) == 2
     assert note(5, 4, 3, 0) == 4
     assert note(*range(COUNT - 1), 2) == COUNT - 1
-    assert not learned.is_over
+    assert not kept_samples.is_over
     assert note(COUNT - 1, COUNT - 1) == COUNT
-    assert learned.is_over
-    x, y = learned.columns().gather(torch.arange(COUNT))
+    assert kept_samples.is_over
+    x, y = kept_samples.columns().gather(torch.arange(COUNT))
     assert torch.equal(x, X)
     assert torch.equal(y, Y)
 
@@ -1577,21 +1587,21 @@ def test_a_sample_that_comes_by_twice_is_kept_once(at_any_price):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_come_by_after_other_workers_were_tried(workers, at_any_price):
     loader = loader_of("tuples", batch_size=2, num_workers=workers)
-    serving = served(loader)
-    assert serving.learn()
-    for number, _ in enumerate(serving.iterate()):
+    proxy = served(loader)
+    assert proxy.learn()
+    for number, _ in enumerate(proxy.iterate()):
         if number in (1, 4):
-            serving.use(TWO if number == 1 else serving.own)
-    assert serving.learned.missing <= 2 * workers * 2 / COUNT, "but for what was under way before"
-    serving.close()
+            proxy.use(TWO if number == 1 else proxy.own)
+    assert proxy.kept_samples.missing <= 2 * workers * 2 / COUNT, "but for what was under way before"
+    proxy.close()
 
 
 def test_what_is_kept_is_gone_when_nothing_comes_of_it(at_any_price):
-    serving = served(loader := loader_of("tuples"))
-    assert serving.learn() == len(loader)
-    assert serving.learned is not None
-    serving.tidy()
-    assert serving.learned is None
+    proxy = served(loader := loader_of("tuples"))
+    assert proxy.learn() == len(loader)
+    assert proxy.kept_samples is not None
+    proxy.tidy()
+    assert proxy.kept_samples is None
 
 
 @pytest.mark.parametrize(
@@ -1607,9 +1617,9 @@ def test_what_is_kept_is_gone_when_nothing_comes_of_it(at_any_price):
     ids=["bf16", "bool", "conjugate", "strided", "empty", "with gradients"],
 )
 def test_samples_of_any_kind_are_kept_to_the_bit(samples):
-    learned = Learned(as_source(TensorDataset(samples.detach())))
+    kept_samples = KeptSamples(as_source(TensorDataset(samples.detach())))
     for some in ([7, 2, 5], [1, 0, 2, 2, 9]):
-        learned._keep(torch.tensor(some).numpy(), [samples[some]])
-    assert learned.missing == pytest.approx(0.4)
-    kept = learned.columns()
+        kept_samples._keep(torch.tensor(some).numpy(), [samples[some]])
+    assert kept_samples.missing == pytest.approx(0.4)
+    kept = kept_samples.columns()
     assert torch.equal(next(iter(kept.inner.tensors.values()))[kept.rows], samples)

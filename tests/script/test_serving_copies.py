@@ -7,8 +7,8 @@ import torch
 
 from hotlap.data.sources import Columns
 from hotlap.script.feed import feeds as serving_copies
-from hotlap.script.feed.feeds import Copies
-from hotlap.script.feed.indices import Block, Places
+from hotlap.script.feed.feeds import DeviceGather
+from hotlap.script.feed.index_batches import IndexBatch, IndexBlock
 
 CPU = torch.device("cpu")
 X = torch.randn(400, 6, generator=torch.Generator().manual_seed(1))
@@ -31,14 +31,14 @@ class Noted(Columns):
 class Varying(Noted):
     """Columns whose batches would be as wide as the widest sample."""
 
-    def fitting(self, indices):
+    def at_width_of(self, indices):
         return self
 
 
 def block_of(seed=2):
     order = torch.randperm(400, generator=torch.Generator().manual_seed(seed))[: sum(SIZES)]
-    block = Block(order, SIZES)
-    return [Places(None, block, number) for number in range(len(SIZES))]
+    block = IndexBlock(order, SIZES)
+    return [IndexBatch(None, block, number) for number in range(len(SIZES))]
 
 
 def landed(copies, places):
@@ -52,7 +52,7 @@ def assert_right(found, places):
 
 def test_batches_are_gathered_together_and_each_has_memory_of_its_own():
     source, block = Noted(), block_of()
-    copies = Copies(source, CPU)
+    copies = DeviceGather(source, CPU)
     found = [landed(copies, places) for places in block]
     assert source.asked == [8, sum(SIZES) - 8], "the first alone, to know how large batches are"
     for tensors in found:
@@ -70,7 +70,7 @@ def test_batches_are_gathered_together_and_each_has_memory_of_its_own():
 def test_as_many_are_gathered_as_the_limit_allows(monkeypatch):
     monkeypatch.setattr(serving_copies, "GATHERED_TOGETHER", 3 * 8 * (6 * 4 + 8) + 1)
     source, block = Noted(), block_of()
-    copies = Copies(source, CPU)
+    copies = DeviceGather(source, CPU)
     for places in block:
         assert_right(landed(copies, places), places)
     assert source.asked == [8, 24, 24, 24, 11]
@@ -80,7 +80,7 @@ def test_as_many_are_gathered_as_the_limit_allows(monkeypatch):
 def test_batches_are_right_in_whatever_order_a_script_sends_them_and_whichever_it_leaves_out(seed, monkeypatch):
     monkeypatch.setattr(serving_copies, "GATHERED_TOGETHER", 4 * 8 * (6 * 4 + 8))
     chance = random.Random(seed)
-    copies = Copies(Noted(), CPU)
+    copies = DeviceGather(Noted(), CPU)
     batches = [places for number in range(3) for places in block_of(number)]
     window = []
     for places in batches:
@@ -94,7 +94,7 @@ def test_batches_are_right_in_whatever_order_a_script_sends_them_and_whichever_i
 
 def test_nothing_is_gathered_that_nobody_asks_for():
     source = Noted()
-    copies = Copies(source, CPU)
+    copies = DeviceGather(source, CPU)
     kept = [copies.of(places, 2) for places in block_of()]
     assert len(kept) == len(SIZES)
     assert source.asked == []
@@ -102,7 +102,7 @@ def test_nothing_is_gathered_that_nobody_asks_for():
 
 def test_samples_that_differ_in_size_are_gathered_batch_by_batch():
     source, block = Varying(), block_of()
-    copies = Copies(source, CPU)
+    copies = DeviceGather(source, CPU)
     for places in block:
         assert_right(landed(copies, places), places)
     assert source.asked == SIZES
@@ -110,15 +110,15 @@ def test_samples_that_differ_in_size_are_gathered_batch_by_batch():
 
 def test_index_batches_that_were_read_alone_are_gathered_alone():
     source = Noted()
-    copies = Copies(source, CPU)
-    for places in map(Places, ([3, 1], [399], [7, 7, 7])):
+    copies = DeviceGather(source, CPU)
+    for places in map(IndexBatch, ([3, 1], [399], [7, 7, 7])):
         assert_right(landed(copies, places), places)
     assert source.asked == [2, 1, 3]
 
 
 def test_a_batch_is_of_the_mode_in_which_it_is_sent():
     source, block = Noted(), block_of()
-    copies = Copies(source, CPU)
+    copies = DeviceGather(source, CPU)
     for number, places in enumerate(block):
         with torch.inference_mode(number in (3, 4, 9)):
             found = landed(copies, places)
@@ -135,5 +135,5 @@ def test_the_rows_of_a_selection_are_looked_up_once_for_all_that_were_read_toget
     assert len({part.untyped_storage().data_ptr() for part in found}) == 1
     for places, part in zip(block, found, strict=True):
         assert torch.equal(part, rows[places.host])
-        assert torch.equal(Places(places.index).through(rows), part)
+        assert torch.equal(IndexBatch(places.index).through(rows), part)
     assert torch.equal(block[1].through(rows.flip(0)), rows.flip(0)[block[1].host])

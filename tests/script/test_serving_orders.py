@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from hotlap.script.feed.indices import Order, Rest, draws_as_torch, order_of
+from hotlap.script.feed.index_batches import BegunOrder, SamplerOrder, draws_as_torch, order_of
 
 KINDS = ("sequential", "random", "random by a generator", "replaced", "replaced by a generator")
 
@@ -49,7 +49,7 @@ def test_what_is_read_together_is_what_torch_reads_after_the_same_draws(kind, le
     sampler = sampler_of(kind, length, count)
     batch_sampler = BatchSampler(sampler, size, drop_last)
     order = order_of(batch_sampler, iter(batch_sampler))
-    assert isinstance(order, Order)
+    assert isinstance(order, SamplerOrder)
     torch.manual_seed(5)
     while wanted[0][0] is not None:
         was, draws = states(sampler), order.draws
@@ -81,7 +81,7 @@ def test_what_was_begun_is_read_on_where_nobody_sees_it():
     begun = iter(batch_sampler)
     first = next(begun)
     rest = order_of(batch_sampler, begun)
-    assert isinstance(rest, Rest)
+    assert isinstance(rest, BegunOrder)
     seen = [first]
     while True:
         flat, sizes = rest.read(4)
@@ -139,7 +139,7 @@ def test_a_torch_that_draws_otherwise_is_left_to_draw(monkeypatch):
     monkeypatch.setattr(RandomSampler, "__iter__", also_draws)
     assert not draws_as_torch.__wrapped__()
     batch_sampler = BatchSampler(RandomSampler(range(9)), 2, drop_last=False)
-    assert isinstance(order_of(batch_sampler, iter(batch_sampler)), Rest)
+    assert isinstance(order_of(batch_sampler, iter(batch_sampler)), BegunOrder)
     batch_sampler.sampler.generator = torch.Generator()
     assert order_of(batch_sampler, iter(batch_sampler)) is None
     assert torch.equal(torch.get_rng_state(), before)

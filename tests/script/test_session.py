@@ -132,20 +132,20 @@ def test_generators_are_where_they_would_be(session, tmp_path):
 
 
 BROKEN = [
-    "hotlap.script.feed.serving.Serving.use",
-    "hotlap.script.feed.serving.Serving.begin",
+    "hotlap.script.feed.loader_proxy.LoaderProxy.use",
+    "hotlap.script.feed.loader_proxy.LoaderProxy.begin",
     "hotlap.script.session.Session._stepped",
     "hotlap.script.session.Session._served",
-    "hotlap.script.steering.Steering.served",
-    "hotlap.script.steering.Steering.stepped",
+    "hotlap.script.tuning.ScriptTuning.served",
+    "hotlap.script.tuning.ScriptTuning.stepped",
     "hotlap.script.training.ScriptTraining.stepped",
     "hotlap.script.update.updates.Updates.before_step",
     "hotlap.script.update.updates.Updates.after_step",
-    "hotlap.script.find.horizon.Horizon.updates",
+    "hotlap.script.run_length.RunLength.updates",
     "hotlap.tuner.tuner.Tuner.stepped",
     "hotlap.tuner.search.Search._together",
-    "hotlap.script.find.finder.Finder.stepped",
-    "hotlap.script.calls.call.Call.__init__",
+    "hotlap.script.loop_finder.LoopFinder.stepped",
+    "hotlap.script.calls.call.ModuleCall.__init__",
 ]
 
 
@@ -167,7 +167,7 @@ def test_whatever_breaks_inside_hotlap_the_script_goes_on(session, monkeypatch, 
     assert np.mean(trained[0][-16:]) == pytest.approx(np.mean(long_alone[0][-16:]), rel=0.2, abs=0.05)
     said = capsys.readouterr()
     assert "planted" in said.err, said.err
-    assert said.err.count("went on without it") == 1, said.err
+    assert said.err.count("continued without it") == 1, said.err
     assert said.out == ""
 
 
@@ -220,7 +220,7 @@ def test_a_loop_without_a_loader_or_a_module(session, capsys):
 def test_no_training_is_a_result(session, capsys):
     with session():
         list(DataLoader(TensorDataset(torch.zeros(4, 1)), batch_size=2))
-    assert "no training was seen" in capsys.readouterr().err
+    assert "no training found" in capsys.readouterr().err
 
 
 def test_evaluation_inside_the_loop_keeps_its_own_precision(session, tmp_path):

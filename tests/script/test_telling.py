@@ -9,8 +9,8 @@ import pytest
 
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
-from hotlap.script import telling
-from hotlap.script.telling import Teller, headline
+from hotlap.script import report as telling
+from hotlap.script.report import Report, headline
 
 OWN, FOUND = Plan(), Plan().but(optimizer="fused")
 BASELINE = ("baseline", "chosen", {"step_s": 0.01})
@@ -47,11 +47,11 @@ def test_a_loss_is_told_as_one_with_what_tuning_cost():
 
 def test_a_gain_that_was_not_measured_is_not_claimed():
     ledger = ledger_of(BASELINE, ("fused optimizer", "kept", {}), ("tuned", "chosen", {"cost_s": 1.0}), plan=FOUND)
-    assert headline([ledger], 40.0) == "took 40 s with fused optimizer; how much that saved was not measured"
+    assert headline([ledger], 40.0) == "took 40 s with fused optimizer; hotlap did not measure how much that saved"
 
 
 def test_a_script_without_a_training_is_left_as_it_was():
-    assert headline([], 5.0) == "left as it was: no training was seen, because no weights were updated a few times"
+    assert headline([], 5.0) == "left as it was: no training found, because the script made too few weight updates"
 
 
 def test_moves_that_did_not_help_are_counted():
@@ -96,19 +96,19 @@ def test_a_chosen_plan_that_changes_nothing_leaves_the_script_as_it_was():
 @pytest.mark.parametrize("as_json", [False, True])
 def test_it_is_the_first_line_and_a_field_of_the_json(as_json, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(telling, "say", lambda *lines: print(*lines, sep="\n"))
-    Teller(name="train.py", out=tmp_path, as_json=as_json).tell()
+    Report(name="train.py", out=tmp_path, as_json=as_json).tell()
     out = capsys.readouterr().out
     told = json.loads(out)["headline"] if as_json else out.removeprefix("hotlap: ").rstrip("\n")
-    assert told == "left as it was: no training was seen, because no weights were updated a few times"
+    assert told == "left as it was: no training found, because the script made too few weight updates"
 
 
 def test_a_fault_of_hotlaps_comes_first_where_nothing_was_gained(capsys, tmp_path):
-    teller = Teller(name="train.py", out=tmp_path, as_json=False)
+    teller = Report(name="train.py", out=tmp_path, as_json=False)
     teller.fault(RuntimeError("it fell"))
     teller.tell()
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "hotlap: left as it was, because hotlap failed: RuntimeError: it fell"
-    assert any("had to stop: RuntimeError: it fell" in line for line in lines[1:])
+    assert any("hotlap failed: RuntimeError: it fell" in line for line in lines[1:])
 
 
 @pytest.mark.parametrize(("is_alone", "seconds"), [(True, "100"), (False, "0")])
@@ -116,7 +116,7 @@ def test_the_seconds_of_a_script_begin_with_its_process(is_alone, seconds, monke
     """Who waits for a script waits for its imports, too; a notebook's process began long before."""
     began = time.time() - 100
     monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(create_time=lambda: began))
-    teller = Teller(name="train.py", out=None, as_json=False, is_alone=is_alone)
+    teller = Report(name="train.py", out=None, as_json=False, is_alone=is_alone)
     teller._trainings.append((kept(100.0), []))
     took = re.search(r"as fast: (\d+)(?:\.\d+)? (?:s|ms|µs) instead", teller.headline())
     assert (took.group(1) == seconds) is is_alone

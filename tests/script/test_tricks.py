@@ -34,14 +34,13 @@ from hotlap.core.tricks import (
 )
 from hotlap.engine.assists import rewiring
 from hotlap.script import training as script_training
-from hotlap.script.calls.call import Call
+from hotlap.script.calls.call import ModuleCall
 from hotlap.script.calls.capture import CapturedCall
-from hotlap.script.calls.endings import Endings
-from hotlap.script.calls.readings import Readings
-from hotlap.script.feed import evaluating
-from hotlap.script.feed.serving import Serving
+from hotlap.script.calls.losses import EarlyLoss, LossReplay
+from hotlap.script.feed import evaluation_feed
+from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.session import Session, Settings
-from hotlap.script.update.graphs import UpdateGraph
+from hotlap.script.update.capture import UpdateGraph
 from hotlap.script.update.updates import Updates
 from hotlap.store.files import load_plan, save_plan
 from hotlap.store.run_folder import RunFolder
@@ -92,10 +91,10 @@ def used(tmp_path, monkeypatch):
     """Trains under a plan that is captured, where recordings are pretended; the tricks that were in use."""
     monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
     # Nothing of what an evaluation's feed is worth hangs on a clock.
-    monkeypatch.setattr(Serving, "holding_s", lambda self, feed=None: 0.0)
-    monkeypatch.setattr(evaluating, "PROBED", 0)
-    monkeypatch.setattr(evaluating, "LEAST_S", 0.0)
-    monkeypatch.setattr(evaluating._Epochs, "batch_s", property(lambda self: 1.0))
+    monkeypatch.setattr(LoaderProxy, "holding_s", lambda self, feed=None: 0.0)
+    monkeypatch.setattr(evaluation_feed, "PROBED", 0)
+    monkeypatch.setattr(evaluation_feed, "LEAST_S", 0.0)
+    monkeypatch.setattr(evaluation_feed._Epochs, "batch_s", property(lambda self: 1.0))
     monkeypatch.setattr("hotlap.engine.capture.recording.HostRandomness", calling.OfPythonAndNumpy)
     recorders = []
 
@@ -105,10 +104,10 @@ def used(tmp_path, monkeypatch):
 
     of_calls = functools.partial(recorder_of, Recorder)
     of_updates = functools.partial(recorder_of, optimizing.FakeRecorder)
-    monkeypatch.setattr(script_training, "Call", functools.partial(Call, make_recorder=of_calls))
+    monkeypatch.setattr(script_training, "ModuleCall", functools.partial(ModuleCall, make_recorder=of_calls))
     monkeypatch.setattr(script_training, "Updates", functools.partial(Updates, make_recorder=of_updates))
-    monkeypatch.setattr(script_training, "Readings", functools.partial(Readings, make_place=Copied))
-    monkeypatch.setattr(Readings, "_note_sent", lambda *_: None)  # or each copy on the CPU were one to the host
+    monkeypatch.setattr(script_training, "EarlyLoss", functools.partial(EarlyLoss, make_place=Copied))
+    monkeypatch.setattr(EarlyLoss, "_note_sent", lambda *_: None)  # or each copy on the CPU were one to the host
 
     def run(*without, in_file=(), as_in=None):
         plan = Plan(feed=Feed(kind="gather")).but(mode="captured", without=in_file)
@@ -143,14 +142,14 @@ def used(tmp_path, monkeypatch):
         assert any(isinstance(getattr(graph, "of", None), UpdateGraph) and graph.replays for graph in graphs)
         entries = RunFolder.open(settings.out).read_ledger()
         in_use = {
-            REPLAYED_LOSS: training.endings.made,
-            EARLY_ITEM: training.readings.answered,
+            REPLAYED_LOSS: training.loss_replay.made,
+            EARLY_ITEM: training.early_loss.answered,
             REPLAYED_CLIPPING: sum(g.replays for g in graphs if type(getattr(g, "of", g)) is type(None)),
             SHORT_STEP: seen.shortcuts,
             ONE_THREAD_BACKWARD: seen.here,
             GRADIENTS_IN_PLACE: seen.shared,
             REPLAYED_EVALUATION: sum(g.replays for g in graphs if isinstance(g, Replays)),
-            EVALUATION_FEED: sum(entry.what == evaluating.WHAT for entry in entries),
+            EVALUATION_FEED: sum(entry.what == evaluation_feed.WHAT for entry in entries),
         }
         assert {*in_use} == {*RUN_TRICKS}
         return {name for name, times in in_use.items() if times}, settings.out
@@ -210,9 +209,9 @@ def test_calls_obey_the_names_of_steps_too(without):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_loss_waits_only_where_that_trick_is_left_out(used, monkeypatch, waits):
-    found, put = [], Endings.put
+    found, put = [], LossReplay.put
     monkeypatch.setattr(
-        Endings, "put", lambda self, **how: put(self, **how) or found.append(F.cross_entropy.__wrapped__)
+        LossReplay, "put", lambda self, **how: put(self, **how) or found.append(F.cross_entropy.__wrapped__)
     )
     own = F.cross_entropy
     used(*([LOSS_WITHOUT_WAITING] if waits else []))

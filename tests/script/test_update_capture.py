@@ -13,9 +13,8 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 from hotlap.core.plan import Feed, Plan
 from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.script.session import Session, Settings
-from hotlap.script.update.capture import CHECKS, PATIENCE, WARM, CapturedUpdate
+from hotlap.script.update.capture import CHECKS, FOR_GOOD, PATIENCE, WARM, CapturedUpdate, UpdateGraph
 from hotlap.script.update.clipping import MOST_LIMITS, NORM, SCALE
-from hotlap.script.update.graphs import FOR_GOOD, UpdateGraph
 from hotlap.script.update.updates import Updates
 from hotlap.store.files import save_plan
 
@@ -134,7 +133,7 @@ def test_an_idle_optimizer_makes_no_step(kind):
     weights = [torch.ones(2, 2, requires_grad=True)]
     weights[0].grad = torch.ones(2, 2)
     optimizer = optimizer_of(weights)
-    idle = CapturedUpdate(optimizer, lambda one: None, make_recorder=FakeRecorder, desk=None).idle
+    idle = CapturedUpdate(optimizer, lambda one: None, make_recorder=FakeRecorder, shared_inputs=None).idle
     assert type(optimizer).step.__wrapped__(idle) is None
     assert torch.equal(weights[0], torch.ones(2, 2))
 
@@ -333,7 +332,7 @@ def test_optimizers_of_unknown_kinds_make_their_steps():
 
     _, _, scripted = trained(lambda p: Mine(p, lr=0.01), "plain")
     assert scripted.replays() == 0
-    assert scripted.updates.uncaptured == "Mine is none of torch's own optimizers"
+    assert scripted.updates.uncaptured == "Mine is not one of torch's own optimizers"
 
 
 @pytest.mark.parametrize("optimizer_of", [adamw, lambda p: torch.optim.LBFGS(p, lr=0.1)])
@@ -387,7 +386,7 @@ def test_gradients_that_are_themselves_differentiable():
         optimizer.step()
         optimizer.zero_grad()
         assert scripted.replays() == replays + 1
-    assert not any(room.requires_grad for room in scripted.updates._desk._rooms.values())
+    assert not any(room.requires_grad for room in scripted.updates._shared_inputs._buffers.values())
 
 
 def test_a_recording_that_fails_leaves_the_steps_to_the_optimizer(monkeypatch):
@@ -428,9 +427,9 @@ def test_a_step_that_raises_leaves_nothing_behind(monkeypatch):
 def test_nothing_is_left_after_closing():
     own = trained()[1]
     _, optimizer, scripted = trained(plan="fused", clip=lambda number, model: clip_grad_norm_(model.parameters(), 0.1))
-    assert scripted.updates._desk._rooms
+    assert scripted.updates._shared_inputs._buffers
     scripted.updates.close()
-    assert not scripted.updates._desk._rooms
+    assert not scripted.updates._shared_inputs._buffers
     assert not scripted.updates._recorders
     assert not any(update.recorded for update in scripted.updates._captures.values())
     assert vars(optimizer).keys() == vars(own).keys()
@@ -522,8 +521,8 @@ def test_a_session_makes_steps_by_replays_and_leaves_torch_as_it_was(monkeypatch
             model(torch.full((3, 4), number / 60)).square().mean().backward()
             clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
-            if session is not None and session._steering is not None:
-                session._steering.training.updates.use("fused", captured=True)
+            if session is not None and session._tuning is not None:
+                session._tuning.training.updates.use("fused", captured=True)
         return model
 
     parts = getattr(clip_grad, NORM), getattr(clip_grad, SCALE)

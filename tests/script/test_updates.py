@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotlap.script.update import trials as update_trials
+from hotlap.script.update import updates as update_trials
 from hotlap.script.update.updates import Updates
 
 

@@ -11,8 +11,8 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotlap.script import advise as module
-from hotlap.script.advise import PYTHON, SCRIPT, Waits, home_of
+from hotlap.script import advice as module
+from hotlap.script.advice import PYTHON, SCRIPT, Waits, home_of
 
 
 class Clock:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from hotlap.core.ledger import Ledger
-from hotlap.script.find.finder import ByHand, Loop
-from hotlap.script.judging import ScriptGate
+from hotlap.script.loop_finder import Loop, ManualUpdates
 from hotlap.script.training import ScriptTraining
+from hotlap.script.tuning import ScriptGate
 
 RATE = 0.05
 
@@ -95,7 +95,7 @@ def reader(**settings):
 
 def judged(model, **choice):
     """What the gate says to a plan, right after a backward pass; the gradients of the script stay as they are."""
-    one, found = ByHand(), []
+    one, found = ManualUpdates(), []
     read(model, epochs=1, passed=one.passed)
     one.settle()
     training = ScriptTraining(Loop(optimizers=[one], modules=[model], loaders=[]), [], Ledger())

@@ -9,7 +9,7 @@ from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.data.order import HostRandomness
-from hotlap.script.calls.call import Call
+from hotlap.script.calls.call import ModuleCall
 
 CPU = torch.device("cpu")
 OWN, CAPTURED = (Numerics(), Execution()), (Numerics(), Execution(mode="captured"))
@@ -70,7 +70,7 @@ class Scripted:
         self.module, self.recorders = module, []
         if make_recorder is not None:
             settings["make_recorder"] = lambda device: self._kept(make_recorder(device))
-        self.call = Call(module, device=device, **settings)
+        self.call = ModuleCall(module, device=device, **settings)
         self.call.use(*plan)
 
     def _kept(self, recorder):

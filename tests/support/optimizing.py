@@ -7,8 +7,8 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hotlap.script.patches import Patches
-from hotlap.script.update.clipping import stand_ins
-from hotlap.script.update.graphs import UpdateGraph
+from hotlap.script.update.capture import UpdateGraph
+from hotlap.script.update.clipping import clipping_patches
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def at_work(updates):
     patches = Patches()
     patches.hooked("before", register_optimizer_step_pre_hook(updates.before_step))
     patches.hooked("after", register_optimizer_step_post_hook(lambda one, *_: updates.after_step(one)))
-    for name, make in stand_ins(lambda: updates.clipping):
+    for name, make in clipping_patches(lambda: updates.clipping):
         patches.put(clip_grad, name, make)
     try:
         yield

@@ -90,7 +90,7 @@ def run(
         _refuse(str(error))
     _check(wanted, out)
     if compare:
-        from hotlap.script.comparing import compare as run_both
+        from hotlap.script.compare import compare as run_both
 
         options = {"--plan": plan, "--tune-seconds": tune_seconds}
         words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]

@@ -15,7 +15,7 @@ from hotlap.core.plan import Feed, Numerics, Plan
 from hotlap.data.batches import map_tensors
 from hotlap.engine.precision import precision_context
 from hotlap.kit.probe import ProbeRequest
-from hotlap.script.session import LOOKED, Session, Settings
+from hotlap.script.session import WATCHED_STEPS, Session, Settings
 from hotlap.script.training import ScriptTraining
 from hotlap.store.files import save_plan
 
@@ -73,7 +73,7 @@ class PlanProbe:
             return
         if self._held_s is None:
             self._held_s = time.perf_counter() - self._asked_at
-        elif not any(serving.waiting for serving in training.servings):
+        elif not any(proxy.waiting for proxy in training.proxies):
             self._settled += 1
 
     def gave(self, seconds: float) -> None:
@@ -81,7 +81,7 @@ class PlanProbe:
         training = self._training
         if training is None or self._held_s is None or self.start_s is not None:
             return
-        if not any(serving.waiting for serving in training.servings):
+        if not any(proxy.waiting for proxy in training.proxies):
             self.start_s = self._held_s + seconds
 
     @property
@@ -89,7 +89,7 @@ class PlanProbe:
         """Whether the script has trained under the plan for some updates, so that laps are of that alone."""
         training = self._training
         # On a GPU a session looks for waits first, which takes time.
-        looks = LOOKED if training is not None and training.device.type == "cuda" else 0
+        looks = WATCHED_STEPS if training is not None and training.device.type == "cuda" else 0
         return self._settled >= SETTLES + looks
 
     def cast_here(self) -> None:
@@ -104,7 +104,7 @@ class PlanProbe:
         """Why the script does not obey, as far as that shows at once; None where it does, or may yet."""
         if self._refusal is not None:
             return self._refusal
-        if self._session.is_steering or (self._training is None and self._updates < MOST_UNFOUND):
+        if self._session.is_tuning or (self._training is None and self._updates < MOST_UNFOUND):
             return None
         return "hotlap does not find its training loop" if self._training is None else self._session.so_far()[-1]
 
@@ -119,9 +119,9 @@ class PlanProbe:
         # What a call is made in shows only once it was made: under an autocast of the script's own, for one.
         reason = training.supports(plan) or training.given_up
         if reason is None and self._request.feed is not None:
-            if any(serving.feed != plan.feed for serving in training.servings):
+            if any(proxy.feed != plan.feed for proxy in training.proxies):
                 return "its batches came by its own loader all the same"
-            reason = next(filter(None, (serving.why_other(plan.feed) for serving in training.servings)), None)
+            reason = next(filter(None, (proxy.why_other(plan.feed) for proxy in training.proxies)), None)
         return reason
 
 

@@ -45,8 +45,8 @@ from hotlap.kit.samples import LongestSampler, costs_of, longest_in
 from hotlap.kit.savings import model_facts
 from hotlap.kit.tensor_memory import GrowthWatch, LiveTensors, UpdateWatch, is_users_file
 from hotlap.kit.working_copy import WriteGuard
-from hotlap.script.calls.refusals import why_not_changed
-from hotlap.script.feed.epoch import Served
+from hotlap.script.calls.eager import why_not_changed
+from hotlap.script.feed.epoch import EpochIterator
 from hotlap.script.patches import Patches
 from hotlap.script.running import Target, run
 from hotlap.store.cache import default_root
@@ -116,7 +116,7 @@ class ScriptWatch:
         put(_BaseDataLoaderIter, "__next__", self._given)
         if self._plan_probe is not None:
             self._plan_probe.start()
-            put(Served, "__next__", self._given)
+            put(EpochIterator, "__next__", self._given)
         if self._request.keeps_gradients:
             for kind in (Optimizer, nn.Module):
                 put(kind, "zero_grad", _in_place)

@@ -1,25 +1,24 @@
-"""The user's own script, unchanged and faster: its loop is found while it runs, and obeys plans from outside.
+"""`hotlap run`: find the training loop of an unchanged script while it runs, and apply plans to it.
 
-The way of a script:
+From the first line of the script to its end:
 
-- `running` runs it in this process as `python train.py` would, inside of a `Session`; `notebook` does so for the cells
-  of a notebook. `patches` puts what stands in for torch's functions in and takes it out again, in any order.
-- `session` hears of batches, calls and steps. `find` tells from these which optimizers, modules and loaders make up a
-  loop (`finder`), and how many updates it will make (`loops`, `horizon`).
-- The loop becomes a `training`, which obeys plans as a `Rig` does. `steering` drives the tuner with it: while laps are
-  timed it only counts steps. `judging` is its gate, `busy` says how long the device computes for a step.
-- When nothing is left to try, `resting` counts steps, and nothing of hotlap is in torch's way; it notices
-  `torch.compile` in time to be gone. `telling` says at the end what came of it, `advise` which lines wait for the
-  device.
+- `running` runs the script in this process as `python train.py` does, inside a `Session`; `notebook` does so for the
+  cells of a notebook. `patches` installs replacements of torch's functions and removes them in any order.
+- `session` receives batches, calls and steps. `loop_finder` derives from them which optimizers, modules and loaders
+  make up a loop. `run_length` estimates how many updates the loop makes.
+- `training` makes the loop obey plans, as a `Rig` does. `tuning` connects it to the tuner and its gate.
+- When nothing is left to try, `idle` only counts steps, and hotlap's patches are removed. It notices
+  `torch.compile` in time to remove them first. `report` prints the result. `advice` names lines that wait for the GPU.
 
-The way of a step:
+One step of the loop:
 
-1. `feed`: the loader's batch. `serving` stands in for `iter(loader)`; `epoch` goes from one feed over to another in the
-   middle of an epoch; `indices` knows which samples come next without drawing anything twice; `feeds` and `holding`
-   make batches of them; `sending` answers `.to(device)`; `evaluating` does it for other loaders.
-2. `calls`: the forward pass, the loss and the backward pass. `call` makes a module's calls: `eager`, or by `capture`
-   with `graphs`; `evaluations` those without gradients. `endings` replays the loss too, `readings` copies it early.
-3. `update`: clipping, the step of the optimizer, `zero_grad`: `updates`, by `capture` where it is recorded.
+1. `feed` brings the batch. `loader_proxy` replaces `iter(loader)`. `epoch` changes from one feed to another in the
+   middle of an epoch. `index_batches` knows the next samples without drawing twice. `feeds` holds samples and makes
+   batches of them. `device_copies` answers `.to(device)`. `evaluation_feed` does the same for evaluation loaders.
+2. `calls` runs the forward pass, the loss and the backward pass. `call` makes the calls of a module: by `eager`, by
+   `capture` (which records `graphs` and connects them to autograd by `autograd_bridge`), or, without gradients, by
+   `evaluations`. `losses` replays the loss and copies it to the host early. `module_state` restores what trials change.
+3. `update` runs clipping, the optimizer's step and `zero_grad`: `updates` chooses, `capture` records and replays.
 
-`comparing` runs a script without and with hotlap in turns.
+`compare` runs a script without and with hotlap in turns.
 """

@@ -1,4 +1,4 @@
-"""`%load_ext hotlap`: the training of a notebook, watched from that cell on."""
+"""`%load_ext hotlap`: make the training in a notebook faster, from that cell on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hotlap.core.terminal import say
 from hotlap.script.session import Session, Settings
 
 NAME = "hotlap"
-HELP = "%hotlap tells how it stands, %hotlap off takes everything back"
+HELP = "%hotlap shows the state, %hotlap off removes hotlap"
 
 
 class Notebook:
-    """One notebook: a session that begins when it is made, and the magic that goes with it."""
+    """One notebook: its session, and the `%hotlap` magic."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
@@ -24,20 +24,20 @@ class Notebook:
         shell.register_magic_function(self.magic, "line", NAME)
         plan = os.environ.get("HOTLAP_PLAN") or "auto"
         if plan == "off":
-            _say("HOTLAP_PLAN=off: this notebook is left alone")
+            _say("HOTLAP_PLAN=off: hotlap does nothing in this notebook")
             return
         settings = Settings(name=_name(shell), plan=plan if plan != "auto" else None)
         self._session = Session(settings).__enter__()
         atexit.register(self.stop)
-        _say(f"watches the training in this notebook; {HELP}")
+        _say(f"watching the training in this notebook; {HELP}")
 
     def magic(self, line: str) -> None:
-        """`%hotlap`: where it stands; `%hotlap off`: take everything back."""
+        """`%hotlap`: show the state; `%hotlap off`: remove hotlap."""
         word = line.strip()
         if word not in ("", "off"):
-            _say(f"%hotlap {word} is not known: {HELP}")
+            _say(f"unknown: %hotlap {word}; {HELP}")
         elif self._session is None:
-            _say("is off; %reload_ext hotlap begins anew")
+            _say("is off; use %reload_ext hotlap to start it again")
         elif word == "off":
             self.stop()
         else:
@@ -51,30 +51,30 @@ class Notebook:
             session.stop()
 
     def unload(self) -> None:
-        """End the session and take the magic away."""
+        """End the session and remove the magic."""
         self.stop()
         self._shell.magics_manager.magics["line"].pop(NAME, None)
 
 
 _loaded: dict[int, Notebook] = {}
-"""By the shell's identity; there is one in a process, as a rule."""
+"""By the shell's id; usually there is only one in a process."""
 
 
 def load(shell: Any) -> None:
-    """Begin to watch, for `%load_ext hotlap`."""
+    """Start, for `%load_ext hotlap`."""
     unload(shell)
     _loaded[id(shell)] = Notebook(shell)
 
 
 def unload(shell: Any) -> None:
-    """Take everything back, for `%unload_ext hotlap`."""
+    """Stop and restore torch, for `%unload_ext hotlap`."""
     notebook = _loaded.pop(id(shell), None)
     if notebook is not None:
         notebook.unload()
 
 
 def _name(shell: Any) -> str:
-    """The notebook's own, where Jupyter or VS Code says it."""
+    """The notebook's name, if Jupyter or VS Code provides it."""
     file = os.environ.get("JPY_SESSION_NAME") or shell.user_ns.get("__vsc_ipynb_file__") or ""
     return Path(str(file)).stem or "notebook"
 

@@ -1,4 +1,4 @@
-"""What is put into torch while a script runs, and taken out again exactly."""
+"""Patches of torch that are active while a script runs, and that can be removed exactly."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import torch
 
 _NOTHING = object()
 Make = Callable[[Any], Any]
-"""Given what is found at an attribute, makes what stands in for it."""
+"""Given the original attribute, returns its replacement."""
 
 
 class _Patch:
-    """What stands in for one attribute of a class or module."""
+    """The replacement of one attribute of a class or module."""
 
     def __init__(self, owner: Any, name: str, make: Make, *, in_forks: bool) -> None:
         self.owner, self.name, self.make, self.in_forks = owner, name, make, in_forks
         self.beneath, self.own = vars(owner).get(name, _NOTHING), getattr(owner, name)
-        """What was there before, and as it is called: it may belong to a class beneath."""
+        """The value in the owner's own namespace before, and as found by lookup: it may come from a base class."""
         self.value = make(self.own)
         setattr(owner, name, self.value)
 
     @property
     def is_on_top(self) -> bool:
-        """Whether it is what is found there, so that nobody else has put something over it."""
+        """Whether no other code has replaced the attribute since."""
         return vars(self.owner).get(self.name, _NOTHING) is self.value
 
 
 class _Stacks:
-    """All patches of this process, by attribute, in the order in which they were put: they come out in any order."""
+    """All patches of this process by attribute, in order of installation; they can be removed in any order."""
 
     def __init__(self) -> None:
         self._stacks: dict[tuple[int, str], list[_Patch]] = {}
 
     def put(self, owner: Any, name: str, make: Make, *, in_forks: bool) -> _Patch:
-        """One more on top of what is there."""
+        """Install a patch on top of those there."""
         patch = _Patch(owner, name, make, in_forks=in_forks)
         self._stacks.setdefault((id(owner), name), []).append(patch)
         return patch
 
     def take_out(self, patch: _Patch) -> None:
-        """Remove one; those above it are made anew, on what is beneath it."""
+        """Remove a patch; those above it are made again on top of what was below it."""
         stack = self._stacks.get((id(patch.owner), patch.name), [])
-        if patch not in stack:  # in a process that was forked since
+        if patch not in stack:  # removed in a forked process
             return
         above = stack[stack.index(patch) + 1 :]
         is_on_top = stack[-1].is_on_top
@@ -56,17 +56,17 @@ class _Stacks:
         gone, beneath, own = patch.value, patch.beneath, patch.own
         for one in above:
             if one.beneath is not gone:
-                return  # somebody else has put something between: what that calls passes on
+                return  # other code has patched in between; its patch calls ours, which passes on
             gone, one.beneath, one.own = one.value, beneath, own
             beneath = own = one.value = one.make(own)
-        # If somebody has put something on top since, it stays, and what it calls passes on.
+        # If other code has patched on top since, its patch stays and calls ours, which passes on.
         if is_on_top and beneath is _NOTHING:
             delattr(patch.owner, patch.name)
         elif is_on_top:
             setattr(patch.owner, patch.name, beneath)
 
     def leave_fork(self) -> None:
-        """Told that this process was forked: remove what belongs to the one that trains."""
+        """After a fork: remove the patches that belong to the process that trains."""
         for patch in [patch for stack in self._stacks.values() for patch in reversed(stack) if not patch.in_forks]:
             self.take_out(patch)
 
@@ -76,20 +76,20 @@ os.register_at_fork(after_in_child=_stacks.leave_fork)
 
 
 class Patches:
-    """Attributes that stand in for torch's own, and hooks, until they are removed.
+    """Patches and hooks of one owner, until they are removed.
 
-    Processes that are forked meanwhile, such as the workers of a loader, have torch's own attributes.
+    By default, processes forked meanwhile, such as DataLoader workers, get torch's own attributes back.
     """
 
     def __init__(self, *, in_forks: bool = False) -> None:
-        """With `in_forks`, processes that are forked have those of hotlap, too."""
+        """With `in_forks`, forked processes keep the patches."""
         self._in_forks = in_forks
         self._undo: dict[str, Callable[[], Any]] = {}
 
     def put(self, owner: Any, name: str, make: Make) -> None:
-        """Let what `make` gives stand in for an attribute of a class or module, which `make` is given.
+        """Replace an attribute of a class or module by what `make` returns for the original.
 
-        It is made anew when something beneath is taken out, and may still be called after it was taken out itself.
+        `make` may be called again when a patch below is removed. The replacement may be called even after its removal.
         """
         key = f"{owner.__name__}.{name}"
         if key not in self._undo:
@@ -97,15 +97,15 @@ class Patches:
             self._undo[key] = functools.partial(_stacks.take_out, patch)
 
     def has(self, key: str) -> bool:
-        """Whether one of them is in place, by the name of its attribute or its key."""
+        """Whether a patch or hook is installed, by its attribute's name or its key."""
         return key in self._undo
 
     def hooked(self, key: str, handle: Any) -> None:
-        """Know a hook of torch's by its handle."""
+        """Register a hook of torch by its handle."""
         self._undo[key] = handle.remove
 
     def take_out(self, key: str) -> None:
-        """Remove one of them, by the name of its attribute or its key."""
+        """Remove a patch or hook, by its attribute's name or its key; does nothing if there is none."""
         undo = self._undo.pop(key, None)
         if undo is not None:
             undo()
@@ -117,11 +117,11 @@ class Patches:
 
 
 def untraced(patch: Any, *, beneath: bool = True) -> Callable[..., Any]:
-    """What stands in for torch's own, and is not to be compiled where a compiled function falls back to Python.
+    """Exclude a patch from torch.compile, where a compiled function falls back to Python.
 
-    Nor is what it calls; without `beneath`, that is compiled as ever.
+    This also excludes what the patch calls; with `beneath=False`, torch compiles that as usual.
     """
-    with suppress(AttributeError):  # an older torch has no such setting
+    with suppress(AttributeError):  # older versions of torch have no such setting
         frames = torch._C._dynamo.eval_frame
         skip, as_ever = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
         frames.set_code_exec_strategy(patch.__code__, frames._FrameExecStrategy(skip, skip if beneath else as_ever))

@@ -1,4 +1,4 @@
-"""Somebody's script in this process, as `python train.py` would run it, with something around it."""
+"""Runs a script in this process as `python train.py` does, inside a context such as a `Session`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import importlib
 import importlib.util
+import linecache
 import os
 import pkgutil
 import runpy
@@ -13,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -23,14 +24,13 @@ from typing import Any, NoReturn
 
 from hotlap.core.errors import HotlapError
 from hotlap.core.terminal import clean_lines, say
-from hotlap.script.frames import files_beneath, without_text
 
 BEGAN = "HOTLAP_BEGAN"
-"""Names the file that is to hold when the script began, by `time.perf_counter`, which all processes share."""
+"""Environment variable with the file for the script's start time, by `time.perf_counter`, which processes share."""
 
 
 class NoScriptError(HotlapError):
-    """There is nothing here that python could run."""
+    """There is nothing that python could run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +43,21 @@ class Target:
 
     @property
     def name(self) -> str:
-        """As people call it: `train` for `code/train.py`, and a module's own."""
+        """Its short name: `train` for `code/train.py`, or a module's own."""
         return self.module or Path(self.path or "").absolute().stem
 
     @property
     def words(self) -> list[str]:
-        """As it is written after `python`."""
+        """The words after `python`."""
         return [*(["-m", self.module] if self.module else [self.path or ""]), *self.args]
 
 
 def look(target: Target) -> None:
-    """See that there is something to run, without running any of it; NoScriptError where there is nothing."""
+    """Check that there is something to run, without running any of it. Raises NoScriptError."""
     if target.path is not None and not Path(target.path).exists():
         raise NoScriptError(f"there is no file {target.path!r}")
     if target.module is not None:
-        # Only the outermost package is looked for: to find what is in it would run it.
+        # Only the outermost package is looked up: finding a module in it would run its code.
         top = target.module.partition(".")[0]
         sys.path.insert(0, str(Path.cwd()))
         try:
@@ -67,27 +67,27 @@ def look(target: Target) -> None:
         finally:
             del sys.path[0]
         if found is None:
-            raise NoScriptError(f"no module named {top!r} is to be seen from this folder")
+            raise NoScriptError(f"no module named {top!r} in this folder or on the path")
 
 
 def check_syntax(target: Target) -> None:
-    """Raise SyntaxError where a script is not Python as it is written. A module is not: to find it may run code."""
+    """Raise SyntaxError if a script is not valid Python. Modules are not checked: finding one may run code."""
     if target.path is not None:
         _script(target.path)
 
 
 def run(target: Target, around: AbstractContextManager[object] | None = None, seed: int | None = None) -> int:
-    """Run it inside of `around` and return its exit code; minus a signal's number where it is to end by that.
+    """Run the target inside the context `around`, and return its exit code, or minus the number of a signal to end by.
 
-    It is `__main__` from then on, and what it ends by is shown as python shows it, before `around` is closed. Where
-    there is nothing to run, one line is, and the code is 2. With a `seed`, random numbers begin with it.
+    The target becomes `__main__`. Its error is shown as python shows it, before `around` is closed. If there is nothing
+    to run, prints one line and returns 2. `seed` seeds all random generators first.
     """
     guard = _Guard(around)
     ended: BaseException | None = None
     with_text = without_text(files_beneath())
     try:
         look(target)
-        # What cannot be run at all shows before anything is opened around it; to find a module may run its packages.
+        # Scripts that cannot run fail before the context is opened; finding a module may run its packages.
         loaded = _script(target.path) if target.path is not None else None
         guard.open()
         _take_over(target)
@@ -107,9 +107,9 @@ def run(target: Target, around: AbstractContextManager[object] | None = None, se
 
 
 def end_by(number: int) -> NoReturn:
-    """End as the system ends a process by this signal; by SIGINT as python does, after all that runs at exit."""
+    """End the process as this signal does; for SIGINT as python does, after its exit handlers."""
     if number == signal.SIGINT:
-        # Whatever there was to show has been shown.
+        # Everything there was to show has been shown.
         sys.excepthook = lambda *_: None
         raise KeyboardInterrupt
     signal.signal(number, signal.SIG_DFL)
@@ -117,11 +117,11 @@ def end_by(number: int) -> NoReturn:
     raise AssertionError(f"signal {number} ends no process")
 
 
-# --- what is run -----------------------------------------------------------------------------------------
+# --- the code to run ---------------------------------------------------------------------
 
 
 def _take_over(target: Target) -> None:
-    """Have `sys.argv` and `sys.path` as python sets them; hotlap's own folder leaves, unless there is none (-P)."""
+    """Set `sys.argv` and `sys.path` as python does; removes hotlap's own folder, which is missing under -P."""
     sys.argv = [target.path or "-m", *target.args]
     if sys.flags.safe_path:
         return
@@ -134,7 +134,7 @@ def _take_over(target: Target) -> None:
 
 
 def _full(path: str) -> str:
-    """As python writes it: from the root, and otherwise as it was given."""
+    """The path as python writes it: absolute, but otherwise as given."""
     return path if Path(path).is_absolute() else f"{Path.cwd()}/{path}"
 
 
@@ -156,14 +156,14 @@ def _script(path: str) -> tuple[ModuleType, CodeType]:
     except (SyntaxError, UnicodeDecodeError):
         source = b"\0"
     if b"\0" in source:
-        raise NoScriptError(f"{path!r} is no Python source text")
+        raise NoScriptError(f"{path!r} is not Python source code")
     main = _main(None, __file__=file, __loader__=SourceFileLoader("__main__", file))
     return main, compile(source, file, "exec", dont_inherit=True)
 
 
 def _module(name: str) -> tuple[ModuleType, CodeType]:
-    """The main module of a module, or of the `__main__` of a package, and its code. Imports the packages around it."""
-    # What `python -m` uses; pdb and trace of the standard library do too.
+    """The main module of a module or package, and its code. Imports the packages around it."""
+    # The function behind `python -m`; pdb and trace of the standard library use it, too.
     find: Any = runpy._get_module_details  # type: ignore[attr-defined]
     _, spec, code = find(name, NoScriptError)
     sys.argv[0] = spec.origin
@@ -185,7 +185,7 @@ def _main(spec: ModuleSpec | None, **own: object) -> ModuleType:
 
 
 def _note_begin() -> None:
-    """Write down, for whoever compares runs, when the script itself begins."""
+    """Write down when the script itself begins, for `hotlap run --compare`."""
     file = os.environ.pop(BEGAN, None)
     if file:
         with contextlib.suppress(OSError):
@@ -201,11 +201,11 @@ def _seed(seed: int) -> None:
             getattr(importlib.import_module(name), function)(seed)
 
 
-# --- how it ends -----------------------------------------------------------------------------------------
+# --- how the script ends -----------------------------------------------------------------
 
 
 def _show(error: BaseException) -> int:
-    """Show what ended the script as python would, and return the exit code that it would have."""
+    """Show the script's error as python does, and return the exit code."""
     if isinstance(error, NoScriptError):
         _say(str(error))
         return 2
@@ -234,16 +234,16 @@ def _show(error: BaseException) -> int:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Take hotlap's own frames off, which come first."""
+    """Remove hotlap's own frames, which come first."""
     while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
         error.__traceback__ = error.__traceback__.tb_next
 
 
 class _Guard:
-    """What is around the script: opened and closed once, in this process alone, and never in the script's way.
+    """The context around the script: opened and closed once, in this process only, and invisible to the script.
 
-    Where the script leaves SIGTERM to the system, it is closed before the process ends by that. To the script it looks
-    as if nobody listened: Lightning, for one, listens only if nobody does.
+    If the script does not handle SIGTERM, the guard closes the context before the process ends. To the script SIGTERM
+    still looks unhandled: Lightning, for example, installs its handler only then.
     """
 
     def __init__(self, context: AbstractContextManager[object] | None) -> None:
@@ -255,24 +255,24 @@ class _Guard:
         self._masks = threading.local()
 
     def open(self) -> None:
-        """Open it; where that fails, the script runs without it."""
+        """Enter the context; if that fails, the script runs without it."""
         if self._context is None:
             return
         try:
             self._context.__enter__()
         except Exception as error:
-            _say(f"{type(error).__name__}: {error}; the script runs as it does without hotlap")
+            _say(f"{type(error).__name__}: {error}; the script runs without hotlap")
             return
         self._open = True
         os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._leave_child)
         if threading.current_thread() is threading.main_thread() and self._get(signal.SIGTERM) == signal.SIG_DFL:
             self._listens = True
             self._set(signal.SIGTERM, self._terminate)
-            # Assigned by name: to a type checker they are functions for good.
+            # By name: type checkers treat functions as constant.
             vars(signal).update(signal=self._signal, getsignal=self._getsignal)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close it, after all that the script has printed."""
+        """Leave the context, after everything that the script has printed."""
         if self._context is None or not self._open:
             return
         self._open = False
@@ -281,13 +281,13 @@ class _Guard:
         try:
             self._context.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         except BaseException as fault:
-            _say(f"{type(fault).__name__}: {fault}, after the script had ended")
+            _say(f"{type(fault).__name__}: {fault}, after the end of the script")
         self._let_go()
         if self._terminated:
             end_by(signal.SIGTERM)
 
     def _let_go(self) -> None:
-        """Leave signals as they would be without it."""
+        """Restore signal handling."""
         if self._listens:
             self._listens = False
             vars(signal).update(signal=self._set, getsignal=self._get)
@@ -299,22 +299,22 @@ class _Guard:
             self._let_go()
             end_by(signal.SIGTERM)
         self._terminated = True
-        # Where it is being closed already, the process ends when that is done.
+        # If it is already being closed, the process ends after that.
         if self._open:
-            # The signal may have come inside of a write to stderr, which lets no other in.
+            # The signal may have interrupted a write to stderr, which accepts no other write.
             with contextlib.suppress(OSError):
                 sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
             self.close()
 
     def _hold(self) -> None:
-        """Let SIGTERM wait while the script forks: python would lose one that comes before the child is set up."""
+        """Block SIGTERM while the script forks: python would lose one that arrives before the child is set up."""
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def _release(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
     def _leave_child(self) -> None:
-        """A child of the script's closes nothing."""
+        """A child process of the script closes nothing."""
         self._open = False
         self._let_go()
         self._release()
@@ -336,6 +336,46 @@ def _say(line: str) -> None:
 
 
 def _write(text: str) -> None:
-    # The script may have closed its streams, or taken them away.
+    # The script may have closed its streams, or replaced them.
     with contextlib.suppress(Exception):
         sys.stderr.write(text)
+
+
+# --- tracebacks without source lines -----------------------------------------------------
+
+
+HOTLAP = f"{Path(__file__).parents[1]}{os.sep}"
+"""The folder of hotlap's own code."""
+
+
+def files_beneath() -> set[str]:
+    """The files of hotlap, and of the command that started it, with functions on the stack."""
+    found = set[str]()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_command = frame.f_globals.get("__name__") == "__main__" and not file.endswith(".py")
+        if file.startswith(HOTLAP) or is_command:
+            found.add(file)
+        frame = frame.f_back
+    return found
+
+
+def without_text(files: Iterable[str]) -> Callable[[], None]:
+    """Let tracebacks show frames of these files without their source lines, until the returned function is called.
+
+    torch formats the whole stack at each `torch.manual_seed` while CUDA or XPU is not initialised. Datasets may call
+    that for every sample, in workers with the stack they were forked from: 14 µs a frame with its source line, 3
+    without.
+    """
+    cache: dict[str, Any] = linecache.cache
+    ours = {file: (0, None, list[str](), file) for file in files}  # linecache does not check files of such entries
+    before = {file: cache[file] for file in ours if file in cache}
+    cache.update(ours)
+
+    def undo() -> None:
+        for file in [file for file, entry in ours.items() if cache.get(file) is entry]:
+            del cache[file]
+            cache.update({file: before[file]} if file in before else {})
+
+    return undo

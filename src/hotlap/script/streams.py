@@ -1,4 +1,4 @@
-"""The stream that work is launched on now, asked cheaply: every batch asks several times."""
+"""The current CUDA stream, asked for cheaply, because every batch asks several times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """torch's current stream of a GPU; the same object each time, as long as it is the same stream."""
+    """torch's current stream of a GPU; the same object each time for the same stream."""
     if _ask is None or device.index is None:
         return torch.cuda.current_stream(device)
     key = device.index, _ask(device.index)
@@ -21,5 +21,5 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def is_capturing() -> bool:
-    """Whether what runs now on this stream is recorded into a graph, and not executed."""
+    """Whether work launched now is recorded into a CUDA graph instead of executed."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

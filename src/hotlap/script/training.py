@@ -1,8 +1,9 @@
-"""The loop of somebody's script as a training that obeys plans."""
+"""The training loop of a script, as a training that obeys plans."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,36 +18,35 @@ from hotlap.core.tricks import EARLY_ITEM, LOSS_WITHOUT_WAITING, ONE_THREAD_BACK
 from hotlap.data.sources import Source
 from hotlap.engine.cursor import Place
 from hotlap.moves import MOVES, OTHERS
-from hotlap.script.busy import Busy
-from hotlap.script.calls.call import Call
-from hotlap.script.calls.endings import Endings
-from hotlap.script.calls.readings import Readings
-from hotlap.script.feed.serving import Serving
-from hotlap.script.find.finder import ByHand, Loop
-from hotlap.script.update.updates import Backwards, Updates
+from hotlap.script.calls.call import ModuleCall
+from hotlap.script.calls.losses import EarlyLoss, LossReplay
+from hotlap.script.feed.loader_proxy import LoaderProxy
+from hotlap.script.loop_finder import Loop, ManualUpdates
+from hotlap.script.update.updates import BackwardThread, Updates
+from hotlap.tuner.probe import CLOCK_HZ
 
 FEED_MOVES = tuple(move.name for move in (*MOVES, *OTHERS) if move.feeds)
-"""Moves that bring batches another way."""
+"""Moves that change the feed."""
 ENDLESS = 2**62
-"""Windows in an epoch where nobody knows of any."""
+"""Windows in an epoch of unknown length."""
 
 
 class ScriptTraining:
-    """A loop that somebody else's script makes; what it calls underneath obeys the plan."""
+    """A loop of the user's script; loaders, module calls and optimizer steps in it obey the plan."""
 
-    def __init__(self, loop: Loop, servings: list[Serving], ledger: Ledger, without: Sequence[str] = ()) -> None:
-        """Under every plan, the tricks of these names are left out."""
-        self._loop, self.servings, self.ledger = loop, servings, ledger
+    def __init__(self, loop: Loop, proxies: list[LoaderProxy], ledger: Ledger, without: Sequence[str] = ()) -> None:
+        """`without` names tricks to leave out under every plan."""
+        self._loop, self.proxies, self.ledger = loop, proxies, ledger
         first = next(p for group in loop.optimizers[0].param_groups for p in group["params"])
         self.device: torch.device = first.device
-        self.updates = Updates([one for one in loop.optimizers if not isinstance(one, ByHand)])
-        self._backwards = Backwards()
-        self.readings = Readings(self.device)
-        self.busy: Busy | None = None
-        """Told of every step, where somebody wants to know how long the device computes."""
-        self.endings = Endings(self.readings)
-        self.calls = [Call(one, device=self.device, endings=self.endings) for one in loop.modules]
-        own = servings[0].own if servings else Feed(kind="loader")
+        self.updates = Updates([one for one in loop.optimizers if not isinstance(one, ManualUpdates)])
+        self._backwards = BackwardThread()
+        self.early_loss = EarlyLoss(self.device)
+        self.compute_timer: ComputeTimer | None = None
+        """Times the GPU's computation; set while the tuner asks for it."""
+        self.loss_replay = LossReplay(self.early_loss)
+        self.calls = [ModuleCall(one, device=self.device, loss_replay=self.loss_replay) for one in loop.modules]
+        own = proxies[0].own if proxies else Feed(kind="loader")
         self.own = self._plan = Plan(
             feed=own,
             numerics=Numerics(optimizer=self.updates.own),
@@ -56,16 +56,16 @@ class ScriptTraining:
         )
         """The script's own plan."""
         self.computes_otherwise = False
-        """Whether modules compute otherwise under the plan in force than under the script's own."""
+        """Whether the plan in force changes how modules compute."""
         self.steps, self.before = 0, loop.before
-        """Steps since it is known, and those before."""
-        self._given_before = servings[0].given if servings else 0
+        """Steps since hotlap found the loop, and those before."""
+        self._given_before = proxies[0].given if proxies else 0
         self._why_calls_stay: str | None = None
         self._waited = 0
-        self._told: set[str] = set()
-        self._left: Feed | None = None
+        self._reported: set[str] = set()
+        self._left_feed: Feed | None = None
 
-    # --- what the tuner knows of it --------------------------------------------------------------
+    # --- for the tuner -----------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -74,106 +74,106 @@ class ScriptTraining:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """What the script calls while it trains."""
+        """The modules that the script calls while it trains."""
         return self._loop.modules
 
     @property
     def optimizer(self) -> Optimizer:
-        """The one whose steps are counted."""
+        """The optimizer whose steps count."""
         return self._loop.optimizers[0]
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """All of the loop."""
+        """All optimizers of the loop."""
         return self._loop.optimizers
 
     @property
     def source(self) -> Source:
-        """Where the samples of the first loader come from."""
-        found = self.servings[0].source if self.servings else None
-        assert found is not None, "ask whether there is a loader first"
+        """The source of the first loader's samples; ask only where there is a loader."""
+        found = self.proxies[0].source if self.proxies else None
+        assert found is not None, "check that there is a loader first"
         return found
 
     @property
     def epoch_windows(self) -> int:
-        """Batches in the current epoch of the first loader."""
-        return (self.servings[0].length if self.servings else None) or ENDLESS
+        """Batches in the first loader's current epoch."""
+        return (self.proxies[0].length if self.proxies else None) or ENDLESS
 
     @property
     def epoch_updates(self) -> int:
-        """Updates in an epoch of the first loader, at the pace so far: gradients of several batches may add up."""
+        """Updates in an epoch of the first loader at the pace so far; scripts may accumulate gradients."""
         return self._updates_of(self.epoch_windows)
 
     def _updates_of(self, batches: int) -> int:
-        given = self.servings[0].given - self._given_before if self.servings else 0
+        given = self.proxies[0].given - self._given_before if self.proxies else 0
         return math.ceil(batches / max(1.0, given / max(1, self.steps)))
 
     @property
     def place(self) -> Place:
-        """Where in its data the training is."""
-        if not self.servings:
+        """The position of the training in its data."""
+        if not self.proxies:
             return Place(0, self.steps, self.steps)
-        first = self.servings[0]
+        first = self.proxies[0]
         return Place(first.epochs, first.served, self.steps)
 
     @place.setter
     def place(self, place: Place) -> None:
-        """Nobody but the script moves it."""
+        """Ignored: only the script moves through its data."""
 
     @property
     def skipped(self) -> int:
-        """None: hotlap scales no losses of a script."""
+        """0: hotlap does not scale the losses of a script."""
         return 0
 
     @property
     def most_replay_steps(self) -> int:
-        """One: the script makes its steps one by one."""
+        """1: the script makes its steps one by one."""
         return 1
 
     @property
     def shapes(self) -> int:
-        """One, as far as anybody knows who has not seen the script's batches."""
+        """1: hotlap does not look at the shapes of the script's batches."""
         return 1
 
     @property
     def warmup_steps(self) -> int:
-        """Steps so far that were not at the pace of the plan in force."""
+        """Steps so far that ran slower than the plan in force will, such as warm-ups and recordings."""
         return self._waited + sum(call.warmup_steps for call in self.calls) + self.updates.warmup_steps
 
     @property
     def given_up(self) -> str | None:
-        """Why the plan in force is not obeyed as it stands."""
+        """Why hotlap does not fully apply the plan in force; None if it does."""
         return next((call.given_up for call in self.calls if call.given_up is not None), None)
 
     def why_no_workers(self) -> str | None:
-        """None: what each loader says, `supports` tells."""
+        """None: `supports` asks each loader."""
         return None
 
     def allowed_plan(self, plan: Plan) -> Plan:
-        """The plan as the data and the user allow it.
+        """The plan within the limits of the data and the user.
 
-        A feed that was left since the data changed stays the script's own, and tricks that the user left out stay out.
+        A feed that hotlap gave up because the data changed stays the script's own. Tricks in `without` stay out.
         """
         without = self.own.execution.without
         if not {*without} <= {*plan.execution.without}:
             plan = plan.but(without=(*plan.execution.without, *without))
-        return plan.with_feed(self.own.feed) if plan.feed == self._left else plan
+        return plan.with_feed(self.own.feed) if plan.feed == self._left_feed else plan
 
-    def may(self, trick: str) -> bool:
-        """Whether the plan in force leaves a trick in."""
+    def uses(self, trick: str) -> bool:
+        """Whether the plan in force uses a trick."""
         return trick not in self._plan.execution.without
 
     def supports(self, plan: Plan) -> str | None:
-        """Why the plan cannot be obeyed here, or None where it can."""
+        """Why the plan cannot be applied here; None if it can."""
         plan = self.allowed_plan(plan)
         if plan.memory.checkpoint != self.own.memory.checkpoint:
-            return "blocks are checkpointed in trainings that hotlap runs itself; in a script that is the script's own"
+            return "hotlap checkpoints blocks only in trainings that it runs itself, not in a script"
         if plan.memory != self.own.memory:
-            return "the batches are the script's own"
+            return "the script sets its own batch size"
         if plan.execution.replay_steps > 1:
             return "the script makes its steps one by one"
         if plan.execution.compile != "no":
-            return "the script's own calls are not compiled"
+            return "hotlap does not compile the calls of a script"
         if plan.feed != self.own.feed:
             reason = self._why_not_fed(plan.feed)
             if reason is not None:
@@ -186,7 +186,7 @@ class ScriptTraining:
             if self._why_calls_stay is not None:
                 return self._why_calls_stay
             if not self.calls:
-                return "the script calls no module as a whole"
+                return "the script calls no whole module"
             for call in self.calls:
                 reason = call.supports(plan.numerics, plan.execution)
                 if reason is not None:
@@ -194,17 +194,17 @@ class ScriptTraining:
         return None
 
     def changes_calls(self, plan: Plan) -> bool:
-        """Whether the modules compute otherwise under a plan than under the script's own."""
+        """Whether modules compute differently under a plan than under the script's own."""
         mine, own = plan.choices(), self.own.choices()
         return any(mine[name] != own[name] for name in ("precision", "layout", "mode", "autotune"))
 
     def _why_not_fed(self, feed: Feed) -> str | None:
-        if not self.servings:
-            return "the script's batches come from no DataLoader"
-        return next(filter(None, (serving.supports(feed) for serving in self.servings)), None)
+        if not self.proxies:
+            return "the script gets its batches from no DataLoader"
+        return next(filter(None, (proxy.supports(feed) for proxy in self.proxies)), None)
 
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
-        """Obey `plan` from the next step on."""
+        """Apply `plan` from the next step on. Raises PlanError if it is not supported."""
         plan = self.allowed_plan(plan)
         if plan == self._plan:
             return
@@ -217,51 +217,51 @@ class ScriptTraining:
             self._feed_by(plan.feed)
         captured = plan.execution.mode == "captured"
         self.updates.use(plan.numerics.optimizer, captured=captured)
-        self._backwards.use(here=captured and self.may(ONE_THREAD_BACKWARD))
-        self.readings.use(early=captured and self.may(EARLY_ITEM))
-        if captured and (self.may(REPLAYED_LOSS) or self.may(EARLY_ITEM)):
-            self.endings.put(replays=self.may(REPLAYED_LOSS), waits=not self.may(LOSS_WITHOUT_WAITING))
+        self._backwards.use(here=captured and self.uses(ONE_THREAD_BACKWARD))
+        self.early_loss.use(early=captured and self.uses(EARLY_ITEM))
+        if captured and (self.uses(REPLAYED_LOSS) or self.uses(EARLY_ITEM)):
+            self.loss_replay.put(replays=self.uses(REPLAYED_LOSS), waits=not self.uses(LOSS_WITHOUT_WAITING))
         else:
-            self.endings.take_out()
+            self.loss_replay.take_out()
         for call in self.calls:
             call.use(plan.numerics, plan.execution)
         changes = before.changes(plan)
         self.write_down(", ".join(f"{name} {was} → {now}" for name, (was, now) in changes.items()), outcome, why)
 
     def _feed_by(self, feed: Feed) -> None:
-        for serving in self.servings:
+        for proxy in self.proxies:
             if feed == self.own.feed:
-                serving.use(serving.own)
+                proxy.use(proxy.own)
                 continue
             try:
-                serving.use(feed)
+                proxy.use(feed)
             except PlanError:
                 raise
-            except Exception as error:  # whatever the user's dataset makes of being held
+            except Exception as error:  # holding the user's dataset may raise anything
                 raise PlanError(f"the feed {feed.kind} failed: {first_line(error)}") from error
 
     def keep_plans(self) -> None:
-        """What belongs to a plan stays by itself, until `release_other_plans`."""
+        """Nothing to do: each plan's memory stays until `release_other_plans`."""
 
     def release_other_plans(self) -> None:
-        """Let go of all that belongs to other plans than the one in force."""
-        for serving in self.servings:
-            serving.tidy()
+        """Release everything that belongs to plans other than the one in force."""
+        for proxy in self.proxies:
+            proxy.tidy()
         for call in self.calls:
             call.tidy()
         self.updates.tidy()
 
     def holding_s(self, feed: Feed) -> float:
-        """About how many seconds it would take to hold all of the data as a feed needs it."""
-        return sum(serving.holding_s(feed) for serving in self.servings)
+        """Estimated seconds to hold all samples for a feed."""
+        return sum(proxy.holding_s(feed) for proxy in self.proxies)
 
     def keep_samples(self) -> int | None:
-        """Keep samples as they come by; updates until more of them are there, None where that spares nothing."""
-        found = [serving.learn() for serving in self.servings]
+        """Keep samples as batches pass; returns updates until the epoch ends, None if this saves nothing."""
+        found = [proxy.learn() for proxy in self.proxies]
         return max((self._updates_of(batches) for batches in found if batches is not None), default=None)
 
     def wait(self) -> None:
-        """Wait for the device."""
+        """Wait for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -270,12 +270,12 @@ class ScriptTraining:
         step = max(self.steps, self.ledger.last_step)
         self.ledger.record(Entry(step=step, what=what, outcome=outcome, plan=self._plan, why=why, **fields))
 
-    # --- what the session tells it ---------------------------------------------------------------
+    # --- events of the session ---------------------------------------------------------------
 
     def data_changed(self, feed: Feed, why: str) -> None:
-        """Told that the data of a loader changed: its feed was left for the script's own, and so are the others'."""
-        self._left = feed
-        where = f"{why}; the script's own loader makes batches from step {self.before + self.steps} on"
+        """A loader's data changed and its feed went back to the script's own: the other loaders follow."""
+        self._left_feed = feed
+        where = f"{why}; the script's own loader makes the batches from step {self.before + self.steps} on"
         kept = {entry.what: entry.outcome for entry in self.ledger if entry.what in FEED_MOVES}
         self.use(self._plan, why=why)
         self.write_down("data changed", "fault", where)
@@ -283,36 +283,100 @@ class ScriptTraining:
             self.write_down(name, "rejected", f"the data changed: {where}")
 
     def stepped(self) -> None:
-        """Told that the optimizer whose steps are counted made one."""
+        """The optimizer whose steps count made one."""
         self.steps += 1
-        if self.busy is not None:
-            self._waited += self.busy.stepped()
+        if self.compute_timer is not None:
+            self._waited += self.compute_timer.stepped()
         reason = self.updates.uncaptured
-        if reason is not None and reason not in self._told:
-            self._told.add(reason)
-            self.write_down("capture", "fault", f"the optimizer's step stays outside the capture: {reason}")
-        for serving in self.servings:
-            if serving.waiting:
+        if reason is not None and reason not in self._reported:
+            self._reported.add(reason)
+            self.write_down("capture", "fault", f"the optimizer's step is not captured: {reason}")
+        for proxy in self.proxies:
+            if proxy.waiting:
                 self._waited += 1
                 break
 
-    def leave_calls(self, reason: str) -> None:
-        """Refuse all plans that change what the modules compute, from here on."""
+    def keep_calls_as_they_are(self, reason: str) -> None:
+        """From here on, refuse all plans that change how modules compute."""
         self._why_calls_stay = reason
 
-    def stand_back(self) -> None:
-        """Take out all that stands in for functions of torch's while calls are captured; captured calls do without."""
-        self.endings.take_out()
-        self.readings.close()
+    def remove_patches(self) -> None:
+        """Remove the patches that captured calls install; captured calls work without them."""
+        self.loss_replay.take_out()
+        self.early_loss.close()
 
     def close(self) -> None:
-        """Leave everything as the script made it."""
-        for serving in self.servings:
-            serving.close()
+        """Restore the loaders, modules and optimizers of the script."""
+        for proxy in self.proxies:
+            proxy.close()
         for call in self.calls:
             call.use(self.own.numerics, self.own.execution)
             call.forget()
-        self.endings.take_out()
-        self.readings.close()
+        self.loss_replay.take_out()
+        self.early_loss.close()
         self.updates.close()
         self._backwards.use(here=False)
+
+
+# --- GPU time of one step ----------------------------------------------------------------
+
+
+LOOKS = 3
+"""Steps to time; the shortest counts."""
+MOST_S = 0.1
+"""About how many seconds all timings may take; longer steps are not timed."""
+LONGER = 1.5
+"""How long the GPU is delayed, in steps, so that the host has issued the whole step by then."""
+
+
+class ComputeTimer:
+    """Times what the GPU computes in one step, without gaps, by delaying the GPU in a few steps until all is issued.
+
+    The figure is too high if gaps remain: where the script waits for the GPU within a step, or fills its launch queue.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._looks = device, LOOKS if device.type == "cuda" else 0
+        self._last: float | None = None
+        self._step_s = 0.0
+        self._began: torch.cuda.Event | None = None
+        self.step_s: float | None = None
+        """Seconds of GPU computation in a step; None while unknown."""
+
+    def stepped(self) -> bool:
+        """A step has ended. Returns whether this step or the next one is slowed down by the timing."""
+        if not self._looks:
+            return False
+        if self._began is not None:
+            self._look(self._began)
+            self._began, self._last = None, None
+            return True
+        now = time.perf_counter()
+        if self._last is not None:
+            self._step_s = max(self._step_s, now - self._last)
+        before, self._last = self._last, now
+        if before is None:
+            return False
+        if LONGER * self._step_s > MOST_S / 2:
+            self._looks = min(self._looks, 1)
+        if LONGER * self._step_s > MOST_S:
+            self._looks = 0
+            return False
+        self._wait()
+        return True
+
+    def _wait(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(int(LONGER * self._step_s * CLOCK_HZ))  # type: ignore[no-untyped-call]
+            self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._began.record()
+
+    def _look(self, began: torch.cuda.Event) -> None:
+        with torch.cuda.device(self._device):
+            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            ended.record()
+            ended.synchronize()
+        seconds = began.elapsed_time(ended) / 1000
+        self.step_s = seconds if self.step_s is None else min(seconds, self.step_s)
+        self._looks -= 1
+        self._step_s = 0.0

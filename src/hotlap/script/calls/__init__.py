@@ -1,1 +1,1 @@
-"""The calls of a script's modules, made as a plan has them: eagerly or by replays."""
+"""The module calls of a script, made as a plan requires: eagerly or by replays."""

@@ -1,8 +1,8 @@
-"""The calls of a module that a script trains, made in the precision, the layout and the way of a plan.
+"""Makes the calls of a module in a script as a plan requires: its precision, its layout, eager or captured.
 
-Only calls in training mode that record gradients are changed. In evaluation and without gradients a call stays in the
-script's own precision, and runs its own kernels: metrics must not change. Under a capture, evaluation without gradients
-is replayed, too. What a script gets back has the dtype, the layout and the containers that its own call gives.
+A plan changes only calls in training mode that record gradients. Other calls keep the script's own precision and
+kernels, because metrics must not change; a captured plan replays evaluations without gradients. Outputs always have
+the dtype, layout and containers that the script's own call gives.
 """
 
 from __future__ import annotations
@@ -23,27 +23,31 @@ from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.layout import images_last, why_not_channels_last
 from hotlap.engine.scaling import LossScale
-from hotlap.script.calls.capture import CapturedCall, Lanes
-from hotlap.script.calls.eager import EagerCall, Forms, Original, leave_broken_passes, own_switches
-from hotlap.script.calls.endings import Endings
-from hotlap.script.calls.graphs import Recording
-from hotlap.script.calls.refusals import (
+from hotlap.script.calls.capture import CapturedCall, MemorySlots
+from hotlap.script.calls.eager import (
+    EagerCall,
+    Original,
+    OutputForms,
+    leave_broken_passes,
+    own_switches,
     why_not_captured,
     why_not_changed,
     why_not_in_precision,
 )
-from hotlap.script.calls.traces import Untouched
-from hotlap.script.calls.trees import leaves, looked_at, marks
+from hotlap.script.calls.graphs import GraphRecorder
+from hotlap.script.calls.losses import LossReplay
+from hotlap.script.calls.module_state import ModuleState
+from hotlap.script.calls.trees import leaves, with_gradient_hooks, write_marks
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # older torch has none
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # older versions have none
 NOTED = 8
-"""Calls under the script's own plan of which it is noted in which form they give back."""
+"""Calls under the script's own plan whose output forms are noted."""
 
 
-class Call:
-    """Makes the calls of one module as a plan has them.
+class ModuleCall:
+    """Makes the calls of one module as a plan requires.
 
-    Where that fails, the script's own call is made, from then on too, and `given_up` says why.
+    If that fails, the script's own call runs instead, from then on too, and `given_up` holds the reason.
     """
 
     def __init__(
@@ -51,18 +55,18 @@ class Call:
         module: nn.Module,
         *,
         device: torch.device,
-        make_recorder: Callable[[torch.device], Recording] | None = None,
-        endings: Endings | None = None,
+        make_recorder: Callable[[torch.device], GraphRecorder] | None = None,
+        loss_replay: LossReplay | None = None,
     ) -> None:
-        """`endings` is told of what replays give to the script."""
-        if device == torch.device("cuda"):  # some one of them
+        """`loss_replay` receives the outputs of replays."""
+        if device == torch.device("cuda"):  # without an index
             device = torch.device("cuda", torch.cuda.current_device())
         self.module, self.device = module, device
         self._kind = device.type
         self._records = make_recorder is not None or device.type == "cuda"
-        self._endings = endings
-        self._lanes = Lanes(functools.partial(make_recorder or Recorder, device))
-        self._forms, self._unnoted = Forms(device), NOTED
+        self._loss_replay = loss_replay
+        self._slots = MemorySlots(functools.partial(make_recorder or Recorder, device))
+        self._forms, self._unnoted = OutputForms(device), NOTED
         self._scale: LossScale | None = None
         self._ways: dict[Hashable, EagerCall | CapturedCall] = {}
         self._tried: set[Hashable] = set()
@@ -74,14 +78,14 @@ class Call:
         self._remembers = False
         self._last_autocast = (False, torch.get_autocast_dtype(device.type))
         self.last_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """Arguments and keyword arguments of the call that was remembered."""
+        """Arguments and keyword arguments of the remembered call."""
         self.last_output_grads: list[Tensor | None] = []
-        """What came to its floating outputs that require gradients, in their order; None where nothing did."""
+        """Gradients of its floating outputs that require them, in order; None where none arrived."""
 
     # --- plans -----------------------------------------------------------------------------------
 
     def supports(self, numerics: Numerics, execution: Execution) -> str | None:
-        """Why calls cannot be made so, or None where they can."""
+        """Why calls cannot be made under this plan; None if they can."""
         return next(filter(None, self._reasons(numerics, execution)), None)
 
     def _reasons(self, numerics: Numerics, execution: Execution) -> Iterator[str | None]:
@@ -100,7 +104,7 @@ class Call:
             yield why_not_captured(module, device)
 
     def use(self, numerics: Numerics, execution: Execution) -> None:
-        """Make calls so, from the next one on. Raises PlanError where that cannot be."""
+        """Make calls under this plan from the next one on. Raises PlanError if that is not supported."""
         reason = self.supports(numerics, execution)
         if reason is not None:
             raise PlanError(reason)
@@ -110,20 +114,20 @@ class Call:
 
     @property
     def warmup_steps(self) -> int:
-        """Calls so far under the plan in force that were not at its pace."""
+        """Calls so far that ran slower than the plan in force will."""
         return self._way.warmup_steps if self._way is not None else 0
 
     @property
     def given_up(self) -> str | None:
-        """Why the plan in force is not obeyed as it stands; None where it is."""
+        """Why the plan in force is not fully applied; None if it is."""
         return self._failed.get(self._plan) or (self._way.given_up if self._way is not None else None)
 
     def tidy(self) -> None:
-        """Let go of all that belongs to other plans than the one in force."""
+        """Release everything that belongs to plans other than the one in force."""
         self._ways = {key: way for key, way in self._ways.items() if way is self._way}
 
     def forget(self) -> None:
-        """Let go of all that was recorded or kept; it comes back when it is needed."""
+        """Release all recordings and remembered inputs; they come back when needed."""
         self.tidy()
         for way in self._ways.values():
             if isinstance(way, CapturedCall):
@@ -142,7 +146,7 @@ class Call:
             scale = None
             if numerics.precision == "fp16":
                 scale = self._scale = self._scale or LossScale(self.device)
-            # Images alone are turned: weights and gradients stay as the script has them, which may view them flat.
+            # Only images change layout: weights and gradients stay as the script has them, which may view them flat.
             layout = images_last if numerics.layout == "channels_last" else None
             eager = EagerCall(
                 self.module, numerics, execution, self.device, forms=self._forms, layout=layout, scale=scale
@@ -150,7 +154,7 @@ class Call:
             way: EagerCall | CapturedCall = eager
             if execution.mode == "captured":
                 way = CapturedCall(
-                    eager, self.module, self.device, self._lanes, self._endings, without=execution.without
+                    eager, self.module, self.device, self._slots, self._loss_replay, without=execution.without
                 )
             self._ways[key] = way
         return self._ways[key]
@@ -158,7 +162,7 @@ class Call:
     # --- calls -----------------------------------------------------------------------------------
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call of the script's; `original` makes its own."""
+        """Make a call for the script; `original` makes its own."""
         if self._inside or self._is_transformed():
             return original(*args, **kwargs)
         if _is_checkpointed():
@@ -185,9 +189,9 @@ class Call:
         self._inside = True
         try:
             if self._plan not in self._tried:
-                before = Untouched(self.module, self.device)
+                before = ModuleState(self.module, self.device)
                 self._tried.add(self._plan)
-            return (way if trains else way.plainly)(original, args, kwargs)
+            return (way if trains else way.in_own_precision)(original, args, kwargs)
         except Exception as error:
             if before is not None:
                 before.restore()
@@ -196,36 +200,36 @@ class Call:
             self._inside = False
 
     def _noted(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call under the script's own plan, and see what it is like."""
-        before = marks(self.module.parameters())
+        """Make a call under the script's own plan, and note the form of its outputs."""
+        before = write_marks(self.module.parameters())
         outputs = original(*args, **kwargs)
         self._unnoted = max(0, self._unnoted - 1)
-        self._writes |= before != marks(self.module.parameters())
-        with suppress(Exception):  # outputs may be whatever the script likes
+        self._writes |= before != write_marks(self.module.parameters())
+        with suppress(Exception):  # outputs may be anything
             self._forms.note(args, kwargs, outputs)
         return outputs
 
     def _fallen_back(self, error: Exception, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the script's own call, which fails again where it is the script that is wrong."""
+        """Make the script's own call, which fails again if the script is at fault."""
         outputs = original(*args, **kwargs)
         self._failed[self._plan] = first_line(error)
         self._way = None
         self._ways.pop(self._plan, None)
         return outputs
 
-    # --- gates -----------------------------------------------------------------------------------
+    # --- for gates ---------------------------------------------------------------------------
 
     def remember_next(self) -> None:
-        """Keep the inputs of the next call that trains, and the gradients that come to its outputs."""
+        """Keep the inputs of the next training call, and the gradients of its outputs."""
         self._remembers = True
 
     def forget_inputs(self) -> None:
-        """Let go of what was kept."""
+        """Release what was kept."""
         self._remembers, self.last_inputs, self.last_output_grads = False, None, []
 
     def _remembered(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._remembers, self.last_inputs = False, None
-        with suppress(Exception):  # arguments may be whatever the script likes
+        with suppress(Exception):  # arguments may be anything
             self.last_inputs = map_tensors((args, kwargs), _copied)
         way = self._way
         make = self._noted if way is None else functools.partial(self._made, way, trains=True)
@@ -237,18 +241,18 @@ class Call:
             return outputs
 
     def _kept(self, outputs: Any) -> Any:
-        """The outputs of a call that is remembered, with the gradients that come to them kept."""
+        """The outputs of the remembered call, with hooks that keep their gradients."""
         self._last_autocast = self._autocast
         wanting = [number for number, output in enumerate(leaves(outputs)) if output.requires_grad]
         grads: list[Tensor | None] = [None] * len(wanting)
         self.last_output_grads = grads
 
-        def came(number: int, grad: Tensor) -> None:
+        def on_gradient(number: int, grad: Tensor) -> None:
             place = wanting.index(number)
             if grads[place] is None:
                 grads[place] = grad.detach().clone()
 
-        return looked_at(outputs, came)
+        return with_gradient_hooks(outputs, on_gradient)
 
     def trial(
         self,
@@ -258,16 +262,17 @@ class Call:
         numerics: Numerics,
         execution: Execution,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Make forward and backward of a call under a plan, from the present weights, and leave no trace.
+        """Make the forward and backward pass of a call under a plan, with the current weights, without lasting effects.
 
-        `grad_outputs` come to the outputs that require gradients, in their order. Given are these outputs, and the
-        gradients of the parameters by name. Trials at one moment begin with the same randomness, but for the device's
-        once recurrent layers that drop out have been recorded. Raises NotRecordedError, or what the module raises.
+        `grad_outputs` are the gradients of the outputs that require them, in order. Returns these outputs, and the
+        gradients of the parameters by name. Trials at the same point begin with the same random state; an exception is
+        the GPU's generator once recurrent layers with dropout are recorded. Raises NotRecordedError, or what the module
+        raises.
         """
         with self._aside():
             way = self._way_of(numerics, execution)
             if way is not None:
-                with Untouched(self.module, self.device):
+                with ModuleState(self.module, self.device):
                     self._prepare(way, args, kwargs, grad_outputs)
             args, kwargs = map_tensors((args, kwargs), _copied)
             made = self._directly(*args, **kwargs) if way is None else way(self._directly, args, kwargs)
@@ -286,7 +291,7 @@ class Call:
         kwargs: dict[str, Any],
         grad_outputs: Sequence[Tensor | None],
     ) -> None:
-        """Have the way ready for such a call at its own pace."""
+        """Prepare recordings and statistics, so that such a call runs at full speed."""
         given = map_tensors((args, kwargs), _copied)
         outputs = leaves(self._directly(*given[0], **given[1]))
         self._forms.note(args, kwargs, outputs)
@@ -296,7 +301,7 @@ class Call:
         way.prepare(self._directly, args, kwargs, used)
 
     def _directly(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own call, also where somebody has put another in its place that comes back here."""
+        """The module's own call, even if other code has replaced it by one that returns here."""
         before, self._inside = self._inside, True
         try:
             return self.module(*args, **kwargs)
@@ -305,9 +310,9 @@ class Call:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Inside, calls are as the one that was remembered, and leave no trace."""
+        """Inside, calls run as the remembered one did, and nothing of them remains."""
         enabled, dtype = self._last_autocast
-        untouched = Untouched(self.module, self.device)
+        untouched = ModuleState(self.module, self.device)
         try:
             with torch.enable_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
                 yield
@@ -315,9 +320,9 @@ class Call:
             untouched.restore()
 
     def _is_transformed(self) -> bool:
-        """Whether what is computed is not what it seems: under a transform or a mode of torch's, or recorded.
+        """Whether the computation is not what it seems: under a transform or mode of torch, or recorded into a graph.
 
-        Or from weights that `parametrize.cached` keeps for a while.
+        Or with weights that `parametrize.cached` keeps for a while.
         """
         return (
             parametrize._cache_enabled > 0
@@ -332,7 +337,7 @@ class Call:
 
 
 def _key(numerics: Numerics, execution: Execution) -> tuple[str, str, str, bool, tuple[str, ...], str]:
-    """What of a plan belongs to calls."""
+    """The choices of a plan that concern calls."""
     return (
         numerics.precision, numerics.layout, execution.mode, execution.autotune, execution.without, numerics.depthwise,
     )  # fmt: skip
@@ -348,5 +353,5 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _is_checkpointed() -> bool:
-    """Whether what the call saves is kept by hooks, as checkpointing does: it is made again and has to be the same."""
+    """Whether hooks keep what the call saves, as in checkpointing: then it runs again, and must be the same."""
     return _top_hooks is not None and _top_hooks(True) is not None

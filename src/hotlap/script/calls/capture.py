@@ -1,4 +1,4 @@
-"""Calls made by replaying what was recorded of them, with the numbers of eager ones."""
+"""Replays training calls of a module, with the same numbers as eager calls."""
 
 from __future__ import annotations
 
@@ -17,139 +17,143 @@ from hotlap.engine.assists.rewiring import rewire
 from hotlap.engine.capture.captured_step import MOST_GRAPHS, PATIENCE, WARM_UPDATES, BatchError, shape_of
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
 from hotlap.engine.capture.recording import NotRecordedError, Watch
-from hotlap.script.calls.eager import EagerCall, Original
-from hotlap.script.calls.endings import SEEN, Endings
+from hotlap.script.calls.autograd_bridge import ParameterAliases, bridged_outputs
+from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.evaluations import Evaluations
-from hotlap.script.calls.gradient_rooms import GradientRooms
-from hotlap.script.calls.graphs import CallGraph, Ending, Recording, Replayed
-from hotlap.script.calls.passage import StandIns, passed
-from hotlap.script.calls.refusals import why_not_captured
-from hotlap.script.calls.traces import Drawn, Untouched, drops_in_recurrence, generator_of, note_recorded
-from hotlap.script.calls.trees import looked_at, marks
+from hotlap.script.calls.graphs import CallGraph, GradientBuffers, GraphRecorder, LossCall, ReplayedCall
+from hotlap.script.calls.losses import SEEN_LOSSES, LossReplay
+from hotlap.script.calls.module_state import (
+    GeneratorState,
+    ModuleState,
+    drops_in_recurrence,
+    generator_of,
+    note_recorded,
+)
+from hotlap.script.calls.trees import with_gradient_hooks, write_marks
 
-MOST_LANES = 2
-"""Calls that may wait for their backward pass at a time and are replays: a GAN's of real and of made-up samples."""
+MOST_SLOTS = 2
+"""Replayed calls that may wait for their backward pass at the same time, such as a GAN's on real and generated data."""
 MOST_CHANGES = 3
-"""Eager calls in a row in which a module changes what it remembers: one that keeps masks of the last length does so
-where another length comes, and where the first one comes back."""
-MOST_SURPRISES = 3
-"""Replays that had to be made again, since the script did with their outputs what it had not done before."""
+"""Consecutive eager calls in which a module may change its memory. A module that keeps masks of the last length changes
+when another length comes, and again when the first one comes back."""
+MOST_RECOMPUTES = 3
+"""Most replays that had to be recomputed because the script used their outputs in a new way."""
 
 
-class Lanes:
-    """Memory to record and replay in. In one lane a call has to be differentiated before the next is made."""
+class MemorySlots:
+    """Memory to record and replay in. Each slot holds one call until it is differentiated."""
 
-    def __init__(self, make_recorder: Callable[[], Recording]) -> None:
+    def __init__(self, make_recorder: Callable[[], GraphRecorder]) -> None:
         self.make_recorder = make_recorder
-        """Makes one more, with memory of its own beside the lanes."""
-        self._recorders: list[Recording] = []
-        self._turns: list[weakref.ref[Replayed] | None] = []
+        """Creates another recorder, with memory separate from the slots."""
+        self._recorders: list[GraphRecorder] = []
+        self._turns: list[weakref.ref[ReplayedCall] | None] = []
 
     def free(self) -> int | None:
-        """The number of a lane in which no call waits for its backward pass; None where all of them do."""
-        for number, turn in enumerate(self._turns):
-            waiting = turn() if turn is not None else None
+        """The number of a slot where no call waits for its backward pass; None if there is none."""
+        for number, replayed in enumerate(self._turns):
+            waiting = replayed() if replayed is not None else None
             if waiting is None or waiting.done:
                 return number
-        return len(self._turns) if len(self._turns) < MOST_LANES else None
+        return len(self._turns) if len(self._turns) < MOST_SLOTS else None
 
-    def recorder(self, lane: int) -> Recording:
-        """What records in a lane."""
-        if lane == len(self._recorders):
+    def recorder(self, slot: int) -> GraphRecorder:
+        """The recorder of a slot."""
+        if slot == len(self._recorders):
             self._recorders.append(self.make_recorder())
             self._turns.append(None)
-        return self._recorders[lane]
+        return self._recorders[slot]
 
-    def take(self, lane: int, turn: Replayed) -> None:
-        """Have a call wait in a lane."""
-        self._turns[lane] = weakref.ref(turn)
+    def take(self, slot: int, replayed: ReplayedCall) -> None:
+        """Let a call wait in a slot."""
+        self._turns[slot] = weakref.ref(replayed)
 
 
 @dataclass
 class Recordings:
-    """What was recorded of a module's calls, and seen of them, in one state that the module was in."""
+    """Recordings of a module's calls, and observations of them, for one state of the module."""
 
     made_for: tuple[Any, ...] = ()
-    """Its fingerprint then."""
+    """Its fingerprint in that state."""
     glance: QuickCheck | None = None
-    """Tells whether it is in that state still."""
+    """Checks quickly whether it is still in that state."""
     graphs: dict[tuple[int, Hashable], CallGraph] = field(default_factory=dict)
-    """By lane and kind of call."""
-    habits: dict[Hashable, Habits] = field(default_factory=dict)
+    """By slot and kind of call."""
+    output_use: dict[Hashable, OutputUse] = field(default_factory=dict)
     """By kind of call."""
-    drawn: Drawn | None = None
-    """How far the generator had drawn, where recurrent layers drop: see `was_set_back`."""
+    drawn: GeneratorState | None = None
+    """The generator's state, if recurrent layers use dropout: see `was_set_back`."""
 
     def still_hold(self) -> bool:
-        """Whether the module is in that state still, as far as a glance tells."""
+        """Whether a quick look finds the module still in that state."""
         return self.glance is not None and self.glance.still_holds()
 
     def was_set_back(self) -> bool:
-        """Whether the generator was since this was asked: masks of recurrent layers then come from other memory."""
+        """Whether the generator was set back since the last check: recurrent layers then use other memory for masks."""
         if self.drawn is None:
             return False
         before, self.drawn = self.drawn, self.drawn.now()
         return self.drawn.was_set_since(before)
 
     def are_of(self, module: nn.Module) -> bool:
-        """Whether they hold for a module that was touched: then they are known to, from now on."""
+        """Whether they are valid for a module that was modified; if so, `still_hold` is True from now on."""
         made_for = fingerprint([module])
-        if made_for != self.made_for or not all(graph.standing.are_in_place for graph in self.graphs.values()):
+        if made_for != self.made_for or not all(graph.aliases.are_in_place for graph in self.graphs.values()):
             return False
         self.glance = QuickCheck([module])
         return True
 
 
 class CapturedCall:
-    """Makes calls by replaying; those that are new, or rare, or odd are made eagerly."""
+    """Makes calls by replays; new, rare or unusual calls are made eagerly."""
 
     def __init__(
         self,
         eager: EagerCall,
         module: nn.Module,
         device: torch.device,
-        lanes: Lanes,
-        endings: Endings | None = None,
+        slots: MemorySlots,
+        loss_replay: LossReplay | None = None,
         *,
         without: Collection[str] = (),
     ) -> None:
-        """`endings` follows what replays give to the script; `without` names the tricks to leave out."""
-        self._eager, self._module, self._device, self._lanes = eager, module, device, lanes
-        self._endings = endings
+        """`loss_replay` receives the outputs of replays; `without` names tricks to leave out."""
+        self._eager, self._module, self._device, self._slots = eager, module, device, slots
+        self._loss_replay = loss_replay
         self._key = functools.partial(_key_of, device)
         self._adapted = rewire(module) if REWIRED_LAYERS not in without else None
         self._counts_norms = COUNTED_NORMS not in without
-        self._evaluations = Evaluations(eager, module, device, self._key, lanes.make_recorder)
+        self._evaluations = Evaluations(eager, module, device, self._key, slots.make_recorder)
         self._now = Recordings()
         self._before: Recordings | None = None
-        self._rooms: GradientRooms | None = None
+        self._buffers: GradientBuffers | None = None
         self._lends = GRADIENTS_IN_PLACE not in without
         self._replays_evaluations = REPLAYED_EVALUATION not in without
         self._calls = 0
         self._is_warm = False
         self._in_vain = 0
-        self._surprises = 0
+        self._recomputes = 0
         self._changes = 0
         self._warmup_steps = 0
         self._given_up: str | None = None
 
     @property
     def warmup_steps(self) -> int:
-        """Calls that were no replay of what had been recorded before, where there may be one yet."""
+        """Calls that replayed no earlier recording, although one may still exist for such calls."""
         return self._warmup_steps + self._eager.warmup_steps
 
     @property
     def given_up(self) -> str | None:
-        """Why nothing is captured, or not in the precision asked for, once that is known."""
+        """Why nothing is captured, or not in the plan's precision; None if that works."""
         return self._given_up or self._eager.given_up
 
     @property
     def recorded(self) -> int:
-        """How many graphs are held."""
+        """Number of graphs held."""
         return len(self._now.graphs)
 
     def __call__(self, original: Original, args: Any, kwargs: Any) -> Any:
-        """Make a call that is to be differentiated."""
+        """Make a call that will be differentiated."""
         if self.given_up is not None:
             return self._eager(original, args, kwargs)
         self._calls += 1
@@ -159,42 +163,42 @@ class CapturedCall:
             self._give_up(_words(error))
             return self._eager(original, args, kwargs)
         self._check_validity()
-        if self._rooms is not None and not self._rooms.pay:
-            self._lends, self._rooms = False, None
+        if self._buffers is not None and not self._buffers.pay:
+            self._lends, self._buffers = False, None
             self._drop()
-        lane = self._lanes.free()
-        if lane is None:
+        slot = self._slots.free()
+        if slot is None:
             return self._eager(original, args, kwargs)
-        graph = self._now.graphs.get((lane, key))
+        graph = self._now.graphs.get((slot, key))
         if graph is not None:
             self._in_vain = 0
         else:
-            habits = self._habits_of(key)
-            if not habits.are_known:
+            output_use = self._output_use_of(key)
+            if not output_use.are_known:
                 self._warmup_steps += 1
-                return self._run_eagerly(original, args, kwargs, habits)
-            graph = self._recorded_if_it_may(lane, key, original, args, kwargs, habits)
+                return self._run_eagerly(original, args, kwargs, output_use)
+            graph = self._recorded_if_it_may(slot, key, original, args, kwargs, output_use)
             if graph is None:
                 return self._eager(original, args, kwargs)
-        if graph.wants_ending(SEEN):
-            graph = self._with_ending(graph, lane, key, original, args, kwargs)
+        if graph.wants_loss(SEEN_LOSSES):
+            graph = self._with_loss(graph, slot, key, original, args, kwargs)
         graph.last_used = self._calls
-        turn = Replayed(graph, tensors, functools.partial(self._surprised, lane, key))
-        self._lanes.take(lane, turn)
-        outputs = passed(turn)
-        if self._endings is not None:
-            self._endings.gave(outputs, turn)
+        replayed = ReplayedCall(graph, tensors, functools.partial(self._recomputed_call, slot, key))
+        self._slots.take(slot, replayed)
+        outputs = bridged_outputs(replayed)
+        if self._loss_replay is not None:
+            self._loss_replay.gave(outputs, replayed)
         return outputs
 
-    def plainly(self, original: Original, args: Any, kwargs: Any) -> Any:
-        """As `EagerCall.plainly`; evaluations without gradients are replayed, too, once they come often."""
+    def in_own_precision(self, original: Original, args: Any, kwargs: Any) -> Any:
+        """Like `EagerCall.in_own_precision`, but frequent evaluations without gradients are replayed."""
         trains = torch.is_grad_enabled() or self._module.training
         if trains or self.given_up is not None or not self._replays_evaluations:
-            return self._eager.plainly(original, args, kwargs)
+            return self._eager.in_own_precision(original, args, kwargs)
         return self._evaluations(original, args, kwargs)
 
     def prepare(self, original: Original, args: Any, kwargs: Any, used: Sequence[int]) -> None:
-        """Have such a call recorded, whose outputs of these numbers get gradients. Raises NotRecordedError."""
+        """Record such a call; the outputs with numbers `used` get gradients. Raises NotRecordedError."""
         self._eager.prepare(original, args, kwargs, used)
         if self.given_up is not None:
             raise NotRecordedError(self.given_up)
@@ -203,22 +207,22 @@ class CapturedCall:
             key, _ = self._key(args, kwargs)
         except BatchError as error:
             raise NotRecordedError(_words(error)) from None
-        lane = self._lanes.free()
-        if lane is None:
-            raise NotRecordedError("calls of the script's wait for their backward pass")
-        graph = self._now.graphs.get((lane, key))
+        slot = self._slots.free()
+        if slot is None:
+            raise NotRecordedError("calls of the script wait for their backward pass")
+        graph = self._now.graphs.get((slot, key))
         if graph is None or graph.used != tuple(used):
-            habits = Habits()
-            habits.used = tuple(used)
-            self._recorded(lane, key, original, args, kwargs, habits)
+            output_use = OutputUse()
+            output_use.used = tuple(used)
+            self._recorded(slot, key, original, args, kwargs, output_use)
 
     def forget(self) -> None:
-        """Drop all that was recorded."""
+        """Drop all recordings."""
         self._drop()
         self._evaluations.forget()
 
     def _drop(self) -> None:
-        """Drop what was recorded of calls that train."""
+        """Drop the recordings of training calls."""
         self._now, self._before = Recordings(self._now.made_for, self._now.glance), None
 
     def _give_up(self, reason: str) -> None:
@@ -226,10 +230,10 @@ class CapturedCall:
         self._given_up = reason
 
     def _check_validity(self, *, for_trial: bool = False) -> None:
-        """Drop what was recorded for other layers, modes, places in memory or settings.
+        """Drop recordings made for other layers, modes, addresses or settings.
 
-        What a module is changed to for a trial is not for long (it may drop nothing meanwhile): what was recorded
-        before is kept until it is changed again.
+        A trial changes a module only for a while, for example to turn dropout off. Recordings from before stay until
+        the module changes again.
         """
         if not self._now.still_hold():
             before, self._before = self._before, None
@@ -241,30 +245,30 @@ class CapturedCall:
         if self._now.was_set_back():
             self._drop()
 
-    def _habits_of(self, key: Hashable) -> Habits:
-        self._in_vain = 0 if key in self._now.habits else self._in_vain + 1
+    def _output_use_of(self, key: Hashable) -> OutputUse:
+        self._in_vain = 0 if key in self._now.output_use else self._in_vain + 1
         if self._in_vain > PATIENCE:
-            self._give_up("there is always something new: no shape of arguments comes again while all else stays")
-        return self._now.habits.setdefault(key, Habits())
+            self._give_up("the shapes of arguments keep changing")
+        return self._now.output_use.setdefault(key, OutputUse())
 
     def _recorded_if_it_may(
-        self, lane: int, key: Hashable, original: Original, args: Any, kwargs: Any, habits: Habits
+        self, slot: int, key: Hashable, original: Original, args: Any, kwargs: Any, output_use: OutputUse
     ) -> CallGraph | None:
-        if habits.refused is not None:
+        if output_use.refused is not None:
             if not self._now.graphs:
-                self._give_up(habits.refused)
+                self._give_up(output_use.refused)
             return None
         if not self._has_place():
             return None
         self._warmup_steps += 1
         try:
-            return self._recorded(lane, key, original, args, kwargs, habits)
+            return self._recorded(slot, key, original, args, kwargs, output_use)
         except NotRecordedError as error:
             self._give_up(f"it cannot be recorded: {error}")
             return None
 
     def _has_place(self) -> bool:
-        """Whether one more may be recorded, in the place of one that was not used for long if need be."""
+        """Whether one more may be recorded, if need be in place of one that has not been used for long."""
         if len(self._now.graphs) < MOST_GRAPHS:
             return True
         oldest = min(self._now.graphs, key=lambda key: self._now.graphs[key].last_used)
@@ -273,10 +277,10 @@ class CapturedCall:
         del self._now.graphs[oldest]
         return True
 
-    def _run_eagerly(self, original: Original, args: Any, kwargs: Any, habits: Habits) -> Any:
-        """Looking on, but for the very first time: libraries wait for the device while they set themselves up.
+    def _run_eagerly(self, original: Original, args: Any, kwargs: Any, output_use: OutputUse) -> Any:
+        """Make a call eagerly and watch it, except the first one, in which libraries wait for the GPU to initialise.
 
-        cuDNN does it whenever the generator was set, if recurrent layers drop: only the rehearsal looks on there.
+        With dropout in recurrent layers, cuDNN waits whenever the generator was set; then only the rehearsal watches.
         """
         original = self._fit_to_record(original)
         if not self._is_warm or drops_in_recurrence(self._module, self._device):
@@ -284,91 +288,91 @@ class CapturedCall:
             self._is_warm = True
         else:
             given = (args, kwargs)
-            before = shape_of(given), marks(tensors_in(given))
+            before = shape_of(given), write_marks(tensors_in(given))
             with Watch([self._module], self._device) as watch:
                 outputs = self._eager(original, args, kwargs)
-            same = before == (shape_of(given), marks(tensors_in(given)))
+            same = before == (shape_of(given), write_marks(tensors_in(given)))
             self._changes = self._changes + 1 if watch.changed else 0
             reason = watch.reason if self._changes in (0, MOST_CHANGES) else None
             reason = reason or (None if same else "it changes its arguments in place")
             if reason is not None and self._given_up is None:
                 self._give_up(reason)
-        return habits.watch(outputs)
+        return output_use.watch(outputs)
 
-    def _with_ending(
-        self, graph: CallGraph, lane: int, key: Hashable, original: Original, args: Any, kwargs: Any
+    def _with_loss(
+        self, graph: CallGraph, slot: int, key: Hashable, original: Original, args: Any, kwargs: Any
     ) -> CallGraph:
-        """The graph recorded anew, with the loss that the script makes of its output; else the graph as it is."""
-        habits, ending = Habits(), graph.wanted
-        habits.used, habits.kept = graph.used, graph.kept
+        """The graph recorded again together with the script's loss of its output; the same graph if that fails."""
+        output_use, loss_call = OutputUse(), graph.wanted_loss
+        output_use.used, output_use.kept = graph.used, graph.kept
         self._warmup_steps += 1
         try:
-            made = self._recorded(lane, key, original, args, kwargs, habits, ending)
+            made = self._recorded(slot, key, original, args, kwargs, output_use, loss_call)
         except NotRecordedError:
-            made = self._now.graphs[lane, key] = graph
-        if made.ending is None:
-            made.leave_ending()
+            made = self._now.graphs[slot, key] = graph
+        if made.loss_call is None:
+            made.leave_loss()
         return made
 
     def _recorded(
         self,
-        lane: int,
+        slot: int,
         key: Hashable,
         original: Original,
         args: Any,
         kwargs: Any,
-        habits: Habits,
-        ending: Ending | None = None,
+        output_use: OutputUse,
+        loss_call: LossCall | None = None,
     ) -> CallGraph:
         reason = why_not_captured(self._module, self._device)
         if reason is not None:
             raise NotRecordedError(reason)
-        recorder, original = self._lanes.recorder(lane), self._fit_to_record(original)
-        with Untouched(self._module, self._device):
+        recorder, original = self._slots.recorder(slot), self._fit_to_record(original)
+        with ModuleState(self._module, self._device):
             graph = CallGraph(
                 functools.partial(self._eager.computed, original),
                 self._module,
                 self._device,
                 (args, kwargs),
-                used=habits.used,
-                kept=habits.kept,
+                used=output_use.used,
+                kept=output_use.kept,
                 switches=self._eager.switches,
                 scale=self._eager.scale,
                 recorder=recorder,
-                rooms=self._rooms_now(),
-                ending=ending,
+                buffers=self._buffers_now(),
+                loss_call=loss_call,
                 counts_norms=self._counts_norms,
             )
             if fingerprint([self._module]) != self._now.made_for:
-                raise NotRecordedError("it changes what it remembers as it is called")
+                raise NotRecordedError("the call changes the state of the module")
             if drops_in_recurrence(self._module, self._device):
                 note_recorded(graph)
-                self._now.drawn = Drawn(generator_of(self._device))
-        self._now.graphs[lane, key] = graph
+                self._now.drawn = GeneratorState(generator_of(self._device))
+        self._now.graphs[slot, key] = graph
         graph.last_used = self._calls
         return graph
 
-    def _rooms_now(self) -> GradientRooms | None:
-        """Where gradients are left for the script; None where it holds on to them."""
-        parameters = StandIns(self._module).parameters
-        if self._lends and (self._rooms is None or not self._rooms.are_for(parameters)):
-            self._rooms = GradientRooms(parameters)
-        return self._rooms
+    def _buffers_now(self) -> GradientBuffers | None:
+        """The buffers for gradients; None if the script holds on to its gradients."""
+        parameters = ParameterAliases(self._module).parameters
+        if self._lends and (self._buffers is None or not self._buffers.are_for(parameters)):
+            self._buffers = GradientBuffers(parameters)
+        return self._buffers
 
     def _fit_to_record(self, original: Original) -> Original:
         return original if self._adapted is None else self._adapted.during(original)
 
-    def _surprised(self, lane: int, key: Hashable) -> None:
-        """Told that a call had to be made again; what the script does with such calls is to be seen anew."""
-        self._now.graphs.pop((lane, key), None)
-        self._now.habits.pop(key, None)
-        self._surprises += 1
-        if self._surprises > MOST_SURPRISES:
-            self._give_up("the script does this with its outputs now, and then that")
+    def _recomputed_call(self, slot: int, key: Hashable) -> None:
+        """A call had to be recomputed; watch anew how the script uses such calls."""
+        self._now.graphs.pop((slot, key), None)
+        self._now.output_use.pop(key, None)
+        self._recomputes += 1
+        if self._recomputes > MOST_RECOMPUTES:
+            self._give_up("the script keeps changing how it uses the outputs")
 
 
 def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
-    """What tells calls apart, and the tensors in this one. Raises BatchError where it cannot be recorded."""
+    """A key that identifies kinds of calls, and the tensors in this one. Raises Unfit if it cannot be recorded."""
     values = [*args, *kwargs.values()] if kwargs else args
     tensors = [value for value in values if isinstance(value, Tensor)]
     shape: Hashable = tuple(kwargs)
@@ -377,7 +381,7 @@ def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, lis
     facts = []
     for tensor in tensors:
         if tensor.device != device:
-            # It would be read by the host, which nobody sees: lengths, for one.
+            # The host may read it unseen, such as lengths.
             raise BatchError(f"an argument lies on {tensor.device}")
         if type(tensor) not in (Tensor, nn.Parameter):
             raise BatchError(f"an argument is a {type(tensor).__name__}")
@@ -392,40 +396,40 @@ def _words(error: BatchError) -> str:
     return str(error) or "its arguments are more than tensors and plain values"
 
 
-# --- what a script does with the outputs of a module's calls ---------------------------------------------
+# --- how a script uses outputs -----------------------------------------------------------
 
 
 MOST_UNUSED = 16
-"""Calls that are looked at in vain, since none of them is differentiated."""
+"""Calls to watch without any of them being differentiated."""
 
 
-class Habits:
-    """What the script does with the outputs of one kind of call, seen while they are made eagerly."""
+class OutputUse:
+    """How the script uses the outputs of one kind of call, observed in eager calls."""
 
     def __init__(self) -> None:
         self._calls = 0
         self.differentiated = 0
         """Calls whose outputs got gradients."""
         self.used: tuple[int, ...] = ()
-        """Which outputs of the last one got them."""
+        """The outputs that got gradients in the last one."""
         self.kept = False
-        """Whether a backward pass kept its graph."""
+        """Whether a backward pass retained its graph."""
         self.refused: str | None = None
-        """Why it is not to be recorded."""
+        """Why it must not be recorded."""
 
     @property
     def are_known(self) -> bool:
-        """Whether enough calls were seen."""
+        """Whether enough calls were observed."""
         return self.differentiated >= WARM_UPDATES or self._calls > MOST_UNUSED
 
     def watch(self, outputs: Any) -> Any:
-        """The outputs of a call, looked at for what becomes of them."""
+        """The outputs of a call, with hooks that observe their gradients."""
         self._calls += 1
         if self._calls > MOST_UNUSED and not self.differentiated:
             self.refused = "its outputs are not differentiated"
         passes: dict[int, set[int]] = {}
 
-        def came(number: int, _: Tensor) -> None:
+        def on_gradient(number: int, _: Tensor) -> None:
             this = torch._C._current_graph_task_id()
             if not passes:
                 self.differentiated += 1
@@ -437,4 +441,4 @@ class Habits:
             if torch.is_grad_enabled():
                 self.refused = "its gradients are differentiated themselves"
 
-        return looked_at(outputs, came)
+        return with_gradient_hooks(outputs, on_gradient)

@@ -1,4 +1,4 @@
-"""Calls made operation by operation, in the numbers and the layout of a plan."""
+"""Calls made operation by operation in the precision and layout of a plan, and why some calls cannot change."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
+from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
 from hotlap.engine.capture.captured_step import BatchError, shape_of
 from hotlap.engine.capture.fingerprint import memory, what_changed
-from hotlap.engine.precision import Switches, precision_context
+from hotlap.engine.precision import Switches, precision_context, why_not_precision
 from hotlap.engine.scaling import LossScale
-from hotlap.script.calls.passage import ScaledTurn, passed
-from hotlap.script.calls.trees import Form, form_of, in_form, kind_of, leaves, stranger_to_trees
+from hotlap.script.calls.autograd_bridge import ScaledCall, bridged_outputs
+from hotlap.script.calls.trees import Form, form_of, in_form, kind_of, leaves, unknown_type_in
 
 Original = Callable[..., Any]
 """Makes the script's own call."""
 
 LOOKED_AT = 2
-"""Calls before the first in fp16, in which it is seen that all gradients come through the outputs."""
+"""Calls before the first in fp16, to see that all gradients arrive through the outputs."""
 
 
-class Forms:
-    """The forms in which a module gives outputs back under the script's own plan, by the kind of call.
+class OutputForms:
+    """The forms of a module's outputs under the script's own plan, by kind of call.
 
-    A script may train inside of an autocast of its own and evaluate without.
+    A script may train inside its own autocast and evaluate without.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,11 +40,11 @@ class Forms:
         self._known: dict[Hashable, Form] = {}
 
     def of(self, args: Any, kwargs: Any) -> Form | None:
-        """The form of such a call; None where none was seen."""
+        """The form for such a call; None if none is known."""
         return self._known.get(self._key(args, kwargs))
 
     def note(self, args: Any, kwargs: Any, outputs: Any, *, laid_out: bool = False) -> Form:
-        """Know a call in the script's own precision; where its layout is another, all is taken to be contiguous."""
+        """Note a call in the script's own precision; in another layout, all outputs count as contiguous."""
         form = tuple((dtype, contiguous or laid_out) for dtype, contiguous in form_of(outputs))
         return self._known.setdefault(self._key(args, kwargs), form)
 
@@ -52,7 +54,7 @@ class Forms:
 
 
 class EagerCall:
-    """Makes calls in the precision, the layout and under the switches of a plan."""
+    """Makes calls in the precision and layout and under the switches of a plan."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class EagerCall:
         execution: Execution,
         device: torch.device,
         *,
-        forms: Forms,
+        forms: OutputForms,
         layout: Callable[[Any], Any] | None,
         scale: LossScale | None,
     ) -> None:
@@ -72,21 +74,21 @@ class EagerCall:
         self.switches = Switches(numerics, execution, device)
         self._layout = layout
         self.scale = scale
-        """Of fp16."""
+        """The loss scale for fp16."""
         self._looked = 0
         self.warmup_steps = 0
-        """Calls in the script's own precision, to see what they are like."""
+        """Calls in the script's own precision, made to see the form of their outputs."""
         self.given_up: str | None = None
-        """Why all of them are."""
+        """Why all calls stay in the script's own precision."""
 
     def __call__(self, original: Original, args: Any, kwargs: Any) -> Any:
-        """Make a call that is to be differentiated."""
+        """Make a call that will be differentiated."""
         if not self._is_known(args, kwargs):
             return self._seen(original, args, kwargs)
         if self.scale is not None and not self.chosen_by_script:
             compute = functools.partial(self.computed, original)
-            turn = ScaledTurn(compute, self._module, self._device, self.switches, (args, kwargs), self.scale)
-            return passed(turn)
+            scaled = ScaledCall(compute, self._module, self._device, self.switches, (args, kwargs), self.scale)
+            return bridged_outputs(scaled)
         if not self.switches:
             return self.computed(original, args, kwargs)
         leave_broken_passes()
@@ -96,14 +98,14 @@ class EagerCall:
         return outputs
 
     def prepare(self, original: Original, args: Any, kwargs: Any, used: Sequence[int]) -> None:
-        """Have seen what such calls are like."""
+        """Make enough calls to know their form."""
         while not self._is_known(args, kwargs):
             self._seen(original, args, kwargs)
 
     def computed(self, original: Original, args: Any, kwargs: Any) -> Any:
-        """Outputs under the plan, in the script's own form; its switches are not set here."""
+        """Outputs under the plan, in the script's own form; does not set the switches."""
         if not self._casts or self.chosen_by_script:
-            return self.plainly(original, args, kwargs)
+            return self.in_own_precision(original, args, kwargs)
         form = self._forms.of(args, kwargs)
         if self._layout is not None:
             args, kwargs = self._layout((args, kwargs))
@@ -111,7 +113,7 @@ class EagerCall:
             outputs = original(*args, **kwargs)
         return outputs if form is None else in_form(outputs, form)
 
-    def plainly(self, original: Original, args: Any, kwargs: Any) -> Any:
+    def in_own_precision(self, original: Original, args: Any, kwargs: Any) -> Any:
         """Outputs in the script's own precision and form."""
         if self._layout is None:
             return original(*args, **kwargs)
@@ -123,7 +125,7 @@ class EagerCall:
 
     @property
     def chosen_by_script(self) -> bool:
-        """Whether the precision of this call is not the plan's: in an autocast of the script's own, for one."""
+        """Whether the script, not the plan, determines this call's precision, for example by its own autocast."""
         return self._casts and (self.given_up is not None or torch.is_autocast_enabled(self._device.type))
 
     def _is_known(self, args: Any, kwargs: Any) -> bool:
@@ -132,10 +134,10 @@ class EagerCall:
         return self._forms.of(args, kwargs) is not None and (self.scale is None or self._looked >= LOOKED_AT)
 
     def _seen(self, original: Original, args: Any, kwargs: Any) -> Any:
-        """Make a call in the script's own precision, and see what it is like."""
+        """Make a call in the script's own precision, and note its form."""
         self.warmup_steps += 1
         before = memory([self._module]) if self.scale is not None else {}
-        outputs = self.plainly(original, args, kwargs)
+        outputs = self.in_own_precision(original, args, kwargs)
         self._forms.note(args, kwargs, outputs, laid_out=self._layout is not None)
         if self.scale is not None:
             self._looked += 1
@@ -144,8 +146,8 @@ class EagerCall:
 
 
 def _why_hidden(args: Any, kwargs: Any, outputs: Any) -> str | None:
-    """Why gradients may come to a call, or leave it, in a way that nobody can see."""
-    kind = stranger_to_trees(outputs)
+    """Why gradients may enter or leave a call in a way that hotlap cannot see; None if they cannot."""
+    kind = unknown_type_in(outputs)
     if kind is not None:
         return f"its outputs hold a {kind}"
     try:
@@ -155,17 +157,17 @@ def _why_hidden(args: Any, kwargs: Any, outputs: Any) -> str | None:
     return None
 
 
-# --- switches that a backward pass runs under, from where it enters a call on -----------------------------
+# --- switches in the backward pass -------------------------------------------------------
 
 
 _entered: dict[int, list[Switches]] = {}
-"""By backward pass: what was switched on in it, in that order."""
+"""By backward pass: the switches turned on in it, in order."""
 
 
 def switch_in_backward(outputs: Iterable[Tensor], switches: Switches) -> None:
-    """Have switches on from when gradients come to these outputs of a call until the backward pass is over.
+    """Turn switches on when gradients reach these outputs, until the backward pass is over.
 
-    So what a script has before the module in its graph runs under them too, but not its loss.
+    So they also cover what comes before the module in the script's graph, but not the loss.
     """
     for output in outputs:
         if output.grad_fn is not None:
@@ -174,7 +176,7 @@ def switch_in_backward(outputs: Iterable[Tensor], switches: Switches) -> None:
 
 @contextmanager
 def own_switches() -> Iterator[None]:
-    """Inside, a backward pass runs under the script's own switches, as a call did that it makes once more."""
+    """Inside, a backward pass runs under the script's own switches, as the call did that it repeats."""
     entered = list(_entered.get(torch._C._current_graph_task_id(), ()))
     for switches in reversed(entered):
         switches.__exit__()
@@ -186,7 +188,7 @@ def own_switches() -> Iterator[None]:
 
 
 def leave_broken_passes() -> None:
-    """Switch off what a backward pass left on that ended in an error, of which torch tells nobody."""
+    """Turn off what a failed backward pass left on; torch reports such failures to no callback."""
     if _entered and torch._C._current_graph_task_id() == -1:
         for number in reversed(list(_entered)):
             _leave(number)
@@ -203,6 +205,80 @@ def _enter(switches: Switches, _: Tensor) -> None:
 
 
 def _leave(number: int) -> None:
-    # Each puts back what it found, so the last goes first.
+    # Each restores what it found, so the last one goes first.
     for switches in reversed(_entered.pop(number, [])):
         switches.__exit__()
+
+
+# --- why calls cannot change -------------------------------------------------------------
+
+
+_TRANSLATED = {"ScriptModule": "is scripted", "OptimizedModule": "is compiled"}
+_SPREAD = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def why_not_changed(module: nn.Module) -> str | None:
+    """Why a module's calls must stay as they are: something else controls its code; None if nothing does."""
+    for layer in module.modules():
+        if layer._compiled_call_impl is not None:
+            return f"{type(layer).__name__} is compiled"
+        for name, how in _TRANSLATED.items():
+            if name in _kinds(layer):
+                return f"{type(layer).__name__} {how}"
+    return None
+
+
+def why_not_in_precision(module: nn.Module, precision: str, device: torch.device, *, autocasts: bool) -> str | None:
+    """Why its calls cannot use this precision; `autocasts` if the script uses autocast itself."""
+    if autocasts and precision in ("bf16", "fp16"):
+        return "the script uses autocast itself"
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if dtypes - {torch.float32}:
+        return f"the weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
+    if precision == "fp16":
+        if machine.dtype_fact(device, "bf16").support is machine.Support.HARDWARE:
+            return "the GPU supports bf16, which needs no loss scale"
+        if any(_hooks_of(layer, _BACKWARD_HOOKS) for layer in module.modules()):
+            return "the script's own backward hooks would see scaled gradients"
+        if _odd_parameter(module) is not None:
+            return _odd_parameter(module)
+    return why_not_precision(precision, device)
+
+
+def why_not_captured(module: nn.Module, device: torch.device) -> str | None:
+    """Why its calls cannot be recorded, judged by the module itself."""
+    for name in _spread_by(module):
+        return f"a recording cannot capture what {name} does"
+    if any(p.device != device for p in module.parameters()):
+        return f"not all of its weights are on {device}"
+    if _odd_parameter(module) is not None:
+        return _odd_parameter(module)
+    hooks = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
+    for layer in module.modules():
+        if _hooks_of(layer, hooks):
+            return f"{type(layer).__name__} has hooks of the script"
+    if any(getattr(torch_module, f"_global{kind}") for kind in hooks):
+        return "the script has hooks on every module"
+    return None
+
+
+def _odd_parameter(module: nn.Module) -> str | None:
+    """Why an alias cannot replace one of its parameters; None if it can."""
+    kinds = (type(p) for p in module.parameters())
+    return next((f"it has a parameter that is a {kind.__name__}" for kind in kinds if kind is not nn.Parameter), None)
+
+
+def _spread_by(module: nn.Module) -> Iterator[str]:
+    """The wrappers in it that spread a model over devices or processes."""
+    return (name for layer in module.modules() for name in _SPREAD if name in _kinds(layer))
+
+
+def _kinds(layer: nn.Module) -> set[str]:
+    """Class names; importing some of these classes would take longer than everything else here."""
+    return {kind.__name__ for kind in type(layer).__mro__}
+
+
+def _hooks_of(layer: nn.Module, kinds: tuple[str, ...]) -> bool:
+    return any(getattr(layer, kind, None) for kind in kinds)

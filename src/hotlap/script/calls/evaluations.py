@@ -1,7 +1,7 @@
-"""A script's evaluation calls, without gradients, made by replaying what was recorded of them.
+"""Replays a script's evaluation calls, which have no gradients.
 
-They are the script's own calls: in its own precision, with its own kernels. The host launches them at once, and that
-is all that differs.
+They stay the script's own calls, in its own precision and with its own kernels. Only their launch is faster: the host
+launches all kernels at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import builtins
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -23,42 +23,41 @@ from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
 from hotlap.core.errors import first_line
+from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import PATIENCE, BatchError, shape_of
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
-from hotlap.engine.capture.recording import Watch
+from hotlap.engine.capture.recording import NotRecordedError, Watch
 from hotlap.fitting.rescue import is_out_of_memory
-from hotlap.script.calls.eager import EagerCall, Original
-from hotlap.script.calls.evaluation_graphs import EvaluationGraph, why_other
-from hotlap.script.calls.graphs import Recording
-from hotlap.script.calls.refusals import why_not_captured
-from hotlap.script.calls.traces import Untouched, generator_of
-from hotlap.script.calls.trees import marks
+from hotlap.script.calls.autograd_bridge import Compute
+from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
+from hotlap.script.calls.graphs import Graph, GraphRecorder
+from hotlap.script.calls.module_state import ModuleState, generator_of
+from hotlap.script.calls.trees import kind_of, leaves, unknown_type_in, with_leaves, write_marks
 from hotlap.script.streams import current_stream
 
 SEEN = 8
-"""Calls of a kind before it is recorded, so that a few that never come again are not; a last, shorter batch comes once
-an epoch."""
+"""Calls of a kind before it is recorded, so that rare kinds are not; a shorter last batch comes once an epoch."""
 MOST_RECORDED = 4
-"""Kinds of calls that are recorded at a time; one more takes the place of one that was not used for long."""
+"""Most kinds of calls recorded at a time; another one replaces one that has not been used for long."""
 MOST_MOVED = 8
-"""Times that one takes the place of another: kinds that take turns would be recorded over and over."""
+"""Most replacements: kinds that alternate would be recorded over and over."""
 MOST_LOST = 3
-"""Times that the module may change so that what was recorded is void, before nothing is recorded any more."""
+"""Changes of the module that make recordings invalid, before hotlap stops recording."""
 LEAST_FREE = 0.1
-"""Of the device's memory, what has to be free beside a recording: evaluation is not worth running out of it."""
+"""Share of GPU memory that must stay free beside a recording: evaluation must not cause an out-of-memory error."""
 
 KeyOf = Callable[[Any, Any], tuple[Hashable, list[Tensor]]]
-"""What tells calls apart by their arguments and autocast, and the tensors in them. Raises BatchError."""
+"""Returns a key of a call's arguments and autocast, and the tensors in them. Raises Unfit."""
 
 
 @dataclasses.dataclass
 class _Kind:
-    """What is known of one kind of call."""
+    """The state of one kind of call."""
 
     calls: int = 0
     graph: EvaluationGraph | None = None
-    """Prepared, or recorded."""
+    """Prepared or recorded."""
     last_used: int = 0
     """The number of the last call that was a replay."""
     refused: str | None = None
@@ -69,8 +68,8 @@ class _Kind:
         return self.graph is not None and self.graph.is_recorded
 
 
-class _Standing:
-    """What a module is at a time: its layers and settings, and where and how its tensors lie."""
+class _Snapshot:
+    """A module at one time: its layers and settings, and the layout of its tensors in memory."""
 
     def __init__(self, module: nn.Module) -> None:
         held = [*module.parameters(), *module.buffers()]
@@ -80,16 +79,16 @@ class _Standing:
         self._forms = _forms_of(self._matrices)
 
     def still_holds(self) -> bool:
-        """Whether it is so still, as far as a glance tells."""
+        """Whether a quick look finds the module unchanged."""
         return self._glance.still_holds() and self._forms == _forms_of(self._matrices)
 
 
 class Evaluations:
-    """Makes the calls of a module that have no gradients, where all of its layers are in evaluation mode.
+    """Makes calls without gradients of a module whose layers are all in evaluation mode.
 
-    What comes often is recorded, in memory that no training call uses; all else, and all that is odd, is made eagerly.
-    What was recorded holds as long as the module is what it was then: whether it trains in between does not matter,
-    and new numbers in the same weights are read by the next replay.
+    It records frequent kinds of calls, in memory that no training call uses, and makes all others eagerly. Recordings
+    stay valid as long as the module is as it was, even if it trains in between: the next replay reads new values of the
+    same weights.
     """
 
     def __init__(
@@ -98,13 +97,13 @@ class Evaluations:
         module: nn.Module,
         device: torch.device,
         key_of: KeyOf,
-        make_recorder: Callable[[], Recording],
+        make_recorder: Callable[[], GraphRecorder],
     ) -> None:
         self._eager, self._module, self._device = eager, module, device
         self._key_of, self._make_recorder = key_of, make_recorder
-        self._recorder: Recording | None = None
+        self._recorder: GraphRecorder | None = None
         self._kinds: dict[Hashable, _Kind] = {}
-        self._standing: _Standing | None = None
+        self._snapshot: _Snapshot | None = None
         self._stream: torch.cuda.Stream | None = None
         self._calls = self._in_vain = self._moved = self._lost = 0
         self.given_up: str | None = None
@@ -112,7 +111,7 @@ class Evaluations:
 
     @property
     def recorded(self) -> int:
-        """How many graphs are held."""
+        """Number of graphs held."""
         return sum(kind.is_recorded for kind in self._kinds.values())
 
     @property
@@ -121,10 +120,10 @@ class Evaluations:
         return [kind.refused for kind in self._kinds.values() if kind.refused is not None]
 
     def __call__(self, original: Original, args: Any, kwargs: Any) -> Any:
-        """Make a call without gradients of a module that is in evaluation mode."""
+        """Make a call without gradients of a module in evaluation mode."""
         kind, tensors = self._fit(args, kwargs) if self.given_up is None else (None, [])
         if kind is None:
-            return self._eager.plainly(original, args, kwargs)
+            return self._eager.in_own_precision(original, args, kwargs)
         if kind.is_recorded:
             return self._replayed(kind, tensors, original, args, kwargs)
         if kind.graph is not None:
@@ -132,16 +131,16 @@ class Evaluations:
         return self._looked_at(kind, original, args, kwargs)
 
     def forget(self) -> None:
-        """Drop all that was recorded, and what records."""
+        """Drop all recordings and the recorder."""
         self._drop()
         self._recorder = None
 
-    # --- what is known ---------------------------------------------------------------------------
+    # --- kinds of calls ----------------------------------------------------------------------
 
     def _fit(self, args: Any, kwargs: Any) -> tuple[_Kind | None, list[Tensor]]:
-        """The kind of a call that may be recorded, or was, and the tensors in it; None where it is to be eager."""
+        """The kind of a call that is recorded or may be, and its tensors; None if it has to be eager."""
         try:
-            if _is_odd():
+            if _is_unusual():
                 return None, []
             key, tensors = self._key(args, kwargs)
             kind = self._kind_of(key)
@@ -150,43 +149,43 @@ class Evaluations:
             return (kind, tensors) if kind.is_recorded or self._has_place() else (None, [])
         except BatchError:
             return None, []
-        except Exception as error:  # of weights or arguments that do not like to be looked at
+        except Exception as error:  # weights or arguments of unusual types may raise when inspected
             self._give_up(first_line(error))
             return None, []
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
-        """What tells calls apart, and the tensors in this one. Raises BatchError where it cannot be recorded."""
+        """A key that identifies kinds of calls, and the tensors in this one. Raises Unfit if it cannot be recorded."""
         key, tensors = self._key_of(args, kwargs)
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
-        # Attention, for one, takes another way where its arguments are one and the same.
+        # Attention, for example, takes another path if its arguments are the same tensor.
         same = tuple(places[id(tensor)] for tensor in tensors) if len(places) < len(tensors) else None
         stream = current_stream(self._device) if self._device.type == "cuda" else None
         if self._stream not in (None, stream):
-            raise BatchError("replays on two streams would use the same memory at a time")
+            raise BatchError("replays on two streams would use the same memory at the same time")
         return (key, same, stream, torch.is_inference_mode_enabled(), *(get() for get in _SETTINGS)), tensors
 
     def _kind_of(self, key: Hashable) -> _Kind:
         self._in_vain = 0 if key in self._kinds else self._in_vain + 1
         if self._in_vain > PATIENCE:
-            self._give_up("there is always something new: no shape of arguments comes again")
+            self._give_up("the shapes of arguments keep changing")
         kind = self._kinds.setdefault(key, _Kind())
         kind.calls += 1
         self._calls += 1
         return kind
 
     def _holds(self) -> bool:
-        """Whether all layers are in evaluation mode, and all is as it was; else what was recorded is dropped."""
-        if self._standing is not None and self._standing.still_holds():
+        """Whether all layers are in evaluation mode and unchanged; else drops the recordings."""
+        if self._snapshot is not None and self._snapshot.still_holds():
             return True
         if any(layer.training for layer in self._module.modules()):
             return False
-        before, self._standing = self._standing, _Standing(self._module)
-        if before is None or before.made_for == self._standing.made_for:
+        before, self._snapshot = self._snapshot, _Snapshot(self._module)
+        if before is None or before.made_for == self._snapshot.made_for:
             return True
         self._lost += self.recorded > 0
         self._drop()
         if self._lost > MOST_LOST:
-            self._give_up("the module is never what it was at the last evaluation")
+            self._give_up("the module changes between evaluations")
         return False
 
     def _drop(self) -> None:
@@ -200,7 +199,7 @@ class Evaluations:
         self.forget()
 
     def _has_place(self) -> bool:
-        """Whether one more may be recorded, in the place of one that was not used for long if need be."""
+        """Whether one more may be recorded, if need be in place of one that has not been used for long."""
         if self.recorded < MOST_RECORDED:
             return True
         oldest = min((kind for kind in self._kinds.values() if kind.is_recorded), key=attrgetter("last_used"))
@@ -217,21 +216,21 @@ class Evaluations:
         kind.last_used = self._calls
         try:
             return kind.graph.replay(tensors)
-        except Exception as error:  # no memory is left for its outputs, for one
+        except Exception as error:  # such as no memory for its outputs
             self._give_up(first_line(error))
-            return self._eager.plainly(original, args, kwargs)
+            return self._eager.in_own_precision(original, args, kwargs)
 
     def _looked_at(self, kind: _Kind, original: Original, args: Any, kwargs: Any) -> Any:
-        """Make a call looking on: where nothing speaks against it, the next one of its kind is recorded."""
+        """Make a call while watching it; if nothing speaks against it, the next one of its kind is recorded."""
         given = (args, kwargs)
         with self._refusing(kind):
             kind.refused = _why_not_recorded(self._module, self._device)
             if kind.refused is None:
                 graph, before = EvaluationGraph(given, self._device), self._traces(given)
         if kind.refused is not None:
-            return self._eager.plainly(original, args, kwargs)
-        with Watch([self._module], self._device) as watch, _sees_words() as said:
-            outputs = self._eager.plainly(original, args, kwargs)
+            return self._eager.in_own_precision(original, args, kwargs)
+        with Watch([self._module], self._device) as watch, _detects_output() as said:
+            outputs = self._eager.in_own_precision(original, args, kwargs)
         with self._refusing(kind):
             kind.refused = watch.reason or ("it prints" if said else None) or graph.why_unfit_for(given, outputs)
             if kind.refused is None and before != self._traces(given):
@@ -244,14 +243,14 @@ class Evaluations:
         """Make a call eagerly, record its kind, and compare the first replay with it."""
         graph, kind.graph = kind.graph, None
         assert graph is not None
-        outputs = self._eager.plainly(original, args, kwargs)
+        outputs = self._eager.in_own_precision(original, args, kwargs)
         with self._refusing(kind):
             kind.refused = graph.why_unfit_for(None, outputs)
             if kind.refused is None:
                 self._check_memory()
                 self._recorder = self._recorder or self._make_recorder()
-                with Untouched(self._module, self._device):
-                    compute = functools.partial(self._eager.plainly, original)
+                with ModuleState(self._module, self._device):
+                    compute = functools.partial(self._eager.in_own_precision, original)
                     graph.record(compute, self._module, self._recorder)
                 kind.refused = why_other(outputs, graph.replay(tensors))
                 self._check_memory()
@@ -261,22 +260,22 @@ class Evaluations:
         return outputs
 
     def _traces(self, given: Any) -> Any:
-        """What tells whether a call wrote to something, but for the numbers in tensors that do not count writes."""
+        """A value that changes if a call writes to something, except to tensors that do not count writes."""
         grads = [p.grad for p in self._module.parameters() if p.grad is not None]
         arguments = [tensor for tensor in tensors_in(given) if not tensor.is_inference()]
         drawn = generator_of(self._device).get_state().tolist()
-        return shape_of(given), marks([*_tensors_of(self._module), *grads, *arguments]), drawn
+        return shape_of(given), write_marks([*_tensors_of(self._module), *grads, *arguments]), drawn
 
     def _check_memory(self) -> None:
-        """Raises where too little of the device's memory is free."""
+        """Raises OutOfMemoryError if too little GPU memory is free."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             if free < LEAST_FREE * total:
-                raise torch.OutOfMemoryError("too little of the device's memory is free")
+                raise torch.OutOfMemoryError("too little GPU memory is free")
 
     @contextmanager
     def _refusing(self, kind: _Kind) -> Iterator[None]:
-        """Inside, whatever goes wrong is a reason not to record such calls; and none at all where memory ran out."""
+        """Inside, a failure means that such calls are not recorded; running out of memory means that none are."""
         try:
             yield
         except Exception as error:
@@ -285,35 +284,35 @@ class Evaluations:
                 self._give_up(kind.refused)
 
 
-# --- what is refused ---------------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------
 
 
 def _why_not_recorded(module: nn.Module, device: torch.device) -> str | None:
-    """Why calls of a module cannot be recorded, as far as the module itself tells."""
+    """Why a module's calls cannot be recorded, judged by the module itself."""
     held = _tensors_of(module)
     if any(tensor.device != device for tensor in held):
-        return f"not all of its tensors are on {device}"  # a number on the host would be frozen
+        return f"not all of its tensors are on {device}"  # a recording would freeze a number on the host
     if any(tensor.is_inference() for tensor in held):
-        return "it holds tensors made in inference mode"  # of which nobody knows who writes to them
+        return "it holds tensors made in inference mode"  # torch does not count writes to them
     return why_not_captured(module, device)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """Its parameters and buffers, and tensors that its layers have beside."""
+    """Its parameters and buffers, and other tensors that its layers hold."""
     beside = [value for layer in module.modules() for value in vars(layer).values() if isinstance(value, Tensor)]
     return [*module.parameters(), *module.buffers(), *beside]
 
 
 def _forms_of(tensors: list[Tensor]) -> tuple[Any, ...]:
-    """What a place in memory does not tell: it may have been given to a weight of another kind."""
+    """What an address does not show: the memory may now belong to another kind of weight."""
     return list(map(_dtype_of, tensors)), list(map(Tensor.stride, tensors))
 
 
-def _is_odd() -> bool:
-    """Whether calls are more than they seem: with hooks on every module, under modes, or with derivatives beside."""
+def _is_unusual() -> bool:
+    """Whether calls do more than usual: with hooks on every module, under modes, or in forward-mode autograd."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks or forward_ad._current_level >= 0:
         return True
-    if parametrize._cache_enabled:  # weights are read from memory that is there for a while
+    if parametrize._cache_enabled:  # weights come from memory that exists only for a while
         return True
     if torch._C._len_torch_function_stack() == 0:
         return False
@@ -322,8 +321,8 @@ def _is_odd() -> bool:
 
 
 @contextmanager
-def _sees_words() -> Iterator[list[bool]]:
-    """Gives a list that is not empty once something was printed or logged, which a replay would leave out."""
+def _detects_output() -> Iterator[list[bool]]:
+    """Yields a list that becomes non-empty if something is printed or logged, which a replay would leave out."""
     seen: list[bool] = []
     printed, handled = builtins.print, logging.Logger.handle
 
@@ -343,7 +342,7 @@ def _sees_words() -> Iterator[list[bool]]:
 
 
 def _settings() -> tuple[Callable[[], Any], ...]:
-    """What reads the switches of the process that decide which kernels run."""
+    """Functions that read the process's settings for choosing kernels."""
     own = torch._C
     precision = getattr(own, "_get_fp32_precision_getter", None)
     if precision is None:
@@ -367,3 +366,225 @@ def _settings() -> tuple[Callable[[], Any], ...]:
 
 _SETTINGS = _settings()
 _dtype_of = attrgetter("dtype")
+
+
+# --- one recorded kind of call -----------------------------------------------------------
+
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Greatest difference of a replay from the eager call, relative to the output's largest number. Usually both are
+equal to the bit, but a library may choose another kernel while recording."""
+
+
+class EvaluationGraph:
+    """The graph of one kind of call, and the memory that its replays read and write.
+
+    Its outputs are in its recorder's memory, which the next replay of another graph overwrites. Record it inside
+    `ModuleState`, under the autocast of the calls.
+    """
+
+    def __init__(self, given: tuple[Any, Any], device: torch.device) -> None:
+        """Create it in the inference mode of the calls. Raises Unfit if it cannot copy arguments with their layout."""
+        self._device = device
+        made: dict[int, Tensor] = {}
+        self._given = map_tensors(given, lambda tensor: made.setdefault(id(tensor), _static(tensor)))
+        if shape_of(self._given) != shape_of(given):
+            raise BatchError("an argument is a container that cannot be copied")
+        self._static = tensors_in(self._given)
+        self._infers = torch.is_inference_mode_enabled()
+        self._shown: Any = None
+        self._compute: Compute | None = None
+        self._graph: Graph | None = None
+        self._tree: Any = None
+        self.outputs: list[Tensor] = []
+        """The tensors in its result, in memory that every replay overwrites."""
+        self._bases: list[tuple[Tensor, list[int]]] = []
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it can be replayed."""
+        return self._graph is not None
+
+    def why_unfit_for(self, given: tuple[Any, Any] | None, outputs: Any) -> str | None:
+        """Why an eager call with these outputs cannot be replayed; `given` are its arguments, None for others."""
+        if given is not None and not all(map(_are_equal, tensors_in(given), self._static)):
+            return "it changes its arguments in place"
+        kind = unknown_type_in(outputs)
+        if kind is not None:
+            return f"its outputs hold a {kind}"
+        shown = _shown(outputs)
+        if self._shown not in (None, shown):
+            return "its outputs hold values that change from call to call"
+        self._shown = shown
+        return _why_not_given(outputs, self._device)
+
+    def record(self, compute: Compute, module: nn.Module, recorder: GraphRecorder) -> None:
+        """Record the graph. Raises NotRecordedError."""
+        self._compute = compute
+        with recorder.aside():
+            self._make()
+        before, arguments = self.outputs, write_marks(self._static)
+        with recorder.aside(), Watch([module], self._device) as watch:
+            self._make()
+        reason = watch.reason
+        if arguments != write_marks(self._static):
+            reason = reason or "it changes its arguments in place"
+        if {*map(_storage_of, before)} & {*map(_storage_of, self.outputs)}:
+            reason = reason or "an output existed before the call"
+        if any(output.dtype is not base.dtype for base, numbers in self._bases for output in self._those(numbers)):
+            reason = reason or "its outputs are views of each other in another dtype"
+        if reason is not None:
+            raise NotRecordedError(reason)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        # torch creates the random state that all graphs share with the first graph, and others write to it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._graph = recorder.record(self._make)
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """The result of a call with these tensors in its arguments, in new memory."""
+        assert self._graph is not None
+        if len(tensors) == 1:
+            self._static[0].copy_(tensors[0], non_blocking=True)
+        elif tensors:
+            torch._foreach_copy_(self._static, tensors, non_blocking=True)
+        self._graph.replay()
+        if isinstance(self._tree, Tensor) and not self._bases:
+            return self._tree.clone()
+        return with_leaves(self._tree, self.outputs, self._copies())
+
+    def _make(self) -> None:
+        assert self._compute is not None
+        torch.clear_autocast_cache()  # its entries come from elsewhere, and those made here must not stay
+        with torch.inference_mode(self._infers), torch.no_grad():
+            self._tree = self._compute(*self._given)
+            self.outputs = leaves(self._tree)
+            self._bases = _bases(self.outputs)
+        torch.clear_autocast_cache()
+
+    def _copies(self) -> list[Tensor]:
+        """The outputs in new memory; outputs that share memory still do, with the same layout."""
+        if not self._bases:
+            return [output.clone() for output in self.outputs]
+        made: dict[int, Tensor] = {}
+        for base, numbers in self._bases:
+            copy = base.clone()
+            for number, output in zip(numbers, self._those(numbers), strict=True):
+                made[number] = copy.as_strided(output.shape, output.stride(), output.storage_offset())
+        return [made[number] if number in made else output.clone() for number, output in enumerate(self.outputs)]
+
+    def _those(self, numbers: Sequence[int]) -> list[Tensor]:
+        return [self.outputs[number] for number in numbers]
+
+
+# --- checking a replay -------------------------------------------------------------------
+
+
+def why_other(theirs: Any, mine: Any) -> str | None:
+    """How the result of a replay differs from that of the eager call; None if it does not."""
+    if _shown(theirs) != _shown(mine):
+        return "a replay returns other containers or values"
+    for right, made in zip(leaves(theirs), leaves(mine), strict=True):
+        if _form_of(right) != _form_of(made):
+            return "outputs of a replay have another memory layout"
+        if not _are_equal(right, made, ROUNDING.get(right.dtype, 0.0)):
+            return "a replay gives other numbers"
+    return None
+
+
+def _why_not_given(outputs: Any, device: torch.device) -> str | None:
+    """Why outputs of an eager call cannot come from a replay on this device; None if they can."""
+    if any(_is_idle(part) for part in _within(outputs)):
+        return "its outputs hold a container without tensors"  # the script might fill it
+    found = leaves(outputs)
+    if not found:
+        return "it returns no tensors"
+    if any(type(output) is not Tensor or output.layout is not torch.strided for output in found):
+        return "its outputs are more than plain tensors"
+    if any(output.device != device for output in found):
+        return f"not all of its outputs are on {device}"  # a copy to the host may still be under way
+    if any(output.requires_grad or output.is_conj() or output.is_neg() for output in found):
+        return "its outputs are more than numbers in memory"
+    return None
+
+
+def _are_equal(right: Tensor, made: Tensor, rounding: float = 0.0) -> bool:
+    """Whether values are equal, NaN to NaN, except for `rounding` relative to the largest."""
+    if torch.equal(right, made):
+        return True
+    if not right.is_floating_point() and not right.is_complex():
+        return False
+    size = torch.where(right.isfinite(), right, 0).abs().max().item()
+    return torch.allclose(made, right, rtol=0.0, atol=rounding * size, equal_nan=True)
+
+
+def _form_of(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
+
+
+# --- trees and memory --------------------------------------------------------------------
+
+
+def _static(tensor: Tensor) -> Tensor:
+    """A copy with the tensor's layout that counts writes."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise BatchError("an argument is expanded")
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return made.copy_(tensor).requires_grad_(tensor.requires_grad)
+
+
+def _bases(outputs: list[Tensor]) -> list[tuple[Tensor, list[int]]]:
+    """The whole memory behind outputs that cannot be cloned one by one, with the numbers of these outputs."""
+    found: dict[int, list[int]] = {}
+    for number, output in enumerate(outputs):
+        found.setdefault(_storage_of(output), []).append(number)
+    made = []
+    for numbers in found.values():
+        first = outputs[numbers[0]]
+        like = torch.empty_like(first, device="meta")
+        if len(numbers) > 1 or like.stride() != first.stride():
+            storage = first.untyped_storage()
+            whole = torch.empty(0, dtype=first.dtype, device=first.device)
+            count = storage.nbytes() // first.element_size()
+            made.append((whole.set_(storage, 0, (count,), (1,)), numbers))
+    return made
+
+
+def _storage_of(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata  # an empty storage has no address
+
+
+def _shown(tree: Any) -> Any:
+    """The parts of outputs that are not values in a tensor: containers, dtypes and plain values."""
+    plain = [part for part in _within(tree) if not isinstance(part, Tensor) and not _is_container(part)]
+    return kind_of(tree), plain, len(leaves(tree))
+
+
+def _within(tree: Any) -> Iterator[Any]:
+    """The tree, and everything in it."""
+    yield tree
+    for part in _parts(tree):
+        yield from _within(part)
+
+
+def _parts(tree: Any) -> list[Any]:
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, (tuple, list)) and not isinstance(tree, torch.Size):
+        return list(tree)
+    if _is_container(tree):
+        return [getattr(tree, field.name, None) for field in dataclasses.fields(tree)]
+    return []
+
+
+def _is_container(tree: Any) -> bool:
+    if isinstance(tree, (tuple, list, Mapping)):
+        return not isinstance(tree, torch.Size)
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def _is_idle(part: Any) -> bool:
+    """Whether it is a mutable container without tensors, which replays would share."""
+    return _is_container(part) and not isinstance(part, tuple) and not leaves(part)

@@ -1,4 +1,4 @@
-"""Forward and backward of one kind of call, recorded as two CUDA graphs."""
+"""The forward and backward pass of one kind of call, recorded as two CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ from hotlap.engine.differentiating import gradients
 from hotlap.engine.layout import laid_out_as
 from hotlap.engine.precision import Switches
 from hotlap.engine.scaling import LossScale
-from hotlap.script.calls.gradient_rooms import GradientRooms
-from hotlap.script.calls.passage import Compute, StandIns, Turn, Work, autocast_of, true_gradients, wanting
-from hotlap.script.calls.traces import generator_of
-from hotlap.script.calls.trees import leaves, marks, stranger_to_trees, with_leaves
+from hotlap.script.calls.autograd_bridge import (
+    BridgedCall,
+    Compute,
+    EagerForward,
+    ParameterAliases,
+    autocast_of,
+    needing_grad,
+    true_gradients,
+)
+from hotlap.script.calls.module_state import generator_of
+from hotlap.script.calls.trees import leaves, unknown_type_in, with_leaves, write_marks
 
 _grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
 _later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
@@ -35,38 +42,38 @@ class Graph(Protocol):
     """Recorded work."""
 
     def replay(self) -> None:
-        """Do it, in the memory it was recorded in."""
+        """Run the work again, in the memory it was recorded in."""
 
 
-class Recording(Protocol):
-    """Whoever records: `engine.recording.Recorder`."""
+class GraphRecorder(Protocol):
+    """Records work: `engine.recording.Recorder`."""
 
     def aside(self) -> AbstractContextManager[None]:
         """Inside, work runs where recordings are made."""
 
     def record(self, work: Callable[[], None]) -> Graph:
-        """The work as a graph; nothing of it is done yet. Raises NotRecordedError."""
+        """The work as a graph, without running it. Raises NotRecordedError."""
 
 
 @dataclass(eq=False)
-class Ending:
-    """A loss made of the only output that gets a gradient, by one function of torch's."""
+class LossCall:
+    """A loss of the only output that gets a gradient, computed by one function of torch."""
 
     key: Hashable
-    """What tells such losses apart."""
+    """Identifies such losses."""
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
-    """What it is called with beside the output."""
+    """The arguments besides the output."""
     kwargs: dict[str, Any]
     is_trusted: bool = False
-    """Whether a replay was seen to come to the gradients of autograd."""
+    """Whether a replay has produced the gradients of autograd."""
 
 
 class CallGraph:
     """Calls with arguments of one shape, whose outputs get gradients in one pattern.
 
-    The memory in which it computes is that of its recorder, which others use too: between a forward pass and its
-    backward pass no other graph of that recorder may be replayed. To be made inside `Untouched`.
+    It computes in the memory of its recorder, which other graphs share: between its forward and backward pass, no other
+    graph of that recorder may be replayed. Create it inside `ModuleState`.
     """
 
     def __init__(
@@ -80,36 +87,36 @@ class CallGraph:
         kept: bool,
         switches: Switches,
         scale: LossScale | None,
-        recorder: Recording,
-        rooms: GradientRooms | None = None,
-        ending: Ending | None = None,
+        recorder: GraphRecorder,
+        buffers: GradientBuffers | None = None,
+        loss_call: LossCall | None = None,
         counts_norms: bool = True,
     ) -> None:
-        """`used` are the outputs that get gradients; `kept` where they may get them twice. Raises NotRecordedError.
+        """`used` are the outputs that get gradients; `kept`: possibly twice. Raises NotRecordedError.
 
-        In `rooms` gradients of parameters are left; without them they come in memory of their own each time. `ending`
-        is recorded, too, where that can be.
+        The replay leaves parameter gradients in `buffers`; without buffers it allocates new memory each time. It also
+        records `loss_call` where possible.
         """
-        self.work = Work(compute, module, device, switches, autocast_of(device), generator_of(device))
-        """How such calls are made without it."""
+        self.work = EagerForward(compute, module, device, switches, autocast_of(device), generator_of(device))
+        """How such calls run without the graph."""
         self._module, self._device, self._switches = module, device, switches
         self.used, self.kept, self._scale = tuple(used), kept, scale
-        self.ending: Ending | None = None
-        """What was recorded of the loss, with the backward pass that begins there."""
-        self.wanted: Ending | None = None
-        """The loss that the script was seen to differentiate, for whoever records it."""
+        self.loss_call: LossCall | None = None
+        """The loss that is recorded, with the backward pass that begins there."""
+        self.wanted_loss: LossCall | None = None
+        """The loss that the script was seen to differentiate, to be recorded next."""
         self._sightings = 0
-        self._retains = kept or scale is not None or ending is not None
+        self._retains = kept or scale is not None or loss_call is not None
+        self._counts_norms = counts_norms
         self.given = map_tensors(given, _static)
-        """The arguments, in memory that is read by every replay."""
+        """The arguments, in memory that every replay reads."""
         self.static = tensors_in(self.given)
         """The tensors in them."""
         self.wants = any(tensor.requires_grad for tensor in self.static)
-        """Whether gradients go to one of these."""
-        self.standing = StandIns(module)
-        self._leaves = [*(t for t in self.static if t.requires_grad), *self.standing.stand_ins]
-        self._counts_norms = counts_norms
-        self._rooms, self._lent = rooms, list[Tensor]()
+        """Whether one of them gets a gradient."""
+        self.aliases = ParameterAliases(module)
+        self._leaves = [*(t for t in self.static if t.requires_grad), *self.aliases.alias_tensors]
+        self._buffers, self._lent = buffers, list[Tensor]()
         self.tree: Any = None
         """The outputs in their containers, in memory that every replay overwrites."""
         self.outputs: list[Tensor] = []
@@ -121,46 +128,46 @@ class CallGraph:
         self._grads: list[Tensor | None] = []
         self._found: list[Tensor] = []
         self.last_used = 0
-        """The number of the call that it was used for; for whoever holds it."""
+        """The number of the call that used it last, set by the owner."""
         try:
             self._rehearse(recorder)
         except NotRecordedError:
             raise
-        except Exception as error:  # whatever the user's code may do
+        except Exception as error:  # the user's code may raise anything
             raise NotRecordedError(why_recording_failed(error)) from error
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._forward = recorder.record(self._make_outputs)
         self._backward = recorder.record(self._leave_gradients)
-        if ending is not None and self._ends_here:
-            self._record_ending(ending, recorder)
-        # Without the graph of autograd, which holds memory that others may use from now on.
+        if loss_call is not None and self._may_start_at_loss:
+            self._record_loss(loss_call, recorder)
+        # Without the autograd graph, which holds memory that others may use from now on.
         bare = [output.detach() for output in self.outputs]
         self.tree, self.outputs = with_leaves(self.tree, self.outputs, bare), bare
         self.pattern = [number in self.used for number in range(len(self.outputs))]
-        """Of each output, whether it gets a gradient."""
+        """For each output, whether it gets a gradient."""
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The outputs for these tensors in the arguments, in memory of their own."""
+        """The outputs for these tensors in the arguments, in new memory."""
         _copy(tensors, self.static)
         self._forward.replay()
         return [output.clone() for output in self.outputs]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the arguments that require them and of the parameters.
+        """The gradients of the parameters, and of the arguments that require them.
 
-        Autograd makes them the parameters' own where these have none yet.
+        Autograd sets them as the parameters' gradients where these have none yet.
         """
         incoming = [grad for grad in grads if grad is not None]
         _copy(incoming, self._incoming)
-        kept = self._rooms.take() if self._rooms is not None else None
+        kept = self._buffers.take() if self._buffers is not None else None
         if self._scale is None:
             self._backward.replay()
         else:
             true_gradients(self._scale, self._backward.replay, incoming)
         made = [grad.data for grad in self._lent] if kept is None else _copies(self._lent)
-        if kept is not None and self._rooms is not None:
-            self._rooms.put_back(kept)
+        if kept is not None and self._buffers is not None:
+            self._buffers.put_back(kept)
         if self._found:
             made = [*_copies(self._found), *made]
         if len(made) == len(self._grads):
@@ -168,81 +175,81 @@ class CallGraph:
         fresh = iter(made)
         return [None if grad is None else next(fresh) for grad in self._grads]
 
-    # --- from the loss on ------------------------------------------------------------------------
+    # --- from the loss on --------------------------------------------------------------------
 
     @property
-    def _ends_here(self) -> bool:
+    def _may_start_at_loss(self) -> bool:
         """Whether a backward pass may be recorded from the loss on."""
-        return self._rooms is not None and self._scale is None and not self.wants and len(self.used) == 1
+        return self._buffers is not None and self._scale is None and not self.wants and len(self.used) == 1
 
-    def saw(self, ending: Ending) -> None:
-        """Told of a loss whose backward pass began there; one that is seen time and again is `wanted`."""
-        if self.ending is not None or not self._ends_here or self._sightings < 0:
+    def saw(self, loss_call: LossCall) -> None:
+        """A backward pass began at this loss; if that repeats, the loss becomes `wanted_loss`."""
+        if self.loss_call is not None or not self._may_start_at_loss or self._sightings < 0:
             return
-        is_same = self.wanted is not None and self.wanted.key == ending.key
+        is_same = self.wanted_loss is not None and self.wanted_loss.key == loss_call.key
         self._sightings = self._sightings + 1 if is_same else 1
-        self.wanted = ending
+        self.wanted_loss = loss_call
 
-    def wants_ending(self, times: int) -> bool:
-        """Whether a loss was seen so many times in a row, and nobody has tried to record it yet."""
+    def wants_loss(self, times: int) -> bool:
+        """Whether the same loss was seen so many times in a row, and no attempt to record it has failed."""
         return self._sightings >= times
 
-    def leave_ending(self) -> None:
-        """Let nobody try to record it any more."""
-        self.ending = self.wanted = None
+    def leave_loss(self) -> None:
+        """Stop trying to record a loss."""
+        self.loss_call = self.wanted_loss = None
         self._sightings = -1
 
-    def can_end(self) -> bool:
-        """Whether gradients may be left for the script: none is there yet, and nobody is told of them."""
-        parameters = self.standing.parameters
+    def can_replay_loss(self) -> bool:
+        """Whether a replay may set gradients for the script: none exists yet, and no hook waits for them."""
+        parameters = self.aliases.parameters
         return (
-            self._rooms is not None
-            and self._rooms.are_free
+            self._buffers is not None
+            and self._buffers.are_free
             and all(map(is_, map(_grad_of, parameters), repeat(None)))
             and not any(map(_hooks_of, parameters))
             and not any(map(_later_hooks_of, parameters))
         )
 
-    def end(self, tensors: list[Tensor]) -> None:
-        """Make the backward pass of a loss that was made of these tensors beside; gradients become the parameters'."""
+    def replay_loss(self, tensors: list[Tensor]) -> None:
+        """Replay the backward pass of a loss computed with these other tensors; sets the parameters' gradients."""
         _copy(tensors, self._beside)
         self._from_loss.replay()
-        for parameter, room in self._own:
-            parameter.grad = room.data
+        for parameter, buffer in self._own:
+            parameter.grad = buffer.data
 
-    def _record_ending(self, ending: Ending, recorder: Recording) -> None:
-        rooms, before = self._rooms, [grad is None for grad in self._grads]
-        assert rooms is not None
-        given = (ending.args, ending.kwargs)
+    def _record_loss(self, loss_call: LossCall, recorder: GraphRecorder) -> None:
+        buffers, before = self._buffers, [grad is None for grad in self._grads]
+        assert buffers is not None
+        given = (loss_call.args, loss_call.kwargs)
         self._beside = [tensor.detach().clone() for tensor in tensors_in(given)]
         statics = iter(self._beside)
         args, kwargs = map_tensors(given, lambda _: next(statics))
-        self._loss_of = functools.partial(_called_with, ending.function, args, kwargs)
+        self._loss_of = functools.partial(_called_with, loss_call.function, args, kwargs)
         try:
             self._from_loss = recorder.record(self._leave_from_loss)
         except NotRecordedError:
             return
-        pairs = zip(self.standing.parameters, rooms.rooms, self._grads, strict=True)
-        self._own = [(parameter, room) for parameter, room, grad in pairs if grad is not None]
+        pairs = zip(self.aliases.parameters, buffers.buffers, self._grads, strict=True)
+        self._own = [(parameter, buffer) for parameter, buffer, grad in pairs if grad is not None]
         if before == [grad is None for grad in self._grads]:
-            self.ending = Ending(ending.key, ending.function, (), {})
+            self.loss_call = LossCall(loss_call.key, loss_call.function, (), {})
 
     def _leave_from_loss(self) -> None:
         with torch.enable_grad():
             loss = self._loss_of(self.outputs[self.used[0]])
         self._leave_gradients(loss)
 
-    # --- what is recorded ------------------------------------------------------------------------
+    # --- recorded work -----------------------------------------------------------------------
 
     def _make_outputs(self) -> None:
-        torch.clear_autocast_cache()  # what is in there was made elsewhere, and what is made here must not stay
-        with self.standing, self._switches, torch.enable_grad(), counted_at_once(self._norms):
+        torch.clear_autocast_cache()  # its entries come from elsewhere, and those made here must not stay
+        with self.aliases, self._switches, torch.enable_grad(), counted_at_once(self._norms):
             self.tree = self.work.compute(*self.given)
         torch.clear_autocast_cache()
         self.outputs = leaves(self.tree)
 
     def _make_gradients(self, loss: Tensor | None = None) -> None:
-        """Of the leaves, from what comes in at the outputs or from a loss on."""
+        """Compute the gradients of the leaves, from those of the outputs or from a loss."""
         grads: list[Tensor] | None = self._incoming
         if self._scale is not None:
             grads = [self._scale.scaled(grad) for grad in self._incoming]
@@ -259,48 +266,48 @@ class CallGraph:
         self._grads = [None if grad is None else laid_out_as(leaf, grad) for leaf, grad in pairs]
 
     def _leave_gradients(self, loss: Tensor | None = None) -> None:
-        """Make gradients, and leave those of parameters where they are lent from."""
+        """Compute gradients, and put those of parameters into the buffers."""
         self._make_gradients(loss)
-        if self._rooms is None:
+        if self._buffers is None:
             self._found = [grad for grad in self._grads if grad is not None]
             return
-        arguments = len(self._grads) - len(self._rooms.rooms)
+        arguments = len(self._grads) - len(self._buffers.buffers)
         self._found = [grad for grad in self._grads[:arguments] if grad is not None]
-        pairs = zip(self._rooms.rooms, self._grads[arguments:], strict=True)
-        left = [(room, grad) for room, grad in pairs if grad is not None]
-        self._lent = [room for room, _ in left]
+        pairs = zip(self._buffers.buffers, self._grads[arguments:], strict=True)
+        left = [(buffer, grad) for buffer, grad in pairs if grad is not None]
+        self._lent = [buffer for buffer, _ in left]
         if left:
             torch._foreach_copy_(self._lent, [grad for _, grad in left])
 
-    def _rehearse(self, recorder: Recording) -> None:
-        """Do it once to have libraries set themselves up, and once more looking on."""
+    def _rehearse(self, recorder: GraphRecorder) -> None:
+        """Run once to let libraries initialise, and once more while watching."""
         with recorder.aside():
             self._make_outputs()
             self.differentiable = [output.requires_grad for output in self.outputs]
             self._incoming = [torch.ones_like(self.outputs[number]) for number in self.used]
             self._make_gradients()
         norms = NormCounts([self._module] if self._counts_norms else ())
-        before = marks(self.static)
-        with recorder.aside(), Watch([self._module], self._device) as watch, _sees_set_randomness() as was_set:
+        before = write_marks(self.static)
+        with recorder.aside(), Watch([self._module], self._device) as watch, _detects_reseeding() as was_set:
             with norms.watched(None):
                 self._make_outputs()
             reason = self._why_unfit(before)
             self._make_gradients()
         reason = reason or watch.reason or ("it sets the device's randomness itself" if was_set else None)
         if all(grad is None for grad in self._grads):
-            reason = reason or "nothing of it gets a gradient"
+            reason = reason or "nothing in it gets a gradient"
         if any(grad is not None and grad.layout is not torch.strided for grad in self._grads):
             reason = reason or "it has sparse gradients"
-        if self.standing.are_apart:
+        if self.aliases.have_moved:
             reason = reason or "it moves its weights to other memory"
         if reason is not None:
             raise NotRecordedError(reason)
         self._norms = norms.settled(None)
 
     def _why_unfit(self, before: list[tuple[int, int]]) -> str | None:
-        if before != marks(self.static):
+        if before != write_marks(self.static):
             return "it changes its arguments in place"
-        kind = stranger_to_trees(self.tree)
+        kind = unknown_type_in(self.tree)
         if kind is not None:
             return f"its outputs hold a {kind}"
         if self.differentiable != [output.requires_grad for output in self.outputs]:
@@ -309,19 +316,19 @@ class CallGraph:
         return next(filter(None, (unknown_leaf(out, self._leaves, parameters_only=False) for out in used)), None)
 
 
-class Replayed(Turn):
-    """A call made by replaying."""
+class ReplayedCall(BridgedCall):
+    """A call made by replays."""
 
-    def __init__(self, graph: CallGraph, tensors: list[Tensor], surprised: Callable[[], None]) -> None:
-        """`surprised` is told where it had to be made again."""
+    def __init__(self, graph: CallGraph, tensors: list[Tensor], on_recompute: Callable[[], None]) -> None:
+        """`on_recompute` is called if the call has to be recomputed."""
         self.graph, self._tensors = graph, tensors
-        parameters = graph.standing.parameters
-        super().__init__(graph.work, [*wanting(tensors), *parameters] if graph.wants else parameters, surprised)
+        parameters = graph.aliases.parameters
+        super().__init__(graph.work, [*needing_grad(tensors), *parameters] if graph.wants else parameters, on_recompute)
 
     def forward(self) -> list[Tensor]:
         graph = self.graph
         made = graph.forward(self._tensors)
-        # Of the others a copy is in the graph's own memory.
+        # The graph's own memory holds a copy of the others.
         self._tensors = [t if t.requires_grad else s for t, s in self._pairs()] if graph.wants else graph.static
         self.tree, self.outputs, self.differentiable = graph.tree, graph.outputs, graph.differentiable
         return made
@@ -339,7 +346,7 @@ class Replayed(Turn):
         return arguments
 
     def finish(self) -> None:
-        """Told that its gradients were made, and by whom they were wanted."""
+        """Its gradients were made elsewhere: release everything."""
         self.done = True
         self.let_go()
 
@@ -356,7 +363,7 @@ def _called_with(function: Callable[..., Tensor], args: Any, kwargs: Any, output
 
 
 def _copy(tensors: list[Tensor], places: list[Tensor]) -> None:
-    """Write tensors to their places, several of them at once."""
+    """Copy tensors to their places, with one kernel for several."""
     if len(places) == 1:
         places[0].copy_(tensors[0], non_blocking=True)
     elif places:
@@ -364,7 +371,7 @@ def _copy(tensors: list[Tensor], places: list[Tensor]) -> None:
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies in memory of their own, by one kernel."""
+    """Copies in new memory, with one kernel."""
     return list(torch._foreach_mul(tensors, 1))
 
 
@@ -373,10 +380,10 @@ def _static(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _sees_set_randomness() -> Iterator[list[bool]]:
-    """Gives a list that is not empty once the device's generator was set, as checkpointing does it.
+def _detects_reseeding() -> Iterator[list[bool]]:
+    """Yields a list that becomes non-empty if the GPU's generator is set, as checkpointing does.
 
-    That is Python, which a replay leaves out: masks that are to be drawn a second time would be others.
+    That happens in Python, which a replay leaves out: masks that must be drawn twice would differ.
     """
     seen: list[bool] = []
     original = torch.cuda.set_rng_state
@@ -390,3 +397,86 @@ def _sees_set_randomness() -> Iterator[list[bool]]:
         yield seen
     finally:
         torch.cuda.set_rng_state = original
+
+
+# --- gradient buffers --------------------------------------------------------------------
+
+
+ALIGNED = 256
+"""Bytes; gradients begin at multiples of this, as they do in memory of their own."""
+PATIENCE = 4
+"""Passes that may find the buffers still in use, plus one for each four that do not."""
+
+
+class GradientBuffers:
+    """A buffer for the gradient of each parameter, lent to the script until it releases the gradient.
+
+    A gradient in use holds its memory, so a use count shows whether a pass may write there. A script releases its
+    gradients by setting them to None. If it accumulates gradients or reads them later, the buffers stay unchanged, and
+    gradients come in new memory.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._forms = [_form(parameter) for parameter in parameters]
+        self.buffers: list[Tensor] = [torch.empty(0)] * len(self._parameters)
+        """In the order of the parameters, with their layout."""
+        self._flats = []
+        for kind in dict.fromkeys((p.device, p.dtype) for p in parameters):
+            numbers = [number for number, p in enumerate(self._parameters) if (p.device, p.dtype) == kind]
+            self._flats.append(self._made(numbers))
+        self._held = [flat.untyped_storage() for flat in self._flats]
+        self._holders = [self._count(storage) for storage in self._held]
+        self._passes = self._crowded = 0
+
+    def are_for(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether they belong to these very parameters in their current layout."""
+        return (
+            len(parameters) == len(self._parameters)
+            and all(one is other for one, other in zip(parameters, self._parameters, strict=True))
+            and self._forms == [_form(parameter) for parameter in parameters]
+        )
+
+    @property
+    def pay(self) -> bool:
+        """Whether the script usually releases its gradients."""
+        return self._crowded <= PATIENCE + (self._passes - self._crowded) // PATIENCE
+
+    @property
+    def are_free(self) -> bool:
+        """Whether nothing holds a lent gradient."""
+        return [*map(self._count, self._held)] == self._holders
+
+    def take(self) -> list[Tensor] | None:
+        """Before a pass writes to the buffers: returns what to put back after it, or None."""
+        self._passes += 1
+        if self.are_free:
+            return None
+        self._crowded += 1
+        return [flat.clone() for flat in self._flats]
+
+    def put_back(self, kept: list[Tensor]) -> None:
+        """Restore the content of the buffers."""
+        torch._foreach_copy_(self._flats, kept)
+
+    def _made(self, numbers: Sequence[int]) -> Tensor:
+        """One allocation for the buffers of these parameters, which share device and dtype."""
+        first = self._parameters[numbers[0]]
+        step = ALIGNED // first.element_size()
+        starts, replay_loss = [], 0
+        for number in numbers:
+            starts.append(replay_loss)
+            replay_loss += -(-self._parameters[number].numel() // step) * step
+        flat = torch.zeros(replay_loss, dtype=first.dtype, device=first.device)
+        for number, start in zip(numbers, starts, strict=True):
+            like = torch.empty_like(self._parameters[number], device="meta")
+            self.buffers[number] = flat.as_strided(like.shape, like.stride(), start)
+        return flat
+
+    @staticmethod
+    def _count(storage: torch.UntypedStorage) -> int:
+        return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def _form(parameter: Tensor) -> Any:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device

@@ -1,1 +1,1 @@
-"""The batches of a script's loaders, by whichever feed is wanted."""
+"""The batches of a script's loaders, by any feed."""

@@ -1,4 +1,4 @@
-"""One epoch of a script's loader, whichever feed makes its batches."""
+"""One epoch of a script's loader, while hotlap may change the feed in the middle of it."""
 
 from __future__ import annotations
 
@@ -14,83 +14,85 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed
 from hotlap.data.batches import Batch
-from hotlap.script.feed.holding import Learned
-from hotlap.script.feed.indices import Indices, order_of
+from hotlap.script.feed.feeds import KeptSamples
+from hotlap.script.feed.index_batches import IndexStream, order_of
 
 
-class Serves(Protocol):
-    """Whoever knows which feed is wanted."""
+class FeedOwner(Protocol):
+    """Decides which feed makes the batches: a `LoaderProxy`."""
 
     own: Feed
     feed: Feed
     wanted: Feed
 
     @property
-    def learned(self) -> Learned | None:
-        """What keeps samples as they come by, where something does."""
+    def kept_samples(self) -> KeptSamples | None:
+        """The collector of passing samples, if there is one."""
 
     def fed(self, feed: Feed, indices: Iterator[Any]) -> Iterator[Batch]:
-        """The batches at these indices by a feed; nothing is read before the first is asked for."""
+        """The batches at these indices by a feed; reads nothing before the first is asked for."""
 
     def look(self) -> None:
-        """Told that a batch is asked for: data that has changed comes by the script's own feed."""
+        """Before each batch: if the data has changed, return to the script's own feed."""
 
     def gave(self, seconds: float) -> None:
-        """Told that a batch has been made in so many seconds."""
+        """A batch was made in so many seconds."""
 
     def failed(self, error: Exception) -> None:
-        """Told that a feed failed, so that the script's own takes its place."""
+        """A feed failed; the script's own takes its place."""
 
     def ended(self) -> None:
-        """Told that there is no more in this epoch, or nobody who wants it."""
+        """The epoch has no more batches, or the script has dropped its iterator."""
 
 
-class Served(_BaseDataLoaderIter):
-    """What a script gets for `iter(loader)`: an iterator that stands in for torch's own (`made`).
+class EpochIterator(_BaseDataLoaderIter):
+    """The iterator that a script gets for `iter(loader)`, in place of torch's own (`made`).
 
-    Until another feed than the script's own is wanted it only passes on. From then on all feeds draw from one stream of
-    index batches, so that a feed goes on where the one before has ended. What the dataset raises comes out as torch
-    raises it; a feed that fails otherwise is given up for the script's own, from the same batch on.
+    Until another feed is wanted, it only passes batches on. From then on all feeds draw from one stream of index
+    batches, so that each feed continues where the one before stopped. Errors of the dataset appear as torch raises
+    them. If a feed fails by itself, the script's own takes over from the same batch on.
     """
 
-    def __init__(self, serving: Serves, made: Any, loader: DataLoader[Any], indices: Indices | None = None) -> None:
-        """Without torch's own `__init__`, which draws: what is not here is asked of `made`.
+    def __init__(
+        self, owner: FeedOwner, made: Any, loader: DataLoader[Any], indices: IndexStream | None = None
+    ) -> None:
+        """Does not call torch's `__init__`, which draws; missing attributes come from `made`.
 
-        `indices` where torch's workers were not started, so that `made` cannot make batches.
+        `indices` is given if torch's workers were not started, so that `made` cannot make batches.
         """
-        self._serving, self._made, self._indices = serving, made, indices
+        self._owner, self._made, self._indices = owner, made, indices
         self._ahead = batches_ahead(loader)
         self._batch_sampler = loader.batch_sampler
-        # torch pins what comes from workers in a thread of its own, which knows nothing of the script's inference mode.
-        self._is_pinned_outside = bool(serving.own.workers and serving.own.pinned)
+        # torch pins batches of workers in a thread of its own, which does not share the script's inference mode.
+        self._is_pinned_outside = bool(owner.own.workers and owner.own.pinned)
         self._feeding: Iterator[Batch] = made
-        self._opened = serving.own
+        self._opened = owner.own
         self._fault: Exception | None = None
         self._passes_on = False
         self.is_over = False
-        """Whether it has given all of its batches."""
+        """Whether all batches have been given out."""
         if indices is not None:
             self._change(indices)
-        elif serving.wanted != serving.own:
+        elif owner.wanted != owner.own:
             self._take_over()
-        elif serving.learned is not None:
+        elif owner.kept_samples is not None:
             self._over_taken()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_made":  # not there yet
+        if name == "_made":  # not set yet
             raise AttributeError(name)
         return getattr(self._made, name)
 
     def __next__(self) -> Batch:
         began = time.perf_counter()
         if self._indices is not None:
-            self._serving.look()
+            self._owner.look()
         try:
             batch = next(self._feeding) if self._indices is None else self._produced(self._indices)
         except StopIteration:
             self.end()
             raise
-        self._serving.gave(time.perf_counter() - began)
+        self._owner.gave(time.perf_counter() - began)
         return batch
 
     def __del__(self) -> None:
@@ -99,12 +101,12 @@ class Served(_BaseDataLoaderIter):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether batches are still to be given out that the feed before was asked for."""
+        """Whether batches of the feed before are still to be given out."""
         return self._indices is not None and self._indices.is_shut
 
     def turn(self) -> None:
-        """Go over to the feed that is wanted, once all that is under way has been given out."""
-        if not self._passes_on and (self._serving.wanted != self._serving.feed or self.is_waiting):
+        """Change to the wanted feed, once all pending batches have been given out."""
+        if not self._passes_on and (self._owner.wanted != self._owner.feed or self.is_waiting):
             self._take_over()
 
     def _take_over(self) -> None:
@@ -116,17 +118,17 @@ class Served(_BaseDataLoaderIter):
             self._report(indices)
 
     def follow(self) -> None:
-        """Know from now on which samples are in the batches of the script's own feed."""
+        """From now on track which samples are in the batches of the script's own feed."""
         if not self._passes_on:
             self._over_taken()
 
     def pass_on(self) -> None:
-        """From now on give what torch's iterator gives: somebody else has begun it anew, and draws from it, too."""
+        """From now on pass on torch's iterator: the script has started it again, and draws from it elsewhere."""
         self._leave()
-        self._indices, self._feeding, self._opened, self._passes_on = None, self._made, self._serving.own, True
+        self._indices, self._feeding, self._opened, self._passes_on = None, self._made, self._owner.own, True
 
     def release(self) -> None:
-        """Go on with the script's own feed at once; what is under way by another one is asked for again."""
+        """Return to the script's own feed at once; it makes again what another feed has pending."""
         if self._indices is not None and self._feeding is not self._made and not self.is_over:
             self._indices.put_back()
             self._change(self._indices)
@@ -134,7 +136,7 @@ class Served(_BaseDataLoaderIter):
 
     # --- batches ---------------------------------------------------------------------------------
 
-    def _produced(self, indices: Indices) -> Batch:
+    def _produced(self, indices: IndexStream) -> Batch:
         indices.begin()
         began = time.perf_counter()
         try:
@@ -146,12 +148,12 @@ class Served(_BaseDataLoaderIter):
         except StopIteration:
             raise
         except Exception:
-            indices.give()  # torch, too, goes on with the one after
+            indices.give()  # torch, too, continues with the next batch
             raise
-        learned = self._serving.learned
-        if learned is not None and self._opened.kind == "loader":
+        kept_samples = self._owner.kept_samples
+        if kept_samples is not None and self._opened.kind == "loader":
             waited_s = time.perf_counter() - began if self._opened.workers else 0.0
-            learned.note(indices.coming, batch, waited_s)
+            kept_samples.note(indices.coming, batch, waited_s)
         indices.give()
         if self._feeding is not self._made:
             self._made._num_yielded += 1
@@ -159,7 +161,7 @@ class Served(_BaseDataLoaderIter):
             self._report(indices)
         return batch
 
-    def _next(self, indices: Indices) -> Batch:
+    def _next(self, indices: IndexStream) -> Batch:
         while True:
             try:
                 return next(self._feeding)
@@ -177,12 +179,12 @@ class Served(_BaseDataLoaderIter):
             try:
                 return self._rescued(indices, failure)
             finally:
-                del failure  # which holds this frame, so that torch's iterator would live on in a circle
+                del failure  # its traceback holds this frame, and would keep torch's iterator alive in a cycle
 
-    def _rescued(self, indices: Indices, failure: Exception) -> Batch:
-        """The batch that a feed failed to make, made by torch in this process; what that raises is the dataset's."""
-        own, wrapped = self._serving.own, None
-        if _is_direct(self._opened):  # which torch made in this process already
+    def _rescued(self, indices: IndexStream, failure: Exception) -> Batch:
+        """The batch that a feed failed to make, made by torch in this process; errors in that are the dataset's."""
+        own, wrapped = self._owner.own, None
+        if _is_direct(self._opened):  # torch has already tried in this process
             wrapped = _as_in_worker(failure, own, indices.given)
         else:
             self._leave()
@@ -204,26 +206,26 @@ class Served(_BaseDataLoaderIter):
 
     # --- feeds -----------------------------------------------------------------------------------
 
-    def _change(self, indices: Indices) -> None:
+    def _change(self, indices: IndexStream) -> None:
         self._leave()
         try:
-            self._open(self._serving.wanted)
-            self._serving.feed = self._serving.wanted
+            self._open(self._owner.wanted)
+            self._owner.feed = self._owner.wanted
         except Exception as error:
-            self._opened, self._fault = self._serving.wanted, error
+            self._opened, self._fault = self._owner.wanted, error
             self._feeding = self._directly(indices)
         indices.reopen()
 
     def _open(self, feed: Feed) -> None:
         indices = self._over_taken()
-        is_torchs = _is_direct(feed) and not self._serving.own.workers
-        self._feeding = self._made if is_torchs else self._serving.fed(feed, indices)
+        is_torchs = _is_direct(feed) and not self._owner.own.workers
+        self._feeding = self._made if is_torchs else self._owner.fed(feed, indices)
         self._opened = feed
 
-    def _directly(self, indices: Indices) -> Iterator[Batch]:
+    def _directly(self, indices: IndexStream) -> Iterator[Batch]:
         """Batches made by torch in this process."""
-        own = self._serving.own
-        return self._serving.fed(Feed(kind="loader", pinned=own.pinned), indices) if own.workers else self._made
+        own = self._owner.own
+        return self._owner.fed(Feed(kind="loader", pinned=own.pinned), indices) if own.workers else self._made
 
     def _leave(self) -> None:
         close = None if self._feeding is self._made else getattr(self._feeding, "close", None)
@@ -233,25 +235,25 @@ class Served(_BaseDataLoaderIter):
         except Exception as error:
             self._fault = error
 
-    def _report(self, indices: Indices) -> None:
-        """Tell of a feed that failed, now that nothing is under way; the script's own follows, or failed itself."""
+    def _report(self, indices: IndexStream) -> None:
+        """Report a failed feed, now that nothing is pending; the script's own follows, unless it failed itself."""
         fault, self._fault = self._fault, None
         if fault is not None:
-            own, failed = self._serving.own, self._opened
-            self._serving.wanted = own
+            own, failed = self._owner.own, self._opened
+            self._owner.wanted = own
             if failed != own:
                 self._change(indices)
                 self._fault = None
             else:
                 self._opened = Feed(kind="loader", pinned=own.pinned)
-            self._serving.failed(fault)
+            self._owner.failed(fault)
 
-    def _over_taken(self) -> Indices:
-        """The index batches that are left, which torch's own iterator reads by way of this from now on."""
+    def _over_taken(self) -> IndexStream:
+        """The remaining index batches; from now on torch's iterator reads them through this, too."""
         if self._indices is None:
             made = self._made
             given = getattr(made, "_rcvd_idx", 0)
-            self._indices = made._sampler_iter = Indices(
+            self._indices = made._sampler_iter = IndexStream(
                 order_of(self._batch_sampler, made._sampler_iter) or made._sampler_iter,
                 ahead=self._ahead,
                 batch_sampler=self._batch_sampler,
@@ -261,22 +263,22 @@ class Served(_BaseDataLoaderIter):
         return self._indices
 
     def end(self) -> None:
-        """There is no more to give, or nobody who wants it."""
+        """No batch is left, or the script has dropped the iterator."""
         if not self.is_over:
             self.is_over = True
             self._leave()
             if self._fault is not None:
-                self._serving.failed(self._fault)
-            self._serving.ended()
+                self._owner.failed(self._fault)
+            self._owner.ended()
 
 
 def batches_ahead(loader: DataLoader[Any]) -> int:
-    """How many index batches torch reads before it gives out the first batch, where it has workers."""
+    """Index batches that torch reads before the first batch, with workers."""
     return (loader.prefetch_factor or 0) * loader.num_workers
 
 
 def _as_in_worker(error: Exception, own: Feed, number: int) -> ExceptionWrapper:
-    """An error of the dataset as torch passes it on from the worker that makes the batch of this number."""
+    """An error of the dataset as torch raises it for the worker that makes this batch."""
     where = f"in DataLoader worker process {number % own.workers}"
     return ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
 

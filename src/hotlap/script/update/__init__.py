@@ -1,1 +1,1 @@
-"""The steps of a script's optimizers, and what comes with them: clipping, shortcuts, backward passes."""
+"""The optimizer steps of a script, with clipping, shortcuts and backward passes."""

@@ -1,7 +1,7 @@
-"""Gradients clipped by their norm with replays, as torch's own `clip_grad_norm_` asks its parts to.
+"""Clips gradients by their norm with replays, at the level of the two parts of torch's `clip_grad_norm_`.
 
-It first asks for the norm, and then has the gradients scaled. A replay does both at once, in memory of its own, with
-the limit of the last time; what the gradients become is copied to them when they are to be scaled with that limit.
+torch first computes the norm, then scales the gradients. A replay does both at once, in its own memory, with the latest
+limit; the second part copies the scaled gradients if the limit is that one.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch.nn.utils import clip_grad
 
 from hotlap.core.errors import first_line
 from hotlap.engine.capture.recording import NotRecordedError
-from hotlap.script.calls.graphs import Graph, Recording
-from hotlap.script.update.graphs import Desk
+from hotlap.script.calls.graphs import Graph, GraphRecorder
+from hotlap.script.update.capture import SharedInputs
 
 WARM = 2
 """Clippings that torch makes itself before one is recorded."""
 MOST_KINDS = 16
-"""Sets of gradients for which it is recorded; others are clipped by torch."""
+"""Most sets of gradients to record; torch clips others."""
 MOST_LIMITS = 3
-"""Limits that are recorded in turn, before torch makes it itself."""
+"""Most limits recorded in turn, before clipping is left to torch."""
 CAPTURED_NORMS = (2.0, float("inf"))
 NORM, SCALE = "_get_total_norm", "_clip_grads_with_norm_"
-"""The parts of `clip_grad_norm_`, by the names under which it looks for them in its module."""
+"""The parts of `clip_grad_norm_`, by the names that it looks up in its module."""
 
 
-def stand_ins(clipping: Callable[[], Clipping | None]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What makes stand-ins for torch's parts, by their names; nothing where torch has no such parts.
+def clipping_patches(clipping: Callable[[], Clipping | None]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Functions that make patches for torch's parts, by the parts' names; none if torch has no such parts.
 
-    Others that use these parts may do anything between them: they get torch's own.
+    Other code that uses these parts may do anything between them, so it gets torch's own.
     """
     clip = getattr(clip_grad.clip_grad_norm_, "__wrapped__", None)
     has_parts = hasattr(clip_grad, NORM) and hasattr(clip_grad, SCALE)
@@ -71,7 +71,7 @@ class _Recorded:
     limit: float
 
     def replay(self, grads: list[Tensor]) -> Tensor:
-        """The norm of these gradients, in memory that stays the script's; they themselves are not clipped yet."""
+        """The norm of these gradients, in new memory; the gradients themselves are not clipped yet."""
         with torch.no_grad():
             torch._foreach_copy_(self.grads, grads)
             self.graph.replay()
@@ -83,18 +83,18 @@ class _Kind:
 
     def __init__(self) -> None:
         self.seen = 0
-        """Clippings that torch made with the limit."""
+        """Clippings by torch with this limit."""
         self.limit: float | None = None
-        """The last time's."""
+        """The latest limit."""
         self.others = 0
-        """How often it was another than the time before."""
+        """How often the limit changed."""
         self.last: Tensor | None = None
-        """The last norm of torch's own."""
+        """The latest norm computed by torch."""
         self.recorded: _Recorded | None = None
         self.given_up: str | None = None
 
     def note(self, total: Tensor, limit: float) -> None:
-        """Told of a clipping that torch made."""
+        """torch has clipped such gradients."""
         if limit != self.limit:
             self.others += self.limit is not None
             self.limit, self.seen, self.recorded = limit, 0, None
@@ -104,37 +104,39 @@ class _Kind:
             self.give_up("its limit keeps changing")
 
     def give_up(self, reason: str) -> None:
-        """Leave it to torch."""
+        """Leave clipping to torch."""
         self.recorded, self.last, self.given_up = None, None, reason
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A norm that was given, of gradients that are to be scaled by it next."""
+class _ReturnedNorm:
+    """A norm that was returned; the script is expected to scale these gradients next."""
 
     kind: _Kind
     grads: list[Tensor]
     total: Tensor
     made: _Recorded | None
-    """What has scaled them already, in memory of its own."""
+    """The recording that has scaled them already, in its own memory."""
 
 
 class Clipping:
-    """Makes the two parts of clipping by a replay; what is new or odd is left to torch."""
+    """Makes the two parts of clipping by a replay; new or unusual clippings are left to torch."""
 
-    def __init__(self, desk: Desk, recorder_on: Callable[[torch.device], Recording | None]) -> None:
-        self._desk, self._recorder_on = desk, recorder_on
+    def __init__(
+        self, shared_inputs: SharedInputs, recorder_on: Callable[[torch.device], GraphRecorder | None]
+    ) -> None:
+        self._shared_inputs, self._recorder_on = shared_inputs, recorder_on
         self._kinds: dict[Hashable, _Kind] = {}
-        self._asked: _Asked | None = None
+        self._returned_norm: _ReturnedNorm | None = None
         self._original_norm: Callable[..., Tensor] | None = None
         self._original_scale: Callable[..., None] | None = None
         self.warmup_steps = 0
-        """Clippings that were no replay of what had been recorded before, where there may be one yet."""
+        """Clippings that replayed no earlier recording, although one may still exist for them."""
 
     def forget(self) -> None:
-        """Let go of all that was recorded."""
+        """Release all recordings."""
         self._kinds.clear()
-        self._asked = None
+        self._returned_norm = None
 
     def norm(
         self,
@@ -144,8 +146,8 @@ class Clipping:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """The norm of some gradients, as `original` gives it."""
-        self._asked, self._original_norm = None, original
+        """The norm of some gradients, as `original` computes it."""
+        self._returned_norm, self._original_norm = None, original
         kind = None
         if type(tensors) is list and tensors and not error_if_nonfinite:
             kind = self._kind_of(tensors, norm_type, foreach)
@@ -154,14 +156,14 @@ class Clipping:
         if kind.recorded is not None:
             try:
                 total = kind.recorded.replay(tensors)
-                self._asked = _Asked(kind, tensors, total, kind.recorded)
+                self._returned_norm = _ReturnedNorm(kind, tensors, total, kind.recorded)
                 return total
-            except Exception as error:  # torch then does what there is to do
+            except Exception as error:  # torch then does the work
                 kind.give_up(first_line(error))
         total = original(tensors, norm_type, error_if_nonfinite, foreach)
         if kind.given_up is None:
             self.warmup_steps += 1
-            self._asked = _Asked(kind, tensors, total, None)
+            self._returned_norm = _ReturnedNorm(kind, tensors, total, None)
         return total
 
     def scale(
@@ -172,25 +174,25 @@ class Clipping:
         total_norm: Tensor,
         foreach: bool | None = None,
     ) -> None:
-        """Scale the gradients of some parameters, as `original` does it."""
-        asked, self._asked, self._original_scale = self._asked, None, original
-        if asked is None or asked.total is not total_norm or type(max_norm) not in (float, int):
+        """Scale the gradients of some parameters, as `original` does."""
+        returned_norm, self._returned_norm, self._original_scale = self._returned_norm, None, original
+        if returned_norm is None or returned_norm.total is not total_norm or type(max_norm) not in (float, int):
             original(parameters, max_norm, total_norm, foreach)
             return
-        made = asked.made
+        made = returned_norm.made
         if made is not None and max_norm == made.limit:
             with torch.no_grad():
-                torch._foreach_copy_(asked.grads, made.grads)
+                torch._foreach_copy_(returned_norm.grads, made.grads)
             return
         original(parameters, max_norm, total_norm, foreach)
-        asked.kind.note(total_norm, float(max_norm))
+        returned_norm.kind.note(total_norm, float(max_norm))
 
     def _kind_of(self, grads: Sequence[Tensor], norm_type: float, foreach: bool | None) -> _Kind | None:
-        """What is known of clipping such gradients; recorded if it is time. None where it is torch's own affair."""
+        """The state of clipping such gradients, recorded when it is time; None if torch has to do it."""
         if norm_type not in CAPTURED_NORMS:
             return None
         try:
-            if not self._desk.is_free(grads[0].device):
+            if not self._shared_inputs.is_free(grads[0].device):
                 return None
             key = (norm_type, foreach, grads[0].device, *[g.shape for g in grads], *[g.dtype for g in grads])
             kind = self._kinds.get(key)
@@ -198,13 +200,13 @@ class Clipping:
                 if len(self._kinds) >= MOST_KINDS or self._recorder_on(grads[0].device) is None:
                     return None
                 kind = self._kinds[key] = _Kind()
-        except Exception:  # a list of whatever the script likes
+        except Exception:  # the list may hold anything
             return None
         if kind.recorded is None and kind.given_up is None and kind.seen >= WARM:
             self.warmup_steps += 1
             try:
                 kind.recorded = self._recorded(kind, grads, float(norm_type), foreach)
-            except Exception as error:  # torch makes it then
+            except Exception as error:  # torch then does the work
                 kind.give_up(first_line(error))
         return kind
 
@@ -212,17 +214,17 @@ class Clipping:
         norm, scale, limit, last = self._original_norm, self._original_scale, kind.limit, kind.last
         recorder = self._recorder_on(grads[0].device)
         if norm is None or scale is None or limit is None or last is None or recorder is None:
-            raise NotRecordedError("nobody knows how it is made")
+            raise NotRecordedError("torch has not clipped such gradients yet")
         if any(type(g) is not Tensor or g.layout is not torch.strided or g.device != last.device for g in grads):
             raise NotRecordedError("not all gradients are plain ones on one device")
         if len(set(map(id, grads))) < len(grads):
             raise NotRecordedError("a gradient is given twice")
-        rooms, total = self._desk.rooms(grads), torch.empty_like(last)
-        holders = [SimpleNamespace(grad=room) for room in rooms]
+        buffers, total = self._shared_inputs.buffers(grads), torch.empty_like(last)
+        holders = [SimpleNamespace(grad=buffer) for buffer in buffers]
 
         def work() -> None:
-            found = norm(rooms, norm_type, False, foreach)
+            found = norm(buffers, norm_type, False, foreach)
             scale(holders, limit, found, foreach)
             total.copy_(found)
 
-        return _Recorded(recorder.record(work), rooms, total, limit)
+        return _Recorded(recorder.record(work), buffers, total, limit)

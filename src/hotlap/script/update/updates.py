@@ -1,86 +1,98 @@
-"""The optimizers of a script under a changeable kind of step."""
+"""The steps of a script's optimizers under a plan, and the comparison of such steps with the script's own."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from hotlap.core.errors import first_line
+from hotlap.core.object_memory import Memory
 from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.layout import BufferPool
 from hotlap.engine.optimizers import Fusion, LayoutCheck, has_sparse_gradients, is_fused, settle_counts, why_not_fused
-from hotlap.script.calls.graphs import Recording
-from hotlap.script.find.finder import WHY
+from hotlap.engine.snapshot import Randomness
+from hotlap.script.calls.graphs import GraphRecorder
+from hotlap.script.loop_finder import WHY
 from hotlap.script.patches import Patches
-from hotlap.script.update.capture import CapturedUpdate, hush, why_strange
+from hotlap.script.update.capture import (
+    CapturedUpdate,
+    SharedInputs,
+    UpdateGraph,
+    parameters_of,
+    restore_driver_checks,
+    skip_driver_checks,
+    why_unknown,
+)
 from hotlap.script.update.clipping import Clipping
-from hotlap.script.update.graphs import Desk, parameters_of
-from hotlap.script.update.trials import Look, raw_step, why_captured_differs, why_fused_differs
+from hotlap.tuner.agreement import GRAIN, SAME, Parts, brought_near, gaps_between, percent
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments and keyword arguments of a step, as hooks before one may replace them."""
+"""Arguments and keyword arguments of a step, which a hook before it may replace."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How the steps of one optimizer are made, where not as the script has set them."""
+    """How the steps of one optimizer are made, if not as the script has set them."""
 
     fusion: Fusion
     fused: bool
     changes: bool
-    """Whether its kind is not the script's own."""
+    """Whether the kind of step differs from the script's own."""
     captured: CapturedUpdate | None
     layout: LayoutCheck
 
     def set(self, optimizer: Optimizer) -> None:
-        """Have the optimizer's next step made so."""
+        """Change the optimizer's settings for its next step."""
         self.fusion.set(self.fused, captured=self.update is not None)
-        hush(optimizer)
+        skip_driver_checks(optimizer)
 
     @property
     def update(self) -> CapturedUpdate | None:
-        """What makes its steps by replays, as long as it does."""
+        """The captured steps, as long as they work; else None."""
         return self.captured if self.captured is not None and self.captured.given_up is None else None
 
 
 class Updates:
-    """Makes the steps of some optimizers with fused kernels, or by replays of recorded ones, or as the script has
-    set them. There may be none: a script that updates its weights itself goes on doing so.
+    """Makes the steps of some optimizers with fused kernels, by replays, or as the script has set them.
 
-    Settings are changed for the time of a step alone: in between, the script finds them as it made them.
+    There may be no optimizer: a script that updates its weights itself continues to do so. hotlap changes settings only
+    for the time of a step, so the script always finds its own.
     """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         *,
-        make_recorder: Callable[[torch.device], Recording] | None = None,
+        make_recorder: Callable[[torch.device], GraphRecorder] | None = None,
     ) -> None:
         self.optimizers = list(optimizers)
         self.own = "fused" if self.optimizers and all(is_fused(one) for one in self.optimizers) else "plain"
         self._reasons: dict[int, str | None] = {}
         self._fusions: dict[int, Fusion] = {}
-        self._rooms: dict[int, BufferPool] = {}
+        self._pools: dict[int, BufferPool] = {}
         self._plan = (self.own, False)
         self._ways: dict[int, _Way] = {}
         self._left_alone: set[int] = set()
-        self._before: Look | None = None
+        self._before: OptimizerSettings | None = None
         self._hooks: list[Any] = []
-        self._desk = Desk()
+        self._shared_inputs = SharedInputs()
         self._make_recorder = make_recorder
-        self._recorders: dict[torch.device, Recording] = {}
+        self._recorders: dict[torch.device, GraphRecorder] = {}
         self._captures: dict[tuple[int, bool], CapturedUpdate] = {}
-        self._clipping = Clipping(self._desk, self._recorder_on)
+        self._clipping = Clipping(self._shared_inputs, self._recorder_on)
 
     # --- plans -----------------------------------------------------------------------------------
 
     def supports(self, kind: str) -> str | None:
-        """Why no optimizer can make its steps so; None where one can at least."""
+        """Why no optimizer can make such steps; None if at least one can."""
         if kind == self.own:
             return None
         if not self.optimizers:
@@ -91,7 +103,7 @@ class Updates:
         return None if None in reasons else reasons[0]
 
     def use(self, kind: str, *, captured: bool = False) -> None:
-        """Make steps so, from the next on; `captured`: by replays, where that can be."""
+        """Make such steps from the next one on; `captured`: by replays where possible."""
         if (kind, captured) == self._plan:
             return
         self._plan = (kind, captured)
@@ -103,32 +115,32 @@ class Updates:
             fused, changes = self._fuses(one, kind), self._changes(one, kind)
             update = self._capture_of(one, fused) if captured else None
             if update is None and not changes:
-                settle_counts(one, self._rooms_of(one))
+                settle_counts(one, self._pool_of(one))
                 continue
             if id(one) not in self._fusions:
-                self._fusions[id(one)] = Fusion(one, self._rooms_of(one))
+                self._fusions[id(one)] = Fusion(one, self._pool_of(one))
             self._ways[id(one)] = _Way(self._fusions[id(one)], fused, changes, update, LayoutCheck(one))
             self._hooks.append(one.register_state_dict_pre_hook(self._as_the_script_has_it))
 
     @property
     def clipping(self) -> Clipping | None:
-        """What clips gradients under the plan in force; None where torch itself does."""
+        """What clips gradients under the plan in force; None if torch does."""
         return self._clipping if self._plan[1] else None
 
     @property
     def warmup_steps(self) -> int:
-        """Steps and clippings so far under the plan in force that were not at its pace."""
+        """Steps and clippings so far that ran slower than the plan in force will."""
         updates = [way.captured for way in self._ways.values() if way.captured is not None]
         return sum(update.warmup_steps for update in updates) + (self._clipping.warmup_steps if self._plan[1] else 0)
 
     @property
     def uncaptured(self) -> str | None:
-        """Why steps, or some of them, are not captured under a plan that captures; None where there is no reason."""
+        """Why some steps are not captured although the plan captures; None if all are."""
         found = [way.captured.given_up for way in self._ways.values() if way.captured is not None]
         return next(filter(None, found), None)
 
     def tidy(self) -> None:
-        """Let go of all that belongs to other plans than the one in force."""
+        """Release everything that belongs to plans other than the one in force."""
         used = [way.captured for way in self._ways.values()]
         for update in self._captures.values():
             if update not in used:
@@ -137,22 +149,23 @@ class Updates:
             self._let_go()
 
     def close(self) -> None:
-        """Leave the optimizers as the script made them."""
+        """Restore the optimizers."""
         self.use(self.own)
         self._put_back()
         for update in self._captures.values():
             update.forget()
         self._let_go()
-        for rooms in self._rooms.values():
-            rooms.forget()
-        self._rooms.clear()
+        for pool in self._pools.values():
+            pool.forget()
+        self._pools.clear()
         self._fusions.clear()
 
     def why_other(self, kind: str, *, captured: bool = False) -> str | None:
-        """Why a step of that kind does not do what the script's own does, right after one of its steps; else None.
+        """How a step of that kind, made right after one of the script's, differs from the script's own; None if it does
+        not.
 
-        Made with the gradients that are there; nothing is left of it. Where only replays of it do something else, or
-        cannot be made, such steps will not be captured.
+        The trial uses the current gradients and has no lasting effects. If only the replay differs or fails, such steps
+        will not be captured.
         """
         for one in self.optimizers:
             if self._changes(one, kind):
@@ -163,7 +176,9 @@ class Updates:
             update = self._capture_of(one, fused) if captured else None
             if update is not None and update.given_up is None:
                 make = functools.partial(self._recorder_of, one)
-                reason = why_captured_differs(one, update, fused=fused, make_recorder=make, desk=self._desk)
+                reason = why_captured_differs(
+                    one, update, fused=fused, make_recorder=make, shared_inputs=self._shared_inputs
+                )
                 if reason is not None:
                     update.give_up(reason)
         return None
@@ -171,7 +186,7 @@ class Updates:
     # --- steps -----------------------------------------------------------------------------------
 
     def replayed(self, optimizer: Optimizer) -> bool:
-        """Make a step by a replay, where there is one that fits as things are; False, and nothing done, elsewhere."""
+        """Make a step by a replay if one fits; False if nothing was done."""
         way = self._ways.get(id(optimizer))
         if way is None or self._before is not None or id(optimizer) in self._left_alone:
             return False
@@ -179,50 +194,50 @@ class Updates:
         return update is not None and update.replayed()
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Any = None) -> Given | None:
-        """To be called as a step begins, with what it was given.
+        """Called before a step, with its arguments.
 
-        Where the step was made by a replay, given back is what makes torch's own do nothing.
+        After a replay, returns arguments that make torch's own step do nothing.
         """
         way = self._ways.get(id(optimizer))
         if way is None or id(optimizer) in self._left_alone:
             return None
         if self._before is not None:
-            self._put_back()  # a step has raised
+            self._put_back()  # the last step has raised
         if way.changes and has_sparse_gradients(optimizer):
-            return None  # no fused kernel takes them
+            return None  # fused kernels do not take them
         update = way.update
         is_alone = (len(args) <= 1 and not kwargs) or all(arg is None for arg in (*args[1:], *(kwargs or {}).values()))
         if update is not None and is_alone and update.replayed():
             return (update.idle,), {}
-        if way.changes and not way.layout.matches_weights():  # a replay looks at its gradients' places by itself
+        if way.changes and not way.layout.matches_weights():  # a replay checks addresses of gradients itself
             return None
-        self._before = Look(optimizer)
+        self._before = OptimizerSettings(optimizer)
         way.set(optimizer)
         if update is not None and is_alone and self._replayed_after_all(optimizer, way, update):
             return (update.idle,), {}
         if way.update is None and not way.changes:
             self._put_back()
-            settle_counts(optimizer, self._rooms_of(optimizer))
+            settle_counts(optimizer, self._pool_of(optimizer))
             self._left_alone.add(id(optimizer))
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """To be called as it ends."""
+        """Called after a step."""
         if self._before is not None and self._before.optimizer is optimizer:
             self._put_back()
 
     def _replayed_after_all(self, optimizer: Optimizer, way: _Way, update: CapturedUpdate) -> bool:
-        """Whether the step could be replayed once counts lie where they are read, or once it was recorded."""
-        look = self._before
-        assert look is not None
+        """Try again to replay a step, with counts where the graph reads them, or after recording it."""
+        settings = self._before
+        assert settings is not None
         if update.recorded:
-            look.restore()
-            if update.replayed_at_last():
+            settings.restore()
+            if update.replayed_after_all():
                 return True
             way.set(optimizer)
         graph = update.prepare()
         if graph is not None:
-            look.restore()
+            settings.restore()
             if update.taken(graph):
                 return True
         way.set(optimizer)
@@ -233,7 +248,7 @@ class Updates:
         if before is not None:
             before.restore()
 
-    # --- what there is ---------------------------------------------------------------------------
+    # --- optimizers --------------------------------------------------------------------------
 
     def _changes(self, optimizer: Optimizer, kind: str) -> bool:
         return kind != self.own and self._why_not(optimizer) is None
@@ -247,7 +262,7 @@ class Updates:
         return self._reasons[id(optimizer)]
 
     def _capture_of(self, optimizer: Optimizer, fused: bool) -> CapturedUpdate | None:
-        """What makes such steps by replays; None where that cannot be, as is known beforehand."""
+        """The captured steps of an optimizer; None if it cannot have any."""
         parameters = parameters_of(optimizer)
         if not parameters or (self._make_recorder is None and parameters[0].device.type != "cuda"):
             return None
@@ -256,16 +271,18 @@ class Updates:
         key = (id(optimizer), fused)
         if key not in self._captures:
             make = functools.partial(self._recorder_of, optimizer)
-            self._captures[key] = CapturedUpdate(optimizer, raw_step, make_recorder=make, desk=self._desk)
+            self._captures[key] = CapturedUpdate(
+                optimizer, step_without_hooks, make_recorder=make, shared_inputs=self._shared_inputs
+            )
         return self._captures[key]
 
-    def _recorder_of(self, optimizer: Optimizer) -> Recording:
+    def _recorder_of(self, optimizer: Optimizer) -> GraphRecorder:
         recorder = self._recorder_on(parameters_of(optimizer)[0].device)
         assert recorder is not None
         return recorder
 
-    def _recorder_on(self, device: torch.device) -> Recording | None:
-        """What records on a device; None where nothing does."""
+    def _recorder_on(self, device: torch.device) -> GraphRecorder | None:
+        """The recorder of a device; None if it has none."""
         if self._make_recorder is None and device.type != "cuda":
             return None
         if device not in self._recorders:
@@ -275,18 +292,18 @@ class Updates:
     def _let_go(self) -> None:
         self._clipping.forget()
         self._recorders.clear()
-        self._desk.clear()
+        self._shared_inputs.clear()
 
-    def _rooms_of(self, optimizer: Optimizer) -> BufferPool:
-        if id(optimizer) not in self._rooms:
-            self._rooms[id(optimizer)] = BufferPool()
-            # What was recorded finds counts where they were, whatever state they were asked for in between.
-            self._rooms[id(optimizer)].keeps = True
-        return self._rooms[id(optimizer)]
+    def _pool_of(self, optimizer: Optimizer) -> BufferPool:
+        if id(optimizer) not in self._pools:
+            self._pools[id(optimizer)] = BufferPool()
+            # Recordings find counts at their addresses, whatever state they were asked for in between.
+            self._pools[id(optimizer)].keeps = True
+        return self._pools[id(optimizer)]
 
     def _as_the_script_has_it(self, optimizer: Optimizer) -> None:
-        self._put_back()  # a step has raised
-        settle_counts(optimizer, self._rooms_of(optimizer))
+        self._put_back()  # the last step has raised
+        settle_counts(optimizer, self._pool_of(optimizer))
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -294,32 +311,32 @@ class Updates:
         self._hooks.clear()
 
 
-# --- steps and zero_grad without what torch does around them ---------------------------------------------
+# --- shortcuts ---------------------------------------------------------------------------
 #
-# Steps that are replays, and gradients set to None, without what torch does around them for profilers and hooks.
+# Replayed steps and `zero_grad`, without what torch does around them for profilers and hooks.
 
 
 class Shortcuts:
-    """Stand in for `step` and `zero_grad` of some optimizers: what torch does around them takes as long as a replay."""
+    """Replaces `step` and `zero_grad` of some optimizers: torch's code around them costs as much as a replay."""
 
     def __init__(self, replayed: Callable[[Optimizer], bool]) -> None:
-        """`replayed` makes a step by a replay and tells all who have to know of it; False where it did nothing."""
+        """`replayed` makes a step by a replay, and reports it; False if it did nothing."""
         self._replayed = replayed
         self._patches = Patches()
         self._ours: dict[int, Optimizer] = {}
 
     def put(self, optimizers: Sequence[Optimizer]) -> None:
-        """Stand in for those of these optimizers, if they are torch's own."""
+        """Install the patches for those optimizers that are torch's own."""
         if self._ours:
             return
-        self._ours = {id(one): one for one in optimizers if why_strange(one) is None}
+        self._ours = {id(one): one for one in optimizers if why_unknown(one) is None}
         if self._ours:
             self._patches.put(Optimizer, "zero_grad", self._zero_grad)
         for kind in {type(one) for one in self._ours.values()}:
             self._patches.put(kind, "step", self._step)
 
     def take_out(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch."""
         if self._ours:
             self._patches.take_out_all()
             self._ours = {}
@@ -347,25 +364,175 @@ class Shortcuts:
         return step
 
 
-# --- backward passes in the thread of the script itself --------------------------------------------------
+# --- the thread of backward passes -------------------------------------------------------
 
 
-class Backwards:
-    """Has autograd work in the thread that calls it, or as the script has it.
+class BackwardThread:
+    """Lets autograd run in the thread that calls it, or as the script has it.
 
-    torch gives each GPU a thread of its own. To wake it and to be woken takes the host longer than a replay: 0.2 ms of
-    a step of 1.3 ms were measured on an H200. With one GPU there is nothing that the two could do at a time, but for
-    what the script does in Python while it waits.
+    torch gives each GPU its own thread. Waking it and being woken costs the host more than a replay: 0.2 ms of a step
+    of 1.3 ms, measured on an H200. With one GPU, two threads have nothing to do in parallel, except what the script
+    does in Python while it waits.
     """
 
     def __init__(self) -> None:
         self._was: bool | None = None
 
     def use(self, *, here: bool) -> None:
-        """From the next backward pass on; to be told in the thread of the script."""
+        """Applies from the next backward pass on; call it in the script's thread."""
         if here and self._was is None:
             self._was = torch._C._is_multithreading_enabled()
             torch._C._set_multithreading_enabled(False)
         elif not here and self._was is not None:
             torch._C._set_multithreading_enabled(self._was)
             self._was = None
+
+
+# --- comparing steps ---------------------------------------------------------------------
+
+
+SCALES = "_step_supports_amp_scaling"
+"""The attribute that tells GradScaler, before a step, that the optimizer unscales gradients itself."""
+TRIED = 2
+"""Steps to compare: the second one uses the state that the first leaves."""
+
+
+class OptimizerSettings:
+    """What the script sees of an optimizer: settings of its groups, and what GradScaler reads."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        names = ("fused", "foreach", "capturable")
+        self._settings = [{k: group[k] for k in names if k in group} for group in optimizer.param_groups]
+        self._scales = vars(optimizer).get(SCALES)
+
+    def restore(self) -> None:
+        """Restore the settings."""
+        for group, settings in zip(self.optimizer.param_groups, self._settings, strict=False):
+            group.update(settings)
+        if self._scales is None:
+            vars(self.optimizer).pop(SCALES, None)
+        else:
+            setattr(self.optimizer, SCALES, self._scales)
+        restore_driver_checks(self.optimizer)
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """A step without any hooks."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+def why_fused_differs(optimizer: Optimizer) -> str | None:
+    """How fused steps differ from plain ones by more than rounding; None if they do not."""
+    return _why_differ(optimizer, _moved(optimizer, fused=False), _moved(optimizer, fused=True))
+
+
+def why_captured_differs(
+    optimizer: Optimizer,
+    update: CapturedUpdate,
+    *,
+    fused: bool,
+    make_recorder: Callable[[], GraphRecorder],
+    shared_inputs: SharedInputs,
+) -> str | None:
+    """Why replays cannot make such steps, or how they differ from the optimizer's own; None if they are the same."""
+    if not any(tensor.grad is not None for _, tensor in _named(optimizer)):
+        return None  # nothing to compare yet; recording will tell
+    try:
+        truth = _moved(optimizer, fused=is_fused(optimizer))
+        with _set_aside(optimizer) as aside:
+            Fusion(optimizer).set(fused, captured=True)
+            skip_driver_checks(optimizer)
+            step_without_hooks(optimizer)
+            reason = update.why_not()
+            if reason is not None:
+                return reason
+            graph = UpdateGraph(optimizer, step_without_hooks, make_recorder(), shared_inputs)
+            graph.settle()
+            for _ in range(TRIED - 1):
+                aside.renew_gradients()
+                graph.replay()
+            made = _moves(optimizer, aside.weights)
+    except Exception as error:  # any failure is a reason
+        return f"it cannot be recorded: {first_line(error)}"
+    return _why_differ(optimizer, truth, made)
+
+
+def _moved(optimizer: Optimizer, *, fused: bool) -> Parts:
+    with _set_aside(optimizer) as aside:
+        Fusion(optimizer).set(fused)
+        skip_driver_checks(optimizer)
+        for _ in range(TRIED):
+            aside.renew_gradients()
+            step_without_hooks(optimizer)
+        return _moves(optimizer, aside.weights)
+
+
+def _moves(optimizer: Optimizer, before: dict[str, Tensor]) -> Parts:
+    now, was = brought_near(dict(_named(optimizer)), before)
+    return {name: tensor - was[name] for name, tensor in now.items()}
+
+
+def _why_differ(optimizer: Optimizer, truth: Parts, made: Parts) -> str | None:
+    weights = {name: tensor.detach() for name, tensor in _named(optimizer)}
+    sizes = gaps_between(weights, {})
+    for name, gap in gaps_between(truth, made).items():
+        grain = GRAIN * sizes[name].size * torch.finfo(weights[name].dtype).eps
+        if not gap.error <= max(SAME * gap.size, grain):
+            return f"the update of {name} differs by {percent(gap.relative)}"
+    return None
+
+
+class _SavedWeights:
+    """Copies of an optimizer's weights and gradients."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.weights = {name: tensor.detach().clone() for name, tensor in _named(optimizer)}
+        self._gradients = {
+            name: tensor.grad.detach().clone() for name, tensor in _named(optimizer) if tensor.grad is not None
+        }
+
+    @torch.no_grad()
+    def renew_gradients(self) -> None:
+        """Restore gradients in place: some steps change them (SGD with Nesterov momentum, foreach)."""
+        for name, tensor in _named(self._optimizer):
+            if name in self._gradients and tensor.grad is not None:
+                tensor.grad.copy_(self._gradients[name])
+
+
+@contextmanager
+def _set_aside(optimizer: Optimizer) -> Iterator[_SavedWeights]:
+    """Inside, steps may be made; afterwards weights, state, settings and random generators are restored, in place."""
+    settings, aside, states, memory = (
+        OptimizerSettings(optimizer),
+        _SavedWeights(optimizer),
+        dict(optimizer.state),
+        memory_of(optimizer),
+    )
+    randomness = Randomness(next((tensor.device for _, tensor in _named(optimizer)), torch.device("cpu")))
+    try:
+        yield aside
+    finally:
+        settings.restore()
+        for parameter in set(optimizer.state) - set(states):
+            del optimizer.state[parameter]
+        memory.restore()
+        randomness.restore()
+        aside.renew_gradients()
+        with torch.no_grad():
+            for name, tensor in _named(optimizer):
+                tensor.copy_(aside.weights[name])
+
+
+def memory_of(optimizer: Optimizer) -> Memory:
+    """Everything that an optimizer remembers besides its parameters: state, settings of its groups, attributes."""
+    roots = {"optimizer": optimizer, "groups": optimizer.param_groups, "state": list(optimizer.state.values())}
+    return Memory(roots, [parameter for _, parameter in _named(optimizer)])
+
+
+def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield f"parameter {number}.{place}", parameter

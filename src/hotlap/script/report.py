@@ -1,4 +1,4 @@
-"""What a session says at its end, and what it leaves in run folders."""
+"""The report of a session: the lines it prints at the end, and the files in run folders."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.table import Row, as_json, rows, table
 from hotlap.core.terminal import say
 from hotlap.core.units import show_seconds
-from hotlap.script.resting import Trained
+from hotlap.script.idle import TrainingSummary
 from hotlap.store.run_folder import RunFolder
 
-MOST_TOLD = 3
-"""Trainings of one script that are told of in full."""
+MOST_LISTED = 3
+"""Trainings of one script that the report shows in full."""
 WORTH_TUNING_S = 20.0
-"""A script that takes less is not advised to spend seconds on tuning."""
+"""Seconds; for shorter scripts the report does not suggest more tuning."""
 FASTER = 1.005
-"""A ratio that is shown as 1.01x or more."""
+"""The least ratio that counts as faster: it shows as 1.01x or more."""
 
 
-class Teller:
-    """Collects what there is to tell of a script. All of it goes to stderr, at the end."""
+class Report:
+    """Collects results of one script, and prints them on stderr at the end."""
 
     def __init__(
         self, *, name: str, out: Path | None, as_json: bool, is_fixed: bool = False, is_alone: bool = False
     ) -> None:
-        """`is_alone`: the process does nothing but run the script, whose time is that of the process."""
+        """`is_alone`: the process only runs the script, so the script's time is that of the process."""
         self._name, self._out, self._as_json, self._is_fixed = name, out, as_json, is_fixed
-        self._home = Path().absolute()  # which the script may change
+        self._home = Path().absolute()  # the script may change the working directory
         self._trainings: list[tuple[Ledger, list[str]]] = []
         self._figures: list[dict[str, Any]] = []
         self._folders: dict[int, RunFolder] = {}
@@ -44,18 +44,18 @@ class Teller:
         self._began = time.perf_counter() - (_process_age_s() if is_alone else 0.0)
 
     def fault(self, error: Exception) -> None:
-        """Something in hotlap went wrong."""
+        """Add a failure of hotlap, or (a HotlapError) a reason why hotlap leaves the script alone."""
         if isinstance(error, HotlapError):
-            told, words = self._refusals, str(error)
+            lines, words = self._refusals, str(error)
         else:
             last = traceback.extract_tb(error.__traceback__)[-1:]
             where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
-            told, words = self._faults, f"{type(error).__name__}: {first_line(error)}{where}"
-        if words not in told:
-            told.append(words)
+            lines, words = self._faults, f"{type(error).__name__}: {first_line(error)}{where}"
+        if words not in lines:
+            lines.append(words)
 
-    def trained(self, training: Trained, advice: list[str]) -> None:
-        """A training has ended, or one that ended before has gone on; `advice` is what hotlap cannot do by itself."""
+    def add_training(self, training: TrainingSummary, advice: list[str]) -> None:
+        """A training has ended, or ended again after it continued; `advice` holds lines for the script's author."""
         updates, step_s = training.updates, training.seconds / max(1, training.steps)
         took = f"all but the first {training.before} in {show_seconds(training.seconds)}"
         lines = [f"{updates:,} updates, {took}, {show_seconds(step_s)} each"]
@@ -73,11 +73,11 @@ class Teller:
             self.fault(error)
 
     def _shown(self, folder: Path) -> Path:
-        """As it is found from where the user has started the script."""
+        """A path relative to where the user started the script."""
         return folder.relative_to(self._home) if folder.is_relative_to(self._home) else folder
 
-    def _written(self, training: Trained, number: int) -> Path:
-        """Write what a training leaves: the first one into the run folder of the script, others into folders in it."""
+    def _written(self, training: TrainingSummary, number: int) -> Path:
+        """Write the run folder of a training; later trainings get folders inside that of the first."""
         folder = self._folders.get(number)
         if folder is None:
             first = self._folders.get(0)
@@ -91,21 +91,21 @@ class Teller:
         return folder.path
 
     def lines(self, ledger: Ledger | None = None) -> list[str]:
-        """All of it for people; `ledger` is of a training that still goes on."""
-        told = [*self._trainings, *([(ledger, ["still training"])] if ledger is not None else [])]
+        """All lines to print; `ledger` belongs to a training that still runs."""
+        trainings = [*self._trainings, *([(ledger, ["still training"])] if ledger is not None else [])]
         found: list[str] = []
-        for one, lines in told[:MOST_TOLD]:
+        for one, lines in trainings[:MOST_LISTED]:
             found += ["", *table(one), *lines]
-        if len(told) > MOST_TOLD:
-            found.append(f"and {len(told) - MOST_TOLD} more trainings")
-        if not told and not self._faults and not self._refusals:
-            found.append("no training was seen: no weights were updated a few times")
-        found += [f"the script runs as it is: {reason}" for reason in self._refusals]
-        found += [f"hotlap had to stop: {fault}; the script went on without it" for fault in self._faults]
+        if len(trainings) > MOST_LISTED:
+            found.append(f"and {len(trainings) - MOST_LISTED} more trainings")
+        if not trainings and not self._faults and not self._refusals:
+            found.append("no training found: the script made too few weight updates")
+        found += [f"hotlap leaves the script alone: {reason}" for reason in self._refusals]
+        found += [f"hotlap failed: {fault}; the script continued without it" for fault in self._faults]
         return found
 
     def headline(self) -> str:
-        """What came of it, in one line."""
+        """The result in one line."""
         ledgers = [ledger for ledger, _ in self._trainings]
         if not any(row.outcome == "kept" for ledger in ledgers for row in rows(ledger)):
             if self._faults:
@@ -115,40 +115,39 @@ class Teller:
         return headline(ledgers, time.perf_counter() - self._began, is_fixed=self._is_fixed)
 
     def tell(self, error: BaseException | None = None) -> None:
-        """Say all of it."""
+        """Print everything."""
         if self._as_json:
             pairs = zip(self._trainings, self._figures, strict=True)
             trainings = [as_json(ledger) | figures for (ledger, _), figures in pairs]
-            told = {
+            data = {
                 "headline": self.headline(),
                 "trainings": trainings,
                 "faults": self._faults,
                 "refusals": self._refusals,
             }
-            lines = [json.dumps(told)]
+            lines = [json.dumps(data)]
         else:
             below = self.lines() if self._trainings or self._faults or self._refusals else []
             lines = [f"hotlap: {self.headline()}", *(f"hotlap  {line}" if line else "" for line in below)]
         if error is not None and "CUDA error" in str(error):
-            lines.append("hotlap  whether this comes without hotlap too: hotlap run --off …")
+            lines.append("hotlap  to see whether this error comes from hotlap: hotlap run --off …")
         say(*lines)
 
 
 def _process_age_s() -> float:
-    """Seconds since this process began: imports are a part of what a user waits for."""
+    """Seconds since this process began; imports are part of what a user waits for."""
     import psutil
 
     return max(0.0, time.time() - float(psutil.Process().create_time()))
 
 
 def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False) -> str:
-    """What came of the trainings of a script that took so long, in one line; `is_fixed`: under a plan that was chosen.
+    """The result of a script's trainings in one line; `is_fixed`: the user chose the plan.
 
-    How long it would have taken follows from updates that were made: those at the pace of the script's own plan, where
-    that was measured.
+    The time without hotlap is computed from updates that ran at the pace of the script's own plan, where measured.
     """
     if not ledgers:
-        return "left as it was: no training was seen, because no weights were updated a few times"
+        return "left as it was: no training found, because the script made too few weight updates"
     if is_fixed and all(one.plan == next(iter(ledger)).plan for ledger in ledgers for one in ledger):
         return "left as it was, because the plan that you chose changes nothing here"
     if is_fixed:
@@ -159,7 +158,7 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False
         saved_s = [total["saved_s"] for total in totals if total is not None and total["saved_s"] is not None]
         if not saved_s:
             names = ", ".join(row.what for row in found if row.outcome == "kept")
-            return f"took {_whole(took_s)} with {names}; how much that saved was not measured"
+            return f"took {_whole(took_s)} with {names}; hotlap did not measure how much that saved"
         return _gain(took_s, math.fsum(saved_s), math.fsum(row.cost_s for row in found if row.what == "total"))
     return f"left as it was: {_why_left(found)}{_hint(found, took_s)}"
 
@@ -173,12 +172,12 @@ def _gain(took_s: float, saved_s: float, cost_s: float) -> str:
 
 
 def _whole(s: float) -> str:
-    """Seconds as people compare them: 61 s beside 158 s, not 1 min 1 s beside 2 min 38 s."""
+    """Seconds in a form easy to compare: 61 s and 158 s, not 1 min 1 s and 2 min 38 s."""
     return f"{s:.0f} s" if 10 <= s < 1000 else show_seconds(s)
 
 
 def _why_left(found: Sequence[Row]) -> str:
-    """What was done, and why nothing changed."""
+    """What hotlap tried, and why nothing changed."""
     judged = [row for row in found if row.outcome in ("rejected", "undecided")]
     tried = {name for row in judged if not row.known for name in row.what.split(", ")}
     unpaid = [row for row in found if row.outcome == "not tried" and row.needs_s is not None]
@@ -199,7 +198,7 @@ def _why_left(found: Sequence[Row]) -> str:
 
 
 def _hint(found: Sequence[Row], took_s: float) -> str:
-    """The option that would have more tried, where that may pay."""
+    """The option that makes hotlap try more, where that may pay."""
     unpaid = {row.what: row.needs_s for row in found if row.outcome == "not tried" and row.needs_s is not None}
     if took_s < WORTH_TUNING_S:
         return ""
@@ -213,5 +212,5 @@ def _hint(found: Sequence[Row], took_s: float) -> str:
 
 
 def _seconds_for(costs: Iterable[float]) -> int:
-    """A round number of seconds that pays for all of these, with their laps."""
+    """A round number of seconds that pays for these trials and their laps."""
     return max(5, 5 * math.ceil(1.5 * math.fsum(costs) / 5))

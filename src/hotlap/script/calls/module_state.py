@@ -1,4 +1,4 @@
-"""Calls that leave no trace: what a module and the randomness were before is put back."""
+"""Restores what calls change: the state of a module and of the random generators."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from hotlap.core.object_memory import Memory, tensors_of
 from hotlap.data.order import HostRandomness
 
 _dropping: WeakSet[Any] = WeakSet()
-"""What was recorded of recurrent layers that drop out, as long as it is there."""
+"""Recordings of recurrent layers with dropout, while they exist."""
 
 
 def drops_in_recurrence(module: nn.Module, device: torch.device) -> bool:
-    """Whether cuDNN draws for it in a way of its own.
+    """Whether cuDNN draws for the module in its own way.
 
-    It keeps the state of its dropout in a memory of torch's, which is made anew, waiting for the device, once the
-    generator was set.
+    torch keeps the state of cuDNN's dropout, and creates it again after the generator was set, which waits for the GPU.
     """
     if device.type != "cuda":
         return False
@@ -27,60 +26,60 @@ def drops_in_recurrence(module: nn.Module, device: torch.device) -> bool:
 
 
 def note_recorded(graph: Any) -> None:
-    """Know what was recorded of a module that `drops_in_recurrence`."""
+    """Register a recording of a module that `drops_in_recurrence`."""
     _dropping.add(graph)
 
 
 def draws_on(device: torch.device) -> bool:
-    """Whether the device's generator must not be set back, on behalf of what was recorded: see `Rig.draws_on`."""
+    """Whether recordings forbid to set the GPU's generator back: see `Rig.draws_on`."""
     return device.type == "cuda" and bool(_dropping)
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """What operations on a device draw from."""
+    """The generator of operations on a device."""
     if device.type != "cuda":
         return torch.default_generator
     index = device.index if device.index is not None else torch.cuda.current_device()
     return torch.cuda.default_generators[index]
 
 
-class Drawn:
-    """How far a generator has drawn when this was made."""
+class GeneratorState:
+    """The state of a generator when this was created."""
 
     __slots__ = ("_generator", "_place")
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
-        # Of a device's two numbers say it all, and no tensor has to be made.
+        # A GPU generator's state is two numbers, so no tensor is needed.
         on_host = generator is torch.default_generator
         self._place = generator.get_state() if on_host else (generator.initial_seed(), generator.get_offset())
 
-    def now(self) -> Drawn:
-        """How far it has by now."""
-        return Drawn(self._generator)
+    def now(self) -> GeneratorState:
+        """The generator's current state."""
+        return GeneratorState(self._generator)
 
     def put_back(self) -> None:
-        """Set the generator back to it."""
+        """Set the generator back to this state."""
         if isinstance(self._place, Tensor):
             self._generator.set_state(self._place)
         elif self.now()._place != self._place:
-            # Not where nothing was drawn: recurrent layers begin their masks anew once the seed was set.
+            # Only if it has drawn: recurrent layers create their masks again after the seed was set.
             seed, offset = self._place
             self._generator.manual_seed(seed)
             self._generator.set_offset(offset)
 
-    def was_set_since(self, earlier: Drawn) -> bool:
-        """Whether the generator has another seed than it had, or has drawn less."""
+    def was_set_since(self, earlier: GeneratorState) -> bool:
+        """Whether the generator has another seed than before, or has drawn less."""
         if isinstance(self._place, Tensor) or isinstance(earlier._place, Tensor):
             return False
         return self._place[0] != earlier._place[0] or self._place[1] < earlier._place[1]
 
 
-class Untouched:
-    """Buffers, gradients, attributes and randomness of a module, as they were when this was made.
+class ModuleState:
+    """Buffers, gradients, attributes and random state of a module, as they were when this was created.
 
-    As a context they are put back at its end; the device's randomness only where it does not have to `draws_on`, by
-    what was recorded until then.
+    As a context manager, it restores them at its end. It leaves the GPU's generator alone if recordings made until then
+    require that (`draws_on`).
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -92,11 +91,11 @@ class Untouched:
         self._memory = Memory({"module": module}, tensors_of([module]))
         self._host = HostRandomness()
         self._device = device
-        self._drawn = Drawn(generator_of(device)) if device.type == "cuda" else None
+        self._drawn = GeneratorState(generator_of(device)) if device.type == "cuda" else None
 
     @property
     def unknown(self) -> list[str]:
-        """What calls may move and nothing can put back, a line each."""
+        """What calls may change and nothing can restore, one line each."""
         return self._memory.unknown
 
     def __enter__(self) -> None: ...
@@ -105,7 +104,7 @@ class Untouched:
         self.restore()
 
     def restore(self) -> None:
-        """Put everything back, each tensor into its own memory."""
+        """Restore everything, each tensor in its own memory."""
         for layer, buffers in zip(self._layers, self._buffers, strict=True):
             layer._buffers.clear()
             layer._buffers.update({name: _put_back(*held) for name, held in buffers.items()})
@@ -123,6 +122,6 @@ def _copied(buffer: Tensor | None) -> Tensor | None:
 
 def _put_back(buffer: Tensor | None, content: Tensor | None) -> Tensor | None:
     if buffer is not None and content is not None:
-        # Not seen by autograd: what was computed from it before may still be differentiated.
+        # Unseen by autograd: the script may still differentiate what was computed from it before.
         buffer.data.copy_(content)
     return buffer

@@ -1,4 +1,4 @@
-"""The same script without hotlap and with it, in turns, and what both came to side by side."""
+"""`hotlap run --compare`: the same script without and with hotlap in turns, and both results side by side."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from hotlap.core.units import show_seconds
 from hotlap.script.running import BEGAN, Target
 
 LEDGER: Final = "ledger.jsonl"
-"""As a run folder names it, whose own module imports torch."""
+"""The file's name in a run folder, repeated here because `store.run_folder` imports torch."""
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LAST_WORDS_S: Final = 5.0
-"""How long output is waited for after a run has ended: a process that it left behind may hold the pipe for ever."""
+"""How long to wait for output after a run has ended: a process it left behind may keep the pipe open forever."""
 
 _NUMBER = re.compile(
     r"""(?<![\w.])
@@ -50,40 +50,40 @@ _OF_TIME = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one run came to."""
+    """The result of one run."""
 
     wall_s: float
     code: int
-    """As a shell sees it: 128 and the number where a signal ended it."""
+    """The exit code as a shell shows it: 128 plus the number if a signal ended the run."""
     out: str
     err: str
     cpu_s: float = 0.0
-    """Of all its processes, in the user's and the system's mode."""
+    """User and system time of all its processes."""
     startup_s: float = 0.0
-    """Until the script itself began."""
+    """Seconds until the script itself began."""
     tuning_s: float = 0.0
-    """What hotlap says that tuning has cost."""
+    """Seconds of tuning, from the ledger."""
     is_changed: bool = False
-    """Whether it trained by another plan than its own in the end."""
+    """Whether it ended with another plan than the script's own."""
 
     @property
     def rest_s(self) -> float:
-        """Wall time of the script itself, without tuning."""
+        """Wall time of the script itself, without start-up and tuning."""
         return self.wall_s - self.startup_s - self.tuning_s
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with a name, as both runs printed it last."""
+    """A named number in its last value, as both runs printed it."""
 
     name: str
     without: str
     under: str
-    """Under hotlap."""
+    """The value with hotlap."""
 
     @property
     def difference(self) -> str:
-        """By how much it is another one under hotlap."""
+        """The difference with hotlap, or "same"."""
         if self.without == self.under:
             return "same"
         a, b = (float(text.replace(",", "")) for text in (self.without, self.under))
@@ -91,11 +91,11 @@ class Figure:
 
 
 def compare(target: Target, options: Sequence[str], *, seed: int, out: Path | None = None, rounds: int = 2) -> int:
-    """Run it both ways in turns, show what they print as it comes, and tell on stderr how they differ.
+    """Run the script both ways in turns, pass on what the runs print, and print the comparison on stderr.
 
-    `options` are those of `hotlap run`, for the runs with hotlap, whose first leaves its run folder at `out`. Returns 0
-    if all ended so, else the first code that is another; minus the number of a signal by which the user ended it. No
-    run can read the terminal. Where one of the first round fails, there is no second.
+    `options` are those of `hotlap run`; the first run with hotlap leaves its run folder at `out`. Returns 0 if all runs
+    do, else the first other exit code; minus the signal's number if the user interrupted. The runs cannot read the
+    terminal. If a run of the first round fails, there is no second round.
     """
     ways = ("without hotlap", "with hotlap")
     _say(f"the script runs {2 * rounds} times here, first without hotlap; each finds the files of those before")
@@ -105,7 +105,7 @@ def compare(target: Target, options: Sequence[str], *, seed: int, out: Path | No
         for number in range(rounds):
             if any(outcome.code for done in outcomes.values() for outcome in done):
                 break
-            # A B B A: what drifts meanwhile hits both alike.
+            # A B B A: drift affects both equally.
             for way in ways if number % 2 == 0 else reversed(ways):
                 _say(f"--- {way}" + (f", run {number + 1} of {rounds}" if rounds > 1 else ""))
                 began, before = Path(notes) / f"{way}-{number}", _ledgers(out)
@@ -117,22 +117,22 @@ def compare(target: Target, options: Sequence[str], *, seed: int, out: Path | No
                 if child.asked_to_end is not None:
                     return -child.asked_to_end
     without, under = (outcomes[way] for way in ways)
-    say(*told(without, under))
+    say(*format_comparison(without, under))
     return next((outcome.code for outcome in (*without, *under) if outcome.code), 0)
 
 
 def _ledgers(out: Path | None) -> set[Path]:
-    """Those in all run folders where runs leave theirs: under `runs`, or at `out` and beside it."""
+    """The ledgers in all run folders where runs may write: under `runs`, or at `out` and beside it."""
     folders = Path("runs").glob("*") if out is None else out.parent.glob(f"{out.name}*")
     return {file for folder in folders for file in folder.glob(f"**/{LEDGER}")}
 
 
 def _with_tuning(outcome: Outcome, ledgers: Iterable[Path]) -> Outcome:
-    """A run with what the ledgers that it has left say of tuning."""
+    """The outcome with tuning seconds and plan changes from the ledgers that the run left."""
     for file in ledgers:
         try:
             entries = list(ledger := Ledger.from_lines(file.read_text()))
-        except (OSError, ValueError, HotlapError):  # it was killed while it wrote
+        except (OSError, ValueError, HotlapError):  # the run was killed while writing it
             continue
         total = as_json(ledger)["total"]
         outcome = replace(
@@ -143,8 +143,8 @@ def _with_tuning(outcome: Outcome, ledgers: Iterable[Path]) -> Outcome:
     return outcome
 
 
-def told(without: Sequence[Outcome], under: Sequence[Outcome]) -> list[str]:
-    """Times with their spread, exit codes and last figures of both in columns, and whether they printed the same."""
+def format_comparison(without: Sequence[Outcome], under: Sequence[Outcome]) -> list[str]:
+    """The table of times with their spread, exit codes and last figures, then the verdict on time and output."""
     rows = [("", "without hotlap", "with hotlap", "")]
     for name, times in (
         ("wall", [[run.wall_s for run in runs] for runs in (without, under)]),
@@ -165,13 +165,13 @@ def told(without: Sequence[Outcome], under: Sequence[Outcome]) -> list[str]:
 
 
 def _spread(times: Sequence[float]) -> str:
-    """The mean, and between which it lies where there are several."""
+    """The mean, and the range if there are several."""
     mean = show_seconds(statistics.fmean(times))
     return f"{mean} [{show_seconds(min(times))}, {show_seconds(max(times))}]" if len(times) > 1 else mean
 
 
 def _ratio(without: Sequence[float], under: Sequence[float]) -> str:
-    """How many times as fast, with what it is between the runs that lie furthest apart."""
+    """The speed-up, with its least and greatest value over pairs of runs."""
     ratio = f"{statistics.fmean(without) / statistics.fmean(under):.3g}x as fast"
     if len(without) < 2 or len(under) < 2:
         return ratio
@@ -179,22 +179,22 @@ def _ratio(without: Sequence[float], under: Sequence[float]) -> str:
 
 
 def _verdict(without: Sequence[Outcome], under: Sequence[Outcome]) -> str:
-    """What the difference in time is worth."""
+    """What the difference in time means."""
     if not any(run.is_changed for run in under):
-        return "hotlap changed nothing in the end: a difference in time is noise, and what watching and trials took"
+        return "hotlap changed nothing in the end: a difference in time is noise plus the cost of watching and trials"
     if len(without) < 2 or len(under) < 2:
-        return "one run each has no spread: whether the difference is noise cannot be seen"
+        return "one run each has no spread: it cannot show whether the difference is noise"
     ours, theirs = ([run.wall_s for run in runs] for runs in (without, under))
     if min(ours) <= max(theirs) and min(theirs) <= max(ours):
-        return "runs of one kind differ by as much as the two kinds do: the difference in time may be noise"
+        return "runs of the same kind differ as much as both kinds do: the difference in time may be noise"
     faster = "faster" if max(theirs) < min(ours) else "SLOWER"
     return f"all {len(under)} runs with hotlap were {faster} than all runs without"
 
 
 def figures(without: Outcome, under: Outcome) -> list[Figure]:
-    """The last value of each figure in lines that are equal but for their numbers, without those that tell a time."""
+    """Figures that both runs print in lines equal but for their numbers, with the last value of each; no times."""
     found = {}
-    for ours, theirs in ((without.out, under.out), (_said(without.err), _said(under.err))):
+    for ours, theirs in ((without.out, under.out), (_before_traceback(without.err), _before_traceback(under.err))):
         before, after = _last_values(ours), _last_values(theirs)
         for place, (name, value) in before.items():
             if place in after:
@@ -206,7 +206,7 @@ def figures(without: Outcome, under: Outcome) -> list[Figure]:
 
 
 class _Child:
-    """Runs commands one at a time; what would end this process ends the command that runs, with all it started."""
+    """Runs commands one at a time, and forwards signals that would end this process to the command's process group."""
 
     def __init__(self) -> None:
         self.asked_to_end: int | None = None
@@ -224,9 +224,9 @@ class _Child:
             signal.signal(number, handler)
 
     def run(self, command: Sequence[str], environ: dict[str, str], *, began: Path) -> Outcome:
-        """Run it to its end, and pass on what it prints; `began` is the file that it notes its start in."""
+        """Run a command to its end, and pass on its output; the command writes its start time to the file `began`."""
         cpu_s, begun = _cpu_s(), time.perf_counter()
-        # In a group of its own: a terminal would interrupt both at once, and the forwarded signal come second.
+        # In a process group of its own: otherwise Ctrl-C in a terminal would reach it twice.
         self._process = process = subprocess.Popen(
             command,
             env=environ,
@@ -263,13 +263,13 @@ class _Child:
 
 
 def _cpu_s() -> float:
-    """What all processes that were waited for have taken so far."""
+    """CPU seconds of all ended child processes so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 class _Pipe:
-    """Passes on what comes through a pipe, at once, and keeps it."""
+    """Passes on what comes through a pipe at once, and keeps a copy."""
 
     def __init__(self, pipe: IO[bytes] | None, stream: Any) -> None:
         self._kept = bytearray()
@@ -277,12 +277,12 @@ class _Pipe:
         self._thread.start()
 
     def text(self) -> str:
-        """All that came."""
+        """Everything that came through."""
         self._thread.join(LAST_WORDS_S)
         return self._kept.decode(errors="replace")
 
     def _pass_on(self, pipe: IO[bytes], sink: IO[bytes]) -> None:
-        # Where nobody listens any more, the script finds out as it would alone.
+        # If our output is closed, the script notices as it would alone.
         with pipe, contextlib.suppress(OSError, ValueError):
             while chunk := os.read(pipe.fileno(), 65536):
                 self._kept += chunk
@@ -290,16 +290,16 @@ class _Pipe:
                 sink.flush()
 
 
-# --- what was printed ------------------------------------------------------------------------------------
+# --- printed output ----------------------------------------------------------------------
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Lines that say something; a bar that is drawn anew is one each time."""
+    """Non-empty lines; each redraw of a progress bar counts as a line."""
     return filter(None, (" ".join(line.split()) for line in re.split(r"[\r\n]+", text)))
 
 
-def _said(err: str) -> str:
-    """What came on stderr before an error ended it, of which lines and numbers are no figures."""
+def _before_traceback(err: str) -> str:
+    """stderr without the traceback, whose lines and numbers are no figures."""
     return err.partition("Traceback (most recent call last)")[0]
 
 
@@ -308,7 +308,7 @@ def _shape(line: str) -> str:
 
 
 def _last_values(text: str) -> dict[tuple[str, int], tuple[str, str]]:
-    """By the shape of a line and the place in it: the name of a figure and its last value, in the order of these."""
+    """By line shape and position in the line: the name of a figure and its last value, in order of appearance."""
     last: dict[tuple[str, int], tuple[str, str]] = {}
     for line in _lines(text):
         shape, end = _shape(line), 0
@@ -321,7 +321,7 @@ def _last_values(text: str) -> dict[tuple[str, int], tuple[str, str]]:
 
 
 def _name(before: str) -> str:
-    """What a number is called by the text before it: at most the last three words."""
+    """The name of a number, from at most the last three words before it."""
     parts = (part.strip(" :='\"*%-–→") for part in re.split(r"[,;|·()\[\]{}<>]", before))
     named = [part for part in parts if re.search(r"[^\W\d]", part)]
     return " ".join(named[-1].split()[-3:]) if named else ""
@@ -329,19 +329,19 @@ def _name(before: str) -> str:
 
 def _structure(without: str, under: str) -> str:
     if without == under:
-        return "the same to the last character"
+        return "identical"
     ours, theirs = ([_shape(line) for line in _lines(text)] for text in (without, under))
     if ours == theirs:
-        return f"the same {len(ours)} lines but for their numbers"
+        return f"the same {len(ours)} lines except for their numbers"
     missing, added = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
     if not missing and not added:
-        return "DIFFERENT in structure: the same lines but for their numbers, in another order"
-    said = [
-        f"{lines.total()} lines only {where}, the first {shown(next(iter(lines)))}"
+        return "DIFFERENT in structure: the same lines except for their numbers, in another order"
+    parts = [
+        f"{lines.total()} lines only {where}, the first: {shown(next(iter(lines)))}"
         for lines, where in ((missing, "without hotlap"), (added, "with it"))
         if lines
     ]
-    return f"DIFFERENT in structure: {'; '.join(said)}"
+    return f"DIFFERENT in structure: {'; '.join(parts)}"
 
 
 def _say(line: str) -> None:

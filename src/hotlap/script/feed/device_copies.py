@@ -1,4 +1,4 @@
-"""What a script sends to its device and is there already: `.to` and `.cuda` answer with that."""
+"""Copies on the GPU of batches that a script is about to send there: `.to` and `.cuda` return them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from torch import Tensor
 from hotlap.script.patches import Patches, untraced
 
 KEPT = 8
-"""Batches whose copies are kept at most: a script that keeps its batches must not fill the device with copies."""
+"""Most batches whose copies are kept: a script that keeps its batches must not fill the GPU with copies."""
 _ANY_GPU = torch.device("cuda")
 
 
 class Copy(Protocol):
-    """A copy of a tensor on the device, or what becomes one (see `hotlap.data.feeds.PendingCopy`)."""
+    """A copy of a tensor on the GPU, or one in the making (see `hotlap.data.feeds.PendingCopy`)."""
 
     def on_device(self) -> Tensor:
-        """The copy, for work that is launched from here on; asked for once."""
+        """The copy, ready for work launched from here on; called once."""
 
     def discard(self) -> None:
-        """Nobody will come for it."""
+        """The copy is not needed."""
 
 
-class Receives(Protocol):
-    """Whoever wants to know of copies on the device."""
+class CopyReceiver(Protocol):
+    """Receives copies on the GPU."""
 
     def serve(self, pairs: Iterable[tuple[Tensor, Copy]]) -> None:
-        """Told of the tensors of a batch as it is given to the script, and of their copies."""
+        """Add the tensors of a batch that the script is about to get, with their copies."""
 
 
-class _Served(weakref.ref[Tensor]):
-    """A tensor that the script was given, as it was then, and its copy."""
+class _GivenTensor(weakref.ref[Tensor]):
+    """A tensor that the script got, its state then, and its copy."""
 
     __slots__ = ("copy", "key", "pointer", "version")
     copy: Copy | None
@@ -46,11 +46,11 @@ class _Served(weakref.ref[Tensor]):
     version: int
 
 
-class Sending:
-    """Answers what a script sends to a device with copies that are there.
+class DeviceCopies:
+    """Answers the script's copies to a GPU with copies that are already there.
 
-    Only for the very tensor that was served, as long as nobody has written to it, and once: whoever sends it again
-    gets a copy of his own. What is written through `.numpy()` or `.data` is not seen, since torch does not count it.
+    It does so only for the very tensor of the batch, if nothing has written to it, and once: a second `.to` returns a
+    copy of its own. It does not see writes through `.numpy()` or `.data`, since torch does not count them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,17 +58,17 @@ class Sending:
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_open else device
         self._is_cuda = device.type == "cuda"
         self.answered = 0
-        """Tensors that were sent and answered for."""
+        """Calls answered so far."""
         self.on_fault: Callable[[Exception], Any] | None = None
-        """Told of what went wrong in here; the script gets torch's own answer."""
-        self._served: dict[int, _Served] = {}
-        self._batches: deque[list[_Served]] = deque()
+        """Called with a failure in here; the script gets torch's own answer."""
+        self._served: dict[int, _GivenTensor] = {}
+        self._batches: deque[list[_GivenTensor]] = deque()
         self._patches = Patches()
         self._home = os.getpid()
         self.installed = False
 
     def install(self) -> None:
-        """Answer from here on."""
+        """Begin to answer."""
         if not self.installed:
             self.installed = True
             self._patches.put(torch.Tensor, "to", functools.partial(self._answering, _asked_by_to))
@@ -88,20 +88,20 @@ class Sending:
         return untraced(sent)
 
     def remove(self) -> None:
-        """Leave torch as it was, and let go of all copies."""
+        """Restore torch, and release all copies."""
         self._patches.take_out_all()
         self.installed = False
         self.forget()
 
     def serve(self, pairs: Iterable[tuple[Tensor, Copy]]) -> None:
-        """Told of the tensors of a batch as it is given to the script, and of their copies."""
+        """Add the tensors of a batch that the script is about to get, with their copies."""
         batch = []
         for tensor, copy in pairs:
-            # Of inference tensors torch does not count who writes to them.
+            # torch does not count writes to inference tensors.
             if not self.installed or tensor.is_inference():
                 copy.discard()
                 continue
-            served = _Served(tensor, self._gone)
+            served = _GivenTensor(tensor, self._gone)
             served.key, served.version, served.pointer = id(tensor), tensor._version, tensor.data_ptr()
             served.copy = copy
             self._served[served.key] = served
@@ -112,7 +112,7 @@ class Sending:
                 self._gone(served)
 
     def forget(self) -> None:
-        """Let go of all copies."""
+        """Release all copies."""
         self._batches.clear()
         for served in list(self._served.values()):
             self._gone(served)
@@ -120,10 +120,10 @@ class Sending:
     def _answer(
         self, tensor: Tensor, parse: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """The copy that a call asks for, or None where torch has to answer."""
+        """The copy that a call asks for; None if torch has to answer."""
         try:
             asked = parse(tensor, *args, **kwargs)
-        except Exception:  # a call that torch refuses, or one of a kind that is not known here
+        except Exception:  # torch refuses the call, or its form is unknown here
             return None
         try:
             if asked is None or not self._is_here(asked):
@@ -141,26 +141,26 @@ class Sending:
             if copy.is_inference() and not torch.is_inference_mode_enabled():
                 return None
             self.answered += 1
-            return copy.data  # with a version counter of its own: torch's answer was never written to
+            return copy.data  # with a version counter of its own, as torch's answer has no writes
         except Exception as error:
             self._failed(error)
             return None
 
     def _is_here(self, asked: torch.device) -> bool:
-        """Whether copies are on that device, and may be used by work that is launched now."""
+        """Whether copies are on that device and usable by work launched now."""
         if asked != self.device:
             is_open = self._is_cuda and asked == _ANY_GPU
             if not is_open or torch.cuda.current_device() != self.device.index:
                 return False
-        # What is captured reads the memory of its copy in every replay.
+        # A captured graph would read the memory of this one copy in every replay.
         return not self._is_cuda or not torch.cuda.is_current_stream_capturing()
 
-    def _gone(self, served: _Served) -> None:
-        """The copy of a tensor is no longer wanted; by now there may be another tensor with its key."""
+    def _gone(self, served: _GivenTensor) -> None:
+        """A copy is no longer needed; its key may belong to another tensor by now."""
         if self._served.get(served.key) is served:
             del self._served[served.key]
             copy, served.copy = served.copy, None
-            if copy is not None and os.getpid() == self._home:  # CUDA does not live through a fork
+            if copy is not None and os.getpid() == self._home:  # CUDA does not work in a forked process
                 try:
                     copy.discard()
                 except Exception as error:
@@ -171,7 +171,7 @@ class Sending:
             self.on_fault(error)
 
 
-def _is_written_to(tensor: Tensor, served: _Served) -> bool:
+def _is_written_to(tensor: Tensor, served: _GivenTensor) -> bool:
     return tensor._version != served.version or tensor.data_ptr() != served.pointer
 
 
@@ -185,11 +185,11 @@ def _asked_by_to(
     other: Any = None,
     memory_format: Any = None,
 ) -> torch.device | None:
-    """The device that `tensor.to(…)` asks for, where it asks for nothing else."""
-    if type(device) is torch.device and dtype is other is memory_format is None and not copy:  # as most ask
+    """The device that `tensor.to(…)` asks for, if it asks for nothing else."""
+    if type(device) is torch.device and dtype is other is memory_format is None and not copy:  # the usual call
         return device
     if isinstance(device, Tensor):
-        if dtype is not None:  # the arguments after another tensor are others
+        if dtype is not None:  # after another tensor, the arguments mean something else
             return None
         other, device = device, None
     if other is not None:
@@ -202,7 +202,7 @@ def _asked_by_to(
 def _asked_by_cuda(
     tensor: Tensor, device: Any = None, non_blocking: bool = False, *, memory_format: Any = None
 ) -> torch.device | None:
-    """The device that `tensor.cuda(…)` asks for, where it asks for nothing else."""
+    """The device that `tensor.cuda(…)` asks for, if it asks for nothing else."""
     if memory_format not in (None, torch.preserve_format):
         return None
     return _named("cuda" if device is None else device)

@@ -1,4 +1,4 @@
-"""Calls behind one node of autograd, which makes their forward and backward passes in a way of its own."""
+"""Connects calls to autograd by one node, whose forward and backward pass hotlap makes."""
 
 from __future__ import annotations
 
@@ -16,87 +16,89 @@ from hotlap.data.sources import tensors_in
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.precision import Switches
 from hotlap.engine.scaling import FLOOR, LossScale
-from hotlap.script.calls.traces import Drawn, Untouched, draws_on, generator_of
+from hotlap.script.calls.module_state import GeneratorState, ModuleState, draws_on, generator_of
 from hotlap.script.calls.trees import leaves, with_leaves
 
 AGAIN = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
     "freed). Specify retain_graph=True if you need to backward through the graph a second time."
 )
-"""What torch says where a graph of autograd is let go of."""
+"""torch's own message for a released autograd graph."""
 Compute = Callable[[Any, Any], Any]
-"""Outputs of a call with these arguments and keyword arguments."""
+"""Returns the outputs of a call for arguments and keyword arguments."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """How calls are made operation by operation."""
+class EagerForward:
+    """How a call runs operation by operation."""
 
     compute: Compute
     module: nn.Module
     device: torch.device
     switches: Switches
     autocast: tuple[bool, torch.dtype]
-    """The script's own: whether it is on, and to what."""
+    """The script's own autocast: whether it is on, and its dtype."""
     generator: torch.Generator
-    """What they draw from."""
+    """The generator that the call draws from."""
 
-    def again(self, given: tuple[Any, Any], drawn: Drawn, standing: StandIns) -> list[Tensor]:
-        """The outputs of a call that was made before, with the same randomness, for autograd to see all of it."""
+    def recompute(self, given: tuple[Any, Any], drawn: GeneratorState, aliases: ParameterAliases) -> list[Tensor]:
+        """The outputs of an earlier call again, with the same random state, so that autograd sees every operation."""
         enabled, dtype = self.autocast
-        with Untouched(self.module, self.device), standing, self.switches, torch.enable_grad():
+        with ModuleState(self.module, self.device), aliases, self.switches, torch.enable_grad():
             if not draws_on(self.device):
                 drawn.put_back()
             with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
                 return leaves(self.compute(*given))
 
 
-class Turn:
-    """One call: its outputs, and the gradients of what it was made from (`sources`).
+class BridgedCall:
+    """One call: its outputs, and the gradients of its inputs (`sources`).
 
-    A script may do with outputs what a kind of turn is not made for: differentiate them twice, or differentiate their
-    gradients. Then the call is made again, operation by operation and with the same randomness.
+    A script may do what a kind of call does not support: differentiate outputs twice, or differentiate their gradients.
+    Then the call is recomputed operation by operation, with the same random state.
     """
 
     done = False
     """Whether nothing of it is needed any more."""
     tree: Any = None
-    """The outputs in their containers, once they were made."""
+    """The outputs in their containers, after `forward`."""
     outputs: Sequence[Tensor] = ()
     """The tensors in `tree`."""
     differentiable: Sequence[bool] = ()
     """Which of them require gradients."""
-    _was_surprised = False
+    _is_recomputed = False
 
-    def __init__(self, work: Work, sources: Sequence[Tensor], surprised: Callable[[], None] | None = None) -> None:
-        """`surprised` is told where the call has to be made again."""
-        self._work, self.sources, self._surprised = work, sources, surprised
-        self._drawn = Drawn(work.generator)
+    def __init__(
+        self, work: EagerForward, sources: Sequence[Tensor], on_recompute: Callable[[], None] | None = None
+    ) -> None:
+        """`on_recompute` is called if the call has to be recomputed."""
+        self._work, self.sources, self._on_recompute = work, sources, on_recompute
+        self._drawn = GeneratorState(work.generator)
 
     def forward(self) -> list[Tensor]:
-        """Make the outputs, in memory that stays the script's."""
+        """Compute the outputs, in memory that the script may keep."""
         raise NotImplementedError
 
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of all sources from those of the outputs."""
+        """The gradients of all sources, from those of the outputs."""
         raise NotImplementedError
 
     def expects(self, grads: Sequence[Tensor | None], *, kept: bool) -> bool:
-        """Whether `gradients` can be asked for these; `kept` where they may be asked for again."""
+        """Whether `gradients` supports these; `kept`: autograd may ask for them again."""
         raise NotImplementedError
 
     def given(self) -> tuple[Any, Any]:
-        """The arguments, with the script's own tensors where gradients go to them."""
+        """The arguments, with the script's own tensors where they get gradients."""
         raise NotImplementedError
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What autograd asks for, once or several times."""
+        """The gradients for autograd; called once or several times."""
         if self.done:
             raise RuntimeError(AGAIN)
         if all(grad is None for grad in grads):
             return [None] * len(self.sources)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if not self._was_surprised and self.expects(grads, kept=kept):
+        if not self._is_recomputed and self.expects(grads, kept=kept):
             made = self.gradients(grads)
         else:
             made = self._differentiated(grads)
@@ -106,81 +108,81 @@ class Turn:
         return made
 
     def let_go(self) -> None:
-        """Hold on to nothing that is not needed once the call is done: the script may keep its outputs for long."""
-        self.tree, self.outputs, self._surprised = None, (), None
+        """Release what is not needed once the call is done: the script may keep its outputs for long."""
+        self.tree, self.outputs, self._on_recompute = None, (), None
 
     def _differentiated(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        if not self._was_surprised and self._surprised is not None:
-            self._surprised()
-        self._was_surprised = True
-        # What the arguments come from may lead to the same parameters, as where the outputs of one call are arguments
-        # of the next: it has a turn of its own, so nothing but this call may lie between what is differentiated.
+        if not self._is_recomputed and self._on_recompute is not None:
+            self._on_recompute()
+        self._is_recomputed = True
+        # The arguments may depend on the same parameters, as when one call's outputs are the next call's arguments.
+        # That call has a node of its own, so only operations of this call may be between what is differentiated here.
         is_twice = torch.is_grad_enabled()
         given = map_tensors(self.given(), _viewed if is_twice else _detached)
-        standing = StandIns(self._work.module, _viewed if is_twice else None)
+        aliases = ParameterAliases(self._work.module, _viewed if is_twice else None)
         arguments = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
-        # For each pass anew: what autograd lets go of in one must not be missing in the next.
-        made = self._work.again(given, self._drawn, standing)
+        # Recomputed for each pass: a pass must not miss what autograd released in the one before.
+        made = self._work.recompute(given, self._drawn, aliases)
         pairs = [(out, grad) for out, grad in zip(made, grads, strict=True) if grad is not None]
         with self._work.switches:
             found = gradients(
                 [out for out, _ in pairs],
-                [*arguments, *map(standing.of, self.sources[len(arguments) :])],
+                [*arguments, *map(aliases.of, self.sources[len(arguments) :])],
                 [grad for _, grad in pairs],
                 create_graph=is_twice,
             )
         return list(found)
 
 
-def passed(turn: Turn) -> Any:
-    """The outputs of a turn, as the script gets them. No transform of torch's may be at work."""
-    outputs = _apply(turn, *turn.sources)
-    return outputs[0] if isinstance(turn.tree, Tensor) else with_leaves(turn.tree, turn.outputs, outputs)
+def bridged_outputs(call: BridgedCall) -> Any:
+    """The outputs of a call, as the script gets them. No transform of torch may be active."""
+    outputs = _apply(call, *call.sources)
+    return outputs[0] if isinstance(call.tree, Tensor) else with_leaves(call.tree, call.outputs, outputs)
 
 
-def wanting(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that gradients go to, as `passed` can take them."""
+def needing_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that get gradients, in the form that `bridged_outputs` needs."""
     return [unwrap_if_dead(tensor) for tensor in tensors if tensor.requires_grad]
 
 
-class _Passage(torch.autograd.Function):
+class _AutogradBridge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, turn: Turn, *_: Tensor) -> tuple[Tensor, ...]:
-        outputs = turn.forward()
-        ctx.turn = turn
+    def forward(ctx: Any, call: BridgedCall, *_: Tensor) -> tuple[Tensor, ...]:
+        outputs = call.forward()
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        if not all(turn.differentiable):
+        if not all(call.differentiable):
             ctx.mark_non_differentiable(
-                *(out for out, requires in zip(outputs, turn.differentiable, strict=True) if not requires)
+                *(out for out, requires in zip(outputs, call.differentiable, strict=True) if not requires)
             )
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # raises what torch's own nodes do where the graph was let go of
-        return None, *ctx.turn.backward(grads)
+        _ = ctx.saved_tensors  # raises torch's own error if the graph was released
+        return None, *ctx.call.backward(grads)
 
 
-_apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Passage).apply
-"""What `_Passage.apply` comes to without transforms, less its look at every parameter."""
+_apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _AutogradBridge).apply
+"""`_AutogradBridge.apply` without support for transforms, and without checks of every parameter."""
 
 
-class StandIns:
-    """Stand-ins for a module's parameters, in the same memory; inside, the module computes with them.
+class ParameterAliases:
+    """Aliases of a module's parameters that share their memory; inside, the module computes with the aliases.
 
-    What is computed so has a graph of autograd to itself. The parameters' own nodes belong to the script: they run
-    its hooks, and on its stream, which no recording on another one can have a part in.
+    This gives the computation an autograd graph of its own. The parameters' own nodes belong to the script: they run
+    its hooks on its stream, which a recording on another stream cannot include.
     """
 
     def __init__(self, module: nn.Module, make: Callable[[Any], Tensor] | None = None) -> None:
-        """`make` makes them; parameters of their own, where none is given."""
+        """`make` creates an alias; by default a new parameter."""
         layers = list(module.modules())
         self._held = [(layer, name, p) for layer in layers for name, p in layer._parameters.items() if p is not None]
         self._made = {id(p): (make or _stand_in)(p) for _, _, p in self._held}
         self.parameters = list({id(p): p for _, _, p in self._held if p.requires_grad}.values())
-        """Those that require gradients, each once."""
-        self.stand_ins = [self._made[id(p)] for p in self.parameters]
-        """The stand-ins of these."""
+        """The parameters that require gradients, each once."""
+        self.alias_tensors = [self._made[id(p)] for p in self.parameters]
+        """Their aliases."""
         self._rnns = [
             (layer, layer.__dict__["_flat_weights"], layer.__dict__["_flat_weight_refs"])
             for layer in layers
@@ -188,27 +190,27 @@ class StandIns:
         ]
 
     def of(self, parameter: Tensor) -> Tensor:
-        """What stands in for one of the parameters."""
+        """The alias of a parameter."""
         return self._made.get(id(parameter), parameter)
 
     @property
-    def are_apart(self) -> bool:
-        """Whether one has been moved to other memory, as recurrent layers may do."""
+    def have_moved(self) -> bool:
+        """Whether a parameter has moved to other memory, as recurrent layers may do."""
         return any(p.data_ptr() != self._made[id(p)].data_ptr() for _, _, p in self._held)
 
     @property
     def are_in_place(self) -> bool:
-        """Whether the module still has the parameters that it had."""
+        """Whether the module still has the same parameters."""
         return all(layer._parameters.get(name) is p for layer, name, p in self._held)
 
     def __enter__(self) -> None:
         for layer, name, p in self._held:
             layer._parameters[name] = self._made[id(p)]  # type: ignore[assignment]
         for layer, weights, _ in self._rnns:
-            stand_ins = [self._made.get(id(weight), weight) for weight in weights]
-            # With references of their own, lest the layer think that it has to lay them out anew.
-            refs = [None if weight is None else weakref.ref(weight) for weight in stand_ins]
-            layer.__dict__.update(_flat_weights=stand_ins, _flat_weight_refs=refs)
+            alias_tensors = [self._made.get(id(weight), weight) for weight in weights]
+            # With references to the aliases; otherwise the layer would lay out its weights again.
+            refs = [None if weight is None else weakref.ref(weight) for weight in alias_tensors]
+            layer.__dict__.update(_flat_weights=alias_tensors, _flat_weight_refs=refs)
 
     def __exit__(self, *_: object) -> None:
         for layer, name, p in self._held:
@@ -223,8 +225,8 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return made
 
 
-class ScaledTurn(Turn):
-    """A call in fp16: gradients are scaled where they come in, and are true ones where they leave."""
+class ScaledCall(BridgedCall):
+    """A call in fp16: incoming gradients are scaled, and outgoing ones are true gradients."""
 
     def __init__(
         self,
@@ -235,14 +237,14 @@ class ScaledTurn(Turn):
         given: tuple[Any, Any],
         scale: LossScale,
     ) -> None:
-        self._standing, self._given, self._scale = StandIns(module), given, scale
-        work = Work(compute, module, device, switches, autocast_of(device), generator_of(device))
-        super().__init__(work, [*wanting(tensors_in(given)), *self._standing.parameters])
+        self._aliases, self._given, self._scale = ParameterAliases(module), given, scale
+        work = EagerForward(compute, module, device, switches, autocast_of(device), generator_of(device))
+        super().__init__(work, [*needing_grad(tensors_in(given)), *self._aliases.parameters])
 
     def forward(self) -> list[Tensor]:
         inner = map_tensors(self._given, _detached)
-        self._leaves = [*(t for t in tensors_in(inner) if t.requires_grad), *self._standing.stand_ins]
-        with self._standing, self._work.switches, torch.enable_grad():
+        self._leaves = [*(t for t in tensors_in(inner) if t.requires_grad), *self._aliases.alias_tensors]
+        with self._aliases, self._work.switches, torch.enable_grad():
             self.tree = self._work.compute(*inner)
         self.outputs = leaves(self.tree)
         self.differentiable = [out.requires_grad for out in self.outputs]
@@ -273,9 +275,9 @@ class ScaledTurn(Turn):
 
 
 def true_gradients(scale: LossScale, differentiate: Callable[[], None], incoming: Sequence[Tensor]) -> None:
-    """Differentiate with ever smaller scales until nothing overflows; the host waits to hear of it.
+    """Differentiate with smaller and smaller scales until nothing overflows; the host waits for the result.
 
-    A script cannot be told to leave its update out, as a scaler of its own would.
+    hotlap cannot make a script skip its update, as a GradScaler of its own would.
     """
     while True:
         differentiate()
@@ -290,10 +292,10 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _viewed(tensor: Tensor) -> Tensor:
-    """The tensor once more, such that gradients go to it through this."""
+    """A view of the tensor that passes gradients on to it."""
     return unwrap_if_dead(tensor).view_as(tensor) if tensor.requires_grad else tensor
 
 
 def autocast_of(device: torch.device) -> tuple[bool, torch.dtype]:
-    """The script's own autocast on a device: whether it is on, and to what."""
+    """The script's own autocast on a device: whether it is on, and its dtype."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

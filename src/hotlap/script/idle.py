@@ -1,4 +1,4 @@
-"""A training that hotlap leaves alone from here on: its steps are counted, and nothing else is done."""
+"""A training that needs nothing more from hotlap: count its steps, and do nothing else."""
 
 from __future__ import annotations
 
@@ -19,78 +19,78 @@ from hotlap.core.plan import Plan
 from hotlap.script.patches import Patches
 
 _HOOKING = torch_optimizer.__file__
-"""The file of torch's whose function `wrapper` runs the hooks of a step."""
+"""The file of torch with the function `wrapper`, which runs the hooks of a step."""
 
 
 @dataclass
-class Trained:
-    """What there is to report of a training. It holds nothing of the script's."""
+class TrainingSummary:
+    """What the report shows of a training. It keeps no object of the script alive."""
 
     ledger: Ledger
     plan: Plan
-    """The plan that was settled on."""
+    """The final plan."""
     before: int
-    """Updates before the training was found."""
+    """Updates before hotlap found the training."""
     steps: int
     """Updates since."""
     began: float
     last: float
-    """When it was found and when it made its last update, by `time.perf_counter`."""
+    """When hotlap found it, and when it made its last update, by `time.perf_counter`."""
     notes: list[str]
 
     @property
     def updates(self) -> int:
-        """All of them."""
+        """All updates."""
         return self.before + self.steps
 
     @property
     def seconds(self) -> float:
-        """From when it was found to its last update."""
+        """Seconds from when hotlap found it to its last update."""
         return self.last - self.began
 
 
-class Rest:
-    """Counts the steps of a training that is left alone, for good or for a while.
+class IdleCounter:
+    """Counts the steps of a training that hotlap leaves alone, for good or for a while.
 
-    The steps of any other optimizer are news.
+    `counts` is False for the steps of any other optimizer.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer] | None, trained: Trained | None = None, *, most: float = math.inf
+        self, optimizers: Sequence[Optimizer] | None, summary: TrainingSummary | None = None, *, most: float = math.inf
     ) -> None:
-        """Of `optimizers` the steps of the first are counted, for `trained` where it is for good.
+        """Count the steps of the first of `optimizers`; None: leave all trainings alone.
 
-        None: all trainings are left alone. `most` is how many steps it lasts; the last of them is news, too.
+        `summary` receives the count if the training is left alone for good. After `most` steps, `counts` is False.
         """
         self.is_for_all = optimizers is None
         self._optimizers = [weakref.ref(one) for one in optimizers or ()]
         self._first = self._optimizers[0] if self._optimizers else None
-        self._most, self._trained = most, trained
+        self._most, self._summary = most, summary
         self.steps, self.last = 0, time.perf_counter()
-        """Steps so far, and when the last of them was made."""
+        """Steps so far, and when the last of them happened."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those of the training that are still there."""
+        """The training's optimizers that still exist."""
         return [one for ref in self._optimizers if (one := ref()) is not None]
 
     @property
-    def trained(self) -> Trained | None:
-        """What there is to report of the training by now, where it is left alone for good."""
-        if self._trained is not None and self.steps:
-            self._trained.steps, self._trained.last = self._trained.steps + self.steps, self.last
+    def summary(self) -> TrainingSummary | None:
+        """The summary of a training that is left alone for good, up to date; else None."""
+        if self._summary is not None and self.steps:
+            self._summary.steps, self._summary.last = self._summary.steps + self.steps, self.last
             self.steps = 0
-        return self._trained
+        return self._summary
 
     def go_on(self, steps: int) -> None:
-        """The script has come back to the training after another one, and made so many steps by now."""
-        trained, self.last = self.trained, time.perf_counter()
+        """The script has returned to this training, and has made this many steps of it by now."""
+        summary, self.last = self.summary, time.perf_counter()
         self.steps += steps
-        if trained is not None:
-            trained.began += self.last - trained.last
+        if summary is not None:
+            summary.began += self.last - summary.last
 
     def counts(self, optimizer: Optimizer) -> bool:
-        """Take note of a step; False where it is news. Takes some tenths of a microsecond."""
+        """Count a step; False if the session has to handle it. Costs some tenths of a microsecond."""
         if self._first is None or self._first() is not optimizer:
             return self.is_for_all or any(one() is optimizer for one in self._optimizers)
         if not is_inner(optimizer):
@@ -102,10 +102,9 @@ class Rest:
 
 
 def is_inner(optimizer: Optimizer) -> bool:
-    """Whether the hook that asks runs for a step inside another step of the same optimizer.
+    """Whether the calling hook runs for a step inside another step of the same optimizer.
 
-    torch runs its hooks for the step of a class, and once more for that of the class beneath, where the one calls the
-    other.
+    torch runs its hooks for the `step` of a class, and again for the `step` of its base class if the first calls it.
     """
     kind: Any = type(optimizer)
     if not _may_nest(kind):
@@ -124,33 +123,33 @@ def _may_nest(kind: Any) -> bool:
     return sum("step" in vars(one) for one in kind.__mro__ if one is not Optimizer) > 1
 
 
-# --- noticing that a script compiles with torch.compile, before torch reads any code ---------------
+# --- torch.compile -----------------------------------------------------------------------
 #
-# torch.compile reads Python functions as they are found at that moment, and checks before each call that they are still
-# the same. What hotlap puts into torch must therefore be gone before it begins, and must not come back.
+# torch.compile reads Python functions as it finds them, and checks before each call that they are unchanged. So hotlap
+# must remove its patches before torch begins to compile, and must not put them back.
 
 
 DYNAMO = "torch._dynamo"
-"""The module that compiles. Making the first optimizer imports it, and so does `torch.compile`."""
-WHY = "the script compiles with torch.compile, so module calls are left alone"
+"""The compiler's module. Creating the first optimizer imports it, and so does `torch.compile`."""
+WHY = "the script uses torch.compile, so hotlap leaves module calls alone"
 
 
-class Compiling:
+class CompileWatch:
     """Calls `on_compile` before torch compiles anything, and `on_optimizer` before it compiles an optimizer's step."""
 
     def __init__(self, on_compile: Callable[[], object], on_optimizer: Callable[[], object]) -> None:
         self._on_compile, self._on_optimizer = on_compile, on_optimizer
         self._patches = Patches()
         self.has_begun = False
-        """Whether torch has compiled something in this process, or might without being noticed."""
+        """Whether torch has compiled something in this process, or may have without hotlap seeing it."""
 
     @staticmethod
     def can_be_watched() -> bool:
-        """Whether the module that compiles is there: importing it takes seconds, which only its users should pay."""
+        """Whether the compiler is imported: importing it takes seconds, which other scripts must not pay."""
         return DYNAMO in sys.modules
 
     def watch(self, *, is_late: bool = False) -> None:
-        """Begin to notice; `can_be_watched` has to hold. `is_late`: the script may have compiled something by now."""
+        """Begin to watch; requires `can_be_watched`. `is_late`: the script may already have compiled something."""
         try:
             from torch._dynamo.callback import CompilationCallbackHandler as Handler
             from torch._dynamo.utils import counters
@@ -159,11 +158,11 @@ class Compiling:
             self.has_begun = is_late and any(any(counts.values()) for counts in counters.values())
             self._before(Handler, "run_start_callbacks", self._compiles)
             self._before(OptimizerVariable, "__init__", self._on_optimizer)
-        except (ImportError, AttributeError):  # a torch of another build
+        except (ImportError, AttributeError):  # another version of torch
             self.has_begun = True
 
     def close(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch."""
         self._patches.take_out_all()
 
     def _compiles(self) -> None:

@@ -1,4 +1,4 @@
-"""Finding the loop of a script while it runs: which optimizers step, on which modules, with which batches."""
+"""Finds the training loop of a running script: which optimizers step, on which modules, with which batches."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Loop:
     """The parts of a training loop."""
 
     optimizers: list[Optimizer]
-    """The first one is the one whose steps are counted."""
+    """The steps of the first one count."""
     modules: list[nn.Module]
-    """What the script calls while it trains, but for modules inside of these."""
+    """Modules that the script calls while it trains, without their submodules."""
     loaders: list[Any]
-    """What its batches come from, as `Finder.served` was told."""
+    """Sources of batches, as given to `LoopFinder.served`."""
     before: int = 0
-    """Steps that were made before it was known."""
+    """Steps before the loop was known."""
 
 
-class Finder:
-    """Told what the script does, until the loop is known.
+class LoopFinder:
+    """Follows the events of a script until its loop is known.
 
-    Counting begins with the first step: what a script does before, such as a first evaluation, is no part of its loop.
+    It begins with the first step: what a script does before, such as a first evaluation, is not part of its loop.
     """
 
     def __init__(self, before: Mapping[Optimizer, int] | None = None) -> None:
-        """`before` are steps that were made before it was there to see them."""
+        """`before` holds steps made before this object existed."""
         self._before = dict(before or {})
         self._steps: Counter[Optimizer] = Counter()
         self._served: dict[int, tuple[Any, set[int]]] = {}
@@ -47,19 +47,19 @@ class Finder:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that have made a step so far."""
+        """The optimizers with a step so far."""
         return list({**self._before, **self._steps})
 
     def served(self, loader: Any) -> None:
-        """Told that a loader gave a batch."""
+        """A loader gave a batch."""
         self._note(self._served, loader)
 
     def called(self, module: nn.Module) -> None:
-        """Told that the script itself called a module, to train it."""
+        """The script called a module in training mode."""
         self._note(self._called, module)
 
     def stepped(self, optimizer: Optimizer) -> Loop | None:
-        """Told that an optimizer made a step; the loop, once it is known."""
+        """An optimizer made a step; returns the loop once it is known."""
         self._steps[optimizer] += 1
         if self._steps[optimizer] < SEEN:
             return None
@@ -81,41 +81,41 @@ class Finder:
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Without those that are part of another one: checkpointing calls them by themselves."""
+    """The modules that are not part of another one: checkpointing calls submodules by themselves."""
     found = list(modules)
     inside = {id(part) for module in found for part in module.modules() if part is not module}
     return [module for module in found if id(module) not in inside]
 
 
-# --- trainings without an optimizer: the script changes its weights itself ------------------------------
+# --- trainings without an optimizer ------------------------------------------------------
 #
-# No hook of torch tells of such updates, and `p.data.add_(...)` leaves no mark on a weight. So backward passes are
-# counted. The first ones are looked at closely: which weights their gradients go to, and how many passes it takes until
-# the values of a weight change. That many passes make one update from then on.
+# Some scripts update weights by hand. No hook of torch reports that, and `p.data.add_(...)` leaves no mark on a weight.
+# So hotlap counts backward passes. It inspects the first ones closely: which weights get gradients, and how many passes
+# it takes until a weight's values change. From then on, that many passes count as one update.
 
 
 WAITED = 3
-"""Backward passes without any optimizer's step, after which weights are looked at."""
+"""Backward passes without any optimizer step before hotlap looks at weights."""
 PATIENCE = 64
-"""Passes in a row that change no weight, after which nothing is expected of them."""
+"""Consecutive passes without a changed weight after which hotlap gives up."""
 WALKS = 4
-"""Passes after a change whose graphs are walked through for weights: those of an accumulation are all alike."""
+"""Passes after a change in whose graphs hotlap searches for weights: passes of an accumulation are alike."""
 COMPARED = 2**12
-"""Values of a weight that are compared. Each comparison waits for the device."""
+"""Values of a weight to compare. Each comparison waits for the GPU."""
 MOST_NODES = 100_000
 WHY = "the script updates its weights itself, without an optimizer"
 
 
-class ByHand(Optimizer):
-    """Stands in for the optimizer of a training that has none. It holds nothing of the script's alive."""
+class ManualUpdates(Optimizer):
+    """Represents the optimizer of a training that has none. It keeps no object of the script alive."""
 
     def __init__(self) -> None:
-        # Not torch's own: it has no step, and making an optimizer imports what compiles, which takes seconds.
+        # Without torch's `__init__`: there is no step to hook, and an optimizer imports the compiler, which is slow.
         self.defaults: dict[str, Any] = {}
         self.passes = 0
         """Backward passes so far."""
         self.rhythm = 1
-        """Passes that make one update, once it is settled."""
+        """Passes for each update, once settled."""
         self._weights: dict[int, _Weight] = {}
         self._changed = 0
         self._lead: _Weight | None = None
@@ -123,21 +123,21 @@ class ByHand(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The weights that the script changes, in one group."""
+        """The weights that the script changes, as one group."""
         return [{"params": [weight for one in self._weights.values() if (weight := one.ref()) is not None]}]
 
     @property
     def has_given_up(self) -> bool:
-        """Whether backward passes were looked at in vain."""
+        """Whether too many passes changed no weight."""
         return self._lead is None and self.passes > WAITED + self._changed + PATIENCE
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the pass that has just ended left gradients for a weight of the training."""
+        """Whether the pass that just ended left gradients for this training's weights."""
         return self._lead is None or self._lead.was_filled()
 
     def passed(self, loss: Tensor | None) -> bool:
-        """Told that a backward pass from `loss` has ended; whether an update is to be counted."""
+        """A backward pass from `loss` has ended; returns whether it completes an update."""
         self.passes += 1
         if self._lead is not None:
             return (self.passes - self._since) % self.rhythm == 0
@@ -152,12 +152,12 @@ class ByHand(Optimizer):
         return any(changed) or (self.passes == WAITED and bool(self._weights))
 
     def settle(self) -> int:
-        """Count updates by the rhythm of the passes seen so far; how many updates they were."""
+        """From here on count updates by the rhythm so far; returns the updates so far."""
         self._weights = {key: one for key, one in self._weights.items() if one.changes and one.ref() is not None}
         lead = max(self._weights.values(), key=lambda one: len(one.changes))
         gaps = [after - before for before, after in zip(lead.changes, lead.changes[1:], strict=False)]
         self.rhythm = median_low(gaps) if gaps else 1
-        # A change is seen when the pass after it has ended.
+        # hotlap sees a change only after the next pass has ended.
         self._lead, self._since = lead, lead.changes[-1] - 1
         for weight in self._weights.values():
             weight.forget()
@@ -166,7 +166,7 @@ class ByHand(Optimizer):
 
 
 class _Weight:
-    """A tensor that gradients go to, and the passes after which it was seen to have changed."""
+    """A tensor that gets gradients, and the passes after which its values had changed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
@@ -176,7 +176,7 @@ class _Weight:
         self._keeps_none = tensor.grad is None
 
     def has_changed(self, number: int) -> bool:
-        """Whether its values differ from the last time, at the pass of that number."""
+        """Whether its values differ from the last check; `number` is that of the current pass."""
         tensor, before = self.ref(), self._values
         if tensor is None or before is None:
             return False
@@ -187,7 +187,7 @@ class _Weight:
         return changed
 
     def was_filled(self) -> bool:
-        """Whether its gradient is another than the last time this was asked, or it never keeps one."""
+        """Whether its gradient differs from the last check; True if it never keeps one."""
         tensor, before = self.ref(), self._grad
         grad = tensor.grad if tensor is not None else None
         self._grad = (weakref.ref(grad), grad._version) if grad is not None else None
@@ -196,32 +196,32 @@ class _Weight:
         return before is None or before[0]() is not grad or before[1] != grad._version
 
     def forget(self) -> None:
-        """Let go of its values."""
+        """Release its values."""
         self._values = None
 
 
-class Passes:
+class BackwardPasses:
     """Finds trainings without an optimizer among the backward passes of a script, one after the other."""
 
     def __init__(self) -> None:
-        self._known: ByHand | None = None
-        self._new = ByHand()
+        self._known: ManualUpdates | None = None
+        self._new = ManualUpdates()
         self._missed = 0
 
     @property
     def are_in_vain(self) -> bool:
-        """Whether no training was found among them, and none is to be expected."""
+        """Whether it found no training and expects none."""
         return self._known is None and self._new.has_given_up
 
-    def passed(self, loss: Tensor | None) -> ByHand | None:
-        """Told that a backward pass from `loss` has ended (None: a replayed one); whose update is to be counted."""
+    def passed(self, loss: Tensor | None) -> ManualUpdates | None:
+        """A backward pass from `loss` (None: a replay) has ended; returns the training whose update it completes."""
         one = self._known
         if one is not None:
             if one.has_gradients:
-                self._new, self._missed = ByHand() if self._missed else self._new, 0
+                self._new, self._missed = ManualUpdates() if self._missed else self._new, 0
             else:
                 self._missed += 1
-        # Where several models are updated in turns, some passes of a step are not for the first one.
+        # A script that updates several models in turn makes passes that are not for the first one.
         if one is None or self._missed >= one.rhythm:
             one = self._new
             if one.has_given_up:
@@ -229,11 +229,11 @@ class Passes:
         return one if one.passed(loss) else None
 
     def settled(self, loop: Loop) -> Loop:
-        """Told that a loop is known; if its weights are updated by hand, with the number of updates before."""
+        """A loop is known; if it updates its weights by hand, returns it with the number of updates before."""
         one = loop.optimizers[0]
-        if not isinstance(one, ByHand):
+        if not isinstance(one, ManualUpdates):
             return loop
-        self._known, self._new, self._missed = one, ByHand(), 0
+        self._known, self._new, self._missed = one, ManualUpdates(), 0
         return dataclasses.replace(loop, before=one.settle())
 
 
@@ -242,7 +242,7 @@ def _values_of(tensor: Tensor) -> Tensor:
 
 
 def _leaves_behind(loss: Tensor | None) -> Iterator[Tensor]:
-    """The tensors that a backward pass from `loss` fills the gradients of."""
+    """The tensors whose gradients a backward pass from `loss` fills."""
     ahead: list[Any] = [loss.grad_fn] if loss is not None and loss.grad_fn is not None else []
     seen = set(ahead)
     while ahead and len(seen) < MOST_NODES:

@@ -1,4 +1,4 @@
-"""Where a script waits for the device, at which of its lines, and what that may cost it."""
+"""Advice that only the script's author can follow: lines that wait for the GPU, and a poor attention kernel."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from hotlap.core.units import show_seconds
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists import attention
 from hotlap.engine.assists.attention import POOR_MASKS, Call, masks_of
-from hotlap.script.frames import HOTLAP
 from hotlap.script.patches import Patches, untraced
+from hotlap.script.running import HOTLAP
 
 log = logger(__name__)
 
 FEW = 3
-"""What happened in no more steps than this is a line of log, a checkpoint or an evaluation, and no part of a step."""
+"""An event in no more steps than this comes from logging, a checkpoint or an evaluation, not from a usual step."""
 LEAST = 0.02
-"""Of a step: what can cost no more is not worth a line."""
+"""Share of a step; smaller costs are not worth a line."""
 INSTEAD = "add up on the device (`total += loss.detach()`), read once an epoch, and synchronise only to take times"
 
 SCRIPT, PYTHON = "", "python"
-"""What `home_of` calls files that belong to the script, and those of the standard library."""
+"""The results of `home_of` for files of the script and of the standard library."""
 _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 _PYTHON_FOLDERS = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -46,37 +46,37 @@ _WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 @cache
 def home_of(filename: str) -> str:
-    """The package that a file of code belongs to; SCRIPT or PYTHON where it belongs to none."""
+    """The package of a source file; SCRIPT or PYTHON if it belongs to none."""
     parts = Path(filename).parts
     for number, part in enumerate(parts[:-1]):
         if part in _LIBRARY_FOLDERS:
             return parts[number + 1].removesuffix(".py")
     if filename.startswith(HOTLAP):
         return "hotlap"
-    if filename.startswith("<") and not filename.startswith("<ipython"):  # made at run time, by `exec` or a dataclass
+    if filename.startswith("<") and not filename.startswith("<ipython"):  # generated, by `exec` or a dataclass
         return PYTHON
     return PYTHON if filename.startswith(_PYTHON_FOLDERS) else SCRIPT
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A line of the script, or of a library where no line of the script leads there."""
+    """A line of the script, or of a library if no line of the script is on the stack."""
 
     file: str
     line: int
     package: str | None
-    """Whose code it is that waits, where it is not the script's own."""
+    """The package whose code waits, if it is not the script's own."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Something that waits for the device, as torch has it and as people write it."""
+    """A call that waits for the GPU, by its name in torch and as people write it."""
 
     owner: Any
     name: str
     shown: str
     waited: Callable[[Callable[[Tensor], bool], Sequence[Any], Mapping[str, Any], Any], bool] = lambda *_: True
-    """Whether it did, by what tells tensors on a GPU, the arguments and the result."""
+    """Whether it waited, given a test for tensors on a GPU, the arguments and the result."""
 
 
 def _left_the_gpu(on_gpu: Callable[[Tensor], bool], _: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
@@ -106,27 +106,27 @@ _OF_DEVICES = (
 
 
 class Waits:
-    """Notes each wait for the device while installed, in the thread that installed it; tells afterwards what they cost.
+    """Notes each wait for the GPU of one thread while installed, and estimates what the waits cost.
 
-    A wait inside another counts as the outer one, and hotlap's own count as none. What concerns no tensor on a GPU
-    costs some tenths of a microsecond more, a wait some microseconds. Nothing in here raises, and what the script's
-    calls return or raise is as without. Not seen are waits within torch's own C++ code, such as those of
-    `torch.unique(…)` or of a batch sent to the device from memory that is not page-locked. Nor is `x[mask]`: a class
-    with a `__getitem__` in Python is a sequence to C code, and `torch.tensor([loss])` would fail.
+    A wait inside another counts as the outer one; hotlap's own waits do not count. A call without a tensor on a GPU
+    costs some tenths of a microsecond more, a wait some microseconds. No method raises, and the script's calls return
+    and raise what they do without it. It does not see waits in torch's C++ code, such as those of `torch.unique(…)` or
+    of a copy from memory that is not pinned. Nor does it see `x[mask]`: with a `__getitem__` in Python, C code treats a
+    class as a sequence, and `torch.tensor([loss])` would fail.
     """
 
     def __init__(self, on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")) -> None:
         self._on_gpu = on_gpu
         self._patches = Patches()
         self._thread = 0
-        """Of the script; 0 while nothing is watched."""
+        """The script's thread; 0 while nothing is watched."""
         self._waiting = False
         self._steps = 0
         self._seen: dict[tuple[_Place, str], dict[int, list[float]]] = defaultdict(dict)
-        """Of each place and call, by step: how often, and seconds blocked."""
+        """By place and call, then by step: the number of waits, and seconds blocked."""
 
     def install(self) -> None:
-        """Watch from here on, in this thread."""
+        """Begin to watch this thread."""
         if self._thread:
             return
         self._thread = threading.get_ident()
@@ -135,20 +135,20 @@ class Waits:
             self._patches.put(call.owner, call.name, partial(watch, call))
 
     def remove(self) -> None:
-        """Leave everything as it was before `install`; what was noted stays."""
-        self._thread = 0  # where others have patched on top, what lies beneath only passes on
+        """Restore torch; the notes stay."""
+        self._thread = 0  # if other code has patched on top, ours only passes on
         self._patches.take_out_all()
 
     def stepped(self) -> None:
-        """An optimizer step was made."""
+        """The script has made an optimizer step."""
         self._steps += 1
 
     def lines(self, step_s: float) -> list[str]:
-        """What to tell the user, the dearest first, and a last line on what to do instead; `step_s` is a step's time.
+        """Lines for the user, the most expensive first, then what to do instead; `step_s` is the time of a step.
 
-        The time blocked is not what the waits cost: the device does in it what has to be done anyway. Where the host
-        is at work for H of a step and blocked for W, the step takes H + W. Without waits it takes at least H, and at
-        least what the device needs, which was at work for W. So no more than the lesser of H and W can be saved.
+        The blocked time is not the cost: meanwhile the GPU does work that it must do anyway. If the host works for H of
+        a step and is blocked for W, the step takes H + W. Without waits it takes at least H, and at least as long as
+        the GPU needs, which worked during W. So at most the lesser of H and W can be saved.
         """
         usual = self._usual()
         busy_s = step_s - sum(wait.blocked_s for wait in usual)
@@ -166,7 +166,7 @@ class Waits:
         return lines
 
     def _usual(self) -> list[_Usual]:
-        """The waits that belong to a step. Medians, since a step with an evaluation in it has many more."""
+        """The waits of a usual step, by medians, since a step with an evaluation has many more."""
         return [
             _Usual(
                 place=place,
@@ -185,7 +185,7 @@ class Waits:
         def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             run = original
             if has_torch_function_unary(tensor):
-                # Subclasses and modes know a call by the function they are given: that has to be torch's own.
+                # Subclasses and modes recognise a call by its function, which must be torch's own.
                 run = partial(handle_torch_function, original, (tensor,))
                 waits = self._is_on_gpu(tensor)
             else:
@@ -218,7 +218,7 @@ class Waits:
         try:
             if call.waited(self._is_on_gpu, args, kwargs, result):
                 self._note(call.shown, took_s, _place_of(_getframe(2)))
-        except Exception as error:  # a tensor of a kind unheard of must not stop a training
+        except Exception as error:  # an unknown kind of tensor must not stop a training
             log.debug("%s is not noted: %r", call.shown, error)
         return result
 
@@ -231,7 +231,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class _Usual:
-    """A wait as it is in a usual step."""
+    """A wait in a usual step."""
 
     place: _Place
     shown: str
@@ -240,7 +240,7 @@ class _Usual:
 
 
 def _place_of(frame: FrameType | None) -> _Place | None:
-    """The innermost line of the script, else of a library that is not torch; None where hotlap itself waits."""
+    """The innermost line of the script, else of a library other than torch; None if hotlap itself waits."""
     caller, nearest = None, None
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno
@@ -271,7 +271,7 @@ def _line(group: Sequence[_Usual], cost_s: float, step_s: float) -> str:
 
 
 def _name_of(file: str) -> str:
-    """A file as people know it; a notebook's cells have no names."""
+    """A file's short name; cells of a notebook have none."""
     return "cell" if "ipykernel_" in file or file.startswith("<ipython") else Path(file).name
 
 
@@ -279,26 +279,26 @@ def _in_words(number: int) -> str:
     return _WORDS[number] if number < len(_WORDS) else str(number)
 
 
-# --- kernels with poor masks -----------------------------------------------------------------------------
+# --- attention kernels with poor dropout masks -------------------------------------------
 #
-# Whether a script's own attention drops by a kernel whose masks are poor: nobody but its author can change that.
+# A script may call an attention kernel whose dropout masks are poor. Only its author can change that.
 
 
 NODE = "ScaledDotProductCudnnAttentionBackward"
-"""What such a call leaves in the graph of its output."""
+"""The name of that kernel's node in an autograd graph."""
 MOST_NODES = 20_000
 
 
-class Attending:
-    """Looks at the graph of what a script's model gives, once: nothing has to be put into torch for that."""
+class AttentionAdvice:
+    """Inspects the autograd graph of a model's outputs once; needs no patch of torch."""
 
     def __init__(self) -> None:
         self._has_looked = False
         self._call: Call | None = None
-        """A call by that kernel, without its numbers."""
+        """A call of that kernel, with shapes but without values."""
 
     def see(self, outputs: Any) -> None:
-        """Told what a model gave while it is trained. It never raises."""
+        """Inspect the outputs of a model in training. Never raises."""
         if self._has_looked:
             return
         try:
@@ -306,18 +306,18 @@ class Attending:
             if tensors:
                 self._has_looked = True
                 self._call = dropping_call([tensor.grad_fn for tensor in tensors])
-        except Exception:  # outputs may be whatever the script likes
+        except Exception:  # outputs may be anything
             self._has_looked = True
 
     def advice(self) -> list[str]:
-        """A line for the script's author, where there is something to say. It leaves no trace."""
+        """A line for the script's author if the masks are poor. Has no lasting effects."""
         call = self._call
         if call is None:
             return []
         try:
             with attention.without_a_trace(call.query.device):
                 found = masks_of(call, POOR_MASKS)
-        except RuntimeError:  # no memory is left for it
+        except RuntimeError:  # out of memory
             return []
         if found.are_good:
             return []
@@ -328,7 +328,7 @@ class Attending:
 
 
 def dropping_call(nodes: list[Any]) -> Call | None:
-    """A call by that kernel that drops, of those which nodes of a graph come from."""
+    """A call of that kernel with dropout, among those behind these nodes of a graph; None if there is none."""
     seen, ahead = set(nodes), list(nodes)
     while ahead and len(seen) < MOST_NODES:
         node = ahead.pop()
@@ -341,12 +341,12 @@ def dropping_call(nodes: list[Any]) -> Call | None:
 
 
 def _call_of(node: Any) -> Call:
-    """The call that left a node, by the shapes on its edges: to ask for what it saved would run the user's hooks."""
+    """The call behind a node, by the shapes on its edges: reading saved tensors would run the user's hooks."""
     answer = node._input_metadata[0]
     shapes = [one._input_metadata[number].shape if one is not None else None for one, number in node.next_functions]
     query = shapes[0] or answer.shape
     key = shapes[1] or query
-    # Each is a number that lies everywhere, and takes up no memory.
+    # Each is one number expanded to its shape, without memory of its own.
     number = torch.zeros((), dtype=answer.dtype, device=answer.device)
     q, k, v = (number.expand(tuple(shape)) for shape in (query, key, (*key[:-1], answer.shape[-1])))
     return Call(q, k, v, None, node._saved_dropout_p, False, None, False)

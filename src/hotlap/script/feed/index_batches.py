@@ -1,4 +1,4 @@
-"""The index batches of one epoch of a loader, read from its sampler when torch would have read them."""
+"""The index batches of one epoch of a loader, read from its sampler at the moments at which torch reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hotlap.core.errors import DataError, kind_of
 from hotlap.script.streams import current_stream
 
 BLOCK = 32
-"""Index batches that are read together at most, where that leaves no trace."""
+"""Most index batches to read at once, where nothing can notice."""
 _KNOWN = (
     SequentialSampler,
     RandomSampler,
@@ -36,11 +36,11 @@ _KNOWN = (
     tuple,
     range,
 )
-"""Samplers that draw from the process's generators as their first index is read and never after."""
+"""Samplers that draw from the process's generators only when their first index is read."""
 
 
 def why_not_early(batch_sampler: Any) -> str | None:
-    """Why index batches must not be read before torch would read them, or None where that leaves no trace."""
+    """Why hotlap must not read index batches earlier than torch does; None if nothing can notice."""
     sampler = _sampler_in(batch_sampler)
     kind = type(sampler)
     if kind not in _KNOWN:
@@ -51,12 +51,12 @@ def why_not_early(batch_sampler: Any) -> str | None:
 
 
 def _is_drawn_at_first(sampler: RandomSampler) -> bool:
-    """Whether all that the sampler gives is drawn with its first index. It draws once more at its end, for nothing."""
+    """Whether the first index draws everything. The sampler draws once more at its end, and does not use it."""
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def generator_of(batch_sampler: Any) -> torch.Generator | None:
-    """The generator that was given to the sampler, where there is one: the script may look at it."""
+    """The sampler's own generator, if it has one; the script may look at it."""
     found = getattr(_sampler_in(batch_sampler), "generator", None)
     return found if isinstance(found, torch.Generator) else None
 
@@ -65,17 +65,17 @@ def _sampler_in(batch_sampler: Any) -> Any:
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
 
 
-class Indices:
-    """What is left of an epoch, for whatever feed makes batches of it, so that one goes on where another ended.
+class IndexStream:
+    """The remaining index batches of an epoch, shared by all feeds, so that one continues where another stopped.
 
-    Samplers draw from generators, so each index batch is read when torch would: as its batch is made or, with
-    workers, as the batch `ahead` places before it has been given out. A feed may take one earlier; the generator of
-    `batch_sampler` is then put back until that moment has come.
+    Samplers draw from generators, so hotlap reads an index batch when torch does: when its batch is made or, with
+    workers, when the batch `ahead` places before it has been given out. A feed may take one earlier; the generator of
+    `batch_sampler` is then reset until that moment.
     """
 
     def __init__(
         self,
-        sampler: Iterator[Any] | Order | Rest,
+        sampler: Iterator[Any] | SamplerOrder | BegunOrder,
         *,
         ahead: int = 0,
         batch_sampler: Any = None,
@@ -86,29 +86,29 @@ class Indices:
         self._sampler, self._ahead = sampler, ahead
         self._given_to, self._generator = _sampler_in(batch_sampler), generator_of(batch_sampler)
         self.given = given
-        """Batches that have been given out, or have failed."""
+        """Batches given out or failed."""
         self.is_shut = False
-        """Whether nothing is handed out, so that what is under way comes to its end."""
+        """Whether it hands out nothing, so that pending batches can finish."""
         self._reads = given + under_way
         self._ended = False
-        self._ready: deque[Places] = deque()
-        self._taken: deque[Places | None] = deque([None] * under_way)
+        self._ready: deque[IndexBatch] = deque()
+        self._taken: deque[IndexBatch | None] = deque([None] * under_way)
         self._drawn: deque[tuple[int, Tensor, Tensor]] = deque()
-        """Index batches that were read early and drew, with the generator's states before and after."""
+        """Index batches read early whose reading drew, with the generator's states before and after."""
 
     @property
     def under_way(self) -> int:
-        """Index batches that a feed has taken and whose batches have not been given out."""
+        """Index batches taken by a feed whose batches have not been given out."""
         return len(self._taken)
 
     @property
-    def coming(self) -> Places | None:
-        """The places of the next batch in the data; None for a batch whose index batch torch read before."""
+    def coming(self) -> IndexBatch | None:
+        """The indices of the next batch; None if torch has read them before."""
         return self._taken[0] if self._taken else None
 
     @property
     def are_over(self) -> bool:
-        """Whether the epoch has no more."""
+        """Whether the epoch has no more batches."""
         return self._ended and not self._ready and not self._taken
 
     def __iter__(self) -> Self:
@@ -117,39 +117,39 @@ class Indices:
     def __next__(self) -> Any:
         return self.take().index
 
-    def take(self) -> Places:
-        """The next index batch as places in the data; raises StopIteration where there is none."""
+    def take(self) -> IndexBatch:
+        """The next index batch. Raises StopIteration at the end."""
         if not self._ready and not self.is_shut:
             self._read()
         if not self._ready or self.is_shut:
             raise StopIteration
-        places = self._ready.popleft()
-        self._taken.append(places)
-        return places
+        index_batch = self._ready.popleft()
+        self._taken.append(index_batch)
+        return index_batch
 
     def begin(self) -> None:
-        """Told that the next batch is asked for. What is raised is the sampler's own."""
+        """The next batch is about to be made. Raises what the sampler raises."""
         self._catch_up(self.given + max(1, self._ahead))
 
     def give(self) -> None:
-        """Told that the next batch has been made, or has failed. What is raised is the sampler's own."""
+        """The next batch has been made or has failed. Raises what the sampler raises."""
         if self._taken:
             self._taken.popleft()
         self.given += 1
         self._catch_up(self.given + self._ahead)
 
     def put_back(self) -> None:
-        """Hand out again what was taken and not given."""
-        self._ready.extendleft(places for places in reversed(self._taken) if places is not None)
+        """Hand out again what was taken and not given out."""
+        self._ready.extendleft(one for one in reversed(self._taken) if one is not None)
         self._taken.clear()
 
     def reopen(self) -> None:
-        """Hand out again, to another feed; the one before has given all that it took."""
+        """Hand out again, to another feed; the one before has given out everything it took."""
         self._taken.clear()
         self.is_shut = False
 
     def _catch_up(self, due: int) -> None:
-        """Leave everything as torch has left it when it has read so many."""
+        """Leave sampler and generator as torch leaves them after reading so many index batches."""
         while self._drawn and self._drawn[0][0] < due:
             self._advance(*self._drawn.popleft()[1:])
         while self._reads < due and not self._ended:
@@ -159,7 +159,7 @@ class Indices:
         if self._ended:
             return
         number, generator, sampler = self._reads, self._generator, self._sampler
-        is_drawn = isinstance(sampler, (Order, Rest)) and not sampler.draws
+        is_drawn = isinstance(sampler, (SamplerOrder, BegunOrder)) and not sampler.draws
         if generator is None or is_drawn or number < self.given + max(1, self._ahead):
             self._read_on()
             return
@@ -176,47 +176,47 @@ class Indices:
             self._drawn.append((number, before, after))
 
     def _read_on(self) -> None:
-        if isinstance(self._sampler, (Order, Rest)):
+        if isinstance(self._sampler, (SamplerOrder, BegunOrder)):
             flat, sizes = self._sampler.read(BLOCK)
-            block = Block(flat, sizes)
-            self._ready.extend(Places(None, block, number) for number in range(len(sizes)))
+            block = IndexBlock(flat, sizes)
+            self._ready.extend(IndexBatch(None, block, number) for number in range(len(sizes)))
             self._ended = not sizes
             self._reads += max(1, len(sizes))
             return
         try:
-            self._ready.append(Places(next(self._sampler)))
+            self._ready.append(IndexBatch(next(self._sampler)))
         except StopIteration:
             self._ended = True
         self._reads += 1
 
     def _advance(self, before: Tensor, after: Tensor) -> None:
-        """Leave the generator as the sampler leaves it; where the script has drawn from it since, by drawing now."""
-        assert self._generator is not None  # only its states are kept
+        """Leave the generator as the sampler does; if the script has drawn from it since, draw now."""
+        assert self._generator is not None  # only its states are stored
         if torch.equal(self._generator.get_state(), before):
             self._generator.set_state(after)
-        else:  # torch draws a whole order at the end, whatever was drawn in between, and uses none of it
+        else:  # at the end torch draws a whole order and does not use it, so any draw of that size will do
             torch.randperm(len(self._given_to.data_source), generator=self._generator, device="cpu")
 
 
-# --- orders of torch's own samplers ----------------------------------------------------------------------
+# --- orders of torch's own samplers ------------------------------------------------------
 #
 # The index batches of torch's own samplers, drawn as torch draws them, but many at a time and as tensors.
 
 
 DRAWN_TOGETHER = 32
-"""Places that torch's RandomSampler draws at a time where it puts each back."""
+"""Indices that torch's RandomSampler draws at a time with replacement."""
 COUNTED_TOGETHER = 65536
-"""Places in order that are written down at a time: data that is read in order may be longer than memory."""
+"""Consecutive indices to create at a time: data that is read in order may be longer than memory."""
 
 _AS_IMPORTED = (SequentialSampler.__iter__, RandomSampler.__iter__)
-"""How torch's samplers go about it; a script may put something else in their place."""
+"""The samplers' own iteration, as imported; a script may replace it."""
 
 
-class Order:
-    """What `iter(batch_sampler)` gives, without a step of Python for every sample.
+class SamplerOrder:
+    """The index batches of `iter(batch_sampler)`, without Python code for every sample.
 
-    Whatever anybody can see is drawn at the moments at which torch draws it: from the process's generator as the first
-    index batch is read, from one of the script's as its numbers are needed.
+    Every visible draw happens when torch makes it: from the process's generator when the first index batch is read,
+    from the script's own when its numbers are needed.
     """
 
     def __init__(self, batch_sampler: BatchSampler) -> None:
@@ -228,11 +228,11 @@ class Order:
 
     @property
     def draws(self) -> bool:
-        """Whether reading the next index batch may draw from a generator of the script's."""
+        """Whether reading the next index batch may draw from a generator of the script."""
         return not self._is_private and len(self._left) < self._size
 
     def read(self, most: int) -> tuple[Tensor, list[int]]:
-        """The next index batches, at most so many, one after the other, and the size of each; none at the end."""
+        """At most `most` next index batches, concatenated, and the size of each; empty at the end."""
         size = self._size
         self._draw(size * most if self._is_private else size)
         count, rest = divmod(len(self._left), size)
@@ -254,8 +254,8 @@ class Order:
         self._left = torch.cat(found) if len(found) > 1 else self._left
 
 
-class Rest:
-    """What is left of torch's own iterator over a sampler that draws nothing more that anybody can see."""
+class BegunOrder:
+    """The rest of torch's own iterator over a sampler that makes no more visible draws."""
 
     draws = False
 
@@ -263,16 +263,17 @@ class Rest:
         self._begun: Iterator[list[int]] = begun
 
     def read(self, most: int) -> tuple[Tensor, list[int]]:
-        """The next index batches, at most so many, one after the other, and the size of each; none at the end."""
+        """At most `most` next index batches, concatenated, and the size of each; empty at the end."""
         found = list(islice(self._begun, most))
         sizes = [len(index) for index in found]
         return torch.from_numpy(np.fromiter(chain.from_iterable(found), np.int64, sum(sizes))), sizes
 
 
-def order_of(batch_sampler: Any, begun: Any) -> Order | Rest | None:
-    """What reads many index batches at a time in place of `begun`, an iterator of the batch sampler; None if nothing.
+def order_of(batch_sampler: Any, begun: Any) -> SamplerOrder | BegunOrder | None:
+    """A reader of many index batches at a time, in place of the batch sampler's iterator `begun`; None if there is
+    none.
 
-    Only torch's own samplers are known to leave no trace of it: those that build upon them may do anything.
+    Only torch's own samplers are known to allow this; subclasses may do anything.
     """
     if type(batch_sampler) is not BatchSampler or not isgenerator(begun):
         return None
@@ -281,34 +282,35 @@ def order_of(batch_sampler: Any, begun: Any) -> Order | Rest | None:
     if not is_torchs or type(sampler) not in (SequentialSampler, RandomSampler):
         return None
     if getgeneratorstate(begun) == GEN_CREATED and type(sampler).__iter__ in _AS_IMPORTED and draws_as_torch():
-        return Order(batch_sampler)
-    # Without a generator of the script's, a seed is drawn from the process's at first, and all else from a private one.
-    return Rest(begun) if getattr(sampler, "generator", None) is None else None
+        return SamplerOrder(batch_sampler)
+    # Without a generator of the script, only a seed comes from the process's generator, and the rest from a private
+    # one.
+    return BegunOrder(begun) if getattr(sampler, "generator", None) is None else None
 
 
 @cache
 def draws_as_torch() -> bool:
-    """Whether this torch draws as is known here, seen in a few short orders."""
+    """Whether this version of torch draws as expected here, tested in a few short orders."""
     before = torch.get_rng_state()
     try:
         return all(
-            _seen(Order, *settings) == _seen(iter, *settings)
+            _seen(SamplerOrder, *settings) == _seen(iter, *settings)
             for settings in ((False, None, False), (False, 24, True), (True, 70, False), (True, 70, True))
         )
-    except Exception:  # of a torch whose samplers are others
+    except Exception:  # a version of torch with other samplers
         return False
     finally:
         torch.set_rng_state(before)
 
 
 def _seen(begin: Any, replacement: bool, count: int | None, by_generator: bool) -> list[Any]:
-    """The index batches of an order and the generators after each of them."""
+    """The index batches of an order, and the generators after each of them."""
     torch.default_generator.manual_seed(1)
     generator = torch.Generator().manual_seed(2) if by_generator else None
     sampler = RandomSampler(range(9), replacement, count, generator)
     begun, seen = begin(BatchSampler(sampler, 4, drop_last=False)), []
     while True:
-        index = begun.read(1)[0].tolist() if isinstance(begun, Order) else next(begun, [])
+        index = begun.read(1)[0].tolist() if isinstance(begun, SamplerOrder) else next(begun, [])
         generators = [torch.default_generator, *([] if generator is None else [generator])]
         seen.append((index, [one.get_state().numpy().tobytes() for one in generators]))
         if not index:
@@ -316,7 +318,7 @@ def _seen(begin: Any, replacement: bool, count: int | None, by_generator: bool) 
 
 
 def _pieces(sampler: Any) -> Iterator[Tensor]:
-    """The places that a sampler gives, in as many pieces as it draws them in, each drawn as it is asked for."""
+    """The indices of a sampler, in the pieces in which it draws them, each drawn when asked for."""
     length = len(sampler.data_source)
     if type(sampler) is SequentialSampler:
         for start in range(0, length, COUNTED_TOGETHER):
@@ -336,30 +338,30 @@ def _pieces(sampler: Any) -> Iterator[Tensor]:
         yield torch.randperm(length, generator=generator)[:rest]
 
 
-# --- places ----------------------------------------------------------------------------------------------
+# --- index batches -----------------------------------------------------------------------
 #
-# The places of samples in the data, as the index batches of a loader name them: on the host and on the device.
+# The sample indices of one batch, or of several read together, on the host and on a GPU.
 
 
-class Places:
-    """One index batch, as the sampler gave it and as places in the data."""
+class IndexBatch:
+    """One index batch, as the sampler gave it and as indices of samples."""
 
     __slots__ = ("_host", "_index", "block", "number")
 
-    def __init__(self, index: Any, block: Block | None = None, number: int = 0) -> None:
+    def __init__(self, index: Any, block: IndexBlock | None = None, number: int = 0) -> None:
         self._index = index
         self.block, self.number = block, number
-        """Those that it was read with, where there are any, and its number among them; `index` is then of no use."""
+        """The block it was read with, if any, and its number in it; `_index` is then unused."""
         self._host: Tensor | None = None
 
     @property
     def index(self) -> Any:
-        """As the sampler gives it."""
+        """The index batch as the sampler gives it."""
         return self._index if self.block is None else self.block.host[self.number].tolist()
 
     @property
     def host(self) -> Tensor:
-        """The places as a tensor; raises DataError where the index batch is not one of whole numbers."""
+        """The indices as a tensor. Raises DataError if they are not integers."""
         if self.block is not None:
             return self.block.host[self.number]
         if self._host is None:
@@ -367,23 +369,23 @@ class Places:
         return self._host
 
     def through(self, rows: Tensor) -> Tensor:
-        """The places in the data that a selection of these rows has at these places."""
+        """The indices in the data behind a selection of these rows."""
         return rows.index_select(0, self.host) if self.block is None else self.block.through(rows)[self.number]
 
-    def there(self, device: torch.device, count: int = 1) -> Tensor:
-        """The same on a device, for work that is launched from here on; of some that follow each other, end to end."""
+    def on_device(self, device: torch.device, count: int = 1) -> Tensor:
+        """The indices on a device, ready for work launched from here on; with `count`, of several batches."""
         if self.block is None:
             return sent(self.host, device)
-        return self.block.there(device, self.number, self.number + count)
+        return self.block.on_device(device, self.number, self.number + count)
 
 
-class Block:
-    """Some index batches that were read together, and so go to a device in one copy."""
+class IndexBlock:
+    """Several index batches that were read together, and so go to a GPU in one copy."""
 
     __slots__ = ("_ends", "_flat", "_host", "_stream", "_there", "_through", "sizes")
 
     def __init__(self, flat: Tensor, sizes: list[int]) -> None:
-        """`flat` has their places end to end, so many of each."""
+        """`flat` holds their indices, concatenated; `sizes` the number of each."""
         self._flat, self.sizes = flat, sizes
         self._ends = [0, *accumulate(sizes)]
         self._host: Sequence[Tensor] | None = None
@@ -393,19 +395,19 @@ class Block:
 
     @property
     def host(self) -> Sequence[Tensor]:
-        """The places of each."""
+        """The indices of each."""
         if self._host is None:
             self._host = self._flat.unsafe_split_with_sizes(self.sizes)
         return self._host
 
     def through(self, rows: Tensor) -> Sequence[Tensor]:
-        """The places of each in the data that these rows were selected from."""
+        """The indices of each in the data that these rows were selected from."""
         if self._through is None or self._through[0] is not rows:
             self._through = rows, rows.index_select(0, self._flat).unsafe_split_with_sizes(self.sizes)
         return self._through[1]
 
-    def there(self, device: torch.device, start: int, end: int) -> Tensor:
-        """The places of some of them on a device, end to end, for work that is launched from here on."""
+    def on_device(self, device: torch.device, start: int, end: int) -> Tensor:
+        """The indices of some of them on a device, concatenated, ready for work launched from here on."""
         here = current_stream(device) if device.type == "cuda" else None
         if self._there is None:
             self._there, self._stream = sent(self._flat, device), here
@@ -416,16 +418,16 @@ class Block:
 
 
 def positions_of(index: Any) -> Tensor:
-    """An index batch as a tensor; raises DataError where it is not one of whole numbers."""
+    """An index batch as a tensor. Raises DataError if it does not hold integers."""
     found = np.array(index)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise DataError(f"{kind_of(index)} is no list of whole numbers, so no samples can be gathered by it")
+        raise DataError(f"{kind_of(index)} is no list of integers, so hotlap cannot gather samples by it")
     return torch.from_numpy(found.astype(np.int64, copy=False))
 
 
 def sent(positions: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device, without a wait of the host."""
+    """A copy on a device, without making the host wait."""
     if device.type != "cuda":
         return positions
-    # From pageable memory the copy would wait for all that was launched before.
+    # From pageable memory, the copy would wait for all earlier work.
     return torch.empty_like(positions, device=device).copy_(positions.pin_memory(), non_blocking=True)

@@ -1,1 +1,0 @@
-"""Finding the training of a script: its loop, and how long it goes on."""
