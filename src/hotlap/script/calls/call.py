@@ -37,7 +37,7 @@ from hotlap.script.calls.eager import (
 from hotlap.script.calls.graphs import GraphRecorder
 from hotlap.script.calls.losses import LossReplay
 from hotlap.script.calls.module_state import ModuleState
-from hotlap.script.calls.trees import leaves, with_gradient_hooks, write_marks
+from hotlap.script.calls.trees import copied, leaves, with_gradient_hooks, write_marks
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # older versions have none
 NOTED = 8
@@ -230,7 +230,7 @@ class ModuleCall:
     def _remembered(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._remembers, self.last_inputs = False, None
         with suppress(Exception):  # arguments may be anything
-            self.last_inputs = map_tensors((args, kwargs), _copied)
+            self.last_inputs = map_tensors((args, kwargs), copied)
         way = self._way
         make = self._noted if way is None else functools.partial(self._made, way, trains=True)
         outputs = make(original, args, kwargs)
@@ -274,7 +274,7 @@ class ModuleCall:
             if way is not None:
                 with ModuleState(self.module, self.device):
                     self._prepare(way, args, kwargs, grad_outputs)
-            args, kwargs = map_tensors((args, kwargs), _copied)
+            args, kwargs = map_tensors((args, kwargs), copied)
             made = self._directly(*args, **kwargs) if way is None else way(self._directly, args, kwargs)
             wanting = _wanting(made)
             pairs = [(out, grad) for out, grad in zip(wanting, grad_outputs, strict=True) if grad is not None]
@@ -292,12 +292,12 @@ class ModuleCall:
         grad_outputs: Sequence[Tensor | None],
     ) -> None:
         """Prepare recordings and statistics, so that such a call runs at full speed."""
-        given = map_tensors((args, kwargs), _copied)
+        given = map_tensors((args, kwargs), copied)
         outputs = leaves(self._directly(*given[0], **given[1]))
         self._forms.note(args, kwargs, outputs)
         numbers = [number for number, output in enumerate(outputs) if output.requires_grad]
         used = [number for number, grad in zip(numbers, grad_outputs, strict=True) if grad is not None]
-        args, kwargs = map_tensors((args, kwargs), _copied)
+        args, kwargs = map_tensors((args, kwargs), copied)
         way.prepare(self._directly, args, kwargs, used)
 
     def _directly(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,10 +346,6 @@ def _key(numerics: Numerics, execution: Execution) -> tuple[str, str, str, bool,
 def _wanting(outputs: Any) -> list[Tensor]:
     """The outputs that require gradients."""
     return [output for output in leaves(outputs) if output.requires_grad]
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _is_checkpointed() -> bool:

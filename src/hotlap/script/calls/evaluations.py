@@ -10,7 +10,7 @@ import builtins
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -33,7 +33,7 @@ from hotlap.script.calls.autograd_bridge import Compute
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.graphs import Graph, GraphRecorder
 from hotlap.script.calls.module_state import ModuleState, generator_of
-from hotlap.script.calls.trees import kind_of, leaves, unknown_type_in, with_leaves, write_marks
+from hotlap.script.calls.trees import is_container, kind_of, leaves, parts_of, unknown_type_in, with_leaves, write_marks
 from hotlap.script.streams import current_stream
 
 SEEN = 8
@@ -558,33 +558,17 @@ def _storage_of(tensor: Tensor) -> int:
 
 def _shown(tree: Any) -> Any:
     """The parts of outputs that are not values in a tensor: containers, dtypes and plain values."""
-    plain = [part for part in _within(tree) if not isinstance(part, Tensor) and not _is_container(part)]
+    plain = [part for part in _within(tree) if not isinstance(part, Tensor) and not is_container(part)]
     return kind_of(tree), plain, len(leaves(tree))
 
 
 def _within(tree: Any) -> Iterator[Any]:
     """The tree, and everything in it."""
     yield tree
-    for part in _parts(tree):
+    for _, part in parts_of(tree):
         yield from _within(part)
-
-
-def _parts(tree: Any) -> list[Any]:
-    if isinstance(tree, Mapping):
-        return list(tree.values())
-    if isinstance(tree, (tuple, list)) and not isinstance(tree, torch.Size):
-        return list(tree)
-    if _is_container(tree):
-        return [getattr(tree, field.name, None) for field in dataclasses.fields(tree)]
-    return []
-
-
-def _is_container(tree: Any) -> bool:
-    if isinstance(tree, (tuple, list, Mapping)):
-        return not isinstance(tree, torch.Size)
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def _is_idle(part: Any) -> bool:
     """Whether it is a mutable container without tensors, which replays would share."""
-    return _is_container(part) and not isinstance(part, tuple) and not leaves(part)
+    return is_container(part) and not isinstance(part, tuple) and not leaves(part)

@@ -32,7 +32,7 @@ from hotlap.script.calls.autograd_bridge import (
     true_gradients,
 )
 from hotlap.script.calls.module_state import generator_of
-from hotlap.script.calls.trees import leaves, unknown_type_in, with_leaves, write_marks
+from hotlap.script.calls.trees import copied, leaves, unknown_type_in, with_leaves, write_marks
 
 _grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
 _later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
@@ -108,7 +108,7 @@ class CallGraph:
         self._sightings = 0
         self._retains = kept or scale is not None or loss_call is not None
         self._counts_norms = counts_norms
-        self.given = map_tensors(given, _static)
+        self.given = map_tensors(given, copied)
         """The arguments, in memory that every replay reads."""
         self.static = tensors_in(self.given)
         """The tensors in them."""
@@ -373,10 +373,6 @@ def _copy(tensors: list[Tensor], places: list[Tensor]) -> None:
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
     """Copies in new memory, with one kernel."""
     return list(torch._foreach_mul(tensors, 1))
-
-
-def _static(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

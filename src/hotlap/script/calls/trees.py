@@ -24,7 +24,7 @@ def map_leaves(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The tree with every tensor changed; copies only containers in which something changes."""
     if isinstance(tree, Tensor):
         return change(tree)
-    parts = dict(_parts(tree))
+    parts = dict(parts_of(tree))
     made = {key: map_leaves(part, change) for key, part in parts.items()}
     return tree if all(made[key] is parts[key] for key in parts) else _with_parts(tree, made)
 
@@ -60,6 +60,11 @@ def with_gradient_hooks(outputs: Any, on_gradient: Callable[[int, Tensor], None]
     return with_leaves(outputs, before, after)
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """A copy without history that requires gradients if the tensor does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def write_marks(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Values that change when tensors are written to or moved."""
     return [(tensor._version, place_of(tensor)) for tensor in tensors]
@@ -69,9 +74,9 @@ def unknown_type_in(tree: Any) -> str | None:
     """The type of the first object in a tree that is neither tensor, plain value nor known container; else None."""
     if isinstance(tree, (Tensor, *_PLAIN)):
         return None
-    if not _is_container(tree):
+    if not is_container(tree):
         return type(tree).__name__
-    return next(filter(None, (unknown_type_in(part) for _, part in _parts(tree))), None)
+    return next(filter(None, (unknown_type_in(part) for _, part in parts_of(tree))), None)
 
 
 def kind_of(tree: Any) -> Hashable:
@@ -79,7 +84,7 @@ def kind_of(tree: Any) -> Hashable:
     if isinstance(tree, Tensor):
         return tree.dtype
     kind: type = type(tree)
-    return kind if not _is_container(tree) else (kind, tuple((key, kind_of(part)) for key, part in _parts(tree)))
+    return kind if not is_container(tree) else (kind, tuple((key, kind_of(part)) for key, part in parts_of(tree)))
 
 
 def form_of(outputs: Any) -> Form:
@@ -102,16 +107,18 @@ def _formed(leaf: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
     return leaf.contiguous() if contiguous else leaf
 
 
-def _is_container(tree: Any) -> bool:
+def is_container(tree: Any) -> bool:
+    """Whether a tree has parts: a tuple, a list, a mapping or a dataclass."""
     return isinstance(tree, (tuple, list, Mapping)) or (dataclasses.is_dataclass(tree) and not isinstance(tree, type))
 
 
-def _parts(tree: Any) -> Iterator[tuple[Any, Any]]:
+def parts_of(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """The parts of a container with their keys; none for anything else."""
     if isinstance(tree, Mapping):
         yield from tree.items()
     elif isinstance(tree, (tuple, list)):
         yield from enumerate(tree)
-    elif _is_container(tree):
+    elif is_container(tree):
         for field in dataclasses.fields(tree):
             if hasattr(tree, field.name):
                 yield field.name, getattr(tree, field.name)
