@@ -209,7 +209,7 @@ def test_an_index_leads_to_no_other_file(encoder, tmp_path, name):
     (folder / "weights.bin").write_bytes(pickle.dumps(Marks(tmp_path / "mark")))
     save_file({"a": torch.zeros(1)}, folder / "other.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"embeddings": name}}))
-    with pytest.raises(StoreError, match=r"only list \.safetensors files beside it|is no index"):
+    with pytest.raises(StoreError, match=r"only list \.safetensors files beside it|is not an index"):
         begun_from(folder, data)
     assert not (tmp_path / "mark").exists()
 

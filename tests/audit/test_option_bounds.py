@@ -169,7 +169,7 @@ def test_states_of_all_recipes_have_bounds():
 
 def test_a_model_is_not_made_that_is_far_larger_than_its_weights(tmp_path):
     save_state({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(StoreError, match="has 24 B of weights, and its model would have 37"):
+    with pytest.raises(StoreError, match="has 24 B of weights, but its model would need 37"):
         build_with_weights(lambda: nn.Linear(100_000, 100_000), tmp_path / "model.safetensors")
     assert build_with_weights(lambda: nn.Linear(2, 2), tmp_path / "model.safetensors").bias.tolist() == [0, 0]
 

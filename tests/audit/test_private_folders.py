@@ -38,4 +38,4 @@ def test_hotlap_says_how_to_mend_a_cache_that_others_can_write_to(tmp_path, monk
     monkeypatch.setenv("HOTLAP_CACHE", str(root))
     with pytest.raises(StoreError) as caught:
         Cache().put("features", key_of(1), values=[1], facts={})
-    assert str(caught.value) == f"others can write to the cache {root}; mend it with: chmod go-w {root}"
+    assert str(caught.value) == f"others can write to the cache {root}; to fix this: chmod go-w {root}"

@@ -52,7 +52,7 @@ def test_a_file_larger_than_the_memory_is_refused_unread(tmp_path, small):
     small(4_000_000)
     with (tmp_path / "large.csv").open("wb") as file:
         file.truncate(1_000_001)
-    assert refused(tmp_path / "large.csv").endswith("of its 1,000,001 bytes at most 1,000,000 are")
+    assert refused(tmp_path / "large.csv").endswith("it has 1,000,001 bytes; hotlap reads at most 1,000,000")
 
 
 def test_a_small_gzip_file_does_not_become_a_large_table(tmp_path, monkeypatch):

@@ -307,7 +307,7 @@ def test_checkpoints_that_are_gone_are_a_clear_stop_and_nothing_is_begun_again(t
     for path in run.glob(lost):
         shutil.rmtree(path)
     before = files_of(run)
-    with pytest.raises(StoreError, match="had checkpoints and has none now; put checkpoints back, or start"):
+    with pytest.raises(StoreError, match="had checkpoints and has none now; restore checkpoints, or start"):
         fit(job(), resume=run, progress=False)
     assert files_of(run) == before
 
@@ -338,7 +338,7 @@ def test_killed_while_the_folder_is_set_up_it_is_started_anew_there(tmp_path, un
         train(run, job)
 
     assert in_a_child(die) == -signal.SIGKILL
-    with pytest.raises(StoreError, match="was left before anything was trained there; start it anew"):
+    with pytest.raises(StoreError, match="holds no training yet: its run ended before the first step; start it anew"):
         fit(job(), resume=run, progress=False)
     assert in_a_child(lambda: train(run, job)) == 0
     assert outcome(run) == undisturbed("plain")
@@ -642,7 +642,7 @@ def test_no_good_checkpoint_is_a_clear_stop_and_nothing_is_trained_or_touched(tm
     before = files_of(run)
     model = Net()
     weights = parameters_of(model).clone()
-    with pytest.raises(StoreError, match=r"no checkpoint of .* is whole"):
+    with pytest.raises(StoreError, match=r"every checkpoint of .* is damaged"):
         fit(job(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01)), resume=run, progress=False)
     assert torch.equal(parameters_of(model), weights)
     assert files_of(run) == before

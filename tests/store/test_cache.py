@@ -274,7 +274,7 @@ def test_another_key_or_kind_has_another_entry(cache):
 )
 def test_a_name_that_could_lead_elsewhere_is_refused(cache, kind, key):
     for call in (cache.get, functools.partial(cache.put, values=1, facts={})):
-        with pytest.raises(StoreError, match="name no cache entry"):
+        with pytest.raises(StoreError, match="do not name a cache entry"):
             call(kind, key)
     assert not cache.root.exists()
 
@@ -343,7 +343,7 @@ def test_a_changed_bit_anywhere_is_found_told_and_made_again(cache, name, caplog
     assert file.parent.exists(), "verify only looks"
     with caplog.at_level(logging.WARNING):
         assert cache.get("features", A) is None
-    assert "thrown away" in caplog.text
+    assert "removed the damaged cache entry" in caplog.text
     assert not file.parent.exists()
     assert cache.get_or_make("features", A, lambda: ({}, "again")) == ({}, "again")
     assert cache.verify() == []
@@ -373,7 +373,7 @@ def test_what_no_safe_file_can_hold_is_refused_and_the_work_goes_on(cache, tenso
     assert cache.list() == []
     got = cache.get_or_make("features", A, lambda: (tensors, values))
     assert got[1] is values
-    assert "not cached" in caplog.text
+    assert "does not keep the features" in caplog.text
 
 
 def test_facts_that_are_no_json_are_refused(cache):
@@ -489,7 +489,7 @@ def test_a_folder_of_somebody_else_is_refused(cache, monkeypatch):
     filled(cache, A)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     for call in (lambda: cache.get("features", A), cache.list, lambda: Cache(cache.root)):
-        with pytest.raises(StoreError, match="owned by somebody else"):
+        with pytest.raises(StoreError, match="belongs to another user"):
             call()
 
 

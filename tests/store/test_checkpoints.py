@@ -230,7 +230,7 @@ def test_a_mark_that_cannot_be_left_is_told_and_left_next_time(store):
         if any(renamed) and moment == "before open":
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    said = "checkpoints.made could not be written: No space left on device; step-000000001 itself is whole"
+    said = "checkpoints.made could not be written: No space left on device; step-000000001 itself is complete"
     with disk.watched(watch), pytest.raises(StoreError, match=said):
         write(store, 1)
     assert content(store) == (1, "1", [])
@@ -348,7 +348,7 @@ def test_a_checkpoint_under_another_ones_name_is_refused(store):
     (store.folder / "step-000000002").rename(store.folder / "step-000000005")
     step, _, damaged = content(store)
     assert step == 1
-    assert damaged == ["checkpoint step-000000005 is damaged: manifest.json is of step 2, not of step-000000005"]
+    assert damaged == ["checkpoint step-000000005 is damaged: manifest.json belongs to step 2, not to step-000000005"]
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_refused(store, tmp_path):
@@ -357,7 +357,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused(store, tmp_path):
     (store.folder / "step-000000002").symlink_to(tmp_path / "elsewhere")
     step, _, damaged = content(store)
     assert step == 1
-    assert "not a folder of its own" in damaged[0]
+    assert "is not a folder, or is a link" in damaged[0]
 
 
 def test_none_good_is_a_clear_stop_that_names_each_damage(store):
@@ -410,7 +410,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(store, tmp_path, name
     forged(store, files={name: {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}})
     step, _, damaged = content(store)
     assert step == 1
-    assert "not a plain name" in damaged[0]
+    assert "not a plain file name" in damaged[0]
 
 
 @pytest.mark.parametrize(

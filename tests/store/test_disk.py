@@ -152,6 +152,6 @@ def test_a_disk_that_fails_while_reading_is_told_as_such():
 
 def test_a_file_larger_than_allowed_is_not_read(tmp_path):
     (tmp_path / "file").write_bytes(b"x" * 11)
-    with pytest.raises(StoreError, match="11 bytes; at most 10"):
+    with pytest.raises(StoreError, match="11 bytes; hotlap reads at most 10"):
         disk.read_small(tmp_path / "file", 10)
     assert disk.read_small(tmp_path / "file", 11) == b"x" * 11

@@ -172,7 +172,7 @@ def test_garbage_is_decoded_or_refused_and_never_anything_else(coded):
     ids=str,
 )  # fmt: skip
 def test_each_wrong_form_is_refused(coded):
-    with pytest.raises(StoreError, match="not in hotlap's form"):
+    with pytest.raises(StoreError, match="not have hotlap's format"):
         decode(coded, {"a": torch.ones(2), "b": torch.ones(1, dtype=torch.bfloat16)}, torch.device("cpu"))
 
 

@@ -124,7 +124,7 @@ def array(value):
         (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         (b"<html>", "a web page"),
         (b"", "it is empty"),
-        (b"hello there", "not that of a safetensors file"),
+        (b"hello there", "it does not begin like a safetensors file"),
     ],
 )
 def test_what_is_no_safetensors_file_is_told_by_its_content_whatever_its_name(content, said, tmp_path):

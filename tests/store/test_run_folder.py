@@ -30,7 +30,7 @@ def test_a_folder_that_holds_files_is_refused_and_left(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(StoreError) as caught:
         RunFolder.create(tmp_path)
-    assert str(caught.value) == f"the run folder {tmp_path} holds files already; name a new one or remove it"
+    assert str(caught.value) == f"the run folder {tmp_path} is not empty; name a new one or remove it"
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
@@ -94,9 +94,7 @@ def test_a_file_called_runs_is_told_and_not_waited_for(at_noon):
 def test_a_folder_left_before_anything_was_trained_there_is_as_good_as_new(tmp_path, names):
     for name in names:
         (tmp_path / name).touch()
-    with pytest.raises(
-        StoreError, match="was left before anything was trained there; start it anew, there or elsewhere"
-    ):
+    with pytest.raises(StoreError, match="holds no training yet: its run ended before the first step; start it anew"):
         RunFolder.open(tmp_path)
     assert RunFolder.create(tmp_path).path == tmp_path
 
@@ -109,14 +107,14 @@ def test_a_folder_left_before_anything_was_trained_there_is_as_good_as_new(tmp_p
 def test_a_folder_that_holds_anything_else_is_refused(tmp_path, names):
     for name in names:
         (tmp_path / name).touch()
-    with pytest.raises(StoreError, match="holds files already"):
+    with pytest.raises(StoreError, match="is not empty"):
         RunFolder.create(tmp_path)
 
 
 def test_a_folder_without_a_plan_is_no_run(tmp_path):
     with pytest.raises(StoreError) as caught:
         RunFolder.open(tmp_path)
-    assert str(caught.value) == f"{tmp_path} is no run folder: it has no plan.toml"
+    assert str(caught.value) == f"{tmp_path} is not a run folder: it has no plan.toml"
 
 
 WRITTEN = (

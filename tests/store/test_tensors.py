@@ -116,21 +116,21 @@ def test_the_name_that_the_format_keeps_for_itself_is_refused():
 
 def test_a_header_that_no_reader_takes_is_refused_when_written(monkeypatch):
     monkeypatch.setattr(module, "MOST_HEADER_BYTES", 100)
-    with pytest.raises(StoreError, match="4 tensors are more"):
+    with pytest.raises(StoreError, match="4 tensors are too many"):
         content({str(n): torch.ones(1) for n in range(4)})
 
 
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (b"", "not a good safetensors file"),
-        (b"\x00" * 7, "not a good safetensors file"),
-        (b"\xff" * 64, "not a good safetensors file"),
+        (b"", "not a valid safetensors file"),
+        (b"\x00" * 7, "not a valid safetensors file"),
+        (b"\xff" * 64, "not a valid safetensors file"),
         (b"PK\x03\x04" + b"\0" * 60, "zip"),
         (b"\x80\x02}q\x00.", "pickle"),
-        (struct.pack("<Q", 2) + b"[]", "not a good safetensors file"),
-        (struct.pack("<Q", 2**63) + b"{}", "not a good safetensors file"),
-        (struct.pack("<Q", 90) + LONGER_THAN_THE_FILE.ljust(90), "not a good safetensors file"),
+        (struct.pack("<Q", 2) + b"[]", "not a valid safetensors file"),
+        (struct.pack("<Q", 2**63) + b"{}", "not a valid safetensors file"),
+        (struct.pack("<Q", 90) + LONGER_THAN_THE_FILE.ljust(90), "not a valid safetensors file"),
     ],
 )  # fmt: skip
 def test_anything_else_is_told_apart_and_refused(raw, words):
@@ -167,5 +167,5 @@ def test_small_tensors_of_a_kind_are_brought_by_one_copy(monkeypatch):
     given = {name: torch.empty(size, device=there) for name, size in sizes.items()} | {"here": torch.empty(2)}
     given["half"] = given["half"].half()
     given |= {name: torch.empty(2, dtype=torch.float8_e4m3fn, device=there) for name in ("eight", "bits")}
-    together = sorted(module._brought_together(given))
+    together = sorted(module._copy_groups(given))
     assert together == [["a", "b", "c"], ["big"], ["bits"], ["d"], ["eight"], ["half"], ["here"]]

@@ -180,7 +180,7 @@ def test_state_that_is_no_tensor_is_left_out_and_said_so(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "hotlap"):
         save_weights(model, tmp_path / "w")
     assert [record.getMessage() for record in caplog.records] == [
-        "not saved, since they are no tensors: 0._extra_state; load with strict=False"
+        "hotlap saves tensors only and left out: 0._extra_state; load with strict=False"
     ]
     missing = model.load_state_dict(load_file(tmp_path / "w"), strict=False)
     assert missing.missing_keys == ["0._extra_state"]

@@ -1,4 +1,4 @@
-"""Work kept from run to run under a key of data, code and parameters: checked when read, made again when damaged."""
+"""A cache on disk, keyed by data, code and parameters: checked on every read; damaged entries are made again."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ __all__ = ["Cache", "Damage", "Entry", "Item", "default_root", "key_of", "make_p
 log = logger(__name__)
 
 LEFT_OVER_S = 3600.0
-"""A folder that nobody finished within this time belongs to a process that died."""
+"""An unfinished folder older than this belongs to a process that died."""
 _KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """An entry as a list shows it; its files were not looked at."""
+    """An entry in a list; its files were not checked."""
 
     kind: str
     key: str
     path: Path
     bytes: int
     used_s: float
-    """When it was last read or written, in seconds since 1970."""
+    """Time of the last read or write, in seconds since 1970."""
     facts: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """An entry that is not as it was written."""
+    """An entry that changed since it was written."""
 
     path: Path
     why: str
@@ -72,13 +72,13 @@ def default_root() -> Path:
     try:
         return (shared if shared.is_absolute() else Path.home() / ".cache") / "hotlap"
     except RuntimeError:
-        raise StoreError("there is no home folder for the cache; name one with HOTLAP_CACHE") from None
+        raise StoreError("there is no home folder for the cache; name a folder with HOTLAP_CACHE") from None
 
 
 class Cache:
     """A folder of entries, `kind/key/`. Any number of processes may use it at once.
 
-    Raises StoreError where others can write to it: whoever can, decides what is trained.
+    Raises StoreError if other users can write to it, since they could change what a training computes.
     """
 
     def __init__(self, root: str | Path | None = None) -> None:
@@ -87,9 +87,9 @@ class Cache:
             refuse_shared(self.root)
 
     def get(self, kind: str, key: str, *, on_disk: bool = False) -> Entry | None:
-        """The entry, or None. One that is damaged is thrown away with a warning; it counts as none.
+        """The entry, or None. hotlap removes a damaged entry with a warning and returns None.
 
-        With `on_disk` its tensors, once every byte was checked, are read where and when they are looked at.
+        With `on_disk`, hotlap checks every byte, and tensors then read from disk on access.
         """
         path = self._place(kind, key)
         if not os.path.lexists(path):
@@ -105,20 +105,20 @@ class Cache:
             else:
                 entry = content_from(kind, key, read_files(path, manifest), manifest.facts)
         except StoreError as error:
-            log.warning("the cached %s %s is thrown away: %s", kind, key[:12], error)
+            log.warning("removed the damaged cache entry %s %s: %s", kind, key[:12], error)
             self._remove(path)
             return None
-        with contextlib.suppress(OSError):  # a cache that is only read from keeps no such order
+        with contextlib.suppress(OSError):  # a read-only cache keeps no order of use
             os.utime(path, follow_symlinks=False)
         return entry
 
     def put(
         self, kind: str, key: str, *, tensors: Arrays | None = None, values: Any = None, facts: Mapping[str, Any]
     ) -> Entry:
-        """Store an entry, and give it as `get` would. Where a whole one is there already, that one stays.
+        """Store an entry and return it as `get` would. A complete entry with this key stays as it is.
 
-        `values` are words, numbers, arrays, tensors, and lists, tuples and dicts of them; `facts` are JSON, for
-        people. Raises StoreError where it cannot be stored: the disk is full, or a value is of another kind.
+        `values` are texts, numbers, arrays, tensors, and lists, tuples and dicts of them; `facts` are JSON for
+        people. Raises StoreError if the disk is full or a value is of another kind.
         """
         path = self._place(kind, key)
         files, entry = content_of(kind, key, tensors or {}, values, facts)
@@ -135,9 +135,9 @@ class Cache:
     def get_or_make(
         self, kind: str, key: str, make: Callable[[], tuple[Arrays, Any]], facts: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], Any]:
-        """Tensors and values of the entry; where there is none, `make` makes them, and they are kept.
+        """Tensors and values of the entry; if there is none, `make` computes them and the cache keeps them.
 
-        A cache that cannot store them stops nothing: that is told in the log.
+        If the cache cannot store them, the log says so and work goes on.
         """
         if (found := self.get(kind, key)) is not None:
             return found.tensors, found.values
@@ -145,13 +145,13 @@ class Cache:
         try:
             made = self.put(kind, key, tensors=tensors, values=values, facts=facts or {})
         except StoreError as error:
-            log.warning("a %s is not cached: %s", kind, error)
+            log.warning("the cache does not keep the %s: %s", kind, error)
             return dict(tensors), values
         return made.tensors, made.values
 
     @contextlib.contextmanager
     def scratch(self, kind: str, key: str) -> Iterator[Path]:
-        """A folder for what an entry is made of, gone afterwards; what a process that died left goes with `prune`."""
+        """A temporary folder for making an entry, removed at the end; `prune` removes those of dead processes."""
         path = self._place(kind, key)
         new = path.with_name(f".new-{key}-{secrets.token_hex(8)}")
         try:
@@ -165,14 +165,14 @@ class Cache:
             shutil.rmtree(new, ignore_errors=True)
 
     def drop(self, kind: str, key: str) -> None:
-        """Throw an entry away, if there is one."""
+        """Remove an entry, if there is one."""
         path = self._place(kind, key)
         if os.path.lexists(path):
             refuse_shared(self.root, path.parent)
             self._remove(path)
 
     def list(self, kind: str | None = None) -> Items:
-        """All entries, the one used last first."""
+        """All entries, the most recently used first."""
         return sorted((_item(path) for path in self._entries(kind)), key=lambda item: item.used_s, reverse=True)
 
     def size(self, kind: str | None = None) -> int:
@@ -180,7 +180,7 @@ class Cache:
         return sum(item.bytes for item in self.list(kind))
 
     def verify(self, kind: str | None = None, *, remove: bool = False) -> Damages:
-        """Read every byte of every entry; those that are not as they were written, removed if so wished."""
+        """Check every byte of every entry; return the damaged ones, and remove them with `remove`."""
         found = []
         for path in self._entries(kind):
             try:
@@ -192,9 +192,9 @@ class Cache:
         return found
 
     def prune(self, keep_bytes: int | None = None, older_than_s: float | None = None, kind: str | None = None) -> Items:
-        """Remove what was not used for `older_than_s` seconds, then the least recently used beyond `keep_bytes`.
+        """Remove entries unused for `older_than_s` seconds, then the least recently used beyond `keep_bytes`.
 
-        What processes that died left behind goes too. The entries removed, in that order.
+        Leftovers of dead processes go too. Returns the removed entries in that order.
         """
         self._remove_left_overs()
         found, now, removed = self.list(kind), time.time(), []
@@ -211,11 +211,11 @@ class Cache:
 
     def _place(self, kind: str, key: str) -> Path:
         if not _KIND.fullmatch(kind) or not _KEY.fullmatch(key):
-            raise StoreError(f"{shown(kind)}, {shown(key)} name no cache entry; a key is what key_of gives")
+            raise StoreError(f"{shown(kind)}, {shown(key)} do not name a cache entry; make the key with key_of")
         return self.root / kind / key
 
     def _settle(self, new: Path, path: Path) -> None:
-        """Give a finished entry its name, unless another process was first."""
+        """Rename a finished entry to its final name, unless another process was first."""
         new.chmod(0o700)
         for _ in range(100):
             try:
@@ -234,7 +234,7 @@ class Cache:
         raise StoreError(f"{path} cannot be replaced")
 
     def _remove(self, path: Path) -> None:
-        """Remove an entry under another name, so that half of it is never taken for the whole."""
+        """Remove an entry under another name, so that no reader finds half of it."""
         doomed = path.with_name(f".old-{path.name}-{secrets.token_hex(8)}")
         try:
             disk.rename(path, doomed)
@@ -268,9 +268,9 @@ class Cache:
 
 
 def make_private(*folders: Path) -> None:
-    """Make folders, each inside of the one before, that only their owner may use, whatever the umask allows.
+    """Make nested folders for their owner only, whatever the umask.
 
-    Raises StoreError, with the cure, for one that is there and that others can write to, and OSError.
+    Raises StoreError, with the remedy, if a folder exists and others can write to it, and OSError.
     """
     folders[0].parent.mkdir(parents=True, exist_ok=True)
     for folder in folders:
@@ -279,19 +279,19 @@ def make_private(*folders: Path) -> None:
 
 
 def refuse_shared(*folders: Path) -> None:
-    """Raise StoreError, with the cure, where a folder is a link, somebody else's, or others can write to it."""
+    """Raise StoreError, with the remedy, if a folder is a link, has another owner, or others can write to it."""
     for folder in folders:
         try:
             status = folder.lstat()
         except OSError as error:
             raise StoreError(f"cannot use the cache {folder}: {error.strerror or error}") from None
         if not stat.S_ISDIR(status.st_mode):
-            told = "a link" if stat.S_ISLNK(status.st_mode) else "not a folder"
-            raise StoreError(f"the cache {folder} is {told}; name a folder with HOTLAP_CACHE")
+            kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a folder"
+            raise StoreError(f"the cache {folder} is {kind}; name a folder with HOTLAP_CACHE")
         if status.st_uid != os.geteuid():
-            raise StoreError(f"the cache {folder} is owned by somebody else; name your own with HOTLAP_CACHE")
+            raise StoreError(f"the cache {folder} belongs to another user; name your own with HOTLAP_CACHE")
         if status.st_mode & 0o022:
-            raise StoreError(f"others can write to the cache {folder}; mend it with: chmod go-w {folder}")
+            raise StoreError(f"others can write to the cache {folder}; to fix this: chmod go-w {folder}")
 
 
 def _within(folder: Path, name: re.Pattern[str]) -> list[Path]:
@@ -305,14 +305,14 @@ def _own_manifest(kind: str, key: str, path: Path) -> Manifest:
     refuse_shared(path)
     manifest = read_manifest(path)
     if manifest.name != {"kind": kind, "key": key}:
-        raise StoreError("its manifest is of another entry")
+        raise StoreError("its manifest belongs to another entry")
     return manifest
 
 
 def _item(path: Path) -> Item:
     kind, key = path.parent.name, path.name
     used_s, size, facts = 0.0, 0, {}
-    with contextlib.suppress(OSError):  # gone, or damaged, which verify tells
+    with contextlib.suppress(OSError):  # removed, or damaged, which `verify` reports
         used_s = path.lstat().st_mtime
         manifest = _own_manifest(kind, key, path)
         size, facts = manifest.bytes, manifest.facts
@@ -320,7 +320,7 @@ def _item(path: Path) -> Item:
 
 
 # ---
-# What a cache entry holds, as files and back: tensors, arrays and plain values, nothing that could run code.
+# The content of an entry as files and back: tensors, arrays and plain values; nothing that could run code.
 
 
 Arrays = Mapping[str, Tensor | np.ndarray[Any, Any]]
@@ -329,7 +329,7 @@ TENSORS, VALUES, INNER = "tensors.safetensors", "values.json", "values.safetenso
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What was stored, every byte as it was written: arrays as arrays, tensors as tensors on the CPU."""
+    """The stored content, checked byte for byte: arrays as arrays, tensors as tensors on the CPU."""
 
     kind: str
     key: str
@@ -341,7 +341,7 @@ class Entry:
 def content_of(
     kind: str, key: str, tensors: Arrays, values: Any, facts: Mapping[str, Any]
 ) -> tuple[dict[str, Iterable[Piece]], Entry]:
-    """The files of an entry, and the entry as it will be read; StoreError names what no safe file can hold."""
+    """The files of an entry, and the entry as `get` returns it; StoreError names a value that no safe file can hold."""
     plain = {name: _as_tensor(name, value) for name, value in tensors.items()}
     inner: dict[str, Tensor] = {}
     arrays = [name for name, value in tensors.items() if isinstance(value, np.ndarray)]
@@ -361,9 +361,9 @@ def content_of(
 def content_from(
     kind: str, key: str, files: Mapping[str, bytes], facts: dict[str, Any], *, tensors: Path | None = None
 ) -> Entry:
-    """The entry of these files; StoreError where they are not an entry's.
+    """The entry in these files; StoreError if they are not those of an entry.
 
-    `tensors` is where the file of its tensors lies, if they are to stay on disk; it is not among `files` then.
+    If its tensors stay on disk, `tensors` is the path of their file, which is then not among `files`.
     """
     if {*files, *([TENSORS] if tensors else [])} != {TENSORS, VALUES, INNER}:
         raise StoreError(f"its files are {', '.join(files) or 'none'}, not those of an entry")
@@ -375,7 +375,7 @@ def content_from(
         values = decode(coded, inner)
         return Entry(kind=kind, key=key, tensors=_given_back(found, arrays), values=values, facts=facts)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise StoreError(f"{VALUES} is not in hotlap's form ({type(error).__name__})") from None
+        raise StoreError(f"{VALUES} does not have hotlap's format ({type(error).__name__})") from None
 
 
 def _given_back(tensors: Mapping[str, Tensor], arrays: list[str]) -> dict[str, Any]:
@@ -386,40 +386,40 @@ def _as_tensor(name: str, value: Tensor | np.ndarray[Any, Any]) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     try:
-        # A copy of the same shape: ascontiguousarray makes a row of a single number, and torch wants it writable.
+        # Copied in its shape: ascontiguousarray makes a scalar a row, and torch needs a writable array.
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape).copy())
     except (TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{name} cannot be stored as a tensor: {str(error).splitlines()[0]}") from None
 
 
 # ---
-# Tensors of a file that stay on disk: each part of them is read when it is looked at, and given up under pressure.
+# Tensors that stay in their file: the system reads pages on access and drops them when memory is short.
 
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 def mapped(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; what is written to them never reaches the file.
+    """The tensors of a safetensors file, mapped; writing to them never changes the file.
 
-    The file may be removed meanwhile: its bytes stay until the last tensor goes. Raises StoreError where it is no
-    safetensors file. Whether its bytes are those that were written is for others to check.
+    The file may be removed meanwhile: its bytes stay until the last tensor goes. The caller checks the bytes. Raises
+    StoreError if it is not a safetensors file.
     """
     try:
-        # A private map: torch refuses none of it, and the file stays as it is.
+        # A private map: torch accepts it, and the file never changes.
         raw = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))
     except (OSError, ValueError) as error:
         raise StoreError(f"{path.name} cannot be mapped: {error}") from None
     try:
         header_bytes = int.from_bytes(bytes(raw[:8].tolist()), "little")
         if not 0 < header_bytes <= min(MOST_HEADER_BYTES, len(raw) - 8):
-            raise ValueError("its header has no length")
+            raise ValueError("the length of its header is wrong")
         header = json.loads(raw[8 : 8 + header_bytes].numpy().tobytes())
         header.pop("__metadata__", None)
         body = raw[8 + header_bytes :]
         return {name: _part(body, **entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise StoreError(f"{path.name} is not a good safetensors file: {str(error).splitlines()[0]}") from None
+        raise StoreError(f"{path.name} is not a valid safetensors file: {str(error).splitlines()[0]}") from None
 
 
 def _part(body: Tensor, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
@@ -431,19 +431,19 @@ KIND = "models"
 
 
 def model_key(identity: Mapping[str, Any], initial: Mapping[str, Tensor]) -> str:
-    """The key of a training: what `guard.identity` says of it, and every weight it begins with."""
+    """The key of a training: its `guard.identity` and all initial weights."""
     return key_of("a trained model", identity, initial)
 
 
 def stored_model(cache: Cache, key: str) -> tuple[dict[str, Tensor], Any] | None:
-    """Weights and figures of a model trained before, or None; one that is damaged is told in the log and is none."""
+    """Weights and figures of a model trained before, or None; the log reports a damaged entry."""
     found = cache.get(KIND, key)
     return None if found is None else (found.tensors, found.values)
 
 
 def store_model(cache: Cache, key: str, tensors: Mapping[str, Tensor], values: Any, facts: Mapping[str, Any]) -> None:
-    """Keep a trained model: its weights as plain PyTorch has them, and figures such as history and best.
+    """Store a trained model: its weights for plain PyTorch, and figures such as history and best.
 
-    Raises StoreError where it cannot be kept.
+    Raises StoreError if the cache cannot store it.
     """
     cache.put(KIND, key, tensors=tensors, values=values, facts=facts)

@@ -1,4 +1,4 @@
-"""Checkpoints: written to a new place, hashed, synced and renamed, so that a crash at any moment leaves a good one."""
+"""Checkpoints: written to a new folder, hashed, synced and renamed, so that a crash always leaves a good one."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ KEPT = 2
 _NAME = re.compile(r"step-(\d{9,})", re.ASCII)
 _REPLACED = ".was-"
 MADE = "checkpoints.made"
-"""A file beside the folder of the checkpoints: with it and without a checkpoint, they were lost, not never made."""
+"""A file beside the checkpoint folder: if it exists and no checkpoint does, checkpoints were lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint whose every byte is as it was written."""
+    """A checkpoint, checked byte for byte."""
 
     path: Path
     step: int
     facts: dict[str, Any]
-    """What the manifest says beside the files: versions, code, data, settings, plan."""
+    """The facts in the manifest: versions, code, data, settings, plan."""
     files: dict[str, bytes]
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder of their own. Only one process may write there (see RunLock)."""
+    """The checkpoints of one run, in their own folder. Only one process may write there (see RunLock)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._made = folder.with_name(MADE)
         self.trusted: int | None = None
-        """The newest one up to this step stays beside the last two: somebody may have to go back to it."""
+        """The newest checkpoint up to this step stays beside the last two: a training may have to go back to it."""
 
     def write(self, step: int, files: Mapping[str, Iterable[disk.Piece]], facts: dict[str, Any]) -> Path:
-        """Write a checkpoint, then let go of all but the last two. Raises OSError; the ones before stay untouched."""
+        """Write a checkpoint, then remove all but the last two. Raises OSError; earlier checkpoints stay untouched."""
         if not self.folder.is_dir():
             disk.make_folder(self.folder)
             disk.sync_folder(self.folder.parent)
@@ -56,8 +56,8 @@ class Checkpoints:
             if not os.path.lexists(final):
                 disk.rename(new, final)
                 return
-            # Of a training that went on from an earlier one. It may be the only good checkpoint, so it keeps
-            # a name that `tidy` knows until the new one has its own.
+            # The training continued from an earlier checkpoint. The old one may be the only good one, so it keeps
+            # a name that `tidy` knows until the new one is in place.
             replaced = self.folder / f"{_REPLACED}{step:09d}"
             if os.path.lexists(replaced):
                 disk.remove_folder(replaced)
@@ -70,12 +70,12 @@ class Checkpoints:
                 raise
 
         write_folder(new, {"step": step}, files, facts, place)
-        self._let_go(step)
+        self._remove_old(step)
         self._note_first(final)
         return final
 
     def _note_first(self, final: Path) -> None:
-        """Leave a mark that there was one; not before it is whole: a crash in the first save leaves none."""
+        """Note that a checkpoint was completed; a crash in the first save leaves no note."""
         if os.path.lexists(self._made):
             return
         try:
@@ -83,15 +83,15 @@ class Checkpoints:
             disk.sync_folder(self._made.parent)
         except OSError as error:
             raise StoreError(
-                f"{self._made.name} could not be written: {error.strerror or error}; {final.name} itself is whole"
+                f"{self._made.name} could not be written: {error.strerror or error}; {final.name} itself is complete"
             ) from error
 
     def none_completed(self) -> bool:
-        """Whether none was ever completed here, so that beginning at the start loses nothing. Tidy up first."""
+        """Whether no checkpoint was ever completed here, so that a fresh start loses nothing. Call `tidy` first."""
         return not os.path.lexists(self._made) and not self.folder.is_symlink() and not self._found()
 
-    def _let_go(self, step: int) -> None:
-        """Remove all but the last two up to `step` and the trusted one, and damaged ones beyond, which it passed by."""
+    def _remove_old(self, step: int) -> None:
+        """Remove all but the last two up to `step` and the trusted one, also damaged ones that the run passed."""
         found = self._found()
         kept = [path for number, path in found if number <= step][:KEPT]
         if self.trusted is not None:
@@ -104,26 +104,26 @@ class Checkpoints:
             except OSError as error:
                 raise StoreError(
                     f"the old checkpoint {old.name} could not be removed: {error.strerror or error}; "
-                    "the new one is whole"
+                    "the new one is complete"
                 ) from error
 
     def read(self, path: Path) -> Checkpoint:
-        """A checkpoint, if every byte of it is as it was written; StoreError says what is wrong."""
+        """A checkpoint, checked byte for byte; StoreError says what is wrong."""
         manifest = read_manifest(path)
         step = manifest.name.get("step")
         if type(step) is not int or step < 0:
             raise StoreError(f"{MANIFEST} is not a manifest")
         if path.name != f"step-{step:09d}":
-            raise StoreError(f"{MANIFEST} is of step {step}, not of {path.name}")
+            raise StoreError(f"{MANIFEST} belongs to step {step}, not to {path.name}")
         return Checkpoint(path=path, step=step, facts=manifest.facts, files=read_files(path, manifest))
 
     def newest_good(self, *, until: int | None = None) -> tuple[Checkpoint, list[str]]:
-        """The newest checkpoint that is whole, and a line for each newer one that is not; none beyond step `until`.
+        """The newest good checkpoint up to step `until`, and a line for each newer one that is damaged.
 
-        Raises StoreError where none is: a training never begins anew in silence.
+        Raises StoreError if there is none: a training never starts anew silently.
         """
         if self.folder.is_symlink():
-            raise StoreError(f"{self.folder} is a link; checkpoints are read from the run's own folder only")
+            raise StoreError(f"{self.folder} is a link; hotlap reads checkpoints only from the run folder itself")
         damaged: list[str] = []
         found = [path for step, path in self._found() if until is None or step <= until]
         for path in found:
@@ -133,16 +133,17 @@ class Checkpoints:
                 damaged.append(f"checkpoint {path.name} is damaged: {error}")
         if not found and os.path.lexists(self._made):
             raise StoreError(
-                f"{self.folder.parent} had checkpoints and has none now; put {self.folder.name} back, "
+                f"{self.folder.parent} had checkpoints and has none now; restore {self.folder.name}, "
                 "or start the training anew in another folder"
             )
         if not found:
             raise StoreError(f"{self.folder.parent} has no checkpoint to resume from; start the training anew")
-        told = "; ".join(damaged)
-        raise StoreError(f"no checkpoint of {self.folder.parent} is whole ({told}); start anew in another folder")
+        raise StoreError(
+            f"every checkpoint of {self.folder.parent} is damaged ({'; '.join(damaged)}); start anew in another folder"
+        )
 
     def tidy(self) -> None:
-        """Remove what a crash left half done, and give back its name to a checkpoint that was about to be replaced."""
+        """Remove leftovers of a crash, and rename a checkpoint back that was about to be replaced."""
         if not self.folder.is_dir() or self.folder.is_symlink():
             return
         for path in self.folder.iterdir():
@@ -155,7 +156,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _found(self) -> list[tuple[int, Path]]:
-        """Steps and folders of all that have the name of a checkpoint, newest first."""
+        """Steps and folders of all checkpoints, newest first."""
         if not self.folder.is_dir():
             return []
         steps = [(int(m[1]), path) for path in self.folder.iterdir() if (m := _NAME.fullmatch(path.name))]

@@ -1,6 +1,6 @@
-"""The system calls that a save makes, one function each: the only places where a crash can leave something half done.
+"""The system calls of a save, one function each: the only places where a crash can leave something incomplete.
 
-`watched` lets a test stand before and after every one of them.
+`watched` lets a test interrupt before and after each of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Piece = bytes | memoryview
 _T = TypeVar("_T")
 
 CHUNK = 4 * 1024 * 1024
-"""Bytes per write: small enough that other threads get their turn."""
+"""Bytes per write: few enough that other threads can run."""
 
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
@@ -50,7 +50,7 @@ def _call(name: str, function: Callable[..., _T], *args: object) -> _T:
 
 
 def write_new(path: Path, pieces: Iterable[Piece]) -> tuple[int, str]:
-    """Write a file that is not there yet and sync it; its size and sha256."""
+    """Write a new file and sync it; returns its size and sha256."""
     digest, size = hashlib.sha256(), 0
     handle = _call("open", os.open, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -66,40 +66,40 @@ def write_new(path: Path, pieces: Iterable[Piece]) -> tuple[int, str]:
 
 
 def _chunks(pieces: Iterable[Piece]) -> Iterator[memoryview]:
-    """The same bytes in chunks of one size: small pieces together, large ones cut."""
+    """The same bytes in chunks of at most `CHUNK`: small pieces joined, large ones split."""
     waiting = bytearray()
     for piece in pieces:
-        whole = memoryview(piece).cast("B")
-        if len(waiting) + len(whole) < CHUNK:
-            waiting += whole
+        data = memoryview(piece).cast("B")
+        if len(waiting) + len(data) < CHUNK:
+            waiting += data
             continue
         if waiting:
             yield memoryview(bytes(waiting))
             waiting.clear()
-        for start in range(0, len(whole), CHUNK):
-            yield whole[start : start + CHUNK]
+        for start in range(0, len(data), CHUNK):
+            yield data[start : start + CHUNK]
     if waiting:
         yield memoryview(bytes(waiting))
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that is not there yet."""
+    """Make a new folder."""
     _call("make folder", os.mkdir, path)
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a file or folder its name in one step, and make that last."""
+    """Rename a file or folder in one step, and sync that."""
     _call("rename", os.replace, old, new)
     sync_folder(new.parent)
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder last."""
+    """Sync the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         _call("sync folder", os.fsync, handle)
     except OSError as error:
-        # Some network file systems cannot sync a folder; what is in it is there all the same.
+        # Some network file systems cannot sync a folder; its files are written all the same.
         if error.errno not in _CANNOT_SYNC:
             raise
     finally:
@@ -107,7 +107,7 @@ def sync_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and all in it, under another name first, so that half of it is never taken for the whole."""
+    """Rename a folder, then remove it, so that no reader finds half of it."""
     doomed = path if path.name.startswith(".old-") else path.with_name(f".old-{path.name}")
     if doomed != path:
         if os.path.lexists(doomed):
@@ -117,7 +117,7 @@ def remove_folder(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove whatever has this name; what a link leads to stays."""
+    """Remove a file, folder or link; the target of a link stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -125,7 +125,7 @@ def _remove(path: Path) -> None:
 
 
 def read_checked(path: Path, size: int, sha256: str) -> bytes:
-    """The bytes of a regular file, if they are those that were written; StoreError says how they differ."""
+    """The bytes of a regular file, checked by size and sha256; StoreError says how they differ."""
     with _opened(path) as file:
         found = os.fstat(file.fileno()).st_size
         if found != size:
@@ -137,19 +137,19 @@ def read_checked(path: Path, size: int, sha256: str) -> bytes:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """The bytes of a regular file that is no link and no larger than `most`."""
+    """The bytes of a regular file of at most `most` bytes; links are refused."""
     with _opened(path) as file:
         found = os.fstat(file.fileno()).st_size
         if found > most:
-            raise StoreError(f"{path.name} has {found:,} bytes; at most {most:,} are read")
+            raise StoreError(f"{path.name} has {found:,} bytes; hotlap reads at most {most:,}")
         return file.read(most + 1)[:most]
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file that is no link, open for reading; StoreError for all that goes wrong with it, inside too."""
+    """A regular file, not a link, open for reading; raises StoreError for every error, also inside of `with`."""
     try:
-        # Not blocking: opening a pipe would wait for its other end for ever.
+        # Non-blocking: opening a pipe would wait forever for its other end.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -1,4 +1,4 @@
-"""State of any training as JSON and tensors: nothing that could run code when it is read back."""
+"""The state of a training as JSON and tensors: reading it back can run no code."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import StoreError, first_line
 from hotlap.store.tensors import why_not_stored
 
 _PLAIN = (str, bool, type(None))
 MOST_BITS = 4096
-"""A whole number of more bits is refused; Python itself reads none of more than 4,300 digits."""
+"""Larger integers are refused; Python itself reads at most 4,300 digits."""
 
 
 def encode(value: Any, tensors: dict[str, Tensor], at: str) -> Any:
     """`value` as JSON; copies of its tensors go into `tensors` under names that begin with `at`.
 
-    Raises StoreError for a value that is no number, word, list, dict, tuple, array or tensor.
+    Raises StoreError for a value that is not a number, text, list, dict, tuple, array or tensor.
     """
     if isinstance(value, _PLAIN):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, Tensor):
         return _encode_tensor(value, tensors, at)
     if isinstance(value, (np.ndarray, np.generic)):
-        # A number of numpy's comes back as one: it computes by other rules than Python's.
+        # A numpy number stays one: it follows other rules than a Python number.
         kind = "$array" if isinstance(value, np.ndarray) else "$scalar"
         return {kind: _keep(_from_numpy(np.asarray(value), at), tensors, at)}
     if isinstance(value, int):
         if value.bit_length() > MOST_BITS:
-            raise StoreError(f"{at} is a number of {value.bit_length():,} bits; at most {MOST_BITS:,} are stored")
+            raise StoreError(f"{at} is a number of {value.bit_length():,} bits; hotlap stores at most {MOST_BITS:,}")
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
@@ -56,7 +56,7 @@ def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], at: str) -> Any:
     name = _keep(value.detach().to("cpu", copy=True), tensors, at)
     strides = value.stride()
     turned = sorted(range(value.ndim), key=lambda n: -strides[n])
-    # How it lies in memory matters: a fused optimizer goes through weight and state side by side.
+    # Memory order matters: a fused optimizer walks weight and state in parallel.
     if not value.is_contiguous() and value.permute(turned).is_contiguous():
         return {"$tensor": [name, value.device.type, turned]}
     return {"$tensor": [name, value.device.type]}
@@ -65,12 +65,12 @@ def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], at: str) -> Any:
 def _from_numpy(value: np.ndarray[Any, Any], at: str) -> Tensor:
     try:
         return torch.from_numpy(value.copy(order="C"))
-    except (TypeError, ValueError):  # of objects, words, dates, or another byte order
+    except (TypeError, ValueError):  # of objects, texts, dates, or another byte order
         raise StoreError(f"{at} is an array of {value.dtype}, which no file that is safe to read can hold") from None
 
 
 def _keep(tensor: Tensor, tensors: dict[str, Tensor], at: str) -> str:
-    """Put a tensor under `at`, or a name near it: the keys 1 and "1" give one name, and a key may hold anything."""
+    """Store a tensor under `at` or a similar name: the keys 1 and "1" give the same name, and keys hold anything."""
     name = at.encode("utf-8", "backslashreplace").decode()
     number = 1
     while name in tensors:
@@ -87,15 +87,14 @@ def _encode_key(key: Any, at: str) -> Any:
 
 
 def decode(coded: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """What `encode` was given; tensors that were on a GPU go to `device`, or to the CPU without one.
+    """The value that `encode` was given; tensors from a GPU go to `device`, or to the CPU if it is None.
 
-    Raises StoreError, and nothing else, where `coded` was not made by `encode`.
+    Raises StoreError, and nothing else, if `coded` is not a result of `encode`.
     """
     try:
         return _decode(coded, tensors, device)
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # also a RecursionError
-        told = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
-        raise StoreError(f"the stored state is not in hotlap's form: {told}") from None
+        raise StoreError(f"the stored state does not have hotlap's format: {first_line(error)[:80]}") from None
 
 
 def _decode(coded: Any, tensors: Mapping[str, Tensor], device: torch.device | None) -> Any:
@@ -104,7 +103,7 @@ def _decode(coded: Any, tensors: Mapping[str, Tensor], device: torch.device | No
     if not isinstance(coded, dict):
         return coded
     if len(coded) != 1:
-        raise ValueError(f"a value of {len(coded)} kinds")
+        raise ValueError(f"a value with {len(coded)} kinds")
     ((kind, inner),) = coded.items()
     match kind:
         case "$tensor":
@@ -127,9 +126,9 @@ def _decode(coded: Any, tensors: Mapping[str, Tensor], device: torch.device | No
 
 
 def _turned(tensor: Tensor, dims: list[int]) -> Tensor:
-    """The same values, lying in memory in the order of these dimensions."""
-    lying = tensor.permute(dims).contiguous()
-    return lying.permute([dims.index(n) for n in range(tensor.ndim)])
+    """The same values, in memory in the order of these dimensions."""
+    ordered = tensor.permute(dims).contiguous()
+    return ordered.permute([dims.index(n) for n in range(tensor.ndim)])
 
 
 def _is_key(value: Any) -> bool:
@@ -140,17 +139,17 @@ def _is_key(value: Any) -> bool:
 
 def _key(value: Any) -> Any:
     if not _is_key(value):
-        raise TypeError(f"a {type(value).__name__} is no key")
+        raise TypeError(f"a {type(value).__name__} cannot be a key")
     return value
 
 
 def to_json(value: Any) -> bytes:
-    """JSON as it is hashed and stored: one way to write each value."""
+    """JSON for hashing and storing: each value has one form."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def from_json(content: bytes, name: str) -> Any:
-    """The value of a JSON file; StoreError where it is none, or nested beyond reason."""
+    """The value of a JSON file; StoreError if it is not JSON or nested too deeply."""
     try:
         return json.loads(content, parse_constant=_refused)
     except RecursionError:

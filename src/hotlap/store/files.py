@@ -17,18 +17,18 @@ MOST_TEXT_BYTES = 256 * 1024 * 1024
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a new file beside `path`, sync it, and give it the name in one step."""
+    """Let `write` fill a new file beside `path`, sync it, and rename it to `path`."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
         os.close(handle)
         temporary = Path(name)
         try:
             write(temporary)
-            # mkstemp makes files private; a result is as readable as any other file of the user's.
+            # mkstemp makes private files; the result gets the user's usual permissions.
             temporary.chmod(0o666 & ~_umask())
             _sync(temporary)
             temporary.replace(path)
-            # Some network file systems cannot sync a folder; the file is in its place all the same.
+            # Some network file systems cannot sync a folder; the file is in place all the same.
             with contextlib.suppress(OSError):
                 _sync(path.parent)
         except BaseException:
@@ -55,9 +55,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def read_text(path: Path, most: int = MOST_TEXT_BYTES) -> str:
-    """The text of a file of at most so many bytes, without the mark that some editors put before it.
+    """The text of a file of at most `most` bytes, without a byte order mark.
 
-    Raises StoreError where it is no text, or no such file.
+    Raises StoreError if the file is missing or not text.
     """
     try:
         return read_bytes(path, most).decode("utf-8-sig")
@@ -66,9 +66,9 @@ def read_text(path: Path, most: int = MOST_TEXT_BYTES) -> str:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """All bytes of a regular file, or of one that a link leads to; StoreError for more than `most` of them."""
+    """The bytes of a regular file, also through a link; StoreError if there are more than `most`."""
     try:
-        # Not blocking, and regular files only: a pipe or a device in a stranger's folder would never end.
+        # Non-blocking, and regular files only: a pipe or device in an untrusted folder would never end.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(handle, "rb") as file:
             status = os.fstat(handle)
@@ -77,18 +77,18 @@ def read_bytes(path: Path, most: int) -> bytes:
             if not stat.S_ISREG(status.st_mode):
                 raise StoreError(f"cannot read {path}: it is not a regular file")
             if status.st_size > most:
-                raise StoreError(f"cannot read {path}: of its {status.st_size:,} bytes at most {most:,} are")
+                raise StoreError(f"cannot read {path}: it has {status.st_size:,} bytes; hotlap reads at most {most:,}")
             return file.read(most)
     except StoreError:
         raise
-    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise StoreError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     except MemoryError:
-        raise StoreError(f"cannot read {path}: its {status.st_size:,} bytes are more than the memory holds") from None
+        raise StoreError(f"cannot read {path}: its {status.st_size:,} bytes do not fit in memory") from None
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a log; one write, so that lines never mix."""
+    """Append a line to a log in one write, so that lines never mix."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -101,7 +101,7 @@ def _write_plain(path: Path, text: str) -> None:
 
 
 def _umask() -> int:
-    # The only way to read it is to set it.
+    # Reading the umask takes setting it.
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
@@ -116,12 +116,12 @@ def _sync(path: Path) -> None:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan as a readable file."""
+    """Write the plan as a text file."""
     write_text(Path(path), plan.to_text())
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan file; every mistake in it is named."""
+    """Read a plan file. Raises PlanError with every mistake in it, and StoreError if it cannot be read."""
     try:
         return Plan.from_text(read_text(Path(path)))
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""Keys for what is kept: a sha256 over data, code and parameters, in which no two different things look alike."""
+"""Keys of the cache: a sha256 over data, code and parameters, in which no two different values look alike."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FORMAT = b"hotlap key 1"
 def key_of(*parts: Any) -> str:
     """A key of 64 hex digits, the same for the same parts in every process and on every machine.
 
-    Words, numbers, bytes, lists, tuples and dicts count by value; tensors and arrays by dtype, shape and every
-    byte; a Path by what is in the file, not by its name; functions, classes and modules by their source text. What a
-    function calls is not looked at: name it as a part too. Raises StoreError for anything else.
+    Texts, numbers, bytes, lists, tuples and dicts count by value; tensors and arrays by dtype, shape and every byte; a
+    Path by the content of its file; functions, classes and modules by their source text. What a function calls does
+    not count: give it as a part too, or see `ContentKeys`. Raises StoreError for anything else.
     """
     digest = hashlib.sha256(_FORMAT)
     for piece in _pieces(parts, ()):
@@ -36,8 +36,8 @@ def key_of(*parts: Any) -> str:
 
 
 def _pieces(value: Any, inside: tuple[int, ...]) -> Iterator[Any]:
-    """The bytes that stand for a value: a tag, a length, the content; so where one ends is never in doubt."""
-    if id(value) in inside:  # a function that names itself, or a list within itself
+    """The bytes for a value: tag, length, content; so where a value ends is never ambiguous."""
+    if id(value) in inside:  # a function that uses itself, or a list inside of itself
         yield from _leaf(b"^", str(inside.index(id(value))).encode())
         return
     if len(inside) > MOST_DEPTH:
@@ -63,7 +63,7 @@ def _pieces(value: Any, inside: tuple[int, ...]) -> Iterator[Any]:
             for part in value:
                 yield from _pieces(part, inside)
         case Mapping():
-            # By the hash of each key: dicts that are equal have one key, in whatever order they were filled.
+            # Sorted by the hash of each key: equal dicts have one key, whatever their order.
             rows = sorted(((_hash(k, inside), v) for k, v in value.items()), key=lambda row: row[0])
             yield from _leaf(b"d", len(rows).to_bytes(8, "big"))
             for name, part in rows:
@@ -79,7 +79,7 @@ def _pieces(value: Any, inside: tuple[int, ...]) -> Iterator[Any]:
         case types.FunctionType() | type() | types.ModuleType():
             yield from _code(value, inside)
         case _:
-            raise StoreError(f"{kind_of(value)} cannot be part of a key; name the numbers, tensors and code it holds")
+            raise StoreError(f"{kind_of(value)} cannot be part of a key; give the numbers, tensors and code it holds")
 
 
 def _leaf(tag: bytes, content: bytes) -> Iterator[bytes]:
@@ -100,7 +100,7 @@ def _tensor(tensor: Tensor) -> Iterator[Any]:
     yield from _leaf(b"T", f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     rows = max(1, CHUNK // flat.element_size())
-    for start in range(0, flat.numel(), rows):  # so much at a time comes off the GPU
+    for start in range(0, flat.numel(), rows):  # in pieces, so that a GPU tensor needs little host memory
         yield flat[start : start + rows].cpu().contiguous().view(torch.uint8).numpy().data
 
 
@@ -115,7 +115,7 @@ def _array(array: Any) -> Iterator[Any]:
 
 
 def _code(part: Any, inside: tuple[int, ...]) -> Iterator[bytes]:
-    # Of a class, also the classes it rests on, as far as they are written in Python.
+    # Of a class also its base classes, if they are written in Python.
     own, *bases = inspect.getmro(part) if isinstance(part, type) else (part,)
     yield from _leaf(b"c", _source(own).encode())
     for base in bases:
@@ -125,17 +125,17 @@ def _code(part: Any, inside: tuple[int, ...]) -> Iterator[bytes]:
             text = base.__qualname__
         yield from _leaf(b"m", text.encode())
     if isinstance(part, types.FunctionType):
-        # Two functions of one text differ by what they were made with.
-        yield from _pieces((part.__defaults__, part.__kwdefaults__, _made_with(part)), inside)
-        if part.__name__ == "<lambda>":  # its text is the whole line, which may hold several
+        # Functions with the same text differ by defaults and closures.
+        yield from _pieces((part.__defaults__, part.__kwdefaults__, _closure_of(part)), inside)
+        if part.__name__ == "<lambda>":  # its text is the whole line, which may hold several lambdas
             yield from _leaf(b"x", repr(bytecode(part.__code__)).encode())
 
 
-def _made_with(function: types.FunctionType) -> list[Any]:
+def _closure_of(function: types.FunctionType) -> list[Any]:
     try:
         return [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
-        raise StoreError(f"{function.__qualname__} uses a name that has no value yet") from None
+        raise StoreError(f"{function.__qualname__} uses a variable that has no value yet") from None
 
 
 def _source(part: Any) -> str:
@@ -143,11 +143,11 @@ def _source(part: Any) -> str:
         return inspect.getsource(part)
     except (OSError, TypeError):
         name = getattr(part, "__qualname__", None) or getattr(part, "__name__", "it")
-        raise StoreError(f"{name} has no source text to make a key of; write it in a file") from None
+        raise StoreError(f"{name} has no source text for a key; define it in a file") from None
 
 
 def bytecode(code: types.CodeType) -> tuple[Any, ...]:
-    """What a piece of code does, without file and line: the same in every process of one Python version."""
+    """What code does, without file and line: the same in every process of one Python version."""
     return code.co_code, code.co_names, [_constant(value) for value in code.co_consts]
 
 
@@ -155,7 +155,7 @@ def _constant(value: Any) -> Any:
     match value:
         case types.CodeType():
             return bytecode(value)
-        case frozenset():  # its order is another in every process
+        case frozenset():  # its order differs between processes
             return "frozenset", sorted(repr(part) for part in value)
         case _:
             return repr(value)

@@ -1,4 +1,4 @@
-"""A folder of files with a manifest that knows each by size and hash: what checkpoints and cache entries are."""
+"""A folder with a manifest that lists each file's size and hash: the format of checkpoints and cache entries."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a manifest says, in its form and unchanged."""
+    """The content of a valid manifest."""
 
     name: dict[str, Any]
-    """What the folder is: `step` of a checkpoint, `kind` and `key` of a cache entry."""
+    """`step` of a checkpoint; `kind` and `key` of a cache entry."""
     files: dict[str, tuple[int, str]]
     """Size and sha256 of each file."""
     facts: dict[str, Any]
 
     @property
     def bytes(self) -> int:
-        """The size of all files together."""
+        """The total size of all files."""
         return sum(size for size, _ in self.files.values())
 
 
@@ -46,9 +46,9 @@ def write_folder(
     facts: Mapping[str, Any],
     place: Callable[[], None],
 ) -> None:
-    """Fill the folder `new`, which is not there yet, and let `place` give it its name once every byte is on the disk.
+    """Fill the new folder `new`, sync it, and let `place` rename it.
 
-    Whatever goes wrong, `new` is gone afterwards. Raises OSError.
+    On any error hotlap removes `new`. Raises OSError.
     """
     try:
         disk.make_folder(new)
@@ -66,19 +66,19 @@ def write_folder(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, if it is in its form and was not changed; StoreError says what is wrong."""
+    """The manifest of a folder, checked; StoreError says what is wrong."""
     if folder.is_symlink() or not folder.is_dir():
-        raise StoreError(f"{folder.name} is not a folder of its own")
+        raise StoreError(f"{folder.name} is not a folder, or is a link")
     return checked(from_json(disk.read_small(folder / MANIFEST, MOST_MANIFEST_BYTES), MANIFEST))
 
 
 def read_files(folder: Path, manifest: Manifest) -> dict[str, bytes]:
-    """All files of a folder, if every byte is as it was written; StoreError says what is wrong."""
+    """All files of a folder, checked byte for byte; StoreError says what is wrong."""
     return {name: _read(folder / name, size, sha256) for name, (size, sha256) in manifest.files.items()}
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """As `read_files`, for files of any size: they are not held in memory."""
+    """Check as `read_files` does, without holding the files in memory."""
     for name, (size, sha256) in manifest.files.items():
         seen, digest = hash_file(folder / name, links=False)
         if seen != size:
@@ -88,10 +88,10 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def hash_file(path: Path, *, links: bool = True) -> tuple[int, str]:
-    """Size and sha256 of a regular file, read piece by piece; StoreError where it is none."""
+    """Size and sha256 of a regular file, read in pieces; StoreError if it is no regular file."""
     digest, size = hashlib.sha256(), 0
     try:
-        # Not blocking: opening a pipe would wait for its other end for ever.
+        # Non-blocking: opening a pipe would wait forever for its other end.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
         with os.fdopen(handle, "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -109,7 +109,7 @@ def hash_file(path: Path, *, links: bool = True) -> tuple[int, str]:
 
 
 def checked(manifest: Any) -> Manifest:
-    """What a manifest says; it may come from anyone, so every part of it is looked at."""
+    """The content of a manifest; every part is checked, since the file may be untrusted."""
     if not isinstance(manifest, dict) or "sha256" not in manifest:
         raise StoreError(f"{MANIFEST} is not a manifest")
     rest = {k: v for k, v in manifest.items() if k != "sha256"}
@@ -122,9 +122,9 @@ def checked(manifest: Any) -> Manifest:
         raise StoreError(f"{MANIFEST} is not a manifest")
     listed = {}
     for name, entry in files.items():
-        # Plain names only, so that none leads out of the folder, nor back to the manifest.
+        # Plain names only: none may lead out of the folder or to the manifest itself.
         if not _FILE.fullmatch(name) or name == MANIFEST:
-            raise StoreError(f"{MANIFEST} names the file {shown(name)}, which is not a plain name")
+            raise StoreError(f"{MANIFEST} lists {shown(name)}, which is not a plain file name")
         size = entry.get("bytes") if isinstance(entry, dict) else None
         if type(size) is not int or size < 0:
             raise StoreError(f"{MANIFEST} has no size for {name}")
@@ -138,12 +138,12 @@ def checked(manifest: Any) -> Manifest:
 def _digest(manifest: Mapping[str, Any]) -> str:
     try:
         return hashlib.sha256(to_json(manifest)).hexdigest()
-    except (ValueError, TypeError, RecursionError) as error:  # NaN, which JSON has no word for; a set; a knot
-        raise StoreError(f"{MANIFEST} cannot hold what it should: {error}") from None
+    except (ValueError, TypeError, RecursionError) as error:  # NaN, a set, or a list inside of itself
+        raise StoreError(f"{MANIFEST} cannot be written as JSON: {error}") from None
 
 
 def _read(path: Path, size: int, sha256: str) -> bytes:
     try:
         return disk.read_checked(path, size, sha256)
     except MemoryError:
-        raise StoreError(f"{path.name} has {size:,} bytes, more than the memory holds") from None
+        raise StoreError(f"{path.name} has {size:,} bytes, which do not fit in memory") from None

@@ -1,4 +1,4 @@
-"""The folder of one run: plan, ledger, metrics, environment, model and the list of them; and its lock."""
+"""The folder of one run: plan, ledger, metrics, environment, model and their list; and its lock."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ ABOUT = {
     "checkpoints.made": "says that there were checkpoints",
 }
 MOST_LEDGER_BYTES = 64 * MIB
-"""Some 150,000 lines; a run has hundreds."""
+"""About 150,000 lines; a run has hundreds."""
 SET_UP = ("lock", "started.json", "environment.json", "record.json", "ledger.jsonl")
-"""What a run folder holds before `plan.toml`, which makes it one, is there."""
+"""The files of a run folder before `plan.toml`, which makes it a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Artefact:
-    """A file that a run left."""
+    """A file of a run."""
 
     name: str
     bytes: int
@@ -57,17 +57,17 @@ class Artefact:
 
 
 class RunFolder:
-    """A folder that belongs to one run."""
+    """The folder of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def create(cls, path: str | Path | None, name: str = "run", *, home: Path | None = None) -> Self:
-        """A new folder; one that holds files already is refused, so that nothing is overwritten.
+        """A new folder; hotlap refuses a folder with files, so that it overwrites nothing.
 
-        One that a crash left before anything was trained there is as good as new. Without a path it is a fresh one
-        under `runs` in `home`, which is the working directory as a rule.
+        A folder that a crash left before any training counts as new. Without a path, hotlap makes a fresh folder under
+        `runs` in `home`, by default the working directory.
         """
         if path is None:
             return cls(_fresh((home or Path()) / "runs", name))
@@ -76,7 +76,7 @@ class RunFolder:
             if wanted.exists() and not wanted.is_dir():
                 raise StoreError(f"cannot use {wanted} as a run folder: it is a file; name a new folder")
             if wanted.is_dir() and any(wanted.iterdir()) and not _is_half_set_up(wanted):
-                raise StoreError(f"the run folder {wanted} holds files already; name a new one or remove it")
+                raise StoreError(f"the run folder {wanted} is not empty; name a new one or remove it")
             wanted.mkdir(parents=True, exist_ok=True)
         except StoreError:
             raise
@@ -86,7 +86,7 @@ class RunFolder:
 
     @staticmethod
     def check(path: str | Path | None) -> None:
-        """Raise StoreError where nothing could be written into the folder that `create` would make; none is made."""
+        """Raise StoreError if the folder that `create` would make is not writable; makes no folder."""
         wanted = Path("runs" if path is None else path)
         try:
             with TemporaryFile(dir=_nearest(wanted.absolute())):
@@ -98,13 +98,11 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """The folder of a run that was."""
+        """The folder of an earlier run; raises StoreError if it is none."""
         if not (Path(path) / "plan.toml").is_file():
             if _is_half_set_up(Path(path)):
-                raise StoreError(
-                    f"{path} was left before anything was trained there; start it anew, there or elsewhere"
-                )
-            raise StoreError(f"{path} is no run folder: it has no plan.toml")
+                raise StoreError(f"{path} holds no training yet: its run ended before the first step; start it anew")
+            raise StoreError(f"{path} is not a run folder: it has no plan.toml")
         return cls(Path(path))
 
     def write_plan(self, plan: Plan) -> None:
@@ -112,7 +110,7 @@ class RunFolder:
         save_plan(plan, self.path / "plan.toml")
 
     def read_plan(self) -> Plan:
-        """The plan that was in force at the end."""
+        """The plan at the end of the run."""
         return load_plan(self.path / "plan.toml")
 
     def write_ledger(self, ledger: Ledger) -> None:
@@ -129,7 +127,7 @@ class RunFolder:
             raise StoreError(f"{file}: {error}") from None
 
     def add_metrics(self, record: dict[str, Any]) -> None:
-        """Add a line to `metrics.jsonl`."""
+        """Append a line to `metrics.jsonl`."""
         append_line(self.path / "metrics.jsonl", json.dumps(finite(record)))
 
     def write_metrics(self, records: list[dict[str, Any]]) -> None:
@@ -138,16 +136,16 @@ class RunFolder:
         write_text(self.path / "metrics.jsonl", lines)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines of `metrics.jsonl`; a last one that a crash cut short is left out."""
+        """All lines of `metrics.jsonl`, without a last line that a crash cut short."""
         file = self.path / "metrics.jsonl"
-        # What follows the last line end was cut short: a whole line ends with it.
+        # A complete line ends with a line break; what follows the last one was cut short.
         *lines, _ = read_text(file).split("\n")
         records = []
         for number, line in enumerate(lines, 1):
             try:
                 records.append(json.loads(line))
             except (ValueError, RecursionError):
-                raise StoreError(f"{file}: line {number} is no JSON") from None
+                raise StoreError(f"{file}: line {number} is not JSON") from None
         return records
 
     def write_environment(self, facts: dict[str, Any]) -> None:
@@ -159,20 +157,20 @@ class RunFolder:
         write_text(self.path / "started.json", json.dumps(finite(record), indent=2) + "\n")
 
     def read_started(self) -> dict[str, Any]:
-        """How the run was started."""
+        """The content of `started.json`: how the run was started."""
         name = "started.json"
         record = from_json(read_small(self.path / name, MIB), name)
         if not isinstance(record, dict):
-            raise StoreError(f"{self.path / name} is not a record of a start")
+            raise StoreError(f"{self.path / name} is not a start record")
         return record
 
     def check_room(self, need_bytes: int) -> None:
-        """Raise StoreError where the disk has less room than `need_bytes`."""
+        """Raise StoreError if the disk has fewer than `need_bytes` bytes free."""
         free = shutil.disk_usage(self.path).free
         if free < need_bytes:
             raise StoreError(
                 f"checkpoints in {self.path} need {show_bytes(need_bytes)} and the disk has {show_bytes(free)} free; "
-                "make room, name another folder, or keep none (save_every=0)"
+                "free some space, name another folder, or save none (save_every=0)"
             )
 
     def write_model(self, model: nn.Module) -> None:
@@ -180,11 +178,11 @@ class RunFolder:
         save_weights(model, self.path / "model.safetensors", {"format": "pt", "written_by": "hotlap"})
 
     def write_loss(self, loss: nn.Module) -> None:
-        """Write `loss.safetensors`: the weights of a loss that has its own."""
+        """Write `loss.safetensors`: the weights of the loss."""
         save_weights(loss, self.path / "loss.safetensors", {"format": "pt", "written_by": "hotlap"})
 
     def artefacts(self) -> list[Artefact]:
-        """The files that are here, with their sizes; hidden ones, as a crash may leave, do not count."""
+        """The files of the run with their sizes, without hidden ones, which a crash may leave."""
         try:
             here = sorted(f for f in self.path.iterdir() if not f.name.startswith(".") and f.name != "lock")
             sizes = {f.name: f.stat().st_size for f in here if f.is_file()}
@@ -196,13 +194,13 @@ class RunFolder:
             raise StoreError(f"cannot read {self.path}: {error.strerror or error}") from error
 
     def write_artefacts(self) -> None:
-        """Write `artefacts.json`: the files with sizes, but for the list itself."""
+        """Write `artefacts.json`: all other files with their sizes."""
         rows = [vars(artefact) for artefact in self.artefacts() if artefact.name != "artefacts.json"]
         write_text(self.path / "artefacts.json", json.dumps(rows, indent=2) + "\n")
 
 
 def _nearest(path: Path) -> Path:
-    """A path, or of the folders above it the first that is there. Raises OSError where it can be none."""
+    """The path, or its nearest parent that exists. Raises OSError if no parent does."""
     for each in (path, *path.parents):
         with suppress(FileNotFoundError):
             each.lstat()
@@ -211,25 +209,25 @@ def _nearest(path: Path) -> Path:
 
 
 def _is_half_set_up(folder: Path) -> bool:
-    """Whether a crash left this folder before it was a run's; the lock is the first file in it."""
+    """Whether a crash left this folder before it became a run; the lock is its first file."""
     try:
         names = {file.name for file in folder.iterdir()}
     except OSError:
         return False
-    # What `write_atomically` calls a file that it is still writing.
+    # Names of unfinished files of `write_atomically`.
     torn = tuple(f".{name}." for name in (*SET_UP, "plan.toml"))
     return "lock" in names and all(name in SET_UP or name.startswith(torn) for name in names)
 
 
 def _fresh(parent: Path, name: str) -> Path:
-    """Make a folder that nobody else has, not even a run that starts at the same moment."""
+    """Make a folder that no other run has, not even one that starts at the same moment."""
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         path = parent / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            if not parent.is_dir():  # a file of that name, which no number gets around
+            if not parent.is_dir():  # `parent` is a file, so no number helps
                 raise StoreError(f"cannot make the run folder {path}: {parent} is a file") from None
         except OSError as error:
             raise StoreError(f"cannot make the run folder {path}: {error.strerror or error}") from error
@@ -239,7 +237,7 @@ def _fresh(parent: Path, name: str) -> Path:
 
 
 def finite(value: Any) -> Any:
-    """`value` with null for numbers that are none: JSON has no NaN."""
+    """`value` with null for NaN and infinity, which JSON cannot hold."""
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -248,28 +246,31 @@ def finite(value: Any) -> Any:
 
 
 _locked_here: dict[Path, int] = {}
-"""Folders locked in this process, which has the number beside them: the system's lock is between processes only."""
+"""Folders locked by this process, with its pid: the system's lock works between processes only."""
 _lock_changes = threading.Lock()
 
 
 class RunLock:
-    """Holds a run folder for this process. Raises StoreError where somebody else has it."""
+    """Locks a run folder for this process. Raises StoreError if another training has it.
+
+    The system releases the lock when the process ends, however it ends.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._owner = os.getpid()
         with _lock_changes:
-            # A child has a copy of the list, but not its parent's locks.
+            # A forked child has a copy of the table, but not its parent's locks.
             if _locked_here.get(self._folder) == self._owner:
                 raise StoreError(f"{folder} is in use by another training in this process; name another folder")
             self._handle = _locked(self._folder, folder)
             _locked_here[self._folder] = self._owner
-        with contextlib.suppress(OSError):  # on a full disk nobody learns the number, and the lock holds all the same
+        with contextlib.suppress(OSError):  # a full disk; the lock works without the number
             os.ftruncate(self._handle, 0)
             os.write(self._handle, f"{self._owner}\n".encode())
 
     def release(self) -> None:
-        """Let go; the file stays, since removing it would let two others in at once."""
+        """Release the lock; the file stays, since removing it could let two others in at once."""
         with _lock_changes:
             if self._handle >= 0 and self._owner == os.getpid():
                 _locked_here.pop(self._folder, None)
@@ -284,13 +285,13 @@ def _locked(folder: Path, shown: Path) -> int:
     except OSError as error:
         raise StoreError(f"cannot lock {shown}: {error.strerror or error}") from error
     try:
-        # Not flock: loader workers would inherit that one, and hold it for seconds after a kill.
+        # Not flock: DataLoader workers would inherit it and hold it for seconds after a kill.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         holder = os.read(handle, 20).decode(errors="replace").strip()
         os.close(handle)
         if not isinstance(error, (BlockingIOError, PermissionError)):
             raise StoreError(f"cannot lock {shown}: {error.strerror or error}") from error
-        told = f"process {holder}" if holder.isdigit() else "another process"
-        raise StoreError(f"{shown} is in use by {told}; wait for it, or name another folder") from None
+        owner = f"process {holder}" if holder.isdigit() else "another process"
+        raise StoreError(f"{shown} is in use by {owner}; wait for it, or name another folder") from None
     return handle

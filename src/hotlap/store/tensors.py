@@ -1,4 +1,4 @@
-"""Tensors as safetensors files: written piece by piece, read only where every byte is accounted for."""
+"""Tensors as safetensors files: written in pieces, and read only if the whole file is valid."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 MOST_HEADER_BYTES = 100_000_000
-"""Readers of safetensors refuse a longer header."""
+"""The safetensors format allows no longer header."""
 AT_ONCE_BYTES = 16 * 1024 * 1024
-"""Of a device's tensors, brought to the host by one copy."""
+"""Bytes of small device tensors that one copy brings to the host."""
 TOGETHER = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
-"""What is brought so: not every device can join tensors of the others."""
+"""Dtypes that are copied together: not every device can concatenate the others."""
 
 
 def tensor_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[Piece]:
-    """The bytes of a safetensors file, tensor after tensor, without a second copy of them all.
+    """The bytes of a safetensors file, tensor by tensor, without a second copy of all tensors.
 
-    The library writes a file by itself or as one block of bytes; here every byte is hashed on its way.
+    The library can write a file or one block of bytes; hotlap needs pieces, to hash them while it writes.
     """
     header: dict[str, object] = {"__metadata__": dict(about)} if about else {}
-    # Wide elements first, as the library does: each then begins where a reader may map it as it is.
+    # Wide elements first, as the library does, so that every tensor is aligned for mapping.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     start = 0
     for name, tensor in ordered:
         why = why_not_stored(tensor)
         if name == "__metadata__":
-            why = "a name that safetensors keeps for itself"
+            why = "a name that safetensors reserves"
         if why:
             raise StoreError(f"{name} has {why}")
         end = start + tensor.numel() * tensor.element_size()
@@ -57,7 +57,7 @@ def tensor_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MOST_HEADER_BYTES:
-        raise StoreError(f"{len(ordered):,} tensors are more than one safetensors file can list")
+        raise StoreError(f"{len(ordered):,} tensors are too many for one safetensors file")
     yield len(text).to_bytes(8, "little")
     yield text
     for _, tensor in ordered:
@@ -67,9 +67,9 @@ def tensor_pieces(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None
 
 
 def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the host's memory, contiguous; small ones come together, since each copy waits for the device."""
+    """Contiguous copies in host memory; small tensors share a copy, since each copy waits for the device."""
     found: dict[str, Tensor] = {}
-    for names in _brought_together(tensors):
+    for names in _copy_groups(tensors):
         if len(names) == 1:
             copied = tensors[names[0]].detach().to("cpu", copy=True)
             found[names[0]] = copied.contiguous() if copied.layout is torch.strided else copied
@@ -81,8 +81,8 @@ def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found[name] for name in tensors}
 
 
-def _brought_together(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names of tensors that one copy brings: of one kind, and not too many bytes."""
+def _copy_groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Groups of tensor names for one copy each: same device and dtype, and at most `AT_ONCE_BYTES`."""
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for name, tensor in tensors.items():
@@ -101,14 +101,14 @@ def _brought_together(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def why_not_stored(tensor: Tensor) -> str | None:
-    """What about a tensor safetensors cannot hold, or None where it can."""
+    """Why safetensors cannot hold a tensor; None if it can."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         return f"the layout {'of the meta device' if tensor.is_meta else tensor.layout}, which safetensors cannot hold"
     return None if tensor.dtype in NAMES else f"dtype {tensor.dtype}, which safetensors cannot hold"
 
 
 def tensors_from(content: bytes, name: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; StoreError where it is anything else."""
+    """The tensors of a safetensors file; StoreError if it is anything else."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -119,9 +119,9 @@ def tensors_from(content: bytes, name: str) -> dict[str, Tensor]:
 
 
 def file_kind(content: bytes) -> str:
-    """What a file that is no safetensors file seems to be, in words that say what to do."""
+    """What kind of file this is instead of safetensors."""
     if content[:2] == b"PK":
-        return "a zip, as torch.save writes them, not safetensors; files that can hold code are never opened"
+        return "a zip, as torch.save writes them, not safetensors; hotlap never opens files that can hold code"
     if content[:1] == b"\x80" or b"\x80\x02" in content[:64] or content[:2] in (b"(d", b"(l", b"c_"):
         return "a pickle, which can run code when opened, not safetensors"
-    return "not a good safetensors file"
+    return "not a valid safetensors file"

@@ -1,4 +1,4 @@
-"""Weights as safetensors files: written so that plain PyTorch loads them, read safely though a stranger wrote them."""
+"""Weights as safetensors files: plain PyTorch can load them, and hotlap reads untrusted ones safely."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logger(__name__)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model inside of data-parallel and torch.compile wrappers."""
+    """The user's model inside of data-parallel and torch.compile wrappers."""
     while True:
-        # A name tells nothing: a model may well have a part called `module`.
+        # By class, not by name: a model may have a part called `module`.
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
@@ -36,12 +36,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state as it is without wrappers: every name its own tensor, on the CPU."""
+    """The model's state without wrappers: a separate CPU tensor for each name."""
     state: dict[str, Any] = unwrapped(model).state_dict()
     left_out = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if left_out:
-        log.warning("not saved, since they are no tensors: %s; load with strict=False", ", ".join(left_out))
-    # Tied weights are one tensor under two names; a file of its own copies loads into either.
+        log.warning("hotlap saves tensors only and left out: %s; load with strict=False", ", ".join(left_out))
+    # Tied weights are one tensor with two names; separate copies load into either form.
     return copied_to_host({name: value for name, value in state.items() if isinstance(value, Tensor)})
 
 
@@ -51,9 +51,9 @@ def save_weights(model: nn.Module, path: Path, about: dict[str, str] | None = No
 
 
 def save_state(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
-    """Write a model's state that is on the CPU already, every name its own tensor."""
+    """Write a model's state from the CPU: a separate tensor for each name."""
 
-    # Not by the library: it puts the words about the file in another order each time.
+    # Not by the library: the order of its metadata changes from time to time.
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
             file.writelines(tensor_pieces(state, about))
@@ -62,7 +62,7 @@ def save_state(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | 
 
 
 def load_weights_into(model: nn.Module, stored: dict[str, Tensor]) -> None:
-    """Copy stored weights into a model, each at its place; StoreError lists what does not fit."""
+    """Copy stored weights into a model; StoreError lists what does not fit."""
     mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     wrong = [f"{name} is missing in the file" for name in mine if name not in stored]
     wrong += [f"{name if len(name) <= 60 else shown(name)} is not in the model" for name in stored if name not in mine]
@@ -82,9 +82,9 @@ def load_weights_into(model: nn.Module, stored: dict[str, Tensor]) -> None:
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
 MOST_BEYOND = 4
-"""How many times larger a model may be than the weights that it is to have; tied ones are in it several times."""
+"""A model may be so many times larger than its stored weights, since tied weights count several times."""
 MOST_HEADER_BYTES = 100_000_000
-"""As the format itself has it; a header says names and shapes only."""
+"""The limit of the format; a header holds names and shapes only."""
 
 _CONVERT = (
     "if you trust where it comes from, turn it into safetensors yourself: "
@@ -109,20 +109,20 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
     (b"<", "a web page or XML; a download may have gone wrong"),
 )
 _DRAWS = {"normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_"}
-"""What fills a tensor with random numbers, by name, since libraries put functions of their own in the place of torch's.
-All others of torch's are made of these."""
+"""Functions that fill a tensor with random numbers; torch's other ones call these. By name, since libraries replace
+torch's functions by theirs."""
 _OLD_PICKLES = b"(]}cilpSVFILN"
-"""First bytes of pickles of the oldest protocols, which are plain text."""
+"""First bytes of pickles in the oldest protocols, which are plain text."""
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of those in a folder such as a run's or one of transformers, on the CPU.
+    """The tensors of a safetensors file, or of a folder such as a run or a model of transformers, on the CPU.
 
-    In a folder that is `model.safetensors`, or else the files that `model.safetensors.index.json` lists. Nothing else
-    is opened: no pickle, no zip, no link. Raises StoreError that says what it is and what to do.
+    In a folder hotlap reads `model.safetensors`, or the files that `model.safetensors.index.json` lists. It opens
+    nothing else: no pickle, no zip, no link. Raises StoreError that names the kind of file and what to do.
     """
     wanted = Path(path)
-    if os.path.isdir(wanted):  # noqa: PTH112 - a folder above that is closed to us is told below
+    if os.path.isdir(wanted):  # noqa: PTH112 - a parent folder without access is reported below
         return {name: value for file in _in_folder(wanted) for name, value in _tensors_in(file).items()}
     return _tensors_in(wanted)
 
@@ -131,13 +131,13 @@ def _tensors_in(wanted: Path) -> dict[str, Tensor]:
     if wanted.name == ".metadata" or wanted.suffix == ".distcp":
         raise StoreError(f"{wanted} is part of a distributed checkpoint, whose metadata is a pickle: {_dcp()}")
     try:
-        # Not blocking: opening a pipe would wait for its other end for ever.
+        # Non-blocking: opening a pipe would wait forever for its other end.
         handle = os.open(wanted, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        told = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         if os.path.islink(wanted):  # noqa: PTH114
-            told = "it is a link; name the file itself"
-        raise StoreError(f"cannot read the weights {wanted}: {told}") from None
+            reason = "it is a link; name the file itself"
+        raise StoreError(f"cannot read the weights {wanted}: {reason}") from None
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -148,7 +148,7 @@ def _tensors_in(wanted: Path) -> dict[str, Tensor]:
             return tensors_from(file.read(), str(wanted))
         except MemoryError:
             size = show_bytes(status.st_size)
-            raise StoreError(f"{wanted} has {size}, more than the memory holds") from None
+            raise StoreError(f"{wanted} has {size}, which do not fit in memory") from None
         except StoreError:
             raise
         except OSError as error:
@@ -156,19 +156,19 @@ def _tensors_in(wanted: Path) -> dict[str, Tensor]:
 
 
 def load_into(model: nn.Module, path: str | Path) -> None:
-    """Load weights into a model, each at its place; StoreError lists what does not fit."""
+    """Load weights into a model; StoreError lists what does not fit."""
     load_weights_into(unwrapped(model), load_weights(path))
 
 
 def build_with_weights(make: Callable[[], nn.Module], path: str | Path) -> nn.Module:
-    """A model that `make` makes, with the weights of a file; no first weights are drawn, which takes seconds.
+    """The model from `make` with the weights of a file; hotlap skips the random initialisation, which takes seconds.
 
-    Raises StoreError, before memory is taken, for a model that is many times larger than its weights.
+    Raises StoreError, before it allocates memory, if the model is many times larger than its weights.
     """
     weights = load_weights(path)
     size, held = bytes_of(make), sum(one.numel() * one.element_size() for one in weights.values())
     if size > MOST_BEYOND * held + MIB:
-        raise StoreError(f"{path} has {show_bytes(held)} of weights, and its model would have {show_bytes(size)}")
+        raise StoreError(f"{path} has {show_bytes(held)} of weights, but its model would need {show_bytes(size)}")
     with _SkipRandomInit():
         model = make()
     load_weights_into(unwrapped(model), weights)
@@ -176,19 +176,19 @@ def build_with_weights(make: Callable[[], nn.Module], path: str | Path) -> nn.Mo
 
 
 def bytes_of(make: Callable[[], nn.Module]) -> int:
-    """How many bytes a model has that `make` makes: found without making its tensors; 0 where that cannot be."""
+    """Size in bytes of the model from `make`, without allocating its tensors; 0 if that is not possible."""
     try:
         with torch.device("meta"):
             model = make()
     except HotlapError:
         raise
-    except Exception:  # a model whose making looks at values: only making it will tell
+    except Exception:  # a model whose constructor looks at values
         return 0
     return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
 
 
 class _SkipRandomInit(TorchFunctionMode):
-    """Inside, parameters that are to be filled with random numbers are left as they are."""
+    """Inside, functions that fill parameters with random numbers do nothing."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -201,7 +201,7 @@ class _SkipRandomInit(TorchFunctionMode):
 
 
 def describe_file(head: bytes) -> str:
-    """What a file that is not safetensors seems to be by its first 512 bytes, and what to do about it."""
+    """The kind of a file by its first 512 bytes, and what to do about it."""
     if head[257:262] == b"ustar":
         return f"a tar archive, which can hold a pickle; {_CONVERT}"
     for magic, kind in _KINDS:
@@ -211,21 +211,21 @@ def describe_file(head: bytes) -> str:
             return f"{kind}; {_CONVERT}" if "pickle" in kind else kind
     if head[:1] and head[0] in _OLD_PICKLES and b"\n" in head:
         return f"it looks like {_PICKLES}; {_CONVERT}"
-    return "its beginning is not that of a safetensors file"
+    return "it does not begin like a safetensors file"
 
 
 def _check_head(file: BinaryIO, size: int, path: Path) -> None:
-    """Look at the first bytes before anything is read or parsed."""
+    """Check the first bytes before anything is parsed."""
     head = file.read(512)
     length = int.from_bytes(head[:8], "little")
     if size >= 10 and 2 <= length <= size - 8 and head[8:9] == b"{":
         if length > MOST_HEADER_BYTES:
-            raise StoreError(f"{path} has a header of {length:,} bytes; at most {MOST_HEADER_BYTES:,} are read")
+            raise StoreError(f"{path} has a header of {length:,} bytes; hotlap reads at most {MOST_HEADER_BYTES:,}")
         return
     if not size:
         raise StoreError(f"{path} is not safetensors: it is empty")
     if head[8:9] == b"{":
-        raise StoreError(f"{path} is not a whole safetensors file: header of {length:,} bytes, file of {size:,}")
+        raise StoreError(f"{path} is not a complete safetensors file: header of {length:,} bytes, file of {size:,}")
     raise StoreError(f"{path} is not safetensors: {describe_file(head)}")
 
 
@@ -246,11 +246,11 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _listed(index: Path) -> list[Path]:
-    """The files that an index lists: safetensors beside it, and nothing elsewhere."""
+    """The files that an index lists; only safetensors files beside it are allowed."""
     try:
         names = dict.fromkeys(json.loads(read_text(index))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise StoreError(f"{index} is no index of safetensors files; save the model again") from None
+        raise StoreError(f"{index} is not an index of safetensors files; save the model again") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise StoreError(f"{index} lists {shown(name)}; it may only list .safetensors files beside it")
