@@ -19,6 +19,7 @@ from hotlap.core.tricks import ATTENTION_MASKS
 from hotlap.engine.assists.attention import GoodMasks, WithoutPoorMasks
 from hotlap.engine.capture.fingerprint import INSIDE
 from hotlap.engine.depthwise import compile_kernels, depthwise_directly, depthwise_kinds
+from hotlap.engine.layout import why_not_channels_last
 from hotlap.machine.tf32 import Tf32
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -181,6 +182,17 @@ class Switches:
             torch.backends.cudnn.benchmark = self._before.pop()
         if self._tf32 is not None:
             self._tf32.__exit__()
+
+
+def why_not_numerics(numerics: Numerics, modules: Sequence[nn.Module], device: torch.device) -> str | None:
+    """Why these modules cannot be trained in these numerics on this device; None where they can.
+
+    It leaves the optimizer out, which decides for itself.
+    """
+    reason = why_not_precision(numerics.precision, device) if numerics.precision != "fp32" else None
+    if reason is None and numerics.layout == "channels_last":
+        reason = why_not_channels_last(modules)
+    return reason
 
 
 def why_not_precision(precision: str, device: torch.device) -> str | None:

@@ -31,10 +31,10 @@ from hotlap.engine.compiling import Compiling
 from hotlap.engine.cursor import Cursor
 from hotlap.engine.cursor import Place as Place
 from hotlap.engine.evaluate import Evaluator
-from hotlap.engine.layout import BufferPool, Layout, why_not_channels_last
+from hotlap.engine.layout import BufferPool, Layout
 from hotlap.engine.objective import Objective, Totals
 from hotlap.engine.optimizers import Fusion, is_fused, why_not_fused
-from hotlap.engine.precision import why_not_precision
+from hotlap.engine.precision import why_not_numerics
 from hotlap.engine.scaling import Guards
 from hotlap.engine.schedules import make_schedule
 from hotlap.engine.snapshot import PythonState, Snapshot
@@ -191,14 +191,9 @@ class Rig:
             reason = self._compiling.why_not(plan.execution.compile)
             if reason:
                 return reason
-        if numerics.precision != "fp32":
-            reason = why_not_precision(numerics.precision, self.device)
-            if reason:
-                return reason
-        if numerics.layout == "channels_last":
-            reason = why_not_channels_last(self.modules)
-            if reason:
-                return reason
+        reason = why_not_numerics(numerics, self.modules, self.device)
+        if reason:
+            return reason
         if plan.memory.checkpoint:
             reason = why_not_checkpointed(self.model, plan.memory.checkpoint, self.device)
             if reason:

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
 from hotlap.core.errors import first_line
-from hotlap.core.plan import Execution, Plan
+from hotlap.core.plan import Plan
 from hotlap.data.batches import Batch, to_device
 from hotlap.data.resident import gathered
 from hotlap.engine.rig import Place, Rig
@@ -478,5 +478,5 @@ class _Check:
 
 def eagerly(plan: Plan) -> Plan:
     """The steps of a plan, made one by one and not recorded."""
-    execution = plan.execution
-    return dataclasses.replace(plan, execution=Execution(autotune=execution.autotune, compile=execution.compile))
+    execution = dataclasses.replace(plan.execution, mode="eager", replay_steps=1, without=())
+    return dataclasses.replace(plan, execution=execution)

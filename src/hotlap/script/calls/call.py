@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,7 +137,9 @@ class ModuleCall:
 
     def _is_own(self, numerics: Numerics, execution: Execution) -> bool:
         tuned = execution.autotune and self.device.type == "cuda" and not torch.backends.cudnn.benchmark
-        return _key(numerics, execution)[:3] == ("fp32", "as given", "eager") and not tuned
+        # Depthwise kernels and tricks alone do not change what a call computes.
+        own = Numerics(depthwise=numerics.depthwise), Execution(autotune=execution.autotune, without=execution.without)
+        return _key(numerics, execution) == own and not tuned
 
     def _way_of(self, numerics: Numerics, execution: Execution) -> EagerCall | CapturedCall | None:
         if self._is_own(numerics, execution):
@@ -336,11 +339,9 @@ class ModuleCall:
         return torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
 
 
-def _key(numerics: Numerics, execution: Execution) -> tuple[str, str, str, bool, tuple[str, ...], str]:
-    """The choices of a plan that concern calls."""
-    return (
-        numerics.precision, numerics.layout, execution.mode, execution.autotune, execution.without, numerics.depthwise,
-    )  # fmt: skip
+def _key(numerics: Numerics, execution: Execution) -> tuple[Numerics, Execution]:
+    """The choices of a plan that belong to calls."""
+    return replace(numerics, optimizer="plain"), replace(execution, replay_steps=1, compile="no")
 
 
 def _wanting(outputs: Any) -> list[Tensor]:
