@@ -686,7 +686,7 @@ def test_a_subclass_of_cross_entropy_is_weighed_as_cross_entropy_is():
         (
             nn.Linear(5, 3),
             (torch.zeros(4, 5, dtype=torch.float64), torch.zeros(4).long()),
-            "float64, int64 and the model",
+            r"float64 \(4, 5\), int64 \(4,\) and the model",
         ),
         (nn.LSTM(5, 3), (torch.zeros(4, 2, 5), torch.zeros(4).long()), "returned a tuple.*forward="),
         (nn.Linear(5, 3), (torch.zeros(4, 5),), "a tuple of 1.*forward="),

@@ -29,9 +29,10 @@ from calling import (
 from torch import nn
 
 from hotlap.core.errors import PlanError
-from hotlap.core.plan import Execution, Numerics
+from hotlap.core.plan import Execution, Numerics, Plan
 from hotlap.engine.capture.fingerprint import fingerprint
 from hotlap.engine.capture.recording import NotRecordedError
+from hotlap.script.calls import call as call_module
 from hotlap.script.calls import eager
 from hotlap.script.calls.call import ModuleCall
 from hotlap.script.calls.capture import MOST_SLOTS
@@ -1424,3 +1425,17 @@ def test_an_evaluation_outside_of_the_scripts_own_autocast_keeps_its_precision(f
 
     for step in (trained, evaluated, trained) if first == "training" else (evaluated, trained, evaluated):
         step()
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"precision": "bf16"}, {"layout": "channels_last"}, {"depthwise": "direct"}, {"mode": "captured"},
+        {"autotune": True}, {"without": ["early-item"]}, {"optimizer": "fused"}, {"compile": "model"},
+    ],
+    ids=lambda choices: next(iter(choices)),
+)  # fmt: skip
+def test_calls_are_made_anew_for_every_choice_but_those_of_others(choices):
+    plan, own = Plan().but(**choices), Plan()
+    is_new = call_module._key(plan.numerics, plan.execution) != call_module._key(own.numerics, own.execution)
+    assert is_new == (next(iter(choices)) not in ("optimizer", "compile"))
