@@ -134,8 +134,8 @@ def test_generators_are_where_they_would_be(session, tmp_path):
 BROKEN = [
     "hotlap.script.feed.loader_proxy.LoaderProxy.use",
     "hotlap.script.feed.loader_proxy.LoaderProxy.begin",
-    "hotlap.script.session.Session._stepped",
-    "hotlap.script.session.Session._served",
+    "hotlap.script.session.Session._on_step",
+    "hotlap.script.session.Session._on_batch",
     "hotlap.script.tuning.ScriptTuning.served",
     "hotlap.script.tuning.ScriptTuning.stepped",
     "hotlap.script.training.ScriptTraining.stepped",

@@ -45,7 +45,7 @@ from hotlap.script.update.updates import Shortcuts
 from hotlap.tuner.budget import Length
 
 BEFORE, AFTER, CALLS, PASSES = "before", "after", "Module.__call__", "Tensor.backward"
-MAKING = ("__init__", "__setstate__")
+CREATING = ("__init__", "__setstate__")
 """Methods that create an optimizer."""
 MOST_FAULTS = 3
 """Trainings in which hotlap may fail before it leaves the rest of the script alone."""
@@ -97,7 +97,7 @@ class Session:
         )
         self._proxies: WeakKeyDictionary[DataLoader[Any], LoaderProxy] = WeakKeyDictionary()
         self._finder: LoopFinder | None = LoopFinder()
-        self._backward_passes, self._counts_passes = BackwardPasses(), False
+        self._backward_passes, self._watches_passes = BackwardPasses(), False
         self._run_length = RunLength()
         self._tuning: ScriptTuning | None = None
         self._device_copies: DeviceCopies | None = None
@@ -108,15 +108,15 @@ class Session:
         self._advice: list[str] = []
         self._other_steps = 0
         self._calls: dict[int, ModuleCall] = {}
-        self._shortcuts = Shortcuts(self._replayed)
+        self._shortcuts = Shortcuts(self._replay_step)
         self._inside = False
         self._open = False
-        self._compile_watch = CompileWatch(self._compiles, self._compiles_a_step)
+        self._compile_watch = CompileWatch(self._before_compile, self._before_compiled_step)
         self._idle: IdleCounter | None = None
         self._earlier: WeakKeyDictionary[Optimizer, IdleCounter | TrainingSummary] = WeakKeyDictionary()
         """Trainings that the script left for another one, by the optimizer whose steps count."""
         self._faults = 0
-        self._guard = _Safely(self)
+        self._guard = _Guarded(self)
         self._home = (os.getpid(), threading.get_ident())
 
     # --- from the first line to the last -----------------------------------------------------
@@ -127,18 +127,18 @@ class Session:
         self._original_iter = DataLoader.__iter__
         self._with_text = without_text([__file__])
         self._open = True
-        self._patches.put(DataLoader, "__iter__", self._iterating)
+        self._patches.put(DataLoader, "__iter__", self._patched_iter)
         if self._compile_watch.can_be_watched():
             self._compile_watch.watch()
         else:
-            for name in MAKING:
-                self._patches.put(Optimizer, name, self._making)
+            for name in CREATING:
+                self._patches.put(Optimizer, name, self._patched_init)
         for hook in (Session._before_step, Session._after_step):
             untraced(hook)
         self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
         self._patches.hooked(AFTER, register_optimizer_step_post_hook(self._after_step))
-        self._patches.put(torch.Tensor, "backward", self._passing)  # until an optimizer makes a step
-        self._counts_passes = True
+        self._patches.put(torch.Tensor, "backward", self._patched_backward)  # until an optimizer makes a step
+        self._watches_passes = True
 
     def stop(self, error: BaseException | None = None) -> None:
         """Restore torch, write the run folder, and print the report on stderr; once."""
@@ -185,7 +185,7 @@ class Session:
         is_here = self._open and not self._inside and self._home == (os.getpid(), threading.get_ident())
         return is_here and not is_capturing()
 
-    def _iterating(self, own: Iterate) -> Iterate:
+    def _patched_iter(self, own: Iterate) -> Iterate:
         def iterated(loader: DataLoader[Any]) -> Iterator[Any]:
             proxy = begun = None
             try:
@@ -210,11 +210,11 @@ class Session:
             proxy = LoaderProxy(
                 loader, device=device, original_iter=self._original_iter, device_copies=self._device_copies_on(device)
             )
-            proxy.on_batch = functools.partial(self._served, proxy)
-            proxy.on_begin = functools.partial(self._begun, proxy)
-            proxy.on_end = functools.partial(self._ended, proxy)
+            proxy.on_batch = functools.partial(self._on_batch, proxy)
+            proxy.on_begin = functools.partial(self._on_epoch_begin, proxy)
+            proxy.on_end = functools.partial(self._on_epoch_end, proxy)
             proxy.on_fault = self._fault
-            proxy.on_change = functools.partial(self._changed, proxy)
+            proxy.on_change = functools.partial(self._on_data_change, proxy)
             self._proxies[loader] = proxy
         return self._proxies[loader]
 
@@ -224,21 +224,21 @@ class Session:
             self._device_copies.on_fault = self._fault
         return self._device_copies
 
-    def _served(self, proxy: LoaderProxy, seconds: float) -> None:
+    def _on_batch(self, proxy: LoaderProxy, seconds: float) -> None:
         if self._idle is not None or (self._tuning is not None and self._tuning.ignores(proxy)):
             return
-        with self._safely():
+        with self._guarded():
             if self._finder is not None:
                 self._finder.served(proxy)
             elif self._tuning is not None:
                 self._tuning.served(proxy, seconds)
 
-    def _begun(self, proxy: LoaderProxy) -> None:
+    def _on_epoch_begin(self, proxy: LoaderProxy) -> None:
         if self._idle is not None:
-            with self._safely():
+            with self._guarded():
                 self._note_epoch(self._idle, proxy)
             return
-        with self._safely():
+        with self._guarded():
             if self._tuning is None or proxy in self._tuning.training.proxies:
                 if self._tuning is not None:
                     self._run_length.stepped(self._tuning.training.steps)  # skipped steps do not reach it
@@ -263,25 +263,25 @@ class Session:
         ended = time.perf_counter()
         self._next_look = ended + (ended - began) / LOOK_SHARE
 
-    def _ended(self, proxy: LoaderProxy) -> None:
+    def _on_epoch_end(self, proxy: LoaderProxy) -> None:
         if self._idle is not None:
             return
-        with self._safely():
+        with self._guarded():
             if self._tuning is not None:
                 self._tuning.ended(proxy)
 
-    def _changed(self, proxy: LoaderProxy, feed: Feed, why: str) -> None:
-        with self._safely():
+    def _on_data_change(self, proxy: LoaderProxy, feed: Feed, why: str) -> None:
+        with self._guarded():
             if self._tuning is not None:
                 self._tuning.changed(proxy, feed, why)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The hook before a step: returns arguments that make torch's step do nothing, or None."""
-        if self._counts_passes:
-            self._leave_passes()
+        if self._watches_passes:
+            self._stop_watching_passes()
         if self._idle is not None or is_inner(optimizer):
             return None
-        with self._safely():
+        with self._guarded():
             if self._tuning is not None and self._is_ours:
                 self._inside = True
                 try:
@@ -290,10 +290,10 @@ class Session:
                     self._inside = False
         return None
 
-    def _replayed(self, optimizer: Optimizer) -> bool:
+    def _replay_step(self, optimizer: Optimizer) -> bool:
         """Try to make a step of the script by a replay, and report it as a step; False if nothing was done."""
         made = False
-        with self._safely():
+        with self._guarded():
             if self._tuning is not None and self._is_ours:
                 self._inside = True
                 try:
@@ -305,21 +305,21 @@ class Session:
         return made
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._counts_passes and not isinstance(optimizer, ManualUpdates):
-            self._leave_passes()
+        if self._watches_passes and not isinstance(optimizer, ManualUpdates):
+            self._stop_watching_passes()
         idle = self._idle
         if idle is not None and idle.counts(optimizer):
             self._other_steps = 0
             return
         if is_inner(optimizer):
             return
-        with self._safely():
+        with self._guarded():
             if self._tuning is not None:
                 self._tuning.training.updates.after_step(optimizer)
             if self._is_ours:
                 self._inside = True
                 try:
-                    self._stepped(optimizer)
+                    self._on_step(optimizer)
                 finally:
                     self._inside = False
         # Only this method changes the hooks before a step: they must not change while torch iterates over them.
@@ -328,7 +328,7 @@ class Session:
         elif not self._patches.has(BEFORE) and self._patches.has(AFTER):
             self._patches.hooked(BEFORE, register_optimizer_step_pre_hook(self._before_step))
 
-    def _passing(self, own: Callable[..., None]) -> Callable[..., None]:
+    def _patched_backward(self, own: Callable[..., None]) -> Callable[..., None]:
         depth = 0  # hooks on gradients may call backward themselves
 
         @functools.wraps(own)
@@ -340,36 +340,36 @@ class Session:
             finally:
                 depth -= 1
             if not depth:
-                self._passed(tensor)
+                self._on_backward(tensor)
 
         return untraced(backward, beneath=False)
 
-    def _passed(self, loss: torch.Tensor | None = None) -> None:
+    def _on_backward(self, loss: torch.Tensor | None = None) -> None:
         """A backward pass has ended, and no optimizer has made a step yet. `loss` is None after a replay."""
-        if not self._counts_passes or not self._is_ours:
+        if not self._watches_passes or not self._is_ours:
             return
         self._watch_compiling()  # no new optimizer triggers this here
         try:
             one = self._backward_passes.passed(loss)
         except Exception as error:
             self._fault(error)
-            self._leave_passes()
+            self._stop_watching_passes()
             return
         if one is not None:
             self._after_step(one, (), {})
         elif self._backward_passes.are_in_vain:
-            self._leave_passes()
+            self._stop_watching_passes()
 
-    def _leave_passes(self) -> None:
+    def _stop_watching_passes(self) -> None:
         """Stop watching backward passes: an optimizer makes the steps of this script, or nothing does."""
-        if not self._counts_passes or not self._is_ours:
+        if not self._watches_passes or not self._is_ours:
             return
-        self._counts_passes = False
+        self._watches_passes = False
         self._patches.take_out(PASSES)
         tuning, idle, finder = self._tuning, self._idle, self._finder
         found = tuning.training.optimizers if tuning is not None else idle.optimizers if idle is not None else []
         if any(isinstance(one, ManualUpdates) for one in (*found, *(finder.optimizers if finder is not None else ()))):
-            with self._safely():
+            with self._guarded():
                 self._end_training()
                 self._finder, self._run_length, self._other_steps = LoopFinder(), RunLength(), 0
 
@@ -378,7 +378,7 @@ class Session:
 
     # --- from steps to plans -----------------------------------------------------------------
 
-    def _stepped(self, optimizer: Optimizer) -> None:
+    def _on_step(self, optimizer: Optimizer) -> None:
         if self._finder is not None:
             self._watch_calls()
             loop = self._finder.stepped(optimizer)
@@ -410,19 +410,19 @@ class Session:
                 self._begin_idle(tuning)
                 return
         tuning.stepped(optimizer)
-        self._look_for_waits(tuning)
-        if tuning.has_nothing_to_do and not self._looks_for_waits(tuning):
+        self._watch_waits(tuning)
+        if tuning.has_nothing_to_do and not self._is_watching_waits(tuning):
             self._begin_idle(tuning)
             return
-        if tuning.idle_updates > 1 and not self._looks_for_waits(tuning):
-            self._leave_torch(tuning.training.calls)
+        if tuning.idle_updates > 1 and not self._is_watching_waits(tuning):
+            self._remove_patches(tuning.training.calls)
             self._idle = IdleCounter(tuning.training.optimizers, most=tuning.idle_updates)
             return
         if tuning.looks_at_calls:
             self._watch_calls()
         else:
             self._patches.take_out(CALLS)
-        self._put_shortcuts(tuning.training)
+        self._install_shortcuts(tuning.training)
 
     def _switch_to(self, optimizer: Optimizer) -> None:
         """The script now trains with another optimizer: a new one, or one of an earlier training."""
@@ -446,7 +446,7 @@ class Session:
         if self._compile_watch.has_begun:
             training.keep_calls_as_they_are(COMPILES)
         if isinstance(training.optimizer, ManualUpdates):
-            training.loss_replay.on_pass = self._passed
+            training.loss_replay.on_pass = self._on_backward
         if not training.proxies:
             self._run_length.began_steps(sys._getframe(1))
         for proxy in training.proxies:  # hotlap may have seen it before the script chose its device
@@ -455,7 +455,7 @@ class Session:
         asked = self.settings.plan
         try:
             plan = asked(training) if callable(asked) else asked
-            self._tuning = ScriptTuning(training, plan=plan, tune_s=self.settings.tune_s, length=self._length)
+            self._tuning = ScriptTuning(training, plan=plan, tune_s=self.settings.tune_s, length=self._expected_length)
         except Exception:
             training.close()
             raise
@@ -467,9 +467,9 @@ class Session:
         self._tuning, summary = None, tuning.summary()
         summary.notes, self._advice = [*summary.notes, *self._advice], []
         self._idle = IdleCounter(tuning.training.optimizers, summary)
-        self._leave_torch()
+        self._remove_patches()
 
-    def _length(self) -> Length:
+    def _expected_length(self) -> Length:
         steps = self._tuning.training.steps if self._tuning is not None else 0
         updates = self._run_length.updates()
         return Length(updates if updates is not None else 2 * steps, final=False)
@@ -478,7 +478,7 @@ class Session:
         tuning, self._tuning = self._tuning, None
         idle, self._idle = self._idle, None
         try:
-            self._leave_torch()
+            self._remove_patches()
             if tuning is not None:
                 if idle is not None:
                     tuning.count_idle_updates(idle.steps, idle.last)
@@ -497,20 +497,20 @@ class Session:
         self._earlier.update(dict.fromkeys(optimizers[:1], earlier))
         self._report.add_training(summary, self._advice)
 
-    def _leave_torch(self, calls: Sequence[ModuleCall] = ()) -> None:
+    def _remove_patches(self, calls: Sequence[ModuleCall] = ()) -> None:
         """Remove all patches of torch, except those for loaders and the hooks on steps.
 
         `calls` stay known for later.
         """
         self._calls = {id(call.module): call for call in calls}
         self._patches.take_out(CALLS)
-        self._take_out_shortcuts()
+        self._remove_shortcuts()
         if self._waits is not None:
             self._waits.remove()
         if self._device_copies is not None:
             self._device_copies.remove()
 
-    def _put_shortcuts(self, training: ScriptTraining) -> None:
+    def _install_shortcuts(self, training: ScriptTraining) -> None:
         """Replace what torch does around steps and clipping, as the plan in force requires."""
         is_captured = training.updates.clipping is not None
         if is_captured and training.uses(SHORT_STEP):
@@ -521,18 +521,18 @@ class Session:
             for name, make in clipping_patches(self._clipping):
                 self._patches.put(clip_grad, name, make)
         else:
-            self._take_out_clipping()
+            self._remove_clipping()
 
-    def _take_out_shortcuts(self) -> None:
+    def _remove_shortcuts(self) -> None:
         self._shortcuts.take_out()
-        self._take_out_clipping()
+        self._remove_clipping()
 
-    def _take_out_clipping(self) -> None:
+    def _remove_clipping(self) -> None:
         for name in (NORM, SCALE):
             self._patches.take_out(f"{clip_grad.__name__}.{name}")
 
-    def _look_for_waits(self, tuning: ScriptTuning) -> None:
-        if not self._looks_for_waits(tuning):
+    def _watch_waits(self, tuning: ScriptTuning) -> None:
+        if not self._is_watching_waits(tuning):
             return
         if self._waits is None:
             self._waits = Waits()
@@ -545,13 +545,13 @@ class Session:
             self._waits.remove()
             self._advice += self._waits.lines((time.perf_counter() - self._watched_from) / WATCHED_STEPS)
 
-    def _looks_for_waits(self, tuning: ScriptTuning) -> bool:
+    def _is_watching_waits(self, tuning: ScriptTuning) -> bool:
         is_settled = tuning.training.device.type == "cuda" and not tuning.is_searching
         return is_settled and self._watched_steps <= WATCHED_STEPS and not self._compile_watch.has_begun
 
     # --- torch.compile -----------------------------------------------------------------------
 
-    def _making(self, own: Callable[..., None]) -> Callable[..., None]:
+    def _patched_init(self, own: Callable[..., None]) -> Callable[..., None]:
         """Creating an optimizer imports torch's compiler: from here on hotlap can watch it."""
 
         @functools.wraps(own)
@@ -563,27 +563,27 @@ class Session:
 
     def _watch_compiling(self) -> None:
         """Begin to watch torch's compiler if it is imported and not watched yet."""
-        if not self._compile_watch.can_be_watched() or not self._patches.has(f"{Optimizer.__name__}.{MAKING[0]}"):
+        if not self._compile_watch.can_be_watched() or not self._patches.has(f"{Optimizer.__name__}.{CREATING[0]}"):
             return
-        with self._safely():
-            for name in MAKING:
+        with self._guarded():
+            for name in CREATING:
                 self._patches.take_out(f"{Optimizer.__name__}.{name}")
             self._compile_watch.watch(is_late=True)
 
-    def _compiles(self) -> None:
+    def _before_compile(self) -> None:
         """torch is about to compile code of the script: remove the patches first."""
-        with self._safely():
+        with self._guarded():
             self._patches.take_out(CALLS)
-            self._take_out_shortcuts()
+            self._remove_shortcuts()
             if self._waits is not None:
                 self._waits.remove()
             if self._tuning is not None:
                 self._tuning.training.remove_patches()
 
-    def _compiles_a_step(self) -> None:
+    def _before_compiled_step(self) -> None:
         """torch is about to compile the step of an optimizer, and would compile hooks with it: remove them."""
         if self._patches.has(AFTER):
-            self._leave_passes()
+            self._stop_watching_passes()
             self._patches.take_out(BEFORE)
             self._patches.take_out(AFTER)
             self._report.fault(HotlapError("the script compiles its optimizer's step, which hotlap leaves alone"))
@@ -593,9 +593,9 @@ class Session:
     def _watch_calls(self) -> None:
         if self._patches.has(CALLS) or self._compile_watch.has_begun:
             return
-        self._patches.put(nn.Module, "__call__", self._calling)
+        self._patches.put(nn.Module, "__call__", self._patched_call)
 
-    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         depth = [0]
         # Returns None except inside compiled functions.
         compiled_by = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
@@ -626,7 +626,7 @@ class Session:
 
     # --- faults ------------------------------------------------------------------------------
 
-    def _safely(self) -> _Safely:
+    def _guarded(self) -> _Guarded:
         return self._guard
 
     def _fault(self, error: Exception) -> None:
@@ -652,7 +652,7 @@ class Session:
             self._finder, self._idle = None, IdleCounter(optimizers)
 
 
-class _Safely:
+class _Guarded:
     """Inside, every exception is a fault of hotlap and never reaches the script."""
 
     def __init__(self, session: Session) -> None:

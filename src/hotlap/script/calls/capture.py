@@ -187,7 +187,7 @@ class CapturedCall:
         self._slots.take(slot, replayed)
         outputs = bridged_outputs(replayed)
         if self._loss_replay is not None:
-            self._loss_replay.gave(outputs, replayed)
+            self._loss_replay.replay_returned(outputs, replayed)
         return outputs
 
     def in_own_precision(self, original: Original, args: Any, kwargs: Any) -> Any:

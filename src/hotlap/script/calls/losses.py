@@ -66,7 +66,7 @@ class PinnedNumber:
         return self._host[self._dtype].tolist()
 
 
-class _Kept:
+class _PendingLoss:
     """A loss whose backward pass has begun, and the memory it is copied to."""
 
     __slots__ = ("_loss", "_stream", "_version", "number", "place", "was_read")
@@ -95,7 +95,7 @@ class EarlyLoss:
         self._places = list[HostNumber]()
         self._stream: object = None
         """The stream of all copies: two streams could overtake each other on the way to the same memory."""
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _PendingLoss] = {}
         self._passes = self._habit = 0
         self._patches = Patches()
         self._is_on = False
@@ -108,17 +108,17 @@ class EarlyLoss:
         self._is_on = early
         if early and not self._patches.has("Tensor.item"):
             for name in READS:
-                self._patches.put(Tensor, name, self._read)
-            self._patches.put(Tensor, "to", self._sends)
-            self._patches.put(Tensor, "copy_", self._fills)
-            self._patches.put(torch.cuda.Event, "elapsed_time", _waiting)
+                self._patches.put(Tensor, name, self._patched_item)
+            self._patches.put(Tensor, "to", self._patched_to)
+            self._patches.put(Tensor, "copy_", self._patched_copy)
+            self._patches.put(torch.cuda.Event, "elapsed_time", _patched_elapsed_time)
 
     def close(self) -> None:
         """Restore torch. If other code has patched on top, ours only passes on from here."""
         self.use(early=False)
         self._patches.take_out_all()
 
-    def passing(self, loss: Tensor) -> None:
+    def backward_begins(self, loss: Tensor) -> None:
         """A backward pass begins at a loss."""
         if not self._is_on or type(loss) is not Tensor or loss.dim() or loss.device != self._device:
             return
@@ -128,7 +128,7 @@ class EarlyLoss:
         last = self._passes - MOST_KEPT_COPIES  # its memory is needed
         self._forget([key for key, kept in list(self._kept.items()) if kept.number <= last or key == id(loss)])
         place = self._copied(loss) if self._habit >= SEEN_READS else None
-        self._kept[id(loss)] = _Kept(loss, place, self._passes, self._stream_now())
+        self._kept[id(loss)] = _PendingLoss(loss, place, self._passes, self._stream_now())
 
     def _forget(self, keys: list[int]) -> None:
         for key in keys:
@@ -154,7 +154,7 @@ class EarlyLoss:
             return None
         return place
 
-    def _read(self, own: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def _patched_item(self, own: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         @functools.wraps(own)
         def read(tensor: Tensor) -> Any:
             if has_torch_function_unary(tensor):
@@ -173,7 +173,7 @@ class EarlyLoss:
 
         return untraced(read)
 
-    def _sends(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _patched_to(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Non-blocking copies to the host are done once torch has read a loss, but not with an early read."""
 
         @functools.wraps(own)
@@ -186,7 +186,7 @@ class EarlyLoss:
 
         return untraced(to)
 
-    def _fills(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _patched_copy(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The same for host memory that a copy fills."""
 
         @functools.wraps(own)
@@ -203,7 +203,7 @@ class EarlyLoss:
             self._forget(list(self._kept))
 
 
-def _waiting(own: Callable[..., float]) -> Callable[..., float]:
+def _patched_elapsed_time(own: Callable[..., float]) -> Callable[..., float]:
     """The time between two events; waits for the second one, as `loss.item()` did before."""
 
     @functools.wraps(own)
@@ -246,7 +246,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ReplayOutput:
     """The output of a replay, as the script got it."""
 
     output: weakref.ref[Tensor]
@@ -256,11 +256,11 @@ class _Given:
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _ObservedLoss:
     """A loss computed from that output."""
 
     loss: weakref.ref[Tensor]
-    given: _Given
+    given: _ReplayOutput
     output: Tensor
     """Held to see whether it is written to or has hooks."""
     loss_call: LossCall
@@ -274,9 +274,9 @@ class LossReplay:
 
     def __init__(self, early_loss: EarlyLoss | None = None) -> None:
         """`early_loss` receives each loss whose backward pass begins."""
-        self._patches, self._readings = Patches(), early_loss
-        self._given: _Given | None = None
-        self._noted: _Noted | None = None
+        self._patches, self._early_loss = Patches(), early_loss
+        self._last_output: _ReplayOutput | None = None
+        self._observed: _ObservedLoss | None = None
         self._is_in = self._replays = self._waits = False
         self._last: weakref.ref[ReplayedCall] | None = None
         self._kept = 0
@@ -296,63 +296,65 @@ class LossReplay:
         self._is_in, self._replays = True, replays
         self._waits = waits
         for name in LOSSES if replays else ():
-            self._patches.put(F, name, functools.partial(self._loss, name))
-        self._patches.put(Tensor, "backward", self._backward)
+            self._patches.put(F, name, functools.partial(self._patched_loss, name))
+        self._patches.put(Tensor, "backward", self._patched_backward)
 
     def take_out(self) -> None:
         """Restore torch."""
         if self._is_in:
             self._patches.take_out_all()
-            self._is_in, self._given, self._noted = False, None, None
+            self._is_in, self._last_output, self._observed = False, None, None
 
-    def gave(self, output: Any, replayed: ReplayedCall) -> None:
+    def replay_returned(self, output: Any, replayed: ReplayedCall) -> None:
         """A replay returned this output to the script."""
         if self._is_in:
-            self._noted = None
-            self._given = None
+            self._observed = None
+            self._last_output = None
             if type(output) is Tensor:
-                self._given = _Given(weakref.ref(output), output._version, _stream_of(output), weakref.ref(replayed))
+                self._last_output = _ReplayOutput(
+                    weakref.ref(output), output._version, _stream_of(output), weakref.ref(replayed)
+                )
 
-    def _loss(self, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched_loss(self, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
         own = found if self._waits else losses.replacement_of(found)
 
         @functools.wraps(own)
         def loss(*args: Any, **kwargs: Any) -> Any:
             made = own(*args, **kwargs)
-            given = self._given
+            given = self._last_output
             if given is not None and args and given.output() is args[0] and type(made) is Tensor:
-                self._noted = _noted(name, own, made, given, args, kwargs) or self._noted
+                self._observed = _observed(name, own, made, given, args, kwargs) or self._observed
             return made
 
         return loss
 
-    def _backward(self, own: Callable[..., None]) -> Callable[..., None]:
+    def _patched_backward(self, own: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(own)
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if self._readings is not None:
-                self._readings.passing(tensor)
-            noted, self._noted = self._noted, None
-            if noted is not None and noted.loss() is tensor and not args and not kwargs:
-                ended = self._ended(noted, tensor, functools.partial(own, tensor))
+            if self._early_loss is not None:
+                self._early_loss.backward_begins(tensor)
+            observed, self._observed = self._observed, None
+            if observed is not None and observed.loss() is tensor and not args and not kwargs:
+                ended = self._replayed_backward(observed, tensor, functools.partial(own, tensor))
                 if ended:
                     return
             own(tensor, *args, **kwargs)
 
         return backward
 
-    def _ended(self, noted: _Noted, loss: Tensor, own: Callable[[], None]) -> bool:
+    def _replayed_backward(self, observed: _ObservedLoss, loss: Tensor, own: Callable[[], None]) -> bool:
         """Replay the backward pass of a loss if possible; returns whether it is done."""
-        replayed = noted.given.replayed()
-        if replayed is None or replayed.done or not _is_plain(noted, loss, noted.output):
+        replayed = observed.given.replayed()
+        if replayed is None or replayed.done or not _is_plain(observed, loss, observed.output):
             return False
         graph = replayed.graph
-        if graph.loss_call is None or graph.loss_call.key != noted.loss_call.key:
-            graph.saw(noted.loss_call)
+        if graph.loss_call is None or graph.loss_call.key != observed.loss_call.key:
+            graph.saw(observed.loss_call)
             return False
-        if self._are_kept() or not graph.can_replay_loss():
+        if self._script_keeps_losses() or not graph.can_replay_loss():
             return False
         is_trusted = graph.loss_call.is_trusted
-        if not self._made(graph, noted.tensors):
+        if not self._replayed_gradients(graph, observed.tensors):
             return False
         if is_trusted:
             replayed.finish()
@@ -361,16 +363,16 @@ class LossReplay:
             if self.on_pass is not None:
                 self.on_pass()
         else:
-            self._compared(graph, graph.loss_call, own)
+            self._check_against_autograd(graph, graph.loss_call, own)
         return True
 
-    def _are_kept(self) -> bool:
+    def _script_keeps_losses(self) -> bool:
         """Whether the script keeps its losses: each holds its graph, and that of the call it comes from."""
         if self._kept < MOST_KEPT_LOSSES:
             self._kept = self._kept + 1 if self._last is not None and self._last() is not None else 0
         return self._kept >= MOST_KEPT_LOSSES
 
-    def _made(self, graph: CallGraph, tensors: list[Tensor]) -> bool:
+    def _replayed_gradients(self, graph: CallGraph, tensors: list[Tensor]) -> bool:
         """Make the gradients by a replay; after a failure, removes them, and no other replay follows."""
         try:
             graph.replay_loss(tensors)
@@ -381,7 +383,7 @@ class LossReplay:
             return False
         return True
 
-    def _compared(self, graph: CallGraph, loss_call: LossCall, own: Callable[[], None]) -> None:
+    def _check_against_autograd(self, graph: CallGraph, loss_call: LossCall, own: Callable[[], None]) -> None:
         """Make the gradients by autograd after all; trust the replay from now on if they agree."""
         parameters = graph.aliases.parameters
         mine = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
@@ -394,9 +396,14 @@ class LossReplay:
             graph.leave_loss()
 
 
-def _noted(
-    name: str, own: Callable[..., Any], loss: Tensor, given: _Given, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _Noted | None:
+def _observed(
+    name: str,
+    own: Callable[..., Any],
+    loss: Tensor,
+    given: _ReplayOutput,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> _ObservedLoss | None:
     """The facts of a loss; None if it cannot be recorded."""
     output = args[0]
     if not loss.requires_grad or loss.dim() or torch.is_autocast_enabled(output.device.type):
@@ -416,15 +423,15 @@ def _noted(
         else:
             return None
     loss_call = LossCall(tuple(facts), own, args[1:], kwargs)
-    return _Noted(weakref.ref(loss), given, output, loss_call, tensors, [tensor._version for tensor in tensors])
+    return _ObservedLoss(weakref.ref(loss), given, output, loss_call, tensors, [tensor._version for tensor in tensors])
 
 
-def _is_plain(noted: _Noted, loss: Tensor, output: Tensor) -> bool:
+def _is_plain(observed: _ObservedLoss, loss: Tensor, output: Tensor) -> bool:
     """Whether no hooks exist, and nothing was written to since."""
     return (
-        output._version == noted.given.version
-        and _stream_of(output) == noted.given.stream
-        and [tensor._version for tensor in noted.tensors] == noted.versions
+        output._version == observed.given.version
+        and _stream_of(output) == observed.given.stream
+        and [tensor._version for tensor in observed.tensors] == observed.versions
         and not (loss._backward_hooks or output._backward_hooks or loss.retains_grad or output.retains_grad)
         and torch.is_grad_enabled()
         and not torch.is_anomaly_enabled()
