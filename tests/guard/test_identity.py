@@ -250,7 +250,7 @@ def test_a_changed_file_is_named(package):
     before = known(model=package("mynet", MODEL.format(more="")).Net())
     assert list(before["code"]) == ["mynet.py"]
     after = known(model=package("mynet", MODEL.format(more="+ 1")).Net())
-    assert differences(before, after) == ["the code of mynet.py is other"]
+    assert differences(before, after) == ["the code of mynet.py differs"]
 
 
 def test_the_file_of_a_class_that_the_model_builds_upon_is_part(package):
@@ -265,7 +265,7 @@ def test_two_files_of_one_name_are_both_seen(package):
     before = code_of(job(model=nn.Sequential(one.Net(), two.Net())))
     two = package("right.net", MODEL.format(more="+ 1"))
     after = code_of(job(model=nn.Sequential(one.Net(), two.Net())))
-    assert differences({"code": before}, {"code": after}) == ["the code of net.py is other"]
+    assert differences({"code": before}, {"code": after}) == ["the code of net.py differs"]
 
 
 @pytest.mark.parametrize("how", ["function", "method", "partial"])
@@ -280,7 +280,7 @@ def test_a_file_that_is_new_or_gone_is_told(package):
     module = sys.modules["mynet"]
     assert differences(known(), known(model=module.Net()))[-1] != ""
     found = differences({"code": {}}, {"code": code_of(job(model=module.Net()))})
-    assert found == ["the code of mynet.py is new or gone"]
+    assert found == ["the code of mynet.py is new or missing"]
 
 
 def test_library_code_is_not_part():

@@ -124,7 +124,7 @@ def test_what_a_function_or_object_holds_is_part(kind, field):
 
     assert differences(made(1.0), made(1.0)) == []
     (line,) = differences(made(1.0), made(3.0))
-    other_code = "the code of <lambda>.<locals>.<lambda> is other"
+    other_code = "the code of <lambda>.<locals>.<lambda> differs"
     assert line == other_code if "code" in kind else line.startswith(f"{field}: what it holds differs")
 
 
@@ -325,6 +325,6 @@ def test_code_that_is_in_no_file_is_known_by_what_it_does():
     assert differences(before, moved) == []
     after = json.loads(told_by(SCRIPT.replace("FACTOR", "4.0"), None))
     lines = differences(before, after)
-    assert "the code of Net is other" in lines
-    assert "the code of Sc is other" in lines
+    assert "the code of Net differs" in lines
+    assert "the code of Sc differs" in lines
     assert "model: what it holds differs (Net.scale was 2.0, is 4.0)" in lines

@@ -385,7 +385,7 @@ def test_a_missing_file_is_named(name):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: rig_of(torch.optim.SGD), "checkpoint is of AdamW, the optimizer is SGD"),
+        (lambda: rig_of(torch.optim.SGD), "checkpoint has the optimizer AdamW, this training SGD"),
         (lambda: rig_of(model=Rememberer), "weights do not fit"),
         (lambda: rig_of(model=lambda: nn.Sequential(*net(), nn.Linear(3, 3))), "weights do not fit"),
         (lambda: rig_of(schedule=lambda o: schedules.StepLR(o, 3)), "does not fit"),

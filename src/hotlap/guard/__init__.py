@@ -1,1 +1,5 @@
-"""Nothing is lost: saving and resuming a training, stopping it on a signal, knowing it again."""
+"""Nothing is lost: saving and resuming a training, stopping it on a signal, and recognising it again.
+
+`saving` writes and restores checkpoints, `signals` stops a training after its step. `identity` compares two trainings,
+with `fingerprint` for the content of code, functions and objects.
+"""

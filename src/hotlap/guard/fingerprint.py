@@ -1,6 +1,6 @@
-"""What can be told of data, functions and objects from outside, so that they are known again.
+"""Fingerprints of data, functions and objects, by which a resumed training recognises them.
 
-No sample is asked for: it may be broken, or move a generator that the dataset keeps.
+hotlap fetches no sample for this: a sample may be broken, or move a generator that the dataset keeps.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from hotlap.data.content_keys import (
 from hotlap.store.keys import bytecode, key_of
 
 ENTRIES = 1000
-"""Entries of a list or dict that are looked at, evenly spread."""
+"""Entries of a list or dict that count, evenly spread."""
 DEPTH = 4
 HELD_DEPTH, HELD_PARTS = 10, 20_000
-"""How far into what a function or object holds is looked, and at how many parts in all."""
+"""Limits inside of a function or object: levels of nesting, and parts in all."""
 SHORT = 40
-"""Characters of a number that are kept as they are; longer ones, words and all else are kept as a hash."""
+"""Numbers of at most so many characters are kept as text; everything else is kept as a hash."""
 CODE = "code of "
-"""What the name of a part begins with that is code."""
+"""Prefix in the names of code parts."""
 _NUMBER = (int, float, complex, bool, type(None))
 _PLAIN = (*_NUMBER, str, bytes)
 _INTERNAL = frozenset(vars(nn.Module()))
-# What a schedule writes as it moves: another in the middle of a training than at its beginning.
+# Attributes that a schedule changes as it moves, so that they differ in the middle of a training.
 _MOVING = frozenset(
     ("last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
 )
@@ -81,8 +81,8 @@ def describe(value: Any, depth: int = 0) -> str:
     return f"{type(value).__qualname__}({','.join(f'{name}={describe(part, depth + 1)}' for name, part in parts)})"
 
 
-def _is_told(part: Any) -> bool:
-    """Whether `describe` tells a part by what it holds."""
+def _is_described(part: Any) -> bool:
+    """Whether `describe` shows the content of a part."""
     if isinstance(part, np.ndarray):
         return part.dtype.kind in "biuf"
     return _is_value(part) and not isinstance(part, (set, frozenset))
@@ -93,17 +93,17 @@ def _is_told(part: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Digest:
-    """A part that is told already."""
+    """A part in its final form."""
 
     text: str
 
 
 class Holdings:
-    """What functions and objects hold, told the same in every process.
+    """Names and hashes of everything that functions and objects hold, the same in every process.
 
-    `own` are the modules that are trained: their tensors are told by shape, for they change. What cannot be told
-    from outside, such as a lock or an open file, counts by the name of its type. `known` are objects that are told
-    elsewhere, such as the data, by a name for each.
+    `own` are the trained modules: their tensors count by shape, since they change. Objects without readable content,
+    such as locks and open files, count by the name of their type. `known` are objects with a fingerprint elsewhere,
+    such as the data, by name.
     """
 
     def __init__(self, own: Iterable[nn.Module] = (), known: Mapping[str, Any] | None = None) -> None:
@@ -112,35 +112,35 @@ class Holdings:
         self._layers, self._tensors = layers, {id(tensor): tensor for tensor in tensors}
         self._elsewhere = {id(value): (value, name) for name, value in (known or {}).items() if value is not None}
         self._inside: list[int] = []
-        # With the value itself: as long as it is held here, no other can have its number.
+        # With the value itself: while it is alive, no other object can have its id.
         self._known: dict[int, tuple[Any, str]] = {}
         self._left = HELD_PARTS
 
     def of(self, value: Any) -> dict[str, str]:
-        """Name and content of everything that a function or object holds: numbers as they are, all else as a hash."""
+        """Name and content of everything that a function or object holds: numbers as text, the rest as hashes."""
         self._left = HELD_PARTS
         try:
             parts = self._parts(value, top=True)
-        except Exception:  # of a callable that no one foresaw: its name and file have to do
+        except Exception:  # an unusual callable: its name and file have to do
             return {}
         return {name: self._text(part) for name, part in parts.items()}
 
     def of_data(self, value: Any) -> dict[str, str]:
-        """The code of a dataset, what that code reads, and the functions and objects it holds; the rest is its data."""
+        """The code of a dataset, what that code reads, and its functions and objects; the rest is data."""
         self._left = HELD_PARTS
-        attributes = {n: part for n, part in attributes_of(value).items() if _counts(part) and not _is_told(part)}
+        attributes = {n: part for n, part in attributes_of(value).items() if _counts(part) and not _is_described(part)}
         return {name: self._text(part) for name, part in {**_class_parts(type(value)), **attributes}.items()}
 
     def of_module(self, module: nn.Module) -> dict[str, str]:
-        """The same of a module that is trained and its layers; what they say of themselves is left out."""
+        """The same for a trained module and its layers, without what their `extra_repr` shows."""
         self._left = HELD_PARTS
         found: dict[str, Any] = {}
         for name, layer in module.named_modules():
-            said = f", {layer.extra_repr()},"
+            shown = f", {layer.extra_repr()},"
             for key, part in _settings_of(layer).items():
-                # Put into words only where it may be one of those: what a list of weights says takes long to write.
-                is_said = f" {key}=" in said and any(f" {key}={text}," in said for text in (str(part), repr(part)))
-                if not is_said:
+                # The key first: the text of a list of weights takes long.
+                is_shown = f" {key}=" in shown and any(f" {key}={text}," in shown for text in (str(part), repr(part)))
+                if not is_shown:
                     found[f"{name}.{key}" if name else key] = part
             for kind in HOOKS:
                 if hooks := users_hooks(getattr(layer, kind, None)):
@@ -157,7 +157,7 @@ class Holdings:
         return {name: self._text(part) for name, part in found.items()}
 
     def of_optimizer(self, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, str]:
-        """The parameters of each group, settings that only an optimizer of the user's own knows, and its hooks."""
+        """The parameters of each group, settings that only the user's optimizer class has, and hooks."""
         self._left = HELD_PARTS
         found: dict[str, Any] = dict(_class_parts(type(optimizer)))
         for number, group in enumerate(optimizer.param_groups):
@@ -178,7 +178,7 @@ class Holdings:
         return f"sha256 {key_of(self._form(part))}"
 
     def _form(self, value: Any) -> Any:
-        """A value as plain numbers and words, of which a key can be made."""
+        """A value in a form that `key_of` takes."""
         if isinstance(value, _Digest):
             return "told", value.text
         if isinstance(value, _PLAIN) and not isinstance(value, (complex, enum.Enum)):
@@ -195,7 +195,7 @@ class Holdings:
         self._inside.append(id(value))
         try:
             key = key_of(self._opened(value))
-        except Exception:  # anything may go wrong within objects of others: then the type has to do
+        except Exception:  # objects of other libraries may raise anything: the type has to do
             key = type_name(value)
         finally:
             self._inside.pop()
@@ -238,17 +238,17 @@ class Holdings:
                 state = {name: self._form(part) for name, part in value.state_dict().items()}
                 layers = [self._form((name, type(m), _settings_of(m))) for name, m in value.named_modules()]
                 return type_name(value), state, layers
-        # A function written in C, such as one of NumPy's, has nothing but its name.
+        # A function written in C, such as one of numpy, has only its name.
         name = str(getattr(value, "__name__", "")) if callable(value) else ""
         return type_name(value), name, {name: self._form(part) for name, part in self._parts(value).items()}
 
     def _parts(self, value: Any, *, top: bool = False) -> dict[str, Any]:
-        """What a value holds, by name."""
+        """The parts of a value, by name."""
         if isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value):
             return self._parts(vars(value)["_torchdynamo_orig_callable"], top=top)
         match value:
             case functools.partial():
-                # At the top, the settings tell plain arguments in words.
+                # At the top level, the settings show plain arguments.
                 shown = _PLAIN if top else ()
                 rows = [(f"argument {n}", part) for n, part in enumerate(value.args)] + [*value.keywords.items()]
                 more = {k: part for k, part in rows if not isinstance(part, (*shown, *((tuple,) if top else ())))}
@@ -276,7 +276,7 @@ class Holdings:
         if kind in _BY_REPR:
             return {"value": repr(value)}
         if kind in sys.stdlib_module_names and not is_users(type(value).__module__):
-            return {}  # locks, loggers, files, parsed arguments: what is in them is not the training's
+            return {}  # locks, loggers, files, parsed arguments: their content is not part of the training
         left_out = _MOVING if isinstance(value, LRScheduler) else frozenset()
         held = {k: v for k, v in attributes_of(value).items() if k not in left_out and not _is_place(k, v)}
         return {**_class_parts(type(value)), **held}
@@ -292,21 +292,21 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_place(name: str, value: Any) -> bool:
-    """Where something runs, which may change."""
+    """Whether this is a device, which may change between runs."""
     return name == "device" or isinstance(value, torch.device)
 
 
 def _settings_of(layer: nn.Module) -> dict[str, Any]:
-    """Attributes of one layer that are values, functions or objects of the user's, without those of every module.
+    """Attributes of one layer that are values, functions or the user's objects, without those of every module.
 
-    A function in place of a method, such as a forward that was replaced, is one.
+    This includes functions that replace a method, such as a replaced forward.
     """
     found = {name: part for name, part in vars(layer).items() if name not in (*_INTERNAL, "_compiled_call_impl")}
     return {name: part for name, part in found.items() if not _is_place(name, part) and _counts(part)}
 
 
 def _counts(part: Any, depth: int = 0) -> bool:
-    """Whether something is a value, a function, an object of a class of the user's, or a short collection of them."""
+    """Whether this is a value, a function, an object of a user's class, or a short collection of them."""
     if isinstance(part, (list, tuple, set, frozenset, dict)):
         inner = (*part, *part.values()) if isinstance(part, dict) else part
         return _is_value(part) or (depth < 4 and len(part) <= ENTRIES and all(_counts(p, depth + 1) for p in inner))
@@ -322,7 +322,7 @@ def _late_hooks(parameter: Tensor) -> Any:
 
 
 def _is_value(part: Any, depth: int = 0) -> bool:
-    """Whether something is a number, a word, a tensor, or a short collection of them."""
+    """Whether this is a number, text, tensor, or a short collection of them."""
     if isinstance(part, (list, tuple, set, frozenset)):
         return depth < 4 and len(part) <= ENTRIES and all(_is_value(p, depth + 1) for p in part)
     if isinstance(part, dict):
@@ -333,7 +333,7 @@ def _is_value(part: Any, depth: int = 0) -> bool:
 
 
 def _function_parts(function: types.FunctionType) -> dict[str, Any]:
-    """Its code, the cells it closes over, its defaults, and the globals it reads if it is of the user's own."""
+    """Code, closure and defaults of a function, and the globals that a user's function reads."""
     code, defaults = function.__code__, function.__defaults__ or ()
     places = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
     found: dict[str, Any] = dict(zip(places, defaults, strict=False))
@@ -353,9 +353,9 @@ def _function_parts(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _class_parts(part: type) -> dict[str, Any]:
-    """Code, attributes and globals of a class and those it builds upon, as far as they are the user's own.
+    """Code, attributes and globals of a class and its bases, as far as they are the user's.
 
-    Of a library's class that are the methods which the user has put in their place.
+    Of a library's class these are the methods that the user replaced.
     """
     found: dict[str, Any] = {}
     for kind in part.__mro__:
@@ -364,13 +364,13 @@ def _class_parts(part: type) -> dict[str, Any]:
         functions = {name: f for name, f in functions.items() if is_own or is_users_function(f)}
         if not functions and not is_own:
             continue
-        told = [(name, _code_of(f.__code__)) for name, f in functions.items()]
-        found[f"{CODE}{kind.__qualname__}"] = _Digest(key_of(told))
+        codes = [(name, _code_of(f.__code__)) for name, f in functions.items()]
+        found[f"{CODE}{kind.__qualname__}"] = _Digest(key_of(codes))
         for name, value in vars(kind).items() if is_own else ():
             if not (name.startswith("__") and name.endswith("__")) and name not in functions and _counts(value):
                 found[f"{kind.__name__}.{name}"] = value
         for function in functions.values():
-            if is_users_function(function):  # a dataclass has methods that are not
+            if is_users_function(function):  # a dataclass has generated methods
                 made = _function_parts(function)
                 found |= {f"{function.__name__}: {k}": v for k, v in made.items() if not k.startswith((CODE, *_OUTER))}
                 found |= {name: value for name, value in made.items() if name.startswith(_OUTER)}
@@ -381,22 +381,22 @@ _OUTER = ("global ", "environment ")
 
 
 def _function_in(value: Any) -> types.FunctionType | None:
-    """The function that an entry of a class runs."""
+    """The function behind an entry of a class."""
     for name in ("__func__", "fget", "func"):
         value = getattr(value, name, value) if not isinstance(value, types.FunctionType) else value
     return value if isinstance(value, types.FunctionType) else None
 
 
 def _code_of(code: types.CodeType) -> str:
-    """Which code it is: by its text, which no newer Python changes; by what it does where there is none."""
-    if code.co_name != "<lambda>":  # its text is the whole line, which may hold several
+    """The hash of a function's source, which is the same in every Python version; without source, of its bytecode."""
+    if code.co_name != "<lambda>":  # its text is the whole line, which may hold several lambdas
         with suppress(OSError, TypeError, SyntaxError):
             return key_of(inspect.getsource(code))
     return key_of(bytecode(code))
 
 
 def _read(code: types.CodeType, names: dict[str, Any], cells: dict[str, Any]) -> dict[str, Any]:
-    """What a piece of code reads: globals that count, attributes of others, and variables of the environment."""
+    """What code reads: globals, attributes of modules and arguments, and environment variables."""
     found: dict[str, Any] = {}
     for read in reads_of(code):
         source = cells if read.is_cell else names
@@ -404,7 +404,7 @@ def _read(code: types.CodeType, names: dict[str, Any], cells: dict[str, Any]) ->
             continue
         value, known = source[read.name], read.name
         for attribute in read.attributes:
-            # Of a module or of parsed arguments only what is read counts: the rest is not the training's.
+            # Of a module or of parsed arguments only what the code reads counts.
             if _is_value(value) or isinstance(value, (nn.Module, type)) or not hasattr(value, "__dict__"):
                 break
             if attribute not in vars(value):

@@ -1,4 +1,4 @@
-"""Knowing a training again: fingerprints of its code, data and settings, and how two of them differ."""
+"""The identity of a training: its settings, code, data and model; how two identities differ; and the exact one."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from hotlap.data.sources import Columns
 from hotlap.guard.fingerprint import CODE, SHORT, Holdings, describe
 
 MAY_CHANGE = ("epochs", "steps", "patience", "eval_every", "device")
-"""Settings that say how long or where, not what: a resumed training may have others."""
+"""Settings for how long and where to train: a resumed training may have others."""
 HELD_FORM = 2
-"""How what is held is told; of a run that told it otherwise, only what both tell in words is compared."""
+"""Version of the fingerprints of held parts; across versions hotlap compares only those that are plain text."""
 SHOWN = 60
-"""Characters of a value that a difference shows."""
+"""Characters of a value in a message about a difference."""
 _PLAIN = (int, float, str, bool, type(None))
 _MOVED_BY_SCHEDULES = ("lr", "betas", "momentum")
 _BY_PLAN = ("fused", "foreach", "capturable")
 
 
 def identity(job: Job, dataset: OrderedDataset, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """What makes this training this training, as JSON; `optimizer` is the one that the job's function made."""
+    """The identity of a training as JSON; `optimizer` is the one that the job's function made."""
     return {
         "settings": settings_of(job, optimizer),
         "code": code_of(job),
@@ -57,7 +57,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             if old.get(name) == new.get(name) or (part == "settings" and name in MAY_CHANGE):
                 continue
             if part == "code":
-                found.append(f"the code of {name} {'is other' if name in old and name in new else 'is new or gone'}")
+                found.append(f"the code of {name} {'differs' if name in old and name in new else 'is new or missing'}")
             else:
                 was, now_is = _apart(repr(old.get(name)), repr(new.get(name)))
                 found.append(f"{part}: {name} was {was}, is {now_is}")
@@ -66,24 +66,24 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _held_apart(before: dict[str, Any], now: dict[str, Any], found: list[str], *, alike: bool) -> list[str]:
-    """How two trainings differ in what their functions and objects hold; parts that only one knows are left out.
+    """How two trainings differ in what their functions and objects hold; parts that only one has are left out.
 
-    An earlier hotlap did not look at them, and what is new or gone the settings tell. Where they were not told
-    `alike`, only what both tell in words counts.
+    Earlier versions of hotlap lack some parts, and the settings show parts that are new or missing. Unless both have
+    `alike` versions, only parts that are plain text in both count.
     """
     lines: dict[str, None] = {}
-    file_changed = any(line.startswith("the code of ") for line in found)  # it says all about code
-    told = {line.partition(" was ")[0] for line in found}
+    file_changed = any(line.startswith("the code of ") for line in found)  # which covers all code
+    reported = {line.partition(" was ")[0] for line in found}
     for part in sorted({*before} & {*now}):
-        if f"settings: {part}" in told:
-            continue  # another object altogether
+        if f"settings: {part}" in reported:
+            continue  # a different object
         old, new = _part(before, part), _part(now, part)
         names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
         if not alike:
-            names = [name for name in names if name in old and name in new and _in_words(old[name], new[name])]
+            names = [name for name in names if name in old and name in new and _are_readable(old[name], new[name])]
         code, values = [n for n in names if n.startswith(CODE)], [n for n in names if not n.startswith(CODE)]
         if not file_changed:
-            lines |= dict.fromkeys(f"the {name} is other" for name in code)
+            lines |= dict.fromkeys(f"the {name} differs" for name in code)
         if values:
             words = "; ".join(_change(name, old.get(name), new.get(name)) for name in values)
             lines[f"{part}: what it holds differs" + (f" ({words})" if len(words) <= 2 * SHOWN else "")] = None
@@ -91,29 +91,29 @@ def _held_apart(before: dict[str, Any], now: dict[str, Any], found: list[str], *
 
 
 def _change(name: str, old: Any, new: Any) -> str:
-    return f"{name} was {old}, is {new}" if _in_words(old, new) and not name.startswith(CODE) else name
+    return f"{name} was {old}, is {new}" if _are_readable(old, new) and not name.startswith(CODE) else name
 
 
-def _in_words(old: Any, new: Any) -> bool:
-    """Whether both are told as they are: a hash says nothing to anyone."""
+def _are_readable(old: Any, new: Any) -> bool:
+    """Whether both are plain text, not hashes."""
     return all(isinstance(text, str) and len(text) <= SHORT and not text.startswith("sha256 ") for text in (old, new))
 
 
 def _part(known: Any, name: str) -> dict[str, Any]:
-    # What a checkpoint says may come from anyone.
+    # A checkpoint may be untrusted.
     part = known.get(name) if isinstance(known, Mapping) else None
     return part if isinstance(part, dict) else {}
 
 
 def settings_of(job: Job, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """The job's settings; objects by their class and what they were made with, as far as they tell."""
+    """The job's settings; objects count by class and, if known, by constructor arguments."""
     settings = {name: value if isinstance(value, _PLAIN) else _described(value) for name, value in vars(job).items()}
     made = optimizer if optimizer is not None else job.optimizer
     if isinstance(made, Optimizer):
         settings["optimizer"] = _optimizer(made, scheduled=job.schedule is not None)
     settings["metrics"] = ", ".join(job.metric_names)
     if not job.reorder:
-        del settings["reorder"]  # as in runs of before there was such a setting
+        del settings["reorder"]  # as in runs of versions without this setting
     if isinstance(job.data, DataLoader):
         batches = job.data.batch_sampler
         settings["batch_size"], settings["drop_last"] = job.data.batch_size, job.data.drop_last
@@ -123,7 +123,7 @@ def settings_of(job: Job, optimizer: Optimizer | None = None) -> dict[str, Any]:
 
 
 def code_of(job: Job) -> dict[str, str]:
-    """A hash of each source file of the user's that takes part; by class or function where there is no file."""
+    """A hash of each of the user's source files that takes part; per class or function where there is no file."""
     parts: list[Any] = [type(layer) for layer in job.model.modules()]
     parts += [job.loss, job.forward, job.prepare, job.augment, job.collate, job.optimizer, job.schedule]
     if isinstance(job.loss, nn.Module):
@@ -139,15 +139,15 @@ def code_of(job: Job) -> dict[str, str]:
     for origin in dict.fromkeys(origin for part in parts if part is not None for origin in _origins(part)):
         for name, digest in _source(origin).items():
             found.setdefault(name, set()).add(digest)
-    # Files of one name in two folders are told as one.
+    # Files of the same name in two folders count as one.
     return {name: _hash(*sorted(digests)) if len(digests) > 1 else min(digests) for name, digests in found.items()}
 
 
 def data_of(job: Job, dataset: OrderedDataset) -> dict[str, Any]:
-    """How many samples there are, and a hash of what can be told of them without asking for any."""
+    """The number of samples, and a hash of the data, as far as it is known without fetching samples."""
     data = job.data.dataset if isinstance(job.data, DataLoader) else job.data
-    told = describe(dataset.source.tensors if isinstance(dataset.source, Columns) else data)
-    found: dict[str, Any] = {"samples": len(dataset.source), "sha256": _hash(told)}
+    content = describe(dataset.source.tensors if isinstance(dataset.source, Columns) else data)
+    found: dict[str, Any] = {"samples": len(dataset.source), "sha256": _hash(content)}
     if job.valid is not None:
         valid = job.valid.dataset if isinstance(job.valid, DataLoader) else job.valid
         found["validation sha256"] = _hash(describe(valid.tensors if type(valid) is TensorDataset else valid))
@@ -155,16 +155,16 @@ def data_of(job: Job, dataset: OrderedDataset) -> dict[str, Any]:
 
 
 def shapes_of(model: nn.Module) -> dict[str, Any]:
-    """Name and shape of every weight and buffer, and what each layer says of itself, such as a dropout's rate."""
+    """Name and shape of every weight and buffer, and each layer's `extra_repr`, such as the rate of a dropout."""
     shapes: dict[str, Any] = {
         name: list(value.shape) for name, value in (*model.named_parameters(), *model.named_buffers())
     }
-    said = {name or "the model": layer.extra_repr() for name, layer in model.named_modules()}
-    return shapes | {f"({name})": words for name, words in said.items() if words}
+    layers = {name or "the model": layer.extra_repr() for name, layer in model.named_modules()}
+    return shapes | {f"({name})": text for name, text in layers.items() if text}
 
 
 def held_by(job: Job, optimizer: Optimizer | None = None) -> dict[str, dict[str, str]]:
-    """What the job's functions, objects, loss and model hold: closures, defaults, attributes and globals they read."""
+    """What the job's functions, objects, loss and model hold: closures, defaults, attributes, and globals they read."""
     loss = job.loss if isinstance(job.loss, nn.Module) else None
     own = [job.model] if loss is None else [job.model, loss]
     datasets = {name: _dataset(getattr(job, name)) for name in ("data", "valid")}
@@ -175,9 +175,9 @@ def held_by(job: Job, optimizer: Optimizer | None = None) -> dict[str, dict[str,
         if part is not None and not isinstance(part, (str, Optimizer)) and part is not loss
     }
     if loss is not None:
-        constants = getattr(type(loss), "__constants__", ())  # the settings tell them
+        constants = getattr(type(loss), "__constants__", ())  # the settings show them
         found["loss"] = {name: text for name, text in holdings.of_module(loss).items() if name not in constants}
-        if type(loss).__module__.startswith("torch.nn"):  # its buffers, such as weights of classes, are settings
+        if type(loss).__module__.startswith("torch.nn"):  # its buffers, such as class weights, are settings
             found["loss"] |= {f"its {name}": describe(buffer) for name, buffer in loss.named_buffers()}
     found["model"] = holdings.of_module(job.model)
     made = optimizer if optimizer is not None else job.optimizer
@@ -187,7 +187,7 @@ def held_by(job: Job, optimizer: Optimizer | None = None) -> dict[str, dict[str,
 
 
 def functions_of(job: Job) -> dict[str, Any]:
-    """The job's own functions and objects beside model and data, by what they are for; None where there is none."""
+    """The job's functions and objects besides model and data, by purpose; None where the job has none."""
     names = ("loss", "forward", "prepare", "augment", "collate", "optimizer", "schedule", "order")
     parts: dict[str, Any] = {name: getattr(job, name) for name in names}
     if isinstance(job.metrics, Mapping):
@@ -203,7 +203,7 @@ def functions_of(job: Job) -> dict[str, Any]:
 
 
 def parameter_names(modules: Sequence[nn.Module]) -> dict[int, str]:
-    """The name of every parameter by its number in memory; the loss's begin with `loss.`"""
+    """The name of every parameter by its id; those of the loss begin with `loss.`"""
     return {
         id(parameter): f"loss.{name}" if number else name
         for number, module in enumerate(modules)
@@ -216,17 +216,17 @@ def _dataset(data: Any) -> Any:
 
 
 def _optimizer(optimizer: Optimizer, *, scheduled: bool) -> str:
-    """Class, settings, and per group what differs from them and no schedule writes."""
+    """Class and settings of an optimizer, and what differs in each group, unless a schedule changes it."""
     plain = {k: v for k, v in optimizer.defaults.items() if isinstance(v, (int, float, str, tuple))}
-    told = [_told(plain)]
+    parts = [_settings_text(plain)]
     for group in optimizer.param_groups:
         moving = _MOVED_BY_SCHEDULES if scheduled else ()
         own = {k: v for k, v in group.items() if k in plain and v != plain[k] and k not in (*moving, *_BY_PLAN)}
-        told += [f"{len(group['params'])} parameters: {_told(own)}"] if own else []
-    return f"{type(optimizer).__name__}({'; '.join(told)})"
+        parts += [f"{len(group['params'])} parameters: {_settings_text(own)}"] if own else []
+    return f"{type(optimizer).__name__}({'; '.join(parts)})"
 
 
-def _told(settings: Mapping[str, Any]) -> str:
+def _settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
 
 
@@ -236,7 +236,7 @@ def _described(value: Any) -> str:
         words += [f"{k}={v}" for k, v in sorted(value.keywords.items()) if isinstance(v, (*_PLAIN, tuple))]
         return f"{_described(value.func)}({', '.join(words)})"
     constants = {name: getattr(value, name, None) for name in getattr(type(value), "__constants__", ())}
-    return _named(value) + (f"({_told(constants)})" if constants and isinstance(value, nn.Module) else "")
+    return _named(value) + (f"({_settings_text(constants)})" if constants and isinstance(value, nn.Module) else "")
 
 
 def _named(value: Any) -> str:
@@ -244,7 +244,7 @@ def _named(value: Any) -> str:
 
 
 def _origins(part: Any) -> list[Any]:
-    """The functions and classes that a part of a job is made of; a class with those that it builds upon."""
+    """The functions and classes behind a part of a job; classes with their bases."""
     if isinstance(part, functools.partial):
         return _origins(part.func)
     if inspect.ismethod(part):
@@ -259,25 +259,25 @@ def _hash(*texts: str) -> str:
 
 
 def _source(part: Any) -> dict[str, str]:
-    """The hash of the file a class or function comes from, unless that is a library's."""
+    """The hash of the source file of a class or function, unless it is a library's."""
     file = file_of(getattr(part, "__module__", None))
     if file is not None and is_library(file):
         return {}
     try:
         text = file.read_text(encoding="utf-8") if file is not None else inspect.getsource(part)
     except (OSError, TypeError, UnicodeDecodeError):
-        return {}  # `held_by` knows it by its bytecode
+        return {}  # `held_by` covers its bytecode
     name = file.name if file is not None else _named(part)
     return {name: _hash(text)}
 
 
 def _apart(old: str, new: str) -> tuple[str, str]:
-    """Two texts cut so that one sees where they differ."""
+    """Two texts, shortened so that the difference shows."""
     if max(len(old), len(new)) <= SHOWN:
         return old, new
     pairs = enumerate(zip(old, new, strict=False))
     common = next((n for n, (a, b) in pairs if a != b), min(len(old), len(new)))
-    # From the beginning of the setting that differs.
+    # From the start of the setting that differs.
     start = max(old.rfind(" ", 0, common), old.rfind("(", 0, common)) + 1
 
     def cut(text: str) -> str:
@@ -307,7 +307,7 @@ def exact_identity(
 
 
 def _process(device: torch.device) -> dict[str, Any]:
-    """What torch and the process are set to, as far as it changes numbers."""
+    """Settings of torch and the process that change numbers."""
     tables = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
     patched = {
         f"{space.__name__}.{name}": value

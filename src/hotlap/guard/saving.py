@@ -1,4 +1,4 @@
-"""Saving a training beside its steps: when, and how its whole state becomes files and comes back to the last bit."""
+"""Saving a training while it runs: when to save, the state as files, and restoring it bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotlap.core.errors import StoreError
+from hotlap.core.errors import StoreError, first_line
 from hotlap.core.object_memory import Changes, Path
 from hotlap.data.order import HostRandomness
 from hotlap.engine.rig import Place, Rig
@@ -25,25 +25,24 @@ from hotlap.store.weights import load_weights_into, unwrapped
 Files = Mapping[str, Iterable[Piece]]
 
 COST_SHARE = 0.02
-"""At most this share of a run goes into saving, as far as hotlap chooses when."""
+"""Where hotlap chooses when to save, saving takes at most this share of a run."""
 LEAST_S = 30.0
-"""No more often than this, as far as hotlap chooses when: what a crash then loses is half a minute."""
+"""Where hotlap chooses, seconds between saves at least: a crash loses half a minute."""
 FIRST_BYTES_S = 100e6
-"""What the first save is thought to copy, hash and write in a second: a slow disk of a cloud. Most do better."""
+"""Bytes a second that the first save is assumed to copy, hash and write: a slow cloud disk. Most are faster."""
 FIRST_SYNCS_S = 0.1
-"""What the first save is thought to wait for besides: a dozen syncs, on a disk that turns."""
+"""Seconds that the first save is assumed to wait for a dozen syncs, as on a spinning disk."""
 CAUTION = 1.5
-"""A save is allowed to take so many times what the ones before took, and the share still holds."""
+"""A save may take so many times as long as earlier ones, and the share still holds."""
 
 
 class Saver:
-    """Writes checkpoints of one training.
+    """Writes checkpoints of one training; a thread writes the files while the training goes on.
 
-    `every` is a number of updates between two saves; None leaves it to what saving costs; 0 never saves.
-    With None a save is made only where all saves, that one included, stay within 2 % of the time since the run
-    began. Time and saves count from this process's beginning on: where each part of a resumed run keeps to its
-    share, so does the whole, and nobody has to know how long the parts before took. `before_s` is what the run had
-    taken when this was made, `size` about how many bytes a checkpoint has.
+    `every` is the number of updates between two saves; 0 never saves. With None, hotlap saves only if all saves,
+    including this one, stay within 2 % of the time since the run began. Time and saves count from the start of this
+    process: if each part of a resumed run keeps to its share, so does the whole run. `before_s` is how long the run
+    had taken before, and `size` the approximate size of a checkpoint in bytes.
     """
 
     def __init__(
@@ -65,22 +64,22 @@ class Saver:
         self._whole_cost_s = 0.0
         self._last_step: int | None = None
         self.saved = 0
-        """Checkpoints that are whole on the disk."""
+        """Checkpoints that are complete on disk."""
         self.spent_s = 0.0
-        """Seconds that training stood still for saving."""
+        """Seconds that training waited for saving."""
         self.copying_s = 0.0
-        """Seconds of copying, while training stood still."""
+        """Seconds of copying, while training waited."""
         self.writing_s = 0.0
-        """Seconds that the thread was writing, beside the training or while that waited."""
+        """Seconds that the thread was writing."""
 
     @property
     def cost_s(self) -> float:
-        """Seconds that all saves took so far. On few cores writing takes time from training, so all of it counts."""
+        """Seconds that all saves took so far. With few cores writing slows training, so all of it counts."""
         return self.copying_s + self.writing_s
 
     @property
     def expected_s(self) -> float:
-        """Seconds that the next save may take: by its size at first, then by what those before took."""
+        """Seconds that the next save may take: first by its size, then by earlier saves."""
         if not self.saved:
             return self._first_cost_s
         return CAUTION * max(self._last_cost_s, self._whole_cost_s / self.saved)
@@ -89,13 +88,13 @@ class Saver:
         """Whether it is time for a checkpoint before the next step."""
         if self._every is not None:
             return self._every > 0 and step % self._every == 0
-        # A save that is under way is waited for by nobody: the next one comes when it is done.
+        # Do not wait for a save in progress: the next one comes after it.
         if self._last_s is not None and (time.perf_counter() - self._last_s < LEAST_S or self.busy):
             return False
         return self._is_within_share()
 
     def due_at_end(self, step: int) -> bool:
-        """Whether a checkpoint is to be made after the last step; waits for one that is under way."""
+        """Whether to save after the last step; waits for a save in progress."""
         if self._every is not None:
             return self._every > 0
         begun = time.perf_counter()
@@ -108,11 +107,11 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether files are being written right now."""
+        """Whether the thread is writing files."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, export: Callable[[], Files], facts: dict[str, Any], *, wait: bool = False) -> None:
-        """Copy the state now, write it beside the training. A failure is told and training goes on."""
+        """Copy the state now and write it in a thread. On failure the user gets a message and training goes on."""
         begun = time.perf_counter()
         self.finish()
         copying = time.perf_counter()
@@ -134,7 +133,7 @@ class Saver:
         self.spent_s += self._last_s - begun
 
     def finish(self) -> None:
-        """Wait for the files of the last save; tell if they could not be written."""
+        """Wait for the files of the last save; report a failure."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -143,9 +142,11 @@ class Saver:
             if isinstance(failure, StoreError):
                 self._complain(str(failure))
                 return
-            # Whatever it was, it happened beside the training, which is sound.
+            # The training itself is fine.
             reason = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {failure}"
-            self._complain(f"a checkpoint could not be written: {reason}; training goes on, the last one is untouched")
+            self._complain(
+                f"a checkpoint could not be written: {reason}; training goes on, earlier checkpoints are untouched"
+            )
 
     def _write(self, step: int, files: Files, facts: dict[str, Any], copied_s: float) -> None:
         begun = time.perf_counter()
@@ -153,12 +154,12 @@ class Saver:
         try:
             self._checkpoints.write(step, files, facts)
         except BaseException as error:
-            # Without its trace, which would keep the copied state alive until the next save.
+            # Without its traceback, which would keep the copied state alive until the next save.
             failure = error.with_traceback(None)
         wrote_s = time.perf_counter() - begun
         self.writing_s += wrote_s
         self._failure = failure
-        # One that failed may have ended early: what it took says nothing of the next.
+        # A failed save may have ended early, so its time does not predict the next.
         if failure is None:
             self._last_cost_s = copied_s + wrote_s
             self._whole_cost_s += self._last_cost_s
@@ -168,16 +169,16 @@ class Saver:
 
 MODEL, TENSORS, VALUES = "model.safetensors", "training.safetensors", "training.json"
 _BY_PLAN = ("fused", "foreach", "capturable")
-"""Settings of an optimizer that the plan in force decides, which may be another one than the checkpoint's."""
+"""Optimizer settings that the current plan decides, which may differ from the checkpoint's plan."""
 
 
 def export_state(
     rig: Rig, loop: dict[str, Any], remembered: Sequence[tuple[Path, Any]] = ()
 ) -> dict[str, Iterable[Piece]]:
-    """Files that hold the training: copied to host memory now, turned into bytes when they are written.
+    """The files of a training: copied to host memory now, and turned into bytes when written.
 
-    `loop` is what the loop around the rig needs to go on; `remembered` is what `Changes` has found. Raises StoreError
-    for state that is neither numbers nor tensors.
+    `loop` is the state of the loop around the rig; `remembered` is what `Changes` found. Raises StoreError for state
+    that no file can hold.
     """
     tensors: dict[str, Tensor] = {}
     rig.settle()
@@ -205,14 +206,14 @@ def export_state(
 
 
 def import_state(rig: Rig, files: dict[str, bytes], memory: Changes | None = None) -> dict[str, Any]:
-    """Put a stored training into the rig; what the loop had stored. Raises StoreError where they do not fit.
+    """Restore a stored training into the rig, and return the loop's state. Raises StoreError if they do not fit.
 
-    `memory` takes what modules, the optimizer and the user's functions remembered; an earlier hotlap stored none.
+    `memory` restores what modules, the optimizer and the user's functions remembered; earlier versions stored none.
     """
     missing = [name for name in (MODEL, TENSORS, VALUES) if name not in files]
     if missing:
         raise StoreError(f"the checkpoint has no {missing[0]}")
-    rig.settle()  # what the device still knows is of the training that was
+    rig.settle()  # drop the device's state of the earlier training
     tensors = tensors_from(files[TENSORS], TENSORS)
     state = decode(from_json(files[VALUES], VALUES), tensors, rig.device)
     try:
@@ -222,9 +223,9 @@ def import_state(rig: Rig, files: dict[str, bytes], memory: Changes | None = Non
         _import_optimizer(rig.optimizer, state["optimizer"], moved=state["device"] != rig.device.type)
         if rig.schedule.scheduler is not None:
             rig.schedule.scheduler.load_state_dict(state["schedule"])
-        # After the schedule: loading one may write its own idea of the learning rate.
+        # After the schedule: loading it may change the learning rate.
         _import_groups(rig.optimizer, state["optimizer"]["groups"])
-        # A schedule that moves before the next update would warn that there has been none.
+        # Otherwise a schedule that moves before the next update warns that there was none.
         rig.optimizer._opt_called = True  # type: ignore[attr-defined]
         rig.totals.put_back(state["totals"])
         rig.place = Place(*state["place"])
@@ -236,13 +237,12 @@ def import_state(rig: Rig, files: dict[str, bytes], memory: Changes | None = Non
         _import_randomness(state["randomness"], rig.device)
         loop: dict[str, Any] = state["loop"]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise StoreError(f"the checkpoint does not fit this training: {told}") from error
+        raise StoreError(f"the checkpoint does not fit this training: {first_line(error)}") from error
     return loop
 
 
 def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors that a state_dict holds, and all else that a module remembers."""
+    """The tensors of a state_dict, and everything else that a module remembers."""
     persistent: dict[str, Any] = module.state_dict()
     weights = {name: value for name, value in persistent.items() if isinstance(value, Tensor)}
     return weights, {
@@ -254,10 +254,10 @@ def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def _copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights as they are now, on the CPU; tied ones under each of their names."""
+    """Copies of the weights on the CPU; tied weights under each of their names."""
     for name, value in weights.items():
         why = why_not_stored(value)
-        if why:  # told here, where the training can hear it, not by the thread that writes
+        if why:  # here, where the training sees the error, not in the writing thread
             raise StoreError(f"{name} has {why}")
     kept = torch.contiguous_format
     return {name: value.detach().to("cpu", copy=True, memory_format=kept) for name, value in weights.items()}
@@ -276,7 +276,7 @@ def _import_module(module: nn.Module, weights: dict[str, Tensor], rest: dict[str
 
 
 def _put_buffer(module: nn.Module, name: str, value: Tensor) -> None:
-    """Set a buffer that no state_dict holds, also one that came to be, or changed its shape, in training."""
+    """Set a non-persistent buffer, also one that training created or reshaped."""
     owner_name, _, leaf = name.rpartition(".")
     owner = module.get_submodule(owner_name)
     if leaf not in owner._buffers:
@@ -297,7 +297,7 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     number = {id(p): n for n, p in enumerate(_parameters_of(optimizer))}
     strange = [key for key in optimizer.state if id(key) not in number]
     if strange:
-        raise StoreError(f"{type(optimizer).__name__} keeps state under {strange[0]!r:.40}, which cannot be stored")
+        raise StoreError(f"{type(optimizer).__name__} keeps state under {strange[0]!r:.40}, which hotlap cannot store")
     return {
         "kind": type(optimizer).__name__,
         "state": {number[id(p)]: values for p, values in optimizer.state.items()},
@@ -306,18 +306,18 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _import_optimizer(optimizer: Optimizer, stored: dict[str, Any], *, moved: bool) -> None:
-    """Put the state back; `moved` from a CPU to a GPU, or the other way."""
+    """Restore the state; `moved` if the device type changed."""
     if stored["kind"] != type(optimizer).__name__:
-        raise StoreError(f"the checkpoint is of {stored['kind']}, the optimizer is {type(optimizer).__name__}")
+        raise StoreError(f"the checkpoint has the optimizer {stored['kind']}, this training {type(optimizer).__name__}")
     pairs = zip(optimizer.param_groups, stored["groups"], strict=True)
     owners = [(p, group, bool(was.get("fused"))) for group, was in pairs for p in group["params"]]
     optimizer.state.clear()
-    # Not by load_state_dict: that casts every state to its parameter's dtype.
+    # Not with load_state_dict, which casts every state to its parameter's dtype.
     for n, values in stored["state"].items():
         parameter, group, was_fused = owners[n]
         for name, value in values.items():
             if name == "step" and isinstance(value, Tensor) and (moved or bool(group.get("fused")) != was_fused):
-                # The fused kernel reads the count on the device, the plain loop on the host.
+                # The fused kernel reads the step count on the device, the plain loop on the host.
                 values[name] = value.to(parameter.device if group.get("fused") or group.get("capturable") else "cpu")
             elif moved and isinstance(value, Tensor):
                 values[name] = value.to(parameter.device)
@@ -335,7 +335,7 @@ def _randomness(device: torch.device) -> dict[str, Any]:
     host = HostRandomness()
     version, words, gauss = host.python
     return {
-        # 625 numbers as one array: as JSON they would take longer than all the rest.
+        # 625 numbers as one array: as JSON they would take longer than everything else.
         "python": (version, np.array(words, dtype=np.int64), gauss),
         "numpy": host.numpy,
         "torch": host.torch,

@@ -1,4 +1,4 @@
-"""Stopping on SIGTERM or SIGINT: a flag is set, the step is finished, the training is saved, and only then it ends."""
+"""Stopping on SIGTERM or SIGINT: hotlap sets a flag, finishes the step, saves the training, and then ends it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class StopRequest:
-    """Inside, SIGINT and SIGTERM only set `signal`; outside, they act as before. One that is ignored stays ignored.
+    """Inside `with`, SIGINT and SIGTERM only set `signal`; afterwards they act as before. Ignored signals stay ignored.
 
-    In a thread other than the main one nothing is changed: Python delivers signals to the main one alone.
+    Outside of the main thread nothing changes, since Python delivers signals to the main thread only.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for watched in WATCHED:
-                # A shell starts a job in the background, and nohup any, with signals ignored that are not for it.
+                # Shells (for background jobs) and nohup start a process with such signals ignored.
                 if signal.getsignal(watched) is not signal.SIG_IGN:
                     self._before[watched] = signal.signal(watched, self._note)
         return self
@@ -37,19 +37,19 @@ class StopRequest:
             signal.signal(watched, handler if handler is not None else signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # The first one names the exit code; a second while saving changes nothing.
+        # The first signal decides the exit code; a second one during the save changes nothing.
         if self.signal is None:
             self.signal = signal.Signals(number)
 
     def comes_within(self, seconds: float) -> bool:
-        """Whether a signal has come, or comes in so many seconds."""
+        """Whether a signal has come or comes within `seconds`."""
         deadline = time.monotonic() + seconds
         while self.signal is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.signal is not None
 
     def obey(self) -> None:
-        """End as the signal would have ended it: KeyboardInterrupt, or exit code 143."""
+        """End the process as the signal would have: KeyboardInterrupt, or exit code 143."""
         if self.signal is signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal is not None:

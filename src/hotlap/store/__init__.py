@@ -1,1 +1,6 @@
-"""Files that survive a crash."""
+"""Files that survive a crash and are safe to read even if they are untrusted.
+
+`disk` holds the system calls of a save, `files` whole files and plans, `tensors` and `encoding` safetensors and JSON.
+`manifest` checks folders, of which `checkpoints` and `cache` (with `keys`) are made. `run_folder` is the folder of one
+run, `weights` reads and writes models, `archives` packs runs.
+"""
