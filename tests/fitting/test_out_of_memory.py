@@ -16,7 +16,8 @@ from torch import nn
 
 from hotlap import Job, Plan, Rig, TrainingError, fit, moves
 from hotlap.engine.rig import Place
-from hotlap.fitting.rescue import Rescue, is_out_of_memory
+from hotlap.engine.step import is_out_of_memory
+from hotlap.fitting.rescue import Rescue
 from hotlap.moves import Move
 from hotlap.tuner import budget
 from hotlap.tuner.gates import Gate, Judgement

@@ -307,6 +307,17 @@ def why_no_gradients() -> str | None:
     return None
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or the one that it comes from, says that the device's memory was too small."""
+    if error is None:
+        return False
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    says = "CUBLAS_STATUS_ALLOC_FAILED" in text or ("CUDA" in text and "out of memory" in text)
+    return (isinstance(error, RuntimeError) and says) or is_out_of_memory(error.__cause__)
+
+
 def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
     """A clear message for an error in a step that users meet often; None for other errors."""
     text = str(error)

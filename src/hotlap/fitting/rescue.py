@@ -35,17 +35,6 @@ _UPDATES = (EagerStep.__call__.__code__, CapturedStep.__call__.__code__, Capture
 """The code that makes the updates of a window one after the other, each by its `number`."""
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or the one that it comes from, says that the device's memory was too small."""
-    if error is None:
-        return False
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    says = "CUBLAS_STATUS_ALLOC_FAILED" in text or ("CUDA" in text and "out of memory" in text)
-    return (isinstance(error, RuntimeError) and says) or is_out_of_memory(error.__cause__)
-
-
 class Rescue:
     """Looks after the memory of one training.
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from hotlap.core.errors import StoreError, TrainingError, first_line
 from hotlap.core.ledger import Entry
 from hotlap.engine.objective import PendingMean
-from hotlap.engine.step import Window
+from hotlap.engine.step import Window, is_out_of_memory
 from hotlap.fitting.progress import Pace, format_record
 from hotlap.fitting.record import resume_words
-from hotlap.fitting.rescue import Rescue, is_out_of_memory, within
+from hotlap.fitting.rescue import Rescue, within
 from hotlap.fitting.session import ProgressState, RunSession, unfit_checkpoint
 from hotlap.fitting.task import Task
 from hotlap.fitting.tuning import chooser_for, tuning_line

@@ -23,9 +23,8 @@ from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.sources import tensors_in
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
-from hotlap.engine.step import Window
+from hotlap.engine.step import Window, is_out_of_memory
 from hotlap.fitting.progress import Silence
-from hotlap.fitting.rescue import is_out_of_memory
 from hotlap.fitting.task import OFF, set_up
 from hotlap.kit.samples import longest_first
 from hotlap.kit.tensor_memory import LiveTensors

@@ -37,7 +37,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotlap.core.errors import HotlapError, first_line
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.engine.blocks import Checkpointing, checkpointed_blocks
-from hotlap.fitting.rescue import is_out_of_memory
+from hotlap.engine.step import is_out_of_memory
 from hotlap.kit.bench import rest_of, room_on, state_of
 from hotlap.kit.plan_probe import PlanProbe
 from hotlap.kit.probe import LAP_ROUNDS, ProbeRequest, ProbeResult

@@ -28,7 +28,7 @@ from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import PATIENCE, BatchError, shape_of
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
 from hotlap.engine.capture.recording import NotRecordedError, Watch
-from hotlap.fitting.rescue import is_out_of_memory
+from hotlap.engine.step import is_out_of_memory
 from hotlap.script.calls.autograd_bridge import Compute
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.graphs import Graph, GraphRecorder
