@@ -150,4 +150,4 @@ def test_a_script_hears_of_it_at_its_end(monkeypatch, tmp_path, capsys, found):
             optimizer.step()
     told = capsys.readouterr().err
     assert "8 updates" in told
-    assert told.count("attention drops by cuDNN's kernel") == (found is POOR)
+    assert told.count("attention uses cuDNN's dropout") == (found is POOR)

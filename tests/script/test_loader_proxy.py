@@ -954,7 +954,7 @@ def test_feeds_for_a_gpu_need_one():
     for kind in ("resident", "stream"):
         assert served(loader).supports(Feed(kind=kind)) == "the script trains on the CPU"
         proxy = served(loader, torch.device("cuda"))
-        assert "does not answer" in proxy.supports(Feed(kind=kind))
+        assert "cannot answer" in proxy.supports(Feed(kind=kind))
     assert served(loader).supports(Feed(kind="loader", workers=2, pinned=True)) is None
 
 

@@ -66,7 +66,7 @@ def test_trials_that_cost_too_much_are_named_with_the_option_that_pays_for_them(
         ("data held on the device", "not tried", {"needs_s": 8.0}), why="estimated to take 8 s, and 1 s may be spent"
     )
     told = headline([unpaid], 60.0)
-    assert "because trials would cost more than they may: data held on the device, estimated to take 8 s" in told
+    assert "trials would cost more than the time allowed: data held on the device, estimated to take 8 s" in told
     assert told.endswith("; `--tune-seconds 15` would try data held on the device")
 
 

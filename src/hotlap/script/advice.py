@@ -322,8 +322,8 @@ class AttentionAdvice:
         if found.are_good:
             return []
         return [
-            f"attention drops by cuDNN's kernel, whose masks are not drawn for place by place here ({found}): training "
-            "ends worse by it than by others; torch.backends.cuda.enable_cudnn_sdp(False) leaves it out"
+            f"attention uses cuDNN's dropout, whose masks are not independent for each position here ({found}): "
+            "training ends worse than with other kernels; torch.backends.cuda.enable_cudnn_sdp(False) turns it off"
         ]
 
 

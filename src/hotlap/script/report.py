@@ -168,7 +168,7 @@ def _gain(took_s: float, saved_s: float, cost_s: float) -> str:
     seconds = f"{_whole(took_s)} instead of about {_whole(max(0.0, took_s + saved_s))}"
     if ratio >= FASTER:
         return f"{ratio:.2f}x as fast: {seconds}" if ratio < 1.995 else f"{ratio:.1f}x as fast: {seconds}"
-    return f"no faster: {seconds}, because the run ended before it had earned what tuning cost ({show_seconds(cost_s)})"
+    return f"no faster: {seconds}, because the run ended before it had saved what tuning cost ({show_seconds(cost_s)})"
 
 
 def _whole(s: float) -> str:
@@ -189,7 +189,8 @@ def _why_left(found: Sequence[Row]) -> str:
     if whole is not None:
         return f"nothing was tried, because {whole}"
     if unpaid:
-        return f"nothing was tried, because trials would cost more than they may: {unpaid[0].what}, {unpaid[0].why}"
+        first = unpaid[0]
+        return f"nothing was tried, because trials would cost more than the time allowed: {first.what}, {first.why}"
     if judged:
         return "nothing was tried, because an earlier run has shown that nothing helps"
     if found:

@@ -79,7 +79,7 @@ class ScriptTuning:
                 probe=ScriptProbe(training),
             )
         elif plan == "max":
-            training.use(_all_of_it(training), why="everything that can be done, unmeasured")
+            training.use(_all_of_it(training), why="everything that this machine and script support, unmeasured")
         elif Path(str(plan)).is_dir():
             self._tuner = Replay(training, RunFolder.open(str(plan)).read_ledger())
         else:

@@ -293,7 +293,7 @@ class CallGraph:
                 self._make_outputs()
             reason = self._why_unfit(before)
             self._make_gradients()
-        reason = reason or watch.reason or ("it sets the device's randomness itself" if was_set else None)
+        reason = reason or watch.reason or ("it sets the GPU's random state itself" if was_set else None)
         if all(grad is None for grad in self._grads):
             reason = reason or "nothing in it gets a gradient"
         if any(grad is not None and grad.layout is not torch.strided for grad in self._grads):

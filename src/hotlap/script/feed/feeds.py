@@ -277,7 +277,7 @@ class StreamedFeed:
         index_batch, batch, flights = self._coming.popleft()
         tensors = tensors_in(batch)
         if any(tensor.is_inference() != torch.is_inference_mode_enabled() for tensor in tensors):
-            # It was made while the script was in the other mode.
+            # The script was in the other mode when this batch was made.
             _give_up(flights)
             return self._column_batches.batch(index_batch)
         self._device_copies.serve(zip(tensors, flights, strict=True))

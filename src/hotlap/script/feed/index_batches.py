@@ -334,7 +334,7 @@ def _pieces(sampler: Any) -> Iterator[Tensor]:
         return
     for _ in range(whole):
         yield torch.randperm(length, generator=generator)
-    if rest or sampler.generator is not None:  # of an order of which nothing is used, only the draw can be seen
+    if rest or sampler.generator is not None:  # torch draws this order without using it
         yield torch.randperm(length, generator=generator)[:rest]
 
 

@@ -1,4 +1,4 @@
-"""The batches of a script's loader, by whichever feed is wanted: the same to the bit, in the same order."""
+"""The batches of a script's loader by any feed: the same to the bit, in the same order."""
 
 from __future__ import annotations
 
@@ -412,7 +412,7 @@ class LoaderProxy:
             if self.device.type != "cuda":
                 return f"the script trains on the {self.device.type.upper()}"
             if self.device_copies is None:
-                return "hotlap does not answer the script's copies to its device"
+                return "hotlap cannot answer the script's copies to its device"
             if not source.on_host:
                 return "the data is on a GPU already"
         if feed.kind == "stream" or feed.workers:
