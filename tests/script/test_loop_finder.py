@@ -16,9 +16,9 @@ def test_model_loader_and_optimizer_of_a_plain_loop():
     optimizer, loop = optimizer_of(model), None
     for step in range(SEEN):
         assert loop is None
-        finder.served("train")
-        finder.called(model)
-        finder.called(loss)
+        finder.batch_given("train")
+        finder.module_called(model)
+        finder.module_called(loss)
         loop = finder.stepped(optimizer)
         assert (loop is not None) == (step == SEEN - 1)
     assert loop.optimizers == [optimizer]
@@ -30,11 +30,11 @@ def test_what_comes_before_the_first_step_is_no_part_of_the_loop():
     model, finder = nn.Linear(2, 2), LoopFinder()
     optimizer = optimizer_of(model)
     for _ in range(10):
-        finder.served("valid")
-        finder.called(model)
+        finder.batch_given("valid")
+        finder.module_called(model)
     for _ in range(SEEN):
-        finder.served("train")
-        finder.called(model)
+        finder.batch_given("train")
+        finder.module_called(model)
         loop = finder.stepped(optimizer)
     assert loop.loaders == ["train"]
 
@@ -44,11 +44,11 @@ def test_two_networks_with_an_optimizer_each_and_calls_of_parts_of_them():
     finder, ours = LoopFinder(), [optimizer_of(generator), optimizer_of(critic)]
     for _ in range(SEEN):
         for module in (generator, critic, frozen, generator[0]):
-            finder.called(module)
+            finder.module_called(module)
         loop = finder.stepped(ours[1])
         if loop is not None:
             break
-        finder.called(generator)
+        finder.module_called(generator)
         finder.stepped(ours[0])
     assert loop.optimizers == [ours[1], ours[0]]
     assert loop.modules == [generator, critic]

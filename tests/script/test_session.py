@@ -136,7 +136,7 @@ BROKEN = [
     "hotlap.script.feed.loader_proxy.LoaderProxy.begin",
     "hotlap.script.session.Session._on_step",
     "hotlap.script.session.Session._on_batch",
-    "hotlap.script.tuning.ScriptTuning.served",
+    "hotlap.script.tuning.ScriptTuning.batch_given",
     "hotlap.script.tuning.ScriptTuning.stepped",
     "hotlap.script.training.ScriptTraining.stepped",
     "hotlap.script.update.updates.Updates.before_step",

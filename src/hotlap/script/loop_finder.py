@@ -27,7 +27,7 @@ class Loop:
     modules: list[nn.Module]
     """Modules that the script calls while it trains, without their submodules."""
     loaders: list[Any]
-    """Sources of batches, as given to `LoopFinder.served`."""
+    """Sources of batches, as given to `LoopFinder.batch_given`."""
     before: int = 0
     """Steps before the loop was known."""
 
@@ -42,21 +42,21 @@ class LoopFinder:
         """`before` holds steps made before this object existed."""
         self._before = dict(before or {})
         self._steps: Counter[Optimizer] = Counter()
-        self._served: dict[int, tuple[Any, set[int]]] = {}
-        self._called: dict[int, tuple[nn.Module, set[int]]] = {}
+        self._loaders: dict[int, tuple[Any, set[int]]] = {}
+        self._modules: dict[int, tuple[nn.Module, set[int]]] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers with a step so far."""
         return list({**self._before, **self._steps})
 
-    def served(self, loader: Any) -> None:
+    def batch_given(self, loader: Any) -> None:
         """A loader gave a batch."""
-        self._note(self._served, loader)
+        self._note(self._loaders, loader)
 
-    def called(self, module: nn.Module) -> None:
+    def module_called(self, module: nn.Module) -> None:
         """The script called a module in training mode."""
-        self._note(self._called, module)
+        self._note(self._modules, module)
 
     def stepped(self, optimizer: Optimizer) -> Loop | None:
         """An optimizer made a step; returns the loop once it is known."""
@@ -66,12 +66,12 @@ class LoopFinder:
         optimizers = [one for one, steps in self._steps.items() if steps >= SEEN // 2]
         optimizers.sort(key=lambda one: one is not optimizer)
         trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-        called = [module for module, when in self._called.values() if len(when) >= SEEN // 2]
+        called = [module for module, when in self._modules.values() if len(when) >= SEEN // 2]
         modules = [module for module in called if any(id(p) in trained for p in module.parameters())]
         return Loop(
             optimizers=optimizers,
             modules=_outermost(modules),
-            loaders=[loader for loader, when in self._served.values() if len(when) >= SEEN // 2],
+            loaders=[loader for loader, when in self._loaders.values() if len(when) >= SEEN // 2],
             before=self._steps[optimizer] + self._before.get(optimizer, 0),
         )
 

@@ -229,9 +229,9 @@ class Session:
             return
         with self._guarded():
             if self._finder is not None:
-                self._finder.served(proxy)
+                self._finder.batch_given(proxy)
             elif self._tuning is not None:
-                self._tuning.served(proxy, seconds)
+                self._tuning.batch_given(proxy, seconds)
 
     def _on_epoch_begin(self, proxy: LoaderProxy) -> None:
         if self._idle is not None:
@@ -246,7 +246,7 @@ class Session:
             if self._tuning is not None:
                 self._inside = True
                 try:
-                    self._tuning.begun(proxy)
+                    self._tuning.epoch_began(proxy)
                 finally:
                     self._inside = False
 
@@ -268,12 +268,12 @@ class Session:
             return
         with self._guarded():
             if self._tuning is not None:
-                self._tuning.ended(proxy)
+                self._tuning.epoch_ended(proxy)
 
     def _on_data_change(self, proxy: LoaderProxy, feed: Feed, why: str) -> None:
         with self._guarded():
             if self._tuning is not None:
-                self._tuning.changed(proxy, feed, why)
+                self._tuning.data_changed(proxy, feed, why)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The hook before a step: returns arguments that make torch's step do nothing, or None."""
@@ -610,7 +610,7 @@ class Session:
             elif self._finder is not None and not depth[0] and self._is_ours:
                 is_trained = module.training and torch.is_grad_enabled()
                 if is_trained:
-                    self._finder.called(module)
+                    self._finder.module_called(module)
                 depth[0] += 1
                 try:
                     outputs = original(module, *args, **kwargs)

@@ -74,12 +74,12 @@ class ScriptTuning:
                 updates=length,
                 most_s=tune_s,
                 few_windows=FEW_WINDOWS,
-                known=_known(training),
+                known=_known_plans(training),
                 gate=ScriptGate(training),
                 probe=ScriptProbe(training),
             )
         elif plan == "max":
-            training.use(_all_of_it(training), why="everything that this machine and script support, unmeasured")
+            training.use(_max_plan(training), why="everything that this machine and script support, unmeasured")
         elif Path(str(plan)).is_dir():
             self._tuner = Replay(training, RunFolder.open(str(plan)).read_ledger())
         else:
@@ -97,8 +97,8 @@ class ScriptTuning:
     @property
     def looks_at_calls(self) -> bool:
         """Whether the session must see module calls, to change or compare them."""
-        uses = isinstance(self._tuner, Tuner) and self._tuner.looks_soon and not self._quiet_steps
-        return uses or self.training.computes_otherwise
+        compares = isinstance(self._tuner, Tuner) and self._tuner.looks_soon and not self._quiet_steps
+        return compares or self.training.computes_otherwise
 
     @property
     def has_nothing_to_do(self) -> bool:
@@ -126,11 +126,11 @@ class ScriptTuning:
         """Whether this batch needs no report: it belongs to the loop, and the tuner waits."""
         return self._quiet_steps > 0 and self._paused_from is None and proxy in self.training.proxies
 
-    def served(self, proxy: LoaderProxy, seconds: float) -> None:
+    def batch_given(self, proxy: LoaderProxy, seconds: float) -> None:
         """A loader gave a batch, after the script waited so many seconds."""
         asked, is_of_loop = time.perf_counter() - seconds, proxy in self.training.proxies
         if not is_of_loop:
-            self.evaluation_feed.served(proxy, seconds)
+            self.evaluation_feed.batch_given(proxy, seconds)
         elif self._paused_from is not None:
             if isinstance(self._tuner, Tuner):
                 self._tuner.paused(max(0.0, asked - self._paused_from))
@@ -138,24 +138,24 @@ class ScriptTuning:
         if is_of_loop and isinstance(self._tuner, Tuner):
             self._tuner.fed(seconds)
 
-    def begun(self, proxy: LoaderProxy) -> None:
+    def epoch_began(self, proxy: LoaderProxy) -> None:
         """A loader begins an epoch; with a loader outside the loop, something else begins, such as an evaluation."""
         if proxy not in self.training.proxies:
             self._pause()
             if self.training.uses(EVALUATION_FEED):
-                self.evaluation_feed.begun(proxy, self.plan.feed)
+                self.evaluation_feed.epoch_began(proxy, self.plan.feed)
 
-    def ended(self, proxy: LoaderProxy) -> None:
+    def epoch_ended(self, proxy: LoaderProxy) -> None:
         """A loader has no more batches in this epoch."""
         if self.training.proxies and proxy is self.training.proxies[0]:
             self._pause()
 
-    def changed(self, proxy: LoaderProxy, feed: Feed, why: str) -> None:
+    def data_changed(self, proxy: LoaderProxy, feed: Feed, why: str) -> None:
         """A loader's data changed, so its feed went back to the script's own."""
         if proxy in self.training.proxies:
             self.training.data_changed(feed, why)
         else:
-            self.evaluation_feed.changed(proxy, why)
+            self.evaluation_feed.data_changed(proxy, why)
 
     def skips_tuner(self, optimizer: Optimizer) -> bool:
         """Count a step that the tuner need not see; False for steps that it must see, and those of other loops."""
@@ -249,7 +249,7 @@ class ScriptProbe(Probe):
         self.busy_s = self._compute_timer.step_s
 
 
-def _all_of_it(training: ScriptTraining) -> Plan:
+def _max_plan(training: ScriptTraining) -> Plan:
     """The plan with everything that this training supports; the script's own feed if the batches would differ."""
     plan = everything(training).plan
     reason = ScriptGate(training).why_not_fed(plan)
@@ -259,7 +259,7 @@ def _all_of_it(training: ScriptTraining) -> Plan:
     return plan.with_feed(training.own.feed)
 
 
-def _known(training: ScriptTraining) -> KnownPlans | None:
+def _known_plans(training: ScriptTraining) -> KnownPlans | None:
     first = training.proxies[0] if training.proxies else None
     if first is None or first.source is None or not first.batch_size:
         return None
@@ -337,7 +337,7 @@ class ScriptGate:
         figures: dict[str, float] = {}
         is_precise = plan.numerics.precision == self._training.own.numerics.precision
         for call in self._training.calls:
-            found = _compared(call, self._training.own, plan, is_precise)
+            found = _compare(call, self._training.own, plan, is_precise)
             worse = found.figures.get("cosine", 1.0) < figures.get("cosine", math.inf)
             figures = {**figures, **found.figures} if worse else {**found.figures, **figures}
             if found.why is not None:
@@ -346,40 +346,40 @@ class ScriptGate:
         return Judgement(ok=True, why=words, figures=figures)
 
 
-def _compared(call: ModuleCall, own: Plan, plan: Plan, is_precise: bool) -> Agreement:
+def _compare(call: ModuleCall, own: Plan, plan: Plan, is_precise: bool) -> Agreement:
     if call.last_inputs is None:
         return Agreement(why="hotlap has seen no call of it to compare")
-    found = _same(call, own, plan) if is_precise else _alike(call, own, plan)
+    found = _same_maths(call, own, plan) if is_precise else _agreement(call, own, plan)
     if found.why is None:
         return found
     # Other kernels may draw other dropout masks from the same random state.
     with without_dropout([call.module]) as dropped:
-        return (_same if is_precise else _alike)(call, own, plan) if dropped else found
+        return (_same_maths if is_precise else _agreement)(call, own, plan) if dropped else found
 
 
-def _same(call: ModuleCall, own: Plan, plan: Plan) -> Agreement:
+def _same_maths(call: ModuleCall, own: Plan, plan: Plan) -> Agreement:
     truth, made = _outcome(call, own), _outcome(call, plan)
     by = roundoff([call.module], call.device, "fp32")
 
     def noise() -> Noise:
-        with _nudged(call.module, by):
+        with _perturbed(call.module, by):
             return noise_of(truth, _outcome(call, own), by)
 
     return same_maths(truth, made, {}, noise)
 
 
-def _alike(call: ModuleCall, own: Plan, plan: Plan) -> Agreement:
+def _agreement(call: ModuleCall, own: Plan, plan: Plan) -> Agreement:
     exactly = dataclasses.replace(
         plan, numerics=dataclasses.replace(plan.numerics, precision=own.numerics.precision), execution=own.execution
     )
     if exactly.numerics.layout != own.numerics.layout:
-        found = _same(call, own, exactly)
+        found = _same_maths(call, own, exactly)
         if found.why is not None:
             return found
     truth, made = _outcome(call, own), _outcome(call, plan)
 
     def shaken(precision: str, seed: int) -> Outcome:
-        with _nudged(call.module, roundoff([call.module], call.device, precision), seed):
+        with _perturbed(call.module, roundoff([call.module], call.device, precision), seed):
             return _outcome(call, own)
 
     rounding = gaps_between(truth.gradients, shaken("fp32", 1).gradients)
@@ -400,17 +400,17 @@ def _outcome(call: ModuleCall, plan: Plan) -> Outcome:
     args, kwargs = call.last_inputs
     outputs, gradients = call.trial(args, kwargs, call.last_output_grads, plan.numerics, plan.execution)
     pairs = zip(outputs, call.last_output_grads, strict=True)
-    loss = sum(_weighed(out, grad) for out, grad in pairs if grad is not None)
+    loss = sum(_weighted_sum(out, grad) for out, grad in pairs if grad is not None)
     return Outcome(loss=loss, gradients=gradients)
 
 
-def _weighed(output: Tensor, grad: Tensor) -> float:
+def _weighted_sum(output: Tensor, grad: Tensor) -> float:
     (both,) = brought_near({"output": output, "grad": grad})
     return float((both["output"].double() * both["grad"].double()).sum())
 
 
 @contextmanager
-def _nudged(module: nn.Module, by: float, seed: int = 1) -> Iterator[None]:
+def _perturbed(module: nn.Module, by: float, seed: int = 1) -> Iterator[None]:
     """Inside, every weight differs by that fraction of itself, up or down."""
     weights: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():

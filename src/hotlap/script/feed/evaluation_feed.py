@@ -86,7 +86,7 @@ class EvaluationFeed:
                 found.append(f"{WHAT} by feed {feed.kind}: {own} of waiting an epoch before, {now} in the last one")
         return found
 
-    def begun(self, proxy: LoaderProxy, feed: Feed) -> None:
+    def epoch_began(self, proxy: LoaderProxy, feed: Feed) -> None:
         """A loader begins an epoch; `feed` is the training's best feed so far."""
         epochs = self._epochs.setdefault(proxy, _Epochs(self._training.steps))
         try:
@@ -101,14 +101,14 @@ class EvaluationFeed:
         finally:
             epochs.begin()
 
-    def served(self, proxy: LoaderProxy, seconds: float) -> None:
+    def batch_given(self, proxy: LoaderProxy, seconds: float) -> None:
         """A loader gave a batch, after the script waited so many seconds."""
         epochs = self._epochs.get(proxy)
         if epochs is not None:
             epochs.waited_s += seconds
             epochs.batches += 1
 
-    def changed(self, proxy: LoaderProxy, why: str) -> None:
+    def data_changed(self, proxy: LoaderProxy, why: str) -> None:
         """A loader's data changed, so it uses the script's own feed again."""
         epochs = self._epochs.get(proxy)
         if epochs is not None:
