@@ -399,7 +399,7 @@ def test_samples_that_turn_out_to_be_no_columns_are_left_alone(session, told, fe
 
 
 @pytest.mark.usefixtures("held_for_nothing")
-@pytest.mark.parametrize("broken", ["begun", "served", "_consider", "close"])
+@pytest.mark.parametrize("broken", ["epoch_began", "batch_given", "_consider", "close"])
 def test_whatever_breaks_in_here_the_script_goes_on(session, monkeypatch, broken):
     alone = train([loader_of()])
 
