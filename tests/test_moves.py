@@ -168,7 +168,7 @@ def test_it_builds_upon_a_captured_plan_and_is_made_once():
     captured = Plan().but(mode="captured", kind="resident", replay_steps=8)
     proposed = COMPILED.propose(captured, rig)
     assert proposed == captured.but(compile="blocks")
-    assert COMPILED.propose(proposed, rig) == "it is compiled already"
+    assert COMPILED.propose(proposed, rig) == "the model is compiled already"
 
 
 def test_it_is_never_among_the_moves_that_are_tried_together():

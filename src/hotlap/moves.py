@@ -65,7 +65,7 @@ class Move:
 
 
 def _fused(plan: Plan, rig: TunableTraining) -> Plan | str:
-    return "it is fused already" if plan.numerics.optimizer == "fused" else plan.but(optimizer="fused")
+    return "the optimizer is fused already" if plan.numerics.optimizer == "fused" else plan.but(optimizer="fused")
 
 
 FUSED = Move(name="fused optimizer", kind="A", propose=_fused, helps=("launching", "memory traffic"))
@@ -81,7 +81,7 @@ def _holding_s(plan: Plan, rig: TunableTraining) -> float:
 
 def _resident(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.feed.kind == "resident":
-        return "it is held already"
+        return "the data is held on the device already"
     # The settings of workers belong to the loader that this feed replaces.
     return plan.with_feed(Feed(kind="resident"))
 
@@ -90,7 +90,7 @@ def _stream(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.feed.kind == "resident":
         return "batches are on the device already"
     if plan.feed.kind == "stream":
-        return "they are streamed already"
+        return "batches are streamed already"
     return plan.with_feed(Feed(kind="stream"))
 
 
@@ -102,7 +102,7 @@ def _gather(plan: Plan, rig: TunableTraining) -> Plan | str:
 
 def _workers(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.feed.workers:
-        return f"there are {plan.feed.workers} already"
+        return f"the plan has {plan.feed.workers} workers already"
     reason = rig.why_no_workers()
     if reason is not None:
         return reason
@@ -167,7 +167,7 @@ def _depthwise(plan: Plan, rig: TunableTraining) -> Plan | str:
     """cuDNN's kernels can be a little faster than those that are ready at once."""
     if plan.numerics.depthwise == "direct":
         return plan.but(depthwise="library")
-    return "they are the library's already"
+    return "cuDNN computes them already"
 
 
 PRECISION = Move(
@@ -196,19 +196,19 @@ DEPTHWISE = Move(
 
 def _autotune(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.execution.autotune:
-        return "it is on already"
+        return "autotuning is on already"
     if rig.device.type != "cuda":
-        return "cuDNN is for GPUs"
+        return "cuDNN needs a GPU"
     if why_not_channels_last(rig.modules) is not None:
         return "the model has no convolutions over images or volumes"
     if rig.steps:
-        return "torch keeps the kernels it has chosen for shapes that were computed before"
+        return "torch keeps the kernels that it chose for shapes of earlier steps"
     return plan.but(autotune=True)
 
 
 def _captured(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.execution.mode == "captured":
-        return "it is captured already"
+        return "the step is captured already"
     at_once = min(STEPS, rig.most_replay_steps) if plan.feed.kind == "resident" else 1
     return plan.but(mode="captured", replay_steps=at_once)
 
@@ -217,9 +217,9 @@ def _longer(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.execution.mode != "captured" or plan.feed.kind != "resident":
         return "it needs captured steps and data that is held on the device"
     if rig.most_replay_steps < LONGER_STEPS:
-        return "updates are made one at a time here"
+        return "a replay holds one update only here"
     if plan.execution.replay_steps >= LONGER_STEPS:
-        return f"there are {plan.execution.replay_steps} already"
+        return f"a replay has {plan.execution.replay_steps} updates already"
     if rig.epoch_windows < 2 * LONGER_STEPS:
         return f"an epoch has {rig.epoch_windows} updates only"
     return plan.but(replay_steps=LONGER_STEPS)
@@ -227,7 +227,7 @@ def _longer(plan: Plan, rig: TunableTraining) -> Plan | str:
 
 def _compiled(plan: Plan, rig: TunableTraining) -> Plan | str:
     if plan.execution.compile != "no":
-        return "it is compiled already"
+        return "the model is compiled already"
     if not rig.modules:
         return "there is no model to compile"
     model = rig.modules[0]

@@ -178,7 +178,7 @@ def test_an_augment_that_makes_no_sense_is_refused(made, said):
 def test_batches_that_it_cannot_augment_are_said():
     with pytest.raises(TrainingError, match=r"Augment\(classes=…\)"):
         Augment(mixup=0.2)((pictures(4), torch.arange(4)))
-    with pytest.raises(TrainingError, match=r"takes batches \(pictures, target\), and this is a dict of x"):
+    with pytest.raises(TrainingError, match=r"takes batches \(pictures, target\), not a dict of x"):
         Augment(flip=True)({"x": pictures(4)})
 
 
@@ -236,7 +236,7 @@ def test_a_sample_is_augmented_otherwise_in_each_epoch():
         (lambda: Augment(crop="a"), "crop='a' must be at least 0 and below 1"),
         (lambda: Augment(mixup=None), "mixup=None must be 0 or a number above it"),
         (lambda: Augment(classes=2.5), "classes=2.5 must be 0 or a whole number"),
-        (lambda: Normalise((0.5,), (0.0,)), "has a 0"),
+        (lambda: Normalise((0.5,), (0.0,)), "must not contain 0"),
         (lambda: Normalise((0.5, 0.5), (0.5,)), "2 means and 1 spreads"),
     ],
 )
@@ -249,13 +249,13 @@ def test_pictures_of_other_channels_or_without_samples_are_refused():
     with pytest.raises(TrainingError, match="for 3 channels, and pictures of"):
         Normalise()(torch.rand(2, 1, 4, 4))
     assert Normalise((0.5,), (0.5,))(torch.rand(2, 3, 4, 4)).shape == (2, 3, 4, 4)
-    with pytest.raises(TrainingError, match=re.escape("and these are (3, 8, 8)")):
+    with pytest.raises(TrainingError, match=re.escape("not of shape (3, 8, 8)")):
         Augment(flip=True)((torch.rand(3, 8, 8), torch.tensor([0])))
 
 
 def test_a_target_of_no_class_is_told_and_never_lost():
     pictures, target = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 1])
-    said = re.escape("a target of 2 came, and Augment(classes=2) has classes up to 1")
+    said = re.escape("target 2 is out of range: Augment(classes=2) has classes 0 to 1")
     with pytest.raises(TrainingError, match=said):
         Augment(mixup=0.2, classes=2)((pictures, target))
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))

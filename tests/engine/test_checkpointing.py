@@ -301,7 +301,7 @@ def test_nothing_is_computed_twice_where_there_is_no_backward_pass(how):
 
 def test_a_model_that_repeats_nothing_cannot_be_checkpointed():
     rig = Rig(small_mlp(), torch.optim.AdamW, nn.CrossEntropyLoss(), device="cpu")
-    with pytest.raises(PlanError, match="needs blocks that the model repeats, and Sequential repeats none"):
+    with pytest.raises(PlanError, match="needs repeated blocks, and Sequential has none"):
         rig.use(rig.plan.but(checkpoint=2))
     assert rig.step(class_data(4)).isfinite()
 
@@ -310,7 +310,7 @@ def test_no_more_blocks_than_there_are_can_be_checkpointed():
     rig = Rig(Encoder(), torch.optim.AdamW, nn.CrossEntropyLoss(), device="cpu")
     assert rig.supports(rig.plan.but(checkpoint=BLOCKS)) is None
     reason = rig.supports(rig.plan.but(checkpoint=BLOCKS + 1))
-    assert reason == "memory.checkpoint=5 is more than there are: Encoder repeats 4 blocks"
+    assert reason == "memory.checkpoint=5 is too large: Encoder repeats 4 blocks"
 
 
 def test_a_script_checkpoints_its_blocks_itself():

@@ -475,7 +475,7 @@ def test_mistakes_in_a_feed_are_reported_all_at_once():
 
 
 def test_an_optimizer_function_that_makes_something_else_is_refused():
-    with pytest.raises(JobError, match="no torch optimizer"):
+    with pytest.raises(JobError, match="not a torch optimizer"):
         make_rig(optimizer=lambda p: list(p))
 
 
@@ -540,7 +540,7 @@ def test_workers_end_when_a_loop_is_left():
         ({"optimizer": torch.optim.LBFGS}, "closure"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "made for another one"),
         ({"schedule": torch.optim.lr_scheduler.ExponentialLR}, "the class ExponentialLR"),
-        ({"schedule": lambda optimizer, updates: None}, "how many updates"),
+        ({"schedule": lambda optimizer, updates: None}, "the number of updates"),
     ],
 )
 def test_a_rig_checks_what_a_job_checks(settings, problem):

@@ -844,7 +844,7 @@ def test_batches_with_names_that_never_come_again_run_eagerly_and_it_is_said():
     x, y = class_data(8, dtype=torch.float32)
     for number in range(205):
         rig.step({"x": x, "y": y, "name": f"sample {number}"})
-    assert "always something new" in recorded(rig)[1]
+    assert "no shape of batch comes again" in recorded(rig)[1]
 
 
 def test_memory_is_free_once_a_rig_is_closed():

@@ -134,7 +134,7 @@ def test_a_kept_figure_that_no_device_can_have_is_measured_again(wrong, cache, m
 
 @pytest.mark.parametrize("values", [None, 3, [], {}, {"copy_bytes": 1.0}])
 def test_what_is_no_calibration_is_refused(values):
-    with pytest.raises(ValueError, match="no calibration"):
+    with pytest.raises(ValueError, match="not a calibration"):
         Calibration.from_dict(values)
 
 

@@ -67,11 +67,11 @@ class Augment:
     def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The changed batch; the argument stays as it is."""
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise TrainingError(f"Augment takes batches (pictures, target), and this is {_outline(batch)}")
+            raise TrainingError(f"Augment takes batches (pictures, target), not {_outline(batch)}")
         pictures, target = batch
         if pictures.ndim != 4:
             shape = tuple(pictures.shape)
-            raise TrainingError(f"Augment takes pictures of (samples, channels, height, width), and these are {shape}")
+            raise TrainingError(f"Augment takes pictures of (samples, channels, height, width), not of shape {shape}")
         if self.flip:
             pictures = flipped(pictures)
         pictures = as_shares(pictures)
@@ -110,9 +110,9 @@ class Normalise(nn.Module):
     def __init__(self, mean: Sequence[float] = IMAGENET_MEAN, spread: Sequence[float] = IMAGENET_SPREAD) -> None:
         super().__init__()
         if len(mean) != len(spread):
-            raise JobError([f"Normalise has {len(mean)} means and {len(spread)} spreads: give one of each a channel"])
+            raise JobError([f"Normalise has {len(mean)} means and {len(spread)} spreads: give one of each per channel"])
         if not all(spread):
-            raise JobError([f"spread={shown(tuple(spread))} has a 0, by which nothing can be divided"])
+            raise JobError([f"spread={shown(tuple(spread))} must not contain 0"])
         for name, values in (("mean", mean), ("spread", spread)):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).reshape(1, -1, 1, 1))
 
@@ -195,7 +195,7 @@ def one_hot(target: Tensor, classes: int) -> Tensor:
 def check_classes(target: Tensor, classes: int) -> None:
     """Raise TrainingError if a target is not a class. It reads the targets, so it must not run within a step."""
     if target.numel() and (most := int(target.max())) >= classes:
-        raise TrainingError(f"a target of {most} came, and Augment(classes={classes}) has classes up to {classes - 1}")
+        raise TrainingError(f"target {most} is out of range: Augment(classes={classes}) has classes 0 to {classes - 1}")
 
 
 def _is_number(value: Any) -> bool:

@@ -80,11 +80,11 @@ def why_not_checkpointed(model: nn.Module, blocks: int, device: torch.device) ->
     """Why this number of blocks cannot be checkpointed, or None where it can."""
     asked, name, there = f"memory.checkpoint={blocks}", type(model).__name__, len(checkpointed_blocks(model))
     if not there:
-        return f"{asked} needs blocks that the model repeats, and {name} repeats none"
+        return f"{asked} needs repeated blocks, and {name} has none"
     if there < blocks:
-        return f"{asked} is more than there are: {name} repeats {there} blocks"
+        return f"{asked} is too large: {name} repeats {there} blocks"
     if device.type == "cuda" and any(isinstance(part, nn.RNNBase) and part.dropout > 0 for part in model.modules()):
-        return f"{asked}: {name} has recurrent layers that drop out, and cuDNN does not draw their masks twice alike"
+        return f"{asked}: {name} has recurrent layers with dropout, and cuDNN cannot draw the same masks twice"
     return None
 
 

@@ -63,7 +63,7 @@ runs."""
 def why_not_compiled(model: nn.Module, what: str, device: torch.device) -> str | None:
     """Why the model, or its blocks, cannot be compiled here; None if nothing speaks against it beforehand."""
     if any(vars(layer).get(_CALL) is not None or _is_compiled(layer) for layer in model.modules()):
-        return "it is compiled already"
+        return "the model is compiled already"
     if what == "blocks" and not repeated_blocks(model):
         return "the model repeats no blocks that could be compiled"
     if sys.platform == "win32":
@@ -71,10 +71,10 @@ def why_not_compiled(model: nn.Module, what: str, device: torch.device) -> str |
     if device.type == "cpu":
         compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(compiler) is None:
-            return f"torch.compile needs a C++ compiler on a CPU, and {compiler} is not there; install it, or set CXX"
+            return f"torch.compile needs a C++ compiler on a CPU, and {compiler} was not found; install it, or set CXX"
         return None
     if device.type != "cuda":
-        return f"torch.compile is tried on CPUs and CUDA GPUs, and this is trained on {device.type}"
+        return f"torch.compile needs a CPU or a CUDA GPU; this training runs on {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton on a GPU, and it is not installed"
     capability = torch.cuda.get_device_capability(device)
@@ -261,10 +261,10 @@ class CompiledStep(EagerStep):
 
     def _stop_storms(self, watch: CompilerWatch) -> None:
         if watch.breaks > MOST_BREAKS:
-            why = f"it breaks at {watch.breaks} places in one forward pass, one of them: {watch.break_reason}"
+            why = f"it has {watch.breaks} graph breaks in one forward pass, one of them: {watch.break_reason}"
             self._compiling.give_up(self._what, why)
         elif self._recompiles > MOST_RECOMPILES:
-            why = f"it was compiled {self._recompiles} times again for shapes that had been compiled"
+            why = f"it was recompiled {self._recompiles} times for known shapes"
             self._compiling.give_up(self._what, why)
 
     def _here(self, batch: Batch) -> tuple[Batch, bool]:

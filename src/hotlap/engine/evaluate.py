@@ -434,7 +434,7 @@ class Decide:
             if not self._yes_or_no:
                 raise TrainingError(
                     f"targets of shape {tuple(target.shape)} can be one-hot classes or several yes-or-no answers, "
-                    "and the loss does not say which; give a metric of your own: metrics={'name': f(output, target)}"
+                    "and the loss does not say which; pass your metric: metrics={'name': f(output, target)}"
                 )
         return (output > self._threshold).long(), (target > 0.5).long(), target >= 0, 2
 
@@ -443,7 +443,7 @@ class Decide:
         if second and last and output.ndim > 2 and not self._classes:
             raise TrainingError(
                 f"classes can be in dimension 1 or in the last one of outputs of shape {tuple(output.shape)}; "
-                "give a metric of your own: metrics={'name': f(output, target)}"
+                "pass your metric: metrics={'name': f(output, target)}"
             )
         if not second and (not last or self._classes):
             raise _unlike(output, target)

@@ -372,7 +372,7 @@ class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default and args[0].device.type != "cpu":
-            raise RuntimeError("it reads a value back from the device, the learning rate as a rule")
+            raise RuntimeError("it reads a value back from the device, usually the learning rate")
         made = func(*args, **(kwargs or {}))
         if func in (aten._to_copy.default, aten.copy_.default):
             source = args[1] if func is aten.copy_.default else args[0]

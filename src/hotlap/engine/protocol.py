@@ -85,7 +85,7 @@ class TunableTraining(Protocol):
         """Release what belongs to plans other than the current one."""
 
     def holding_s(self, feed: Feed) -> float:
-        """Seconds to hold all data as a feed needs it, about; 0 if it is held already."""
+        """Seconds to hold all data as a feed needs it, about; 0 if the data is held on the device already."""
 
     def keep_samples(self) -> int | None:
         """Keep samples as the training fetches them, so that holding them takes less time later.

@@ -180,14 +180,14 @@ class Rig:
             if reason:
                 return reason
         if plan.execution.mode == "captured" and not self._on_gpu:
-            return f"execution.mode='captured' needs a GPU, and this is trained on {self.device.type}"
+            return f"execution.mode='captured' needs a GPU; this training runs on {self.device.type}"
         if plan.execution.mode == "captured" and self._takes_closure:
             return f"{type(self.optimizer).__name__} calls the model by itself, so its step cannot be captured"
         if plan.execution.compile != "no":
             if plan.memory.checkpoint:
-                return f"memory.checkpoint={plan.memory.checkpoint} is for blocks that are not compiled"
+                return f"memory.checkpoint={plan.memory.checkpoint} needs blocks that are not compiled"
             if numerics.depthwise == "direct":
-                return "numerics.depthwise='direct' is for steps that are not compiled"
+                return "numerics.depthwise='direct' needs steps that are not compiled"
             reason = self._compiling.why_not(plan.execution.compile)
             if reason:
                 return reason
@@ -212,7 +212,7 @@ class Rig:
     def use(self, plan: Plan, *, why: str = "", outcome: str = "chosen") -> None:
         """Use `plan` from the next step on, with the same weights, optimizer state and place in the data."""
         if not isinstance(plan, Plan):
-            raise PlanError(f"a plan is a hotlap.Plan, not {type(plan).__name__}; read a file with hotlap.load_plan")
+            raise PlanError(f"plan must be a hotlap.Plan, not {type(plan).__name__}; hotlap.load_plan reads a file")
         plan = self.allowed_plan(plan)
         if outcome != "measured":
             self.settled = plan
@@ -647,7 +647,7 @@ def _made(wanted: Any, modules: list[nn.Module], device: torch.device) -> Optimi
     parameters = [parameter for module in modules for parameter in module.parameters()]
     optimizer = wanted if isinstance(wanted, Optimizer) else wanted(parameters)
     if not isinstance(optimizer, Optimizer):
-        raise JobError([f"optimizer returned {type(optimizer).__name__}, which is no torch optimizer"])
+        raise JobError([f"optimizer returned {type(optimizer).__name__}, not a torch optimizer"])
     if optimizer.state and device.type != "cpu":
         # The state is older than the model's move: loading it sends each part to its parameter's device.
         optimizer.load_state_dict(optimizer.state_dict())

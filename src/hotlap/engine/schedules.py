@@ -56,10 +56,10 @@ def make_schedule(wanted: Any, optimizer: Optimizer, length: int | None, per: st
         return Schedule(wanted, per)
     two = takes_two(wanted)
     if two and length is None:
-        raise JobError([f"schedule takes (optimizer, {per}s), and how many {per}s there will be is not known"])
+        raise JobError([f"schedule takes (optimizer, {per}s), but the number of {per}s is not known"])
     made = wanted(optimizer, length) if two else wanted(optimizer)
     if not hasattr(made, "step") or not hasattr(made, "state_dict"):
-        raise JobError([f"schedule returned {type(made).__name__}, which is no learning-rate scheduler"])
+        raise JobError([f"schedule returned {type(made).__name__}, not a learning-rate scheduler"])
     return Schedule(made, per)
 
 

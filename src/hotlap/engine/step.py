@@ -325,7 +325,7 @@ def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
         return reason
     if "more than 1 value per channel" in text:
         return (
-            f"a batch norm was given a single value of each channel (pieces of {window.sizes} samples); leave out the "
+            f"a batch norm got a single value per channel (pieces of {window.sizes} samples); drop the "
             "last, shorter batch (drop_last=True), or choose a batch size that leaves no single sample"
         )
     if "view size is not compatible" in text:
@@ -336,8 +336,8 @@ def explained(error: Exception, window: Window, model: nn.Module) -> str | None:
     if isinstance(error, TypeError):
         if f"not {type(model).__name__}" in text:
             return (
-                f"{text.splitlines()[0]}: a loss that is no module is called as f(model, batch); for one of (output, "
-                "target) give a loss module, or loss=lambda model, batch: f(model(batch[0]), batch[1])"
+                f"{text.splitlines()[0]}: a loss that is not a module is called as f(model, batch); for a loss of "
+                "(output, target) give a loss module, or loss=lambda model, batch: f(model(batch[0]), batch[1])"
             )
         return None
     if isinstance(error, torch.OutOfMemoryError):

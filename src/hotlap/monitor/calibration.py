@@ -82,7 +82,7 @@ class Calibration:
         """The figures from plain values. Raises ValueError if one is missing, unknown or wrong."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(raw, Mapping) or set(raw) != names:
-            raise ValueError(f"{shown(raw)} is no calibration: its figures are {', '.join(sorted(names))}")
+            raise ValueError(f"{shown(raw)} is not a calibration, which has the figures {', '.join(sorted(names))}")
         return cls(**raw)
 
 

@@ -253,7 +253,7 @@ class Overlap:
         for weight, grad, version in self._given:
             is_alone = weight.grad is grad and grad._version == version
             if is_recording() and self._alone.get(id(weight)) and not is_alone:
-                raise RuntimeError("a weight is used elsewhere too, and was not in the updates before")
+                raise RuntimeError("a weight has another use, which earlier updates did not show")
             self._alone[id(weight)] = is_alone and self._alone.get(id(weight), True)
 
     def _join(self) -> None:

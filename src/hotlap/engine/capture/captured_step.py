@@ -205,7 +205,7 @@ class CapturedStep:
                     continue
                 loss = self._watched(one, key)
         if self._in_vain > PATIENCE and self.given_up is None:
-            self._give_up("there is always something new: no shape of batch comes again while all else stays")
+            self._give_up("no shape of batch comes again while the model stays the same")
         return loss
 
     def _watched(self, one: Window, key: Hashable) -> Tensor:
