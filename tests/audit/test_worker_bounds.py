@@ -65,7 +65,7 @@ def test_a_plan_file_of_a_larger_machine_is_used_with_fewer_workers_and_one_line
     assert run.plan.feed.workers == 150  # it is replayed in full where there are as many cores
     (line,) = [record.getMessage() for record in caplog.records]
     cores = read_cpu().cores
-    assert line == f"the plan asks for 150 workers and this process has {cores} cores: 3 workers are started"
+    assert line == f"the plan asks for 150 workers and this process has {cores} cores: hotlap starts 3 workers"
 
 
 def test_the_loader_of_a_script_is_given_no_more_either(three, asked):

@@ -181,7 +181,7 @@ def test_data_that_does_not_fit_is_refused_with_what_it_needs_before_it_is_fetch
     assert why_not_held(as_source(data), CPU, reserve_bytes=0) is None
     said = why_not_held(as_source(data), CPU, reserve_bytes=24)
     assert (
-        said == "the data needs 1000 B on cpu beside 24 B for the training, and there are 1000 B, half of what is free"
+        said == "the data needs 1000 B on cpu beside 24 B for the training, which has 1000 B, half of the free memory"
     )
     many = Made(lambda i: torch.zeros(25), length=10**9)
     assert "93.1 GiB" in why_not_held(as_source(many), CPU, reserve_bytes=0)
@@ -197,8 +197,8 @@ def late(value):
     ("function", "said"),
     [
         (lambda i: torch.zeros(3 + i), r"float32 \(3,\) at index 0, float32 \(5,\) at index 2"),
-        (lambda i: (i, "name"), "hold str 'name', which makes no column"),
-        (lambda i: {}, "nothing that makes a tensor"),
+        (lambda i: (i, "name"), "hold str 'name', which cannot be a column"),
+        (lambda i: {}, "no tensor"),
         (lambda i: i if i else 0.5, "float at index 0, int at index 2"),
         (lambda i: torch.rand(3), "draws from torch's generator"),
         (lambda i: X.clone().requires_grad_()[i], "requires gradients"),
@@ -234,7 +234,7 @@ def test_a_sample_that_differs_where_no_probe_looked_is_found_while_fetching(fun
 def test_a_collate_function_of_the_users_own_is_refused(data):
     source = as_source(data, collate=lambda samples: samples)
     assert "collate function" in why_not_held(source, CPU, reserve_bytes=0)
-    with pytest.raises(DataError, match="no stacks of samples"):
+    with pytest.raises(DataError, match="not be a stack of samples"):
         hold_on_device(source, CPU)
 
 

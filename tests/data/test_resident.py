@@ -81,7 +81,7 @@ def test_the_next_epoch_is_written_into_the_same_memory_so_that_captures_stay():
     assert rows.order.data_ptr() == place
     assert torch.equal(rows.gathered()[0], order.epoch(1).indices[2:5])
     assert torch.equal(rows.shifted(3).gathered()[0], order.epoch(1).indices[5:8])
-    with pytest.raises(TrainingError, match="epoch that is over"):
+    with pytest.raises(TrainingError, match="after its epoch"):
         early.gathered()
 
 

@@ -146,5 +146,5 @@ def test_a_dataset_that_gives_fewer_samples_than_it_was_asked_for_is_an_error():
         def __getitems__(self, indices):
             return super().__getitems__(indices)[1:]
 
-    with pytest.raises(DataError, match=r"Short\.__getitems__ was asked for 6 samples and gave 5"):
+    with pytest.raises(DataError, match=r"Short\.__getitems__ gave 5 samples for 6 indices"):
         fed(Short(), Feed(kind="loader"))

@@ -104,8 +104,8 @@ def test_data_that_is_on_the_gpu_is_not_streamed():
 class Poisoned(PinnedBuffers):
     """Page-locked memory whose old content is ruined as soon as it is given out again."""
 
-    def room(self, shape, dtype):
-        return super().room(shape, dtype).fill_(-5)
+    def allocate(self, shape, dtype):
+        return super().allocate(shape, dtype).fill_(-5)
 
 
 @pytest.fixture

@@ -226,8 +226,8 @@ def test_data_on_the_gpu_is_gathered_there(device_copies, device):
 class Poisoned(PinnedBuffers):
     """Page-locked memory whose old content is ruined as soon as it is given out again."""
 
-    def room(self, shape, dtype):
-        return super().room(shape, dtype).fill_(-5)
+    def allocate(self, shape, dtype):
+        return super().allocate(shape, dtype).fill_(-5)
 
 
 @pytest.fixture

@@ -927,7 +927,7 @@ def plain_collate(samples):
         (lambda: loader_of("tensors", collate_fn=plain_collate), "its own collate function", None),
         (lambda: loader_of("tensors", collate_fn=random_collate), "collate function", "draws from Python's random"),
         (lambda: loader_of(Of(lambda i: X[i, : 1 + i % 2])), "cannot be stacked", None),
-        (lambda: loader_of(Of(lambda i: (X[i], f"sample {i}"))), "makes no column", None),
+        (lambda: loader_of(Of(lambda i: (X[i], f"sample {i}"))), "cannot be a column", None),
         (lambda: loader_of("tensors", "drawn as read"), None, "may draw as it is read"),
         (lambda: loader_of("tensors", num_workers=1, in_order=False), "in_order=False", "in_order=False"),
         (lambda: DataLoader([], 4), "the dataset is empty", "the dataset is empty"),

@@ -43,7 +43,7 @@ KEEPS = {
 }  # fmt: skip
 """Scripts whose batches are fetched so slowly that a move has to be kept, in ten of them at the least."""
 OWN_FEED = {
-    "augmented_images.py": "draws from", "evaluates_and_saves.py": "makes no column",
+    "augmented_images.py": "draws from", "evaluates_and_saves.py": "cannot be a column",
     "hf_trainer.py": "collate", "rnn_lengths.py": "collate",
 }  # fmt: skip
 """Scripts whose batches cannot be indexed as a whole, and a word of the reason."""

@@ -15,7 +15,7 @@ from hotlap.core.errors import DataError
 from hotlap.data.order import even_cuts
 
 Batch = Any
-"""A tensor, or a tuple, list or mapping of batches; what is no tensor is passed on as it is."""
+"""A tensor, or a tuple, list or mapping of batches; other values pass unchanged."""
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -23,7 +23,7 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, PackedSequence):
-        # Its batch sizes belong on the host, whatever is done to the rest.
+        # Its batch sizes always stay on the host.
         rest = (None if part is None else change(part) for part in (batch.sorted_indices, batch.unsorted_indices))
         return PackedSequence(change(batch.data), batch.batch_sizes, *rest)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -44,8 +44,8 @@ def _rebuilt(batch: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
 
 
 def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
-    """The batch on `device`; a batch that is there already is returned without a copy."""
-    if type(batch) is tuple:  # the usual case, spared the closure and the type checks of each step
+    """The batch on `device`, without a copy if it is there already."""
+    if type(batch) is tuple:  # the usual case, without the closure and type checks in each step
         return tuple(
             part.to(device, non_blocking=non_blocking)
             if isinstance(part, Tensor)
@@ -56,7 +56,7 @@ def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False)
 
 
 def count_samples(batch: Batch) -> int | None:
-    """Samples in the batch: the first dimension of its first tensor that has one; None where nobody can tell."""
+    """Samples in the batch: the first dimension of its first tensor that has one; None if no tensor has."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return len(batch) if batch.ndim else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
@@ -71,8 +71,8 @@ def count_samples(batch: Batch) -> int | None:
 def cut(batch: Batch, largest: int) -> tuple[list[Batch], list[int]]:
     """The batch in even pieces of at most `largest` samples, and their sizes.
 
-    Tensors and lists with one entry a sample are cut; what has another length (class weights, for one)
-    goes with every piece whole.
+    hotlap cuts tensors and lists with one entry a sample. Values of another length, such as class weights, go whole
+    into every piece.
     """
     total = count_samples(batch)
     if total is None:
@@ -94,7 +94,7 @@ def _rows(batch: Batch, total: int, start: int, end: int) -> Batch:
     if type(batch) is tuple:
         return tuple(_rows(part, total, start, end) for part in batch)
     if type(batch) is list:
-        # A list of samples' own things, unless it holds the batch's tensors.
+        # A list with one entry a sample, unless it holds the tensors of the batch.
         if len(batch) == total and not any(
             isinstance(part, Tensor) and part.ndim and len(part) == total for part in batch
         ):

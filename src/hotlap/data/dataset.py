@@ -33,12 +33,12 @@ from hotlap.data.sources import Columns, Selection, Source
 from hotlap.data.windows import WindowColumns, Windows
 
 _known_rows: WeakKeyDictionary[Subset[Any], tuple[list[int], Tensor]] = WeakKeyDictionary()
-"""The rows of subsets, and the lists they were made of: a long list takes milliseconds to become a tensor, and whoever
-looks again at the beginning of each epoch finds it the same."""
+"""The rows of subsets as tensors, and the lists they come from: converting a long list takes milliseconds, and each
+epoch may ask again."""
 
 
 def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *, loaded: bool = False) -> Source:
-    """The source for data in any form a job may have, or for what is in a DataLoader (`loaded`)."""
+    """The source for a job's data in any form, or for the dataset of a DataLoader (`loaded`)."""
     source = _source_of(data, collate, loaded=loaded)
     source.given, source.reopen = data, functools.partial(as_source, data, collate, loaded=loaded)
     return source
@@ -46,11 +46,11 @@ def as_source(data: Any, collate: Callable[[list[Any]], Batch] | None = None, *,
 
 def _source_of(data: Any, collate: Callable[[list[Any]], Batch] | None, *, loaded: bool) -> Source:
     if (loaded or type(data) is TensorDataset) and _needs_gradients(data):
-        return Source(data, collate)  # whose batches are part of a graph
-    # To a DataLoader a tuple or dict is a sequence of samples like any other.
+        return Source(data, collate)  # its batches are part of a graph
+    # To a DataLoader, a tuple or dict is a plain sequence of samples.
     if is_columns(data) and not (loaded and isinstance(data, (tuple, Mapping))):
         return Columns(data, collate)
-    # Of these classes themselves: one that builds upon them may give other samples.
+    # These exact classes only: a subclass may give other samples.
     if type(data) is TensorDataset:
         return Columns(data.tensors, collate)
     if type(data) is Windows:
@@ -79,37 +79,37 @@ def _rows_of(subset: Subset[Any]) -> Sequence[int] | Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderedDataset:
-    """A source, the order in which it is seen, and the feed the user asked for."""
+    """A source, its order, and the feed that the user asked for."""
 
     source: Source
     order: Order
     feed: Feed
-    """The user's own: a DataLoader's settings as they are, else the plainest that works."""
+    """A DataLoader's settings as they are, otherwise the simplest feed that works."""
     seed: int = 0
     batch_size: int = 1
-    """The user's batch, or the largest in the first window of a batch sampler's."""
+    """The user's batch size, or the largest batch in the first window of a batch sampler."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """Settings of a user's DataLoader that no plan changes."""
+    """Settings of the user's DataLoader that no plan changes."""
     padding: Padding | None = None
-    """What of its batches is padding, where samples are sequences of several lengths."""
+    """The share of padding in batches, for sequences of several lengths."""
     is_sorted: bool = False
-    """Whether its samples come from the shortest on, in an order that nobody asked for."""
+    """Whether hotlap sorted the samples by length."""
 
     def renewed(self) -> OrderedDataset:
-        """The same over the data as it is by now. Raises DataError where that has another length."""
+        """The same with the current data. Raises DataError if its length changed."""
         if self.source.reopen is None:
             return self
         source, padding = with_chosen_widths(self.source.reopen(), self.order)
         if len(source) != len(self.source):
             raise DataError(
-                f"the data has {len(source):,} samples by now, and had {len(self.source):,} when the feed was opened; "
+                f"the data has {len(source):,} samples now and had {len(self.source):,} when the feed was opened; "
                 "open a new feed"
             )
         return replace(self, source=source, padding=padding)
 
 
 def training_dataset(job: Job, *, workers: int | None = None, on_gpu: bool = False) -> OrderedDataset:
-    """What the job trains on; `workers` is what the environment asks for, where the job says nothing."""
+    """The data on which a job trains; `workers` is the environment's request, if the job has none."""
     data = job.data
     if isinstance(data, DataLoader):
         return _loader_dataset(data, job, on_gpu=on_gpu)
@@ -129,7 +129,7 @@ def training_dataset(job: Job, *, workers: int | None = None, on_gpu: bool = Fal
     return OrderedDataset(
         source=source,
         order=order,
-        feed=_plainest(source, workers),
+        feed=_simplest(source, workers),
         seed=job.seed,
         batch_size=job.batch_size,
         padding=padding,
@@ -137,7 +137,7 @@ def training_dataset(job: Job, *, workers: int | None = None, on_gpu: bool = Fal
 
 
 def _drawn_order(source: Source, *, shuffled: bool, by_length: bool, **settings: Any) -> Order:
-    """Shuffled, or not; with the user's leave so that batches hold samples of similar length."""
+    """Shuffled or not; with `by_length`, batches hold samples of similar length."""
     if not by_length:
         return Order(len(source), shuffled=shuffled, **settings)
     lengths = lengths_in(source)
@@ -147,19 +147,19 @@ def _drawn_order(source: Source, *, shuffled: bool, by_length: bool, **settings:
 
 
 def evaluation_dataset(data: Any, *, batch_size: int, collate: Any = None, on_gpu: bool = False) -> OrderedDataset:
-    """All of `data` once, in its own order. Of a DataLoader, the samples that its sampler gives."""
+    """All of `data` once, in its order; of a DataLoader, the samples of its sampler."""
     if not isinstance(data, DataLoader):
         source = as_source(data, collate)
         order: Order = Order(len(source), batch_size=batch_size, shuffled=False)
         lengths = lengths_in(source)
         if lengths is not None:
-            # What an evaluation sums up does not depend on it, and little is padded then.
+            # The result of an evaluation does not depend on the order, and this one needs little padding.
             order = SampledOrder(np.argsort(lengths, kind="stable").tolist(), len(source), batch_size=batch_size)
         source, padding = with_chosen_widths(source, order)
         return OrderedDataset(
             source=source,
             order=order,
-            feed=_plainest(source, None),
+            feed=_simplest(source, None),
             batch_size=batch_size,
             padding=padding,
             is_sorted=lengths is not None,
@@ -184,20 +184,20 @@ def _evaluation_order(loader: DataLoader[Any], length: int, batch_size: int) -> 
         return BatchedOrder(batches, length, seed=0, accumulate=1)
     if not batches.drop_last and _takes_all(batches.sampler, length):
         return Order(length, batch_size=batch_size, shuffled=False)
-    # What the loader leaves out of its own batches stays out of larger ones.
+    # Samples that the loader leaves out of its batches stay out of larger ones.
     own = SampledOrder(batches.sampler, length, batch_size=batches.batch_size, drop_last=batches.drop_last).epoch(0)
     chosen = [int(index) for window in range(len(own)) for index in own.pieces(window, None)[0]]
     return SampledOrder(chosen, length, batch_size=batch_size)
 
 
 def _takes_all(sampler: Any, length: int) -> bool:
-    """Whether a sampler gives every sample once, in whatever order."""
+    """Whether a sampler gives every sample once, in any order."""
     if type(sampler) is SequentialSampler:
         return len(sampler) == length
     return type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == length
 
 
-def _plainest(source: Source, workers: int | None) -> Feed:
+def _simplest(source: Source, workers: int | None) -> Feed:
     if source.why_not_gather() is None:
         return Feed(kind="gather")
     return Feed(kind="loader", workers=workers or 0)
@@ -213,7 +213,7 @@ def _loader_dataset(loader: DataLoader[Any], job: Job, *, on_gpu: bool) -> Order
         order = BatchedOrder(batches, len(source), seed=seed, accumulate=accumulate)
         batch_size = max(len(piece) for piece in order.epoch(0).pieces(0, None))
     else:
-        # Not the loader's own: that of a batch sampler which the user gave is another.
+        # From the batch sampler: the loader's own `sampler` may differ from it.
         sampler, batch_size = batches.sampler, batches.batch_size
         settings: dict[str, Any] = {
             "batch_size": batch_size,
@@ -239,12 +239,12 @@ def _loader_dataset(loader: DataLoader[Any], job: Job, *, on_gpu: bool) -> Order
 
 
 def own_collate(loader: DataLoader[Any]) -> Any:
-    """The user's function that makes batches, where the loader has one."""
+    """The loader's collate function if it is the user's, else None."""
     return None if loader.collate_fn is default_collate else loader.collate_fn
 
 
 def loader_feed(loader: DataLoader[Any], on_gpu: bool) -> Feed:
-    """A loader's settings as a feed; it pins only where there is a GPU."""
+    """A loader's settings as a feed; it pins memory only if there is a GPU."""
     workers = loader.num_workers
     return Feed(
         kind="loader",

@@ -1,4 +1,13 @@
-"""Feeds bring batches to the training, each in its own way, all in the same order."""
+"""Feeds bring batches to the training, each in its own way, all in the same order.
+
+The stream feed gathers batches into pinned memory and copies them to the GPU while it trains on others. Copies run on
+a stream of their own, two batches ahead. hotlap overwrites no memory too early:
+
+- Pinned memory: the host writes to it again only after its copy has ended. The host waits for nothing else.
+- GPU memory: it comes from the training stream, so an earlier step may still read it. The copy waits on the GPU for all
+  work launched before. A batch that is kept keeps its memory.
+- A discarded batch: on the GPU, the training stream waits for its copy before the memory is free.
+"""
 
 from __future__ import annotations
 
@@ -23,41 +32,45 @@ from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.sources import Source
 from hotlap.machine.limits import most_workers, read_cpu
 
+log = logger(__name__)
+
+LOADER_PASSES_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
+"""Settings of a user's DataLoader that hotlap keeps."""
 AHEAD = 2
-"""Batches under way while one is trained on."""
+"""Batches in transit while the GPU trains on one."""
 BUFFER_SETS = AHEAD + 2
-"""Page-locked memories: one more than is under way at once, so that the host can gather while a copy ends."""
+"""Sets of pinned buffers: one more than in transit, so that the host can gather while a copy ends."""
 
 
 class PendingCopy(Protocol):
-    """A batch on its way to the device."""
+    """A copy of a batch to the device, in progress."""
 
     def on_device(self) -> Batch:
-        """The batch on the device, for work that is launched from here on; asked for once."""
+        """The batch on the device, for work launched from now on; call it once."""
 
     def wait(self) -> None:
-        """Wait until the memory that it is copied from may be written anew."""
+        """Wait until the source memory may be overwritten."""
 
     def discard(self) -> None:
-        """Nobody will come for the batch."""
+        """Give the batch up."""
 
 
 class DeviceCopier(Protocol):
-    """A way to the device."""
+    """Copies batches to the device."""
 
     def send(self, batch: Batch) -> PendingCopy:
-        """Begin to copy a batch in page-locked memory to the device, and come back at once."""
+        """Start to copy a batch from pinned memory to the device, and return at once."""
 
 
 class CudaCopier:
-    """Copies on a stream of their own to one GPU."""
+    """Copies batches to one GPU on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.empty(0, device=device).device  # as tensors name it: with its number
+        self._device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self._stream = _copy_stream(self._device)
 
     def send(self, batch: Batch) -> PendingCopy:
-        """Begin to copy the batch; what is on a device already stays there."""
+        """Start to copy the batch; tensors on a device stay there."""
         training = torch.cuda.current_stream(self._device)
         pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -69,7 +82,7 @@ class CudaCopier:
             return there
 
         there = map_tensors(batch, place)
-        # Who waits for it sleeps: workers need the core.
+        # Blocking: a waiting thread sleeps, since workers need the core.
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(training)
         with torch.cuda.stream(self._stream):
@@ -80,7 +93,7 @@ class CudaCopier:
 
 
 class _CudaCopy:
-    """A batch that is being copied to a GPU."""
+    """A copy of a batch to a GPU, in progress."""
 
     def __init__(
         self, batch: Batch, rooms: list[Tensor], copied: torch.cuda.Event, training: torch.cuda.Stream
@@ -88,13 +101,13 @@ class _CudaCopy:
         self._batch, self._rooms, self._copied, self._training = batch, rooms, copied, training
 
     def on_device(self) -> Batch:
-        """The batch; the current stream waits for its copy, the host does not."""
+        """The batch; the current stream waits for the copy, the host does not."""
         here = torch.cuda.current_stream(self._training.device)
         here.wait_event(self._copied)
         if here != self._training:
             for room in self._rooms:
                 room.record_stream(here)
-        # The copy is kept for its end of copy, and must not keep the memory of the batch.
+        # The object stays for `wait`, and must not keep the memory of the batch.
         batch, self._batch, self._rooms = self._batch, None, []
         return batch
 
@@ -103,62 +116,62 @@ class _CudaCopy:
         self._copied.synchronize()
 
     def discard(self) -> None:
-        """Its memory goes back to the training stream, which must not use it before the copy has ended."""
+        """Return the memory to the training stream, which first waits for the end of the copy."""
         self._training.wait_event(self._copied)
         self._batch, self._rooms = None, []
 
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    # One for the process: torch gives out 32 in turn, and a later one might be the stream somebody trains on.
+    # One per process: torch hands out 32 streams in turn, so a later one might be the training stream.
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def copied_ahead(copies: Iterator[PendingCopy]) -> Iterator[Batch]:
-    """The batches of these copies, each sent before the batch that comes `AHEAD` places earlier is given out.
+    """The batches of these copies; hotlap starts each copy before it yields the batch `AHEAD` places earlier.
 
-    An error comes where its batch would have come.
+    An error comes in place of its batch.
     """
-    under_way: deque[PendingCopy] = deque()
+    in_transit: deque[PendingCopy] = deque()
     failure: Exception | None = None
     try:
         while True:
             try:
-                under_way.append(next(copies))
+                in_transit.append(next(copies))
             except StopIteration:
                 break
             except Exception as error:
                 failure = error
                 break
-            if len(under_way) > AHEAD:
-                yield under_way.popleft().on_device()
-        while under_way:
-            yield under_way.popleft().on_device()
+            if len(in_transit) > AHEAD:
+                yield in_transit.popleft().on_device()
+        while in_transit:
+            yield in_transit.popleft().on_device()
         if failure is not None:
             raise failure
     finally:
-        for copy in under_way:
+        for copy in in_transit:
             copy.discard()
 
 
 class PinnedBuffers:
-    """Page-locked memory for one batch, used again and again."""
+    """Reusable pinned memory for one batch."""
 
     def __init__(self, *, pinned: bool = True) -> None:
         self._pinned = pinned
         self._tensors: list[Tensor] = []
         self._given = 0
-        self._flight: PendingCopy | None = None
+        self._copy: PendingCopy | None = None
 
     def clear(self) -> None:
-        """Make it free for another batch, once the last one has left."""
-        if self._flight is not None:
-            self._flight.wait()
-            self._flight = None
+        """Free it for another batch; waits for the copy of the last one."""
+        if self._copy is not None:
+            self._copy.wait()
+            self._copy = None
         self._given = 0
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for the next tensor of the batch; smaller batches use a part of what is there."""
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for the next tensor of the batch; smaller batches use a part of it."""
         number, self._given = self._given, self._given + 1
         numbers = math.prod(shape)
         if number == len(self._tensors):
@@ -169,8 +182,8 @@ class PinnedBuffers:
         return held[:numbers].view(shape)
 
     def sent(self, copy: PendingCopy) -> PendingCopy:
-        """Note that the batch has been sent."""
-        self._flight = copy
+        """Note the copy that reads from this memory."""
+        self._copy = copy
         return copy
 
     def _new(self, numbers: int, dtype: torch.dtype) -> Tensor:
@@ -178,13 +191,13 @@ class PinnedBuffers:
 
 
 class StreamFeeding:
-    """Batches gathered into page-locked memory and copied to the device ahead."""
+    """Batches gathered into pinned memory and copied to the device ahead."""
 
     tickets = False
 
     def __init__(self, source: Source, copier: DeviceCopier, *, pinned: bool = True) -> None:
         self._source, self._copier, self._pinned = source, copier, pinned
-        self._stages: deque[PinnedBuffers] = deque()
+        self._buffers: deque[PinnedBuffers] = deque()
         self.close()
 
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
@@ -193,33 +206,27 @@ class StreamFeeding:
 
     def _copies(self, indices: Iterable[Tensor]) -> Iterator[PendingCopy]:
         for piece in indices:
-            stage = self._stages[0]
-            self._stages.rotate(-1)
-            stage.clear()
-            yield stage.sent(self._copier.send(self._source.gather(piece, stage.room)))
+            buffers = self._buffers[0]
+            self._buffers.rotate(-1)
+            buffers.clear()
+            yield buffers.sent(self._copier.send(self._source.gather(piece, buffers.allocate)))
 
     def close(self) -> None:
-        """Let go of the page-locked memory; torch keeps it from others until copies out of it have ended."""
-        self._stages = deque(PinnedBuffers(pinned=self._pinned) for _ in range(BUFFER_SETS))
-
-
-log = logger(__name__)
-
-LOADER_PASSES_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
-"""Settings of a user's DataLoader that are kept as they are."""
+        """Release the pinned memory; torch reuses it only after copies out of it have ended."""
+        self._buffers = deque(PinnedBuffers(pinned=self._pinned) for _ in range(BUFFER_SETS))
 
 
 class Feeding(Protocol):
-    """A feed at work."""
+    """An open feed."""
 
     tickets: bool
-    """Whether it asks for tickets, which tell a repeated sample apart, or for plain indices."""
+    """Whether it takes tickets, which distinguish repeated samples, or plain indices."""
 
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        """The batches at these indices, one for each, in this order."""
+        """The batches for these indices, in this order."""
 
     def close(self) -> None:
-        """Let go of processes and memory."""
+        """Release processes and memory."""
 
 
 class GatherFeeding:
@@ -235,13 +242,13 @@ class GatherFeeding:
         return map(self._source.gather, indices)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Nothing to release."""
 
 
 class LoaderFeeding:
-    """Samples fetched one by one and collated, here or in worker processes, by torch's DataLoader.
+    """Samples fetched one by one and collated by torch's DataLoader, in this process or in workers.
 
-    With a copier, which takes page-locked memory, batches come by it and are on the device.
+    With a copier, batches come from pinned memory and are on the device.
     """
 
     tickets = True
@@ -275,7 +282,7 @@ class LoaderFeeding:
             _Fetches(source, seed),
             batch_sampler=self._requests,
             collate_fn=_unchanged,
-            # A generator of its own: the loader draws a seed at each start, and must not move the training's.
+            # A separate generator: the loader draws a seed at each start, which must not move the training's.
             generator=torch.Generator().manual_seed(seed),
             **settings,
         )
@@ -296,7 +303,7 @@ class LoaderFeeding:
 
 
 class _Requests:
-    """What the loader is asked for next; persistent workers keep the loader, so the list has to change."""
+    """The next requests to the loader; persistent workers keep the loader, so this object changes instead."""
 
     def __init__(self) -> None:
         self._indices: Iterable[Tensor] = ()
@@ -312,10 +319,10 @@ class _Requests:
 
 
 class WorkerStart:
-    """What a worker does first.
+    """The start of a worker process.
 
-    A forked worker inherits CUDA graphs and tensors in reference cycles. Collecting one of them would call CUDA,
-    which does not live through a fork: what is there at the fork is never collected in the worker.
+    A forked worker inherits CUDA graphs and tensors in reference cycles. Collecting them would call CUDA, which does
+    not survive a fork: so a worker never collects objects from before the fork.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -324,7 +331,7 @@ class WorkerStart:
 
     @contextmanager
     def without_collector(self) -> Iterator[None]:
-        """Start workers inside: the collector rests, here and in them, until they have come as far as `__call__`."""
+        """Start workers inside: garbage collection is off, here and in the workers until `__call__`."""
         self._collects = gc.isenabled()
         gc.disable()
         try:
@@ -361,9 +368,10 @@ def _unchanged(batch: Batch) -> Batch:
 
 
 def within_cores(feed: Feed, own: int) -> Feed:
-    """A feed with no more workers than this machine can keep busy, though its plan be of another machine.
+    """A feed with no more workers than this machine can keep busy, for plans from other machines.
 
-    `own` is how many the user's own feed has, which are never too many. The log says what is cut; batches are the same.
+    `own` is the number of workers in the user's feed, which is always allowed. The log reports a change; batches are
+    the same.
     """
     most = max(most_workers(), own) if feed.workers > own else feed.workers
     if feed.workers <= most:
@@ -374,9 +382,9 @@ def within_cores(feed: Feed, own: int) -> Feed:
 
 @functools.cache
 def _say_cut(asked: int, most: int) -> None:
-    """Once in a process: a plan may be used again and again."""
+    """Log it once per process: a plan may be used many times."""
     log.warning(
-        "the plan asks for %d workers and this process has %d cores: %d workers are started",
+        "the plan asks for %d workers and this process has %d cores: hotlap starts %d workers",
         asked,
         read_cpu().cores,
         most,
@@ -392,10 +400,10 @@ def open_feed(
     device: torch.device | None = None,
     extras: dict[str, Any] | None = None,
 ) -> Feeding:
-    """Start the feed that the plan names.
+    """Open the feed that the plan names.
 
-    With the device to train on, `stream` and page-locked batches of a `loader` are copied there ahead; `on_gpu`
-    alone says that it is a GPU, and the batches are left on the host.
+    With `device`, hotlap copies batches of `stream` and pinned batches of `loader` there ahead. With `on_gpu` alone,
+    the training is on a GPU and batches stay on the host.
     """
     reason = why_not(source, plan, device=device)
     if reason:
@@ -404,7 +412,7 @@ def open_feed(
         return GatherFeeding(source)
     copier = CudaCopier(device) if device is not None and device.type == "cuda" else None
     if plan.kind == "stream":
-        assert copier is not None  # why_not has seen to it
+        assert copier is not None  # `why_not` checked it
         return StreamFeeding(source, copier)
     return LoaderFeeding(
         source,
@@ -417,7 +425,7 @@ def open_feed(
 
 
 def why_not(source: Source, plan: Feed, *, device: torch.device | None = None) -> str | None:
-    """Why this source cannot be fed as planned to this device, or None where it can."""
+    """Why this feed cannot bring this source to this device; None if it can."""
     if plan.kind not in ("gather", "stream"):
         return None
     if plan.kind == "stream" and (device is None or device.type != "cuda"):

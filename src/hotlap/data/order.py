@@ -1,4 +1,4 @@
-"""The order in which a training sees samples, and the random generators that decide it. The plan has no say in it."""
+"""The order in which a training sees samples, and the random generators. The order never depends on the plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hotlap.core.object_memory import Changes, Memory
 
 
 def mix(*numbers: int) -> int:
-    """A well-spread 63-bit seed out of several numbers (the finaliser of SplitMix64, folded)."""
+    """A well-mixed 63-bit seed from several numbers (the finaliser of SplitMix64, folded)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -35,19 +35,19 @@ class HostGenerator(Protocol):
     """One of the host's global generators."""
 
     name: str
-    """What users call it."""
+    """Its name for users."""
 
     def state(self) -> Any:
         """A copy of its state."""
 
     def restore(self, state: Any) -> None:
-        """Set it back."""
+        """Restore its state."""
 
     def seed(self, number: int) -> None:
-        """Begin a stream of its own for `number`."""
+        """Seed it with `number`."""
 
     def moved(self, before: Any, after: Any) -> bool:
-        """Whether anything was drawn in between; looks at a few words, since that is asked for every batch."""
+        """Whether something was drawn in between; compares a few words only, since hotlap asks for every batch."""
 
 
 class _Python:
@@ -63,7 +63,7 @@ class _Python:
         random.seed(number)
 
     def moved(self, before: Any, after: Any) -> bool:
-        # Every draw moves the position, the last word; a whole round changes the first one.
+        # A draw moves the position, which is the last word; a full round changes the first word.
         return bool(before[1][-1] != after[1][-1] or before[1][0] != after[1][0] or before[2] != after[2])
 
 
@@ -132,7 +132,7 @@ def seed_host(seed: int) -> None:
 
 @contextmanager
 def host_seeded(seed: int) -> Iterator[None]:
-    """Seed the host's generators inside, and leave them as they were."""
+    """Seed the host's generators inside `with`, and restore them afterwards."""
     before = HostRandomness()
     seed_host(seed)
     try:
@@ -142,43 +142,43 @@ def host_seeded(seed: int) -> Iterator[None]:
 
 
 AHEAD_FROM = 20_000
-"""Samples from which on the order of an epoch is drawn ahead: some tenths of a millisecond."""
+"""With at least so many samples, hotlap draws the order of an epoch ahead: that saves tenths of a millisecond."""
 
 
 def even_cuts(total: int, largest: int) -> list[int]:
-    """Where to cut `total` samples into as few pieces of at most `largest` as it takes, evenly.
+    """Where to cut `total` samples into as few even pieces of at most `largest` as possible.
 
-    Evenly, since a piece of one sample left over has no variance for a batch norm to compute.
+    Even, since a batch norm cannot compute the variance of a remainder of one sample.
     """
     pieces = -(-total // largest)
     return [total * k // pieces for k in range(pieces + 1)]
 
 
 class Epoch:
-    """The samples of one epoch in their order, cut into batches; `accumulate` batches make a window."""
+    """The samples of one epoch in order, cut into batches; `accumulate` batches are a window."""
 
     def __init__(self, indices: Tensor, batch_ends: Sequence[int], accumulate: int, length: int) -> None:
         self.indices = indices
-        """All samples of the epoch in their order."""
+        """All samples of the epoch in order."""
         self.ends = batch_ends
-        """Where in it each batch ends."""
+        """The end of each batch in `indices`."""
         self._length = length
         self._accumulate = accumulate
         self._cut: dict[bool, Sequence[Tensor]] = {}
 
     def __len__(self) -> int:
-        """Windows, that is updates, in the epoch."""
+        """Windows, and so updates, in the epoch."""
         return -(-len(self.ends) // self._accumulate)
 
     def pieces(self, window: int, micro_batch: int | None, *, tickets: bool = False) -> list[Tensor]:
-        """The indices of a window, cut into micro-batches; None cuts as the user's batches are.
+        """The indices of a window, cut into micro-batches; None cuts it into the user's batches.
 
-        As tickets (index + how often it came before × length) a sample that comes twice is told apart, so
-        that its augmentation is not the same twice.
+        A ticket is index + (earlier occurrences × length): it distinguishes repeated samples, so that their
+        augmentation differs.
         """
         source = self._tickets if tickets else self.indices
         if self._accumulate == 1 and micro_batch is None:
-            # The usual case, in every step: cut once for the epoch, which takes a fraction of as many slices.
+            # The usual case, in every step: cutting once per epoch takes a fraction of the time of slicing.
             if tickets not in self._cut:
                 sizes = [end - start for start, end in pairwise((0, *self.ends))]
                 self._cut[tickets] = torch.split_with_sizes(source[: self.ends[-1]], sizes)
@@ -186,7 +186,7 @@ class Epoch:
         return [source[a:b] for a, b in pairwise(self.bounds(window, micro_batch))]
 
     def bounds(self, window: int, micro_batch: int | None) -> list[int]:
-        """Where in the epoch's order the pieces of a window begin, and where the last one ends."""
+        """Where the pieces of a window begin in the epoch's order, and where the last one ends."""
         first = window * self._accumulate
         last = min(first + self._accumulate, len(self.ends))
         start = self.ends[first - 1] if first else 0
@@ -195,7 +195,7 @@ class Epoch:
         return [start + cut for cut in even_cuts(self.ends[last - 1] - start, micro_batch)]
 
     def are_alike(self, window: int, count: int, micro_batch: int | None) -> bool:
-        """Whether `count` windows from this one on are there, and cut into pieces of the same sizes."""
+        """Whether `count` windows from this one on exist and have pieces of the same sizes."""
         if window + count > len(self):
             return False
         mine = _steps(self.bounds(window, micro_batch))
@@ -203,15 +203,15 @@ class Epoch:
 
     @cached_property
     def _tickets(self) -> Tensor:
-        # Sorting takes longer than drawing the order; only who fetches sample by sample asks for it.
+        # Sorting takes longer than drawing the order; only feeds that fetch single samples need it.
         return _tickets(self.indices, self._length)
 
 
 class Order:
-    """The order of an epoch from seed and epoch number."""
+    """The order of each epoch, from the seed and the number of the epoch."""
 
     needs_no_user_code = True
-    """Whether it is drawn without code of the user's."""
+    """Whether drawing it runs no code of the user."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class Order:
         self._coming: tuple[int, Future[Epoch]] | None = None
 
     def epoch(self, epoch: int) -> Epoch:
-        """The order of one epoch. Asked again for the same one, nothing is drawn anew."""
+        """The order of one epoch; a repeated call draws nothing anew."""
         if self._last is None or self._last[0] != epoch:
             coming, self._coming = self._coming, None
             made = coming[1].result() if coming is not None and coming[0] == epoch else self._made(epoch)
@@ -241,9 +241,9 @@ class Order:
         return self._last[1]
 
     def draw_ahead(self, epoch: int) -> None:
-        """Draw the order of an epoch beside the training, so that its beginning does not wait for it."""
-        # A user's sampler draws from the process's generators, so it stays in the training's own thread; and what takes
-        # less than a thread takes to start is drawn in time.
+        """Draw the order of an epoch in a thread, so that the epoch need not wait for it."""
+        # A user's sampler draws from global generators, so it stays in the training's thread. A short order takes less
+        # time than starting a thread.
         if self.needs_no_user_code and self._length > AHEAD_FROM and (self._coming is None or self._coming[0] != epoch):
             future: Future[Epoch] = Future()
 
@@ -257,11 +257,11 @@ class Order:
             self._coming = (epoch, future)
 
     def sampler_state(self) -> Any:
-        """What a sampler of the user's remembered before it drew the epoch in hand, in a form that a file can hold."""
+        """The state of a user's sampler before it drew the current epoch, in a form for files."""
         return None
 
     def restore_sampler(self, saved: Any) -> None:
-        """Have the sampler draw from what `sampler_state` gave; None, from an earlier hotlap, leaves it as it is."""
+        """Restore the state from `sampler_state`; None, from an earlier version, changes nothing."""
 
     def _made(self, epoch: int) -> Epoch:
         indices = self._indices(epoch)
@@ -271,7 +271,7 @@ class Order:
         if not length:
             raise DataError(
                 f"an epoch has no batch: {len(indices)} samples, batch size {self._batch_size}, "
-                "and the last, shorter batch is left out; use a smaller batch or keep the last one"
+                "and drop_last leaves out the last, shorter one; use a smaller batch or keep the last one"
             )
         ends = [*range(self._batch_size, length, self._batch_size), length]
         return Epoch(indices, ends, self._accumulate, self._length)
@@ -284,43 +284,43 @@ class Order:
 
 
 class _SamplerOrder(Order):
-    """An order for which a sampler of the user's is asked, seeded anew for every epoch."""
+    """The order of a user's sampler, seeded anew for every epoch."""
 
     needs_no_user_code = False
 
     def __init__(self, sampler: Iterable[Any], length: int, **settings: Any) -> None:
         super().__init__(length, shuffled=False, **settings)
         self._sampler = sampler
-        # Counts and generators that it keeps move with every epoch, and have to be there again after a resume.
+        # Its counters and generators move with every epoch; a resume has to restore them.
         self._first, self._changes = Memory({"sampler": sampler}), Changes({"sampler": sampler})
         self._saved: list[Any] = []
 
     def sampler_state(self) -> Any:
-        """What the sampler remembered before it drew the epoch in hand."""
+        """The state of the sampler before it drew the current epoch."""
         return self._saved
 
     def restore_sampler(self, saved: Any) -> None:
-        """Put the sampler back to what `sampler_state` gave. Raises KeyError or ValueError where that does not fit."""
+        """Restore the state from `sampler_state`. Raises KeyError or ValueError if it does not fit."""
         if saved is not None:
             self._first.restore()
             self._changes.put_back(saved)
             self._last = None
 
     def _asked(self, epoch: int) -> list[Any]:
-        # Copied: the sampler goes on with what it holds.
+        # Copied, since the sampler changes its state.
         self._saved = copy.deepcopy([[list(path), form] for path, form in self._changes.found()[0]])
         return _drawn(self._sampler, self._seed, epoch)
 
 
 class SampledOrder(_SamplerOrder):
-    """The order that the user's own sampler gives."""
+    """The order of a user's sampler."""
 
     def _indices(self, epoch: int) -> Tensor:
         return _as_indices(self._asked(epoch), self._length)
 
 
 class BatchedOrder(_SamplerOrder):
-    """The batches that the user's own batch sampler gives."""
+    """The batches of a user's batch sampler."""
 
     def __init__(self, batch_sampler: Iterable[Sequence[int]], length: int, *, seed: int, accumulate: int) -> None:
         super().__init__(batch_sampler, length, batch_size=1, seed=seed, accumulate=accumulate)
@@ -339,7 +339,7 @@ def _steps(bounds: Sequence[int]) -> list[int]:
 
 
 def _drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """All that a sampler gives for an epoch, whatever generator it draws from; the user's is left as it was."""
+    """Everything that a sampler yields for an epoch; afterwards all generators are as before."""
     generators: list[tuple[torch.Generator, Tensor]] = []
     inner: Any = sampler
     while inner is not None:
@@ -352,7 +352,7 @@ def _drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
         inner = getattr(inner, "sampler", None)
     try:
         with host_seeded(mix(seed, epoch)):
-            # A sampler without an end is used for as long as it says it is.
+            # An endless sampler counts up to its `len`.
             drawn = list(islice(sampler, len(sampler)) if isinstance(sampler, Sized) else sampler)
     finally:
         for own, state in generators:
@@ -363,7 +363,7 @@ def _drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
 
 
 def _as_indices(drawn: list[Any], length: int) -> Tensor:
-    """Indices counted from the start; one that is none, or beyond the data, is refused."""
+    """Non-negative indices; raises DataError for values that are no index or lie outside of the data."""
     try:
         indices = torch.tensor([int(index) for index in drawn], dtype=torch.int64)
     except (TypeError, ValueError):
@@ -378,7 +378,7 @@ def _as_indices(drawn: list[Any], length: int) -> Tensor:
 
 
 def _tickets(indices: Tensor, length: int) -> Tensor:
-    """Each index plus `length` for every time that it came before."""
+    """Each index plus `length` for each earlier occurrence."""
     count = len(indices)
     if count <= length and len(torch.unique(indices)) == count:
         return indices

@@ -23,18 +23,18 @@ from hotlap.machine.limits import read_memory
 
 
 class EpochOrder:
-    """The indices of an epoch, on the device; the next epoch's are written into the same memory."""
+    """The indices of an epoch on the device; the next epoch overwrites them."""
 
     def __init__(self, device: torch.device) -> None:
         self.indices = torch.empty(0, dtype=torch.int64, device=device)
         self.number = 0
-        """How often it was written."""
+        """Number of writes so far."""
 
     def write(self, indices: Tensor) -> None:
-        """Send an epoch's order to the device, behind the work that still reads the one before."""
+        """Send an epoch's order to the device, after work that still reads the last one."""
         if len(self.indices) < len(indices):
             self.indices = torch.empty(len(indices), dtype=torch.int64, device=self.indices.device)
-        # From pageable memory the copy would wait for all that was launched before.
+        # From pageable memory the copy would wait for all earlier work.
         here = indices.pin_memory() if self.indices.is_cuda else indices
         self.indices[: len(indices)].copy_(here, non_blocking=True)
         self.number += 1
@@ -42,7 +42,7 @@ class EpochOrder:
 
 @dataclass(frozen=True, slots=True)
 class PendingRows:
-    """A batch that is still to be gathered: `count` samples of held columns, from `start` on in the epoch's order."""
+    """A batch that is not gathered yet: `count` samples of held columns, from `start` on in the epoch's order."""
 
     columns: Columns
     of: EpochOrder
@@ -52,11 +52,11 @@ class PendingRows:
 
     @property
     def order(self) -> Tensor:
-        """The indices of the epoch. Raises TrainingError where it is over: they are another epoch's by now."""
+        """The indices of the epoch. Raises TrainingError after the epoch, when they belong to another one."""
         if self.number != self.of.number:
             raise TrainingError(
-                "a window of an epoch that is over cannot be used: windows of a resident feed name their samples by "
-                "their place in the epoch, so step with each as it comes, or use kind='gather'"
+                "a window cannot be used after its epoch: windows of a resident feed refer to places in the current "
+                "epoch, so step with each window as it comes, or use kind='gather'"
             )
         return self.of.indices
 
@@ -65,21 +65,21 @@ class PendingRows:
         return self.columns.gather(self.order[self.start : self.start + self.count])
 
     def widest(self) -> PendingRows:
-        """The same samples as wide as any batch is."""
+        """The same samples at the width of the widest batch."""
         return self if self.columns is self.columns.widest else replace(self, columns=self.columns.widest)
 
     def shifted(self, by: int) -> PendingRows:
-        """As many samples further on in the order."""
+        """The same number of samples, `by` places later in the order."""
         return replace(self, start=self.start + by)
 
 
 def gathered(batch: Batch) -> Batch:
-    """The batch itself, gathered where it is still to be."""
+    """The batch, gathered if it is not yet."""
     return batch.gathered() if isinstance(batch, PendingRows) else batch
 
 
 class ResidentFeeding:
-    """Batches gathered on the device out of columns that are held there."""
+    """Batches gathered on the device from columns held there."""
 
     tickets = False
 
@@ -89,23 +89,23 @@ class ResidentFeeding:
         self._epoch: Tensor | None = None
 
     def begin(self, indices: Tensor) -> None:
-        """Begin an epoch, or go on with the one that was begun."""
+        """Begin an epoch, or continue the current one."""
         if indices is not self._epoch:
             self._order.write(indices)
             self._epoch = indices
 
     @property
     def varies(self) -> bool:
-        """Whether batches of as many samples may have other shapes."""
+        """Whether batches with the same number of samples may differ in shape."""
         return type(self.columns).at_width_of is not Columns.at_width_of
 
     def at_width_of(self, start: int, end: int) -> Columns:
-        """The columns that gather this piece of the epoch that was begun."""
+        """The columns that gather this piece of the current epoch."""
         assert self._epoch is not None, "begin an epoch first"
         return self.columns.at_width_of(self._epoch[start:end])
 
     def rows(self, start: int, count: int) -> PendingRows:
-        """A piece of the epoch that was begun."""
+        """A piece of the current epoch."""
         return PendingRows(self.at_width_of(start, start + count), self._order, self._order.number, start, count)
 
     def pieces(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
@@ -120,22 +120,22 @@ class ResidentFeeding:
             start += len(part)
 
     def close(self) -> None:
-        """There is nothing to end: what is held is let go of with the feed."""
+        """Nothing to release: the columns go with the feed."""
 
 
 class Packed(Columns):
-    """Columns held on a GPU in the form in which gathering is fastest; batches are the same.
+    """Columns on a GPU in the form that gathers fastest; batches are the same.
 
-    A kernel that gathers moves one number per thread, so rows are kept as numbers of 8 bytes: uint8 images are gathered
-    with an eighth of the threads. With `images_last`, images lie with their channels last, and batches of them too.
+    A gather kernel moves one element per thread, so rows are stored as elements of 8 bytes: uint8 images need an eighth
+    of the threads. With `images_last`, images and their batches have the channels_last layout.
     """
 
     def __init__(self, columns: Columns, *, images_last: bool) -> None:
-        self._recipes: list[_Recipe] = []
+        self._packings: list[_Packing] = []
 
         def pack(tensor: Tensor, rows: Tensor | None) -> Tensor:
-            recipe = _Recipe.of(tensor, images_last=images_last)
-            self._recipes.append(recipe)
+            recipe = _Packing.of(tensor, images_last=images_last)
+            self._packings.append(recipe)
             return recipe.packed(tensor)
 
         self._packed_columns = columns.sent(pack)
@@ -145,23 +145,23 @@ class Packed(Columns):
         """The samples at `indices`, with the shape and numbers they were given in."""
         found = self._packed_columns.gather(indices)
         if type(found) is tuple and type(self._packed_columns) is Columns:
-            return tuple(recipe.unpacked(part) for recipe, part in zip(self._recipes, found, strict=True))
-        recipes = iter(self._recipes)
-        return map_tensors(found, lambda tensor: next(recipes).unpacked(tensor))
+            return tuple(packing.unpacked(part) for packing, part in zip(self._packings, found, strict=True))
+        packings = iter(self._packings)
+        return map_tensors(found, lambda tensor: next(packings).unpacked(tensor))
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How a column is packed, and a batch of it unpacked: both without a copy, but for images that are turned."""
+class _Packing:
+    """How to pack a column and unpack a batch of it; only turned images need a copy."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of a row, as it lies."""
+    """Shape of a row in memory."""
     turned: bool
     wide: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, *, images_last: bool) -> _Recipe:
+    def of(cls, tensor: Tensor, *, images_last: bool) -> _Packing:
         turned = images_last and tensor.ndim in (4, 5)
         shape = tuple(tensor.shape[1:])
         if turned:
@@ -183,7 +183,7 @@ class _Recipe:
 
 
 def packed(columns: Columns, *, images_last: bool) -> Columns:
-    """The columns packed, where they are plain tensors on a GPU and turning images has room."""
+    """The columns packed if they are plain tensors on a GPU; turns images only if memory is free for it."""
     if not columns.packs or columns.on_host:
         return columns
     images = [tensor for tensor in columns.tensors.values() if tensor.ndim in (4, 5)]
@@ -212,23 +212,23 @@ def sample_bytes(batch: Batch) -> int:
 
 
 Progress = Callable[[int, int], None]
-"""Told how many samples are there, of how many; for columns that were tensors already, once at the end."""
+"""A function of samples held and samples in all; for tensors hotlap calls it once, at the end."""
 
 CPU = torch.device("cpu")
 CHUNK_BYTES = 64 * MIB
-"""What is brought at a time, so that the host needs no second copy of everything."""
+"""Bytes moved at a time, so that the host needs no second copy of all data."""
 CHUNK_SAMPLES = 1024
 PROBED, TIMED = 8, 4
-"""Samples that are measured, and timed, spread over the dataset: of those whose fetching leaves no trace."""
+"""Samples that hotlap measures and times, spread over the dataset, if fetching leaves no trace."""
 TIMES, TIMED_S = 3, 0.01
-"""How often so many samples are timed: less often where they take longer than this, in seconds."""
+"""Repetitions of the timing, fewer if they take longer than this, in seconds."""
 
 
 def why_not_held(source: Source, device: torch.device, *, reserve_bytes: int) -> str | None:
-    """Why the samples cannot all be held on `device` beside `reserve_bytes` of other memory, or None where they can.
+    """Why `device` cannot hold all samples beside `reserve_bytes` of other memory; None if it can.
 
-    Their code has to show that they stay as they are (see `why_not_fixed`); the size of those that are computed is
-    known from a few: nothing is fetched as a whole. On the host at most half of the free memory is taken.
+    The code of the dataset must show that samples never change (see `why_not_fixed`). A few samples tell the size of
+    computed ones; hotlap does not fetch them all. On the host hotlap uses at most half of the free memory.
     """
     reason = _why_not_columns(source)
     if reason:
@@ -236,16 +236,16 @@ def why_not_held(source: Source, device: torch.device, *, reserve_bytes: int) ->
     needed, free = bytes_needed(source, _numbered(device)), _free_bytes(_numbered(device))
     if needed and needed + reserve_bytes > free:
         beside = f" beside {show_bytes(reserve_bytes)} for the training" if reserve_bytes else ""
-        half = ", half of what is free" if device.type == "cpu" else " free"
-        return f"the data needs {show_bytes(needed)} on {device}{beside}, and there are {show_bytes(free)}{half}"
+        half = ", half of the free memory" if device.type == "cpu" else " free"
+        return f"the data needs {show_bytes(needed)} on {device}{beside}, which has {show_bytes(free)}{half}"
     return None
 
 
 def hold_on_device(source: Source, device: torch.device, progress: Progress | None = None) -> Columns:
     """All samples as columns on `device`, in the containers in which a feed gives batches, with their `holding_cost`.
 
-    Tensors go there as they are, or stay where they are there already; windows as their series. Samples that are
-    computed are fetched once, in their order. Raises DataError where they cannot be columns.
+    Tensors go there unchanged, or stay if they are there already; windows go as their series. hotlap fetches computed
+    samples once, in order. Raises DataError if the samples cannot be columns.
     """
     reason = _why_not_columns(source)
     if reason:
@@ -264,13 +264,13 @@ def hold_on_device(source: Source, device: torch.device, progress: Progress | No
 
 
 SENT_A_SECOND = 4e9
-"""Bytes a second that reach a device, about, from memory that is not page-locked: 3.9e9 to 8e9 on hosts of an H200."""
+"""Approximate bytes a second to a device from memory that is not pinned: 3.9e9 to 8e9 on hosts of an H200."""
 
 
 def time_to_hold(source: Source, device: torch.device) -> float:
     """About how many seconds `hold_on_device` takes; a few samples tell how long fetching computed ones takes.
 
-    0 for samples that cannot be held: none of them is asked for.
+    Returns 0 for samples that cannot be held, and fetches none of them.
     """
     if _why_not_columns(source) is not None:
         return 0.0
@@ -281,7 +281,7 @@ def time_to_hold(source: Source, device: torch.device) -> float:
 
 
 def _sample_s(source: Source) -> float:
-    """Seconds that fetching a sample takes, about: the middle one of a few tries, since others use the machine too."""
+    """Approximate seconds to fetch a sample: the median of a few tries, since the machine may be busy."""
     chosen, found = evenly_spread(len(source), TIMES * TIMED), list[float]()
     for first in range(TIMES):
         few, start = chosen[first::TIMES], time.perf_counter()
@@ -293,21 +293,21 @@ def _sample_s(source: Source) -> float:
 
 
 def evenly_spread(length: int, most: int = PROBED) -> list[int]:
-    """At most so many indices, evenly spread from the first to the last."""
+    """At most `most` indices, evenly spread from the first to the last."""
     count = min(length, most)
     return [k * (length - 1) // max(1, count - 1) for k in range(count)]
 
 
-# --- tensors that are there ------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def _sent(source: Source, device: torch.device, *, pretend: bool = False) -> tuple[Columns, int]:
-    """The columns beneath a source on the device, and the bytes that this takes; `pretend` only counts them."""
+    """The inner columns of a source on the device, and the bytes this takes; `pretend` only counts them."""
     rows: Tensor | None = None
     while isinstance(source, Selection):
         rows = source.rows if rows is None else source.rows.index_select(0, rows)
         source = source.inner
-    assert isinstance(source, Columns)  # all that computes nothing is
+    assert isinstance(source, Columns)  # every source that computes nothing is one
     size = 0
 
     def place(tensor: Tensor, chosen: Tensor | None) -> Tensor:
@@ -336,26 +336,26 @@ def _brought(tensor: Tensor, chosen: Tensor | None, count: int, device: torch.de
 
 
 def _send(tensor: Tensor, chosen: Tensor | None, there: Tensor, starts: range) -> None:
-    """Bring rows to a GPU by way of page-locked memory: while one chunk is under way, all cores read the next."""
+    """Copy rows to a GPU through pinned memory: while one chunk is in transit, all cores read the next."""
     try:
         shape = (starts.step, *tensor.shape[1:])
-        rooms = [torch.empty(shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for _ in range(2)]
-    except RuntimeError:  # there is none to be had
-        rooms = []
+        buffers = [torch.empty(shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for _ in range(2)]
+    except RuntimeError:  # no pinned memory is available
+        buffers = []
     sent: list[torch.cuda.Event] = []
     for number, start in enumerate(starts):
         end = min(start + starts.step, len(there))
-        if not rooms:
+        if not buffers:
             there[start:end].copy_(_rows(tensor, chosen, start, end))
             continue
-        if number >= len(rooms):
-            sent[number - len(rooms)].synchronize()
-        room = rooms[number % len(rooms)][: end - start]
+        if number >= len(buffers):
+            sent[number - len(buffers)].synchronize()
+        buffer = buffers[number % len(buffers)][: end - start]
         if chosen is None:
-            room.copy_(tensor[start:end])
+            buffer.copy_(tensor[start:end])
         else:
-            torch.index_select(tensor, 0, chosen[start:end], out=room)
-        there[start:end].copy_(room, non_blocking=True)
+            torch.index_select(tensor, 0, chosen[start:end], out=buffer)
+        there[start:end].copy_(buffer, non_blocking=True)
         sent.append(torch.cuda.current_stream(there.device).record_event())
 
 
@@ -367,14 +367,14 @@ def _row_bytes(tensor: Tensor) -> int:
     return tensor[:1].numel() * tensor.element_size()
 
 
-# --- samples that are computed ---------------------------------------------------------------------
+# --- computed samples ------------------------------------------------------------------------------
 
 
 def _fetched(source: Source, device: torch.device, progress: Progress | None) -> Columns:
-    """Every sample fetched once and stacked into memory on the device."""
+    """All samples, fetched once and stacked into memory on the device."""
     total, name, measured = len(source), type(source.samples).__name__, _measured(source)
     whole = map_tensors(measured.one, lambda t: torch.empty((total, *t.shape[1:]), dtype=t.dtype, device=device))
-    rooms = tensors_in(whole)
+    targets = tensors_in(whole)
     step = min(CHUNK_SAMPLES, max(1, CHUNK_BYTES // max(1, measured.bytes)))
     source = source.for_probing()
     for start in range(0, total, step):
@@ -383,17 +383,17 @@ def _fetched(source: Source, device: torch.device, progress: Progress | None) ->
         for at, sample in enumerate(samples, start):
             if outline(sample) != measured.outline:
                 raise DataError(f"{name} cannot be held: {_unlike(0, measured.outline, at, outline(sample))}")
-        for room, rows in zip(rooms, tensors_in(default_collate(samples)), strict=True):
-            room[start:end].copy_(rows)
+        for target, rows in zip(targets, tensors_in(default_collate(samples)), strict=True):
+            target[start:end].copy_(rows)
         if progress is not None:
             progress(end, total)
     return StackedColumns(whole)
 
 
 def _why_not_columns(source: Source) -> str | None:
-    """Why the samples make no columns, wherever; None where they do."""
+    """Why the samples cannot be columns on any device; None if they can."""
     if source.own_collate is not None:
-        return "the job has a collate function of its own, so batches are no stacks of samples"
+        return "the job has its own collate function, so a batch may not be a stack of samples"
     reason = why_not_fixed(source)
     if reason is not None:
         return reason
@@ -401,13 +401,13 @@ def _why_not_columns(source: Source) -> str | None:
 
 
 def bytes_needed(source: Source, device: torch.device = CPU) -> int:
-    """Bytes that all samples take on a device beside what is there already."""
+    """Bytes that all samples need on a device, without what is there already."""
     return _measured(source).bytes * len(source) if source.computes else _sent(source, device, pretend=True)[1]
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a few samples say of all."""
+    """What a few samples show about all samples."""
 
     why_not: str | None = None
     outline: tuple[str, ...] = ()
@@ -421,7 +421,7 @@ class _Measured:
 
 
 def _measured(source: Source) -> _Measured:
-    """A few samples measured; asked for once a source."""
+    """The measurement of a few samples, made once per source."""
     if "measured" not in source.findings:
         source.findings["measured"] = _measure(source)
     measured: _Measured = source.findings["measured"]
@@ -433,7 +433,7 @@ def _measure(source: Source) -> _Measured:
     try:
         samples = source.for_probing().read(indices)
         batch = default_collate(samples[:1])
-    except Exception as error:  # the user's code and whatever it gave
+    except Exception as error:  # the user's code may raise anything
         return _Measured(f"samples of {name} cannot be stacked: {first_line(error)}")
     wanted = outline(samples[0])
     for index, sample in zip(indices, samples, strict=True):
@@ -441,12 +441,12 @@ def _measure(source: Source) -> _Measured:
             return _Measured(f"samples of {name} cannot be stacked: {_unlike(0, wanted, index, outline(sample))}")
     if any(tensor.requires_grad for tensor in tensors_in(batch)):
         return _Measured(GRADIENTS)
-    foreign = _foreign(batch) or (None if tensors_in(batch) else "nothing that makes a tensor")
-    return _Measured(f"samples of {name} hold {foreign}, which makes no column" if foreign else None, wanted, batch)
+    foreign = _foreign(batch) or (None if tensors_in(batch) else "no tensor")
+    return _Measured(f"samples of {name} hold {foreign}, which cannot be a column" if foreign else None, wanted, batch)
 
 
 def outline(sample: Any) -> tuple[str, ...]:
-    """What has to be alike in all samples for them to be stacked: containers, shapes and kinds of number."""
+    """What must be the same in all samples to stack them: containers, shapes and dtypes."""
     if isinstance(sample, (Tensor, np.ndarray)):
         return (f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}",)
     if isinstance(sample, np.generic):
@@ -467,7 +467,7 @@ def _unlike(index: int, wanted: tuple[str, ...], other: int, seen: tuple[str, ..
 
 
 def _foreign(batch: Batch) -> str | None:
-    """What in a collated batch is neither a tensor nor a container that batches are made of."""
+    """The first value in a collated batch that is neither a tensor nor a container of a batch."""
     if isinstance(batch, Tensor):
         return None
     if isinstance(batch, Mapping):
@@ -479,16 +479,16 @@ def _foreign(batch: Batch) -> str | None:
     return next((found for part in parts if (found := _foreign(part))), None)
 
 
-# --- room ------------------------------------------------------------------------------------------
+# --- memory ----------------------------------------------------------------------------------------
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What may be filled: of a GPU all that is free, of the host's memory half."""
+    """Bytes that may be used: all free memory of a GPU, half of the host's."""
     if device.type == "cpu":
         return read_memory().free_bytes // 2
     return free_for_torch(device)
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """The device as tensors name it: with its number."""
+    """The device with its index, as tensors have it."""
     return torch.empty(0, device=device).device

@@ -27,64 +27,63 @@ from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.order import HOST_GENERATORS, HostGenerator, mix
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Gives memory of a shape and dtype for one tensor of a batch; asked for them always in the same order."""
+"""Returns memory of a shape and dtype for one tensor of a batch; the order of calls is the same for every batch."""
 
 PlaceRows = Callable[[Tensor, Tensor | None], Tensor]
-"""Puts some rows of a tensor (None: all of them) where they are wanted."""
+"""Moves some rows of a tensor (None: all) to another place."""
 
 
 class Source:
     """Samples by index. This one fetches them one by one from anything indexable."""
 
     computes: bool = True
-    """Whether samples come out of code that may do anything, not out of tensors that are there."""
+    """Whether code computes the samples; False where they are rows of tensors."""
     on_host: bool = True
-    """Whether gathered batches are in the host's memory."""
+    """Whether gathered batches are in host memory."""
 
     def __init__(self, samples: Any, collate: Callable[[list[Any]], Batch] | None = None) -> None:
         self.samples = samples
         self.own_collate = collate
-        """The user's function that makes a batch of samples, where there is one."""
+        """The user's collate function, or None."""
         self.given: Any = samples
         """The data as the user gave it, which may change."""
         self.in_workers = False
-        """Whether the user's own loader fetches samples in processes of their own: devices notice nothing of it."""
+        """Whether the user's loader fetches samples in worker processes, where they cannot touch devices."""
         self.reopen: Callable[[], Source] | None = None
-        """Makes the source of the data as it is by then; None where it stands by itself."""
+        """Makes a new source of the current data; None for a source without such data."""
         self.findings: dict[str, Any] = {}
-        """What was found out of the samples, kept so that it is found out once."""
+        """Results of probing the samples, by name, so that hotlap probes once."""
         self._collate = collate or default_collate
         self._drawn: list[HostGenerator] | None = None
-        """The generators that samples were seen to draw from; None before the first batch."""
+        """The generators that samples drew from so far; None before the first batch."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes, without what was found out in this one."""
+        """The state for other processes, without this process's findings."""
         return {**vars(self), "findings": {}}
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def why_not_gather(self) -> str | None:
-        """Why whole batches cannot be indexed out of this source, or None where they can."""
+        """Why hotlap cannot index whole batches out of this source; None if it can."""
         return f"{type(self.samples).__name__} gives samples one by one; gathering needs tensors or arrays"
 
     def never_holds(self, value: int) -> bool:
-        """Whether it is known that no whole number in the samples is `value`; no, where nobody looked."""
+        """Whether hotlap knows that no integer in the samples is `value`."""
         return False
 
     def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
-        """The samples at `indices` as a batch, indexed as a whole: into new memory, or into what `allocate` gives."""
+        """The samples at `indices` as a batch, indexed as a whole, in new memory or in memory from `allocate`."""
         raise DataError(str(self.why_not_gather()))
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
         """The samples of these tickets (see Epoch) as a batch.
 
-        Randomness inside the dataset is seeded by ticket and epoch, so that it is the same in any process
-        and any batch, and leaves the training's untouched. Seeding costs microseconds a sample, and most
-        datasets draw nothing: in the first batch all generators are seeded, and looked at behind every sample;
-        after it only those that had moved. Where another one moves later, that batch is fetched again.
-        A dataset that answers many indices at once is asked for whole batches as long as it draws nothing, from the
-        first on; the batch in which it first draws is fetched again, sample by sample.
+        hotlap seeds randomness inside the dataset by ticket and epoch, so that it is the same in any process and any
+        batch, and leaves the training's generators untouched. Seeding costs microseconds a sample, and most datasets
+        draw nothing. So hotlap seeds and checks all generators in the first batch, and later only those that moved. If
+        another one moves later, hotlap fetches that batch again. A dataset with `__getitems__` gets whole batches
+        as long as it draws nothing; hotlap repeats the batch in which it first draws, sample by sample.
         """
         before = [generator.state() for generator in HOST_GENERATORS]
         seeded: Sequence[HostGenerator] = HOST_GENERATORS
@@ -106,7 +105,7 @@ class Source:
                     generator.restore(was)
 
     def _first(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
-        """The first batch: what its samples draw from is found out."""
+        """The first batch, in which hotlap finds the generators that samples draw from."""
         length, samples = len(self), None
         if self._answers_many:
             with self._noting(mix(seed, epoch, *tickets)):
@@ -125,7 +124,7 @@ class Source:
 
     @contextmanager
     def _noting(self, number: int) -> Iterator[None]:
-        """Inside, all generators are seeded by a number; those that move are noted."""
+        """Inside, all generators are seeded with `number`; notes those that move."""
         for generator in HOST_GENERATORS:
             generator.seed(number)
         before = [generator.state() for generator in HOST_GENERATORS]
@@ -151,37 +150,36 @@ class Source:
             generator.seed(number)
 
     def read(self, indices: Sequence[int]) -> list[Any]:
-        """The samples at these indices as they are, asked for together where the dataset answers that."""
+        """The samples at these indices, with one call where the dataset has `__getitems__`."""
         if not self._answers_many:
             return [self.samples[index] for index in indices]
         found = list(self.samples.__getitems__(list(indices)))
         if len(found) != len(indices):
             raise DataError(
-                f"{type(self.samples).__name__}.__getitems__ was asked for {len(indices)} samples and gave {len(found)}"
+                f"{type(self.samples).__name__}.__getitems__ gave {len(found)} samples for {len(indices)} indices"
             )
         return found
 
     def for_probing(self) -> Source:
-        """The same samples out of a copy of the dataset, to look at them in the training process.
+        """The same samples from a shallow copy of the dataset, for probing in the training process.
 
-        A dataset that opens a file when it is first asked would else hand it on to workers, which read from one
-        handle all at once. What it holds is not copied. One with a `__del__` is asked itself: a copy that goes
-        would close what both hold.
+        Otherwise a dataset that opens a file on first use would share the handle with all workers. A dataset with a
+        `__del__` is not copied: when the copy goes, it would close what both hold.
         """
         kind = type(self.samples)
         if not hasattr(self.samples, "__dict__") or hasattr(kind, "__del__"):
             return _ProbedSource(self.samples, self.own_collate)
         try:
             return _ProbedSource(copy.copy(self.samples), self.own_collate)
-        except Exception:  # whatever a user's class makes of being copied
+        except Exception:  # a user's class may raise anything when it is copied
             return _ProbedSource(self.samples, self.own_collate)
 
 
 class _ProbedSource(Source):
-    """Samples that are looked at beside the training: a dataset that seeds torch does not seed the devices."""
+    """Samples for probing: a dataset that seeds torch does not seed the devices."""
 
     def read(self, indices: Sequence[int]) -> list[Any]:
-        """As the samples' own, which `torch.manual_seed` would leave a trace of."""
+        """The samples at these indices; `torch.manual_seed` leaves the devices alone."""
         seed_devices, torch.cuda.manual_seed_all = torch.cuda.manual_seed_all, _seed_nothing
         try:
             return super().read(indices)
@@ -193,7 +191,7 @@ def _seed_nothing(seed: int) -> None: ...
 
 
 def select_rows(tensor: Tensor, indices: Tensor, allocate: Allocate | None) -> Tensor:
-    """The rows of a tensor at `indices`: one kernel on a GPU, and no wait."""
+    """The rows of a tensor at `indices`: on a GPU one kernel, without a wait."""
     if allocate is None:
         return tensor.index_select(0, indices)
     return torch.index_select(tensor, 0, indices, out=allocate((len(indices), *tensor.shape[1:]), tensor.dtype))
@@ -201,26 +199,26 @@ def select_rows(tensor: Tensor, indices: Tensor, allocate: Allocate | None) -> T
 
 @dataclass(frozen=True, kw_only=True)
 class HoldingCost:
-    """What it took to bring columns where they are."""
+    """The cost of moving columns to their device."""
 
     seconds: float
     bytes: int
-    """New memory; 0 where they were there already."""
+    """New memory; 0 if they were there already."""
 
 
 class Columns(Source):
-    """Tensors that share their first dimension: batches are indexed out of them as a whole."""
+    """Tensors that share their first dimension, out of which hotlap indexes whole batches."""
 
     computes = False
     packs = True
-    """Whether a batch is made of rows of its tensors as they are."""
+    """Whether a batch consists of unchanged rows of its tensors."""
     widths: tuple[int, ...] = ()
-    """Of batches, where samples differ in size."""
+    """Widths of batches, if samples differ in size."""
     holding_cost: HoldingCost | None = None
-    """What it took to hold them (see `resident.hold_on_device`); None for columns as the user gave them."""
+    """The cost of holding them (see `resident.hold_on_device`); None for columns as the user gave them."""
 
     def __init__(self, columns: Any, collate: Callable[[list[Any]], Batch] | None = None) -> None:
-        # Without itself as its samples: a cycle would keep a GPU's memory until somebody collects it.
+        # Without itself as its samples: a cycle would keep GPU memory until garbage collection.
         super().__init__(None, collate)
         self.given = columns
         self.tensors = {key: as_tensor(column) for key, column in named_columns(columns).items()}
@@ -237,11 +235,11 @@ class Columns(Source):
         return self._packed({key: tensor[index] for key, tensor in self.tensors.items()})
 
     def why_not_gather(self) -> str | None:
-        """None, unless the user makes the batches."""
-        return "the job has a collate function of its own" if self.own_collate else None
+        """None, unless the job has a collate function."""
+        return "the job has its own collate function" if self.own_collate else None
 
     def never_holds(self, value: int) -> bool:
-        """Whether no column of whole numbers, of at most one number a sample, holds `value`."""
+        """Whether no integer column with one number a sample holds `value`."""
         return not self.own_collate and not any(holds(column, value) for column in self._in_order)
 
     def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
@@ -254,7 +252,7 @@ class Columns(Source):
         return tuple(found) if self._shape == "tuple" else self._packed(dict(zip(self.tensors, found, strict=True)))
 
     def at_width_of(self, indices: Tensor) -> Columns:
-        """The columns that gather these samples wherever their indices are: itself, but where samples differ in size.
+        """The columns whose batches have the width of these samples; itself, unless samples differ in size.
 
         The indices are on the host.
         """
@@ -262,11 +260,11 @@ class Columns(Source):
 
     @property
     def widest(self) -> Columns:
-        """The columns whose batches are as wide as any: itself, but where samples differ in size."""
+        """The columns with the widest batches; itself, unless samples differ in size."""
         return self
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
-        """The samples of these tickets, one by one, as a DataLoader does; tensors draw no randomness."""
+        """The samples of these tickets, one by one, as a DataLoader does; tensors draw no random numbers."""
         if self.own_collate:
             return super().fetch(tickets, seed, epoch)
         length = len(self)
@@ -279,11 +277,11 @@ class Columns(Source):
         return [self[index] for index in indices]
 
     def for_probing(self) -> Source:
-        """Itself: reading tensors leaves no trace."""
+        """Itself, since reading tensors leaves no trace."""
         return self
 
     def sent(self, place: PlaceRows, rows: Tensor | None = None) -> Columns:
-        """Such columns of these rows (None: all), with every tensor where `place` puts it."""
+        """These rows (None: all) as such columns, each tensor moved by `place`."""
         return Columns(self._packed({key: place(tensor, rows) for key, tensor in self.tensors.items()}))
 
     def _packed(self, parts: dict[Any, Tensor]) -> Batch:
@@ -293,7 +291,7 @@ class Columns(Source):
 
 
 class StackedColumns(Columns):
-    """Columns in the containers that default_collate gives, however nested."""
+    """Columns in the nested containers of default_collate."""
 
     def __init__(self, whole: Batch) -> None:
         super().__init__(tuple(tensors_in(whole)))
@@ -314,34 +312,34 @@ class StackedColumns(Columns):
         return self.gather(torch.tensor([ticket % length for ticket in tickets]))
 
     def sent(self, place: PlaceRows, rows: Tensor | None = None) -> Columns:
-        """Such columns of these rows (None: all), with every tensor where `place` puts it."""
+        """These rows (None: all) as such columns, each tensor moved by `place`."""
         return StackedColumns(map_tensors(self._whole, lambda tensor: place(tensor, rows)))
 
 
 class Selection(Source):
-    """Some rows of another source, as torch's Subset gives them."""
+    """Some rows of another source, as in torch's Subset."""
 
     def __init__(self, inner: Source, rows: Sequence[int] | Tensor) -> None:
         super().__init__(inner.samples)
         self.own_collate, self.computes, self.on_host = inner.own_collate, inner.computes, inner.on_host
         self.inner = inner
-        # By numpy, in this thread: to wake others for it takes longer.
+        # By numpy, in this thread: waking others takes longer.
         chosen = torch.as_tensor(rows, dtype=torch.int64, device="cpu").numpy().copy()
         below = chosen < 0
         if below.any():
             chosen[below] += len(inner)
         self.rows = torch.from_numpy(chosen)
-        """The chosen rows, counted from the start; on the host."""
+        """The chosen rows as non-negative indices, on the host."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def why_not_gather(self) -> str | None:
-        """What the source beneath says."""
+        """The answer of the inner source."""
         return self.inner.why_not_gather()
 
     def never_holds(self, value: int) -> bool:
-        """What the source beneath says."""
+        """The answer of the inner source."""
         return self.inner.never_holds(value)
 
     def gather(self, indices: Tensor, allocate: Allocate | None = None) -> Batch:
@@ -358,7 +356,7 @@ class Selection(Source):
         return self.inner.read([int(self.rows[index]) for index in indices])
 
     def for_probing(self) -> Source:
-        """The same rows of the source beneath, aside."""
+        """The same rows of the inner source, for probing."""
         return Selection(self.inner.for_probing(), self.rows)
 
 
@@ -375,52 +373,52 @@ def tensors_in(batch: Batch) -> list[Tensor]:
 
 
 def as_tensor(column: Tensor | np.ndarray[Any, Any]) -> Tensor:
-    """The column as a tensor, without a copy where torch can read it as it lies."""
+    """The column as a tensor, without a copy if torch can read its memory."""
     if isinstance(column, Tensor):
         return column.detach()
     if not column.dtype.isnative or any(stride < 0 for stride in column.strides):
         column = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("="))
     with warnings.catch_warnings():
-        # Read-only arrays (memory maps) are fine: batches are copies, and nobody writes to the source.
+        # Read-only arrays (memory maps) are fine: batches are copies.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
         return torch.from_numpy(column)
 
 
 def holds(column: Tensor, value: int) -> bool:
-    """Whether a column of whole numbers, one a sample, holds `value`; others are not looked at."""
+    """Whether an integer column with one number a sample holds `value`; False for other columns."""
     is_classes = column.ndim == 1 and not column.is_floating_point() and not column.is_complex()
     return is_classes and bool((column == value).any())
 
 
-# --- Rows of tensors in the host's memory, gathered by few threads that do not wait for each other -------
+# --- Rows of tensors in host memory, gathered by a few threads that do not wait for each other -----------
 #
-# torch's own spin until the last of them is done, on all cores: one that a core is taken from holds up the others.
+# torch's threads spin on all cores until the last is done: one that loses its core holds up the others.
 
 
 SINGLE_THREAD_BYTES = 4 * MIB
-"""Bytes up to which this thread gathers alone: on an H200's host 16 of torch's took 18 µs for 300 KB in the middle, but
-129 on average, where numpy took 13."""
+"""Bytes up to which this thread gathers alone. On the host of an H200, 16 torch threads took 18 µs (median) and 129 µs
+(mean) for 300 KB; numpy took 13 µs."""
 GATHER_THREADS = 4
-"""Threads that share what is more; 0 leaves all to torch. In a training on an H200 torch's 16 took 2.2 ms for 9 MB in
-the middle, 2.8 on average and 189 at worst, these 2.0, 1.7 and 3.6 (`python -m benchmarks.gathering`)."""
+"""Threads for larger batches; 0 leaves all to torch. For 9 MB in a training on an H200, 16 torch threads took 2.2 ms
+(median), 2.8 (mean) and 189 (worst), these 2.0, 1.7 and 3.6 (`python -m benchmarks.gathering`)."""
 TORCH_GRAIN = 32768
-"""Numbers up to which torch gathers in one thread itself (`at::internal::GRAIN_SIZE`)."""
+"""Elements up to which torch itself uses one thread (`at::internal::GRAIN_SIZE`)."""
 _NUMPYS = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.float32, torch.float64,
 }  # fmt: skip
-"""Kinds of number that numpy has too."""
+"""Dtypes that numpy has too."""
 
 
 class HostRows:
-    """Gathers rows of one tensor; what comes is the same either way, to the bit and in how it lies."""
+    """Gathers rows of one tensor, by numpy or torch; the result is the same bit for bit and in memory order."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._shape, self._dtype = tensor, tuple(tensor.shape[1:]), tensor.dtype
         self._by_numpy = _rows_by_numpy(tensor)
 
     def at(self, indices: Tensor, allocate: Allocate | None) -> Tensor:
-        """The rows at `indices`, in new memory or in what `allocate` gives."""
+        """The rows at `indices`, in new memory or in memory from `allocate`."""
         count = indices.numel()
         if count not in self._by_numpy or not _are_within(indices, len(self._tensor)):
             return select_rows(self._tensor, indices, allocate)
@@ -428,7 +426,7 @@ class HostRows:
         there = (
             torch.empty(shape, dtype=self._dtype, device="cpu") if allocate is None else allocate(shape, self._dtype)
         )
-        # "clip" spares numpy a copy in between. Asked for anew: a script may have its tensor lie elsewhere by now.
+        # "clip" spares numpy a temporary copy. `numpy()` anew each time: a script may have moved its tensor's memory.
         source, places, target = self._tensor.numpy(), indices.numpy(), there.numpy()
 
         def take(start: int, end: int) -> None:
@@ -439,7 +437,7 @@ class HostRows:
 
 
 def _shared(work: Callable[[int, int], None], count: int, size: int) -> None:
-    """Have so many rows of so many bytes in all gathered, by this thread and others where that pays."""
+    """Gather `count` rows of `size` bytes in all, by this thread, and by others if that pays."""
     threads = min(GATHER_THREADS, torch.get_num_threads(), count) if size > SINGLE_THREAD_BYTES else 1
     parts = deque(pairwise(count * number // threads for number in range(threads + 1)))
 
@@ -447,38 +445,38 @@ def _shared(work: Callable[[int, int], None], count: int, size: int) -> None:
         while parts:
             try:
                 part = parts.popleft()
-            except IndexError:  # another was faster
+            except IndexError:  # another thread was faster
                 return
             work(*part)
 
     others: list[Future[None]] = []
     try:
-        with suppress(RuntimeError):  # no thread is to be had, at the end of the process for one: this one does it all
+        with suppress(RuntimeError):  # no threads, as at the end of the process: this one does everything
             others.extend(_gather_threads(os.getpid()).submit(share) for _ in range(threads - 1))
         share()
     finally:
         parts.clear()
-        wait(others)  # whatever broke: nobody writes there any more
+        wait(others)  # after an error too: no thread writes there any more
     for other in others:
         other.result()
 
 
 @lru_cache(maxsize=1)
 def _gather_threads(process: int) -> ThreadPoolExecutor:
-    """Threads of this process: one that was forked off has none of those of its parent."""
+    """The threads of this process; a forked child has none of its parent's."""
     return ThreadPoolExecutor(GATHER_THREADS, thread_name_prefix="hotlap-gather")
 
 
 def _are_within(indices: Tensor, length: int) -> bool:
-    """Whether these are plain places in so many rows; where not, torch has its own to say of them."""
+    """Whether these are valid non-negative indices; otherwise torch handles them or raises its own error."""
     if indices.dtype is not torch.int64 or indices.ndim != 1 or indices.device.type != "cpu":
         return False
-    # What is below zero is beyond all as a number without a sign.
+    # As unsigned numbers, negative indices are larger than any length.
     return bool(indices.numpy().view(np.uint64).max() < length)
 
 
 def _rows_by_numpy(tensor: Tensor) -> range:
-    """How many rows are gathered by numpy; none of a tensor that it does not read as it lies."""
+    """The numbers of rows that numpy gathers; empty for a tensor whose memory numpy cannot read."""
     is_plain = (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"

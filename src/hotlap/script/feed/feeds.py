@@ -298,7 +298,7 @@ class StreamedFeed:
         stage.clear()
         # Memory that is reused must not be created in the script's inference mode.
         with torch.inference_mode(False):
-            flights = [self._copier.send(stage.room(tuple(t.shape), t.dtype).copy_(t)) for t in tensors]
+            flights = [self._copier.send(stage.allocate(tuple(t.shape), t.dtype).copy_(t)) for t in tensors]
         if flights:
             stage.sent(flights[-1])  # one stream copies all of them, in this order
         return batch, flights
