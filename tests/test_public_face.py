@@ -42,6 +42,7 @@ PUBLIC = {
     "batch",
     "decoded",
     "fit",
+    "load",
     "load_plan",
     "load_weights",
     "memory",
@@ -191,7 +192,7 @@ def test_a_command_line_that_makes_no_sense_ends_with_2_and_says_so_on_stderr(ar
 def test_an_error_of_hotlaps_own_is_one_line_on_stderr_and_ends_with_1(forked):
     done = forked("-m", "hotlap", "resume", "nowhere")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "hotlap: nowhere is not a run folder: it has no plan.toml\n"
+    assert done.stderr == "hotlap: nowhere does not exist; name the folder of a run\n"
 
 
 @pytest.mark.parametrize("command", ["doctor", "gpus"])

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.kit.calls import batch as batch
     from hotlap.kit.calls import memory as memory
     from hotlap.kit.calls import workers as workers
+    from hotlap.recipes.calls import load as load
     from hotlap.recipes.calls import predict as predict
     from hotlap.recipes.calls import train as train
     from hotlap.store.files import load_plan as load_plan
@@ -74,6 +75,7 @@ _HOME = {
     "batch": "hotlap.kit.calls",
     "decoded": "hotlap.data.pictures",
     "fit": "hotlap.fitting.fit",
+    "load": "hotlap.recipes.calls",
     "load_plan": "hotlap.store.files",
     "load_weights": "hotlap.store.weights",
     "memory": "hotlap.kit.calls",

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from hotlap.core.errors import StoreError
 from hotlap.recipes import encoders, library_models
+from hotlap.recipes.answers import revived
 from hotlap.recipes.networks import NetworkPlan, begun, made, plan_in
 from hotlap.recipes.options import options_of
 from hotlap.recipes.text import RECIPE
-from hotlap.recipes.training import revived
 from hotlap.store.weights import load_weights
 
 transformers = pytest.importorskip("transformers")

@@ -12,13 +12,12 @@ from torch import nn
 from hotlap.core.errors import HotlapError, JobError, StoreError, did_you_mean
 from hotlap.core.job import Job
 from hotlap.recipes import library_models
-from hotlap.recipes.answers import state_problem
+from hotlap.recipes.answers import revived, state_problem
 from hotlap.recipes.image import ImageOptions
 from hotlap.recipes.networks import NetworkPlan, _normalising_in, made
 from hotlap.recipes.options import options_of, recipe_in
 from hotlap.recipes.temporal import TemporalOptions, seconds_of
 from hotlap.recipes.text import TextOptions
-from hotlap.recipes.training import revived
 from hotlap.store.weights import build_with_weights, save_state
 
 KINDS = (TextOptions, TemporalOptions, ImageOptions)

@@ -19,12 +19,13 @@ from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, StoreError
 from hotlap.data import pictures
 from hotlap.engine.augment import Augment
+from hotlap.recipes.answers import answer, revived
 from hotlap.recipes.image import RECIPE, ImageOptions, views
 from hotlap.recipes.networks import NetworkPlan, ResNet, VisionTransformer, begun, made, patch_side
 from hotlap.recipes.options import options_of
 from hotlap.recipes.picture_files import folder_columns, placed
 from hotlap.recipes.tables import read_table
-from hotlap.recipes.training import predict, revived, train
+from hotlap.recipes.training import train
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -133,7 +134,7 @@ def test_numbers_are_answered_in_their_own_units_with_onnx_beside_them(tmp_path)
     assert "task      price (a number) from the pictures of file" in lines
     assert not (folder / "confusion.svg").exists()
     assert f"run       {folder} (report.json, curves.svg); predict with: " in lines[-1]
-    predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    answer(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
     answers = rows_of(tmp_path / "answers.csv")
     assert [row["file"] for row in answers] == [row[0] for row in rows]
     off = [float(row["price"]) - float(truth[1]) for row, truth in zip(answers, rows, strict=True)]
@@ -158,7 +159,7 @@ def test_a_table_of_paths_with_groups_weights_views_and_a_file_to_judge_by(tmp_p
     folder = trained(data, tmp_path / "run", lines, valid=str(judged), tta=4, cutmix=1.0, epochs=6, batch_size=16)
     report = report_of(folder)["models"]["resnet"]
     assert (report["rows"], report["accuracy"] > 0.9) == (20, True)
-    predict(folder, judged, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
+    answer(folder, judged, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
     answers = rows_of(tmp_path / "answers.csv")
     assert [row["image"] for row in answers] == [row["image"] for row in rows_of(judged)]
     assert all(
@@ -392,13 +393,13 @@ def test_the_folder_that_pictures_are_in_is_named_where_none_is_beside_the_table
     lines = []
     folder = trained(deep, tmp_path / "run", [], epochs=1, root=root)
     test = write_rows(tmp_path / "kg" / "test.csv", ["id"], [["011.png"]])
-    predict(folder, test, tmp_path / "wrong.csv", say=lines.append, device="cpu")
+    answer(folder, test, tmp_path / "wrong.csv", say=lines.append, device="cpu")
     assert f"warning   pictures of {test} are read from {root}, the root of the training; " in "\n".join(lines)
     (tmp_path / "kg" / "train" / "011.png").unlink()
     with pytest.raises(DataError, match=r"names '011\.png', which is not in .*: it is .*; move test\.csv into .*test$"):
-        predict(folder, test, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+        answer(folder, test, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
     test = test.rename(tmp_path / "kg" / "a test" / "test.csv")
-    predict(folder, test, tmp_path / "answers.csv", say=(said := []).append, device="cpu")
+    answer(folder, test, tmp_path / "answers.csv", say=(said := []).append, device="cpu")
     assert not any("warning" in line for line in said)
 
 
@@ -447,7 +448,7 @@ def test_a_flat_folder_has_nothing_to_learn_but_can_be_answered(tmp_path):
     for name in ("blue", "red"):
         coloured_files(tmp_path / "in" / name, 16, classes=(name,))
     folder = trained(tmp_path / "in", tmp_path / "run", [], epochs=6, batch_size=8)
-    predict(folder, tmp_path / "flat", tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    answer(folder, tmp_path / "flat", tmp_path / "answers.csv", say=lambda line: None, device="cpu")
     answers = rows_of(tmp_path / "answers.csv")
     assert [(row["path"], row["class"]) for row in answers] == [
         (f"{at:03d}.png", "red" if at % 2 else "blue") for at in range(6)
@@ -624,13 +625,13 @@ def test_the_paths_of_a_test_file_are_found_by_what_they_are(tmp_path):
     rows = rows_of(folder / "predictions.csv")
     assert [(row["id"], row["shot"]) for row in rows] == [(str(at), name) for at, name in enumerate(names)]
     assert {row["class"] for row in rows} <= {"red", "blue"}
-    assert predict(folder, test, tmp_path / "answers.csv", say=lambda line: None, device="cpu") == 24
+    assert answer(folder, test, tmp_path / "answers.csv", say=lambda line: None, device="cpu").rows == 24
     assert rows_of(tmp_path / "answers.csv") == rows
     bad = write_rows(tmp_path / "bad.csv", ["a", "b"], [[name, name] for name in names])
     with pytest.raises(
         DataError, match=r"which column of .*bad.csv holds the paths\? .*call it 'path', as in training"
     ):
-        predict(folder, bad, tmp_path / "more.csv", say=lambda line: None, device="cpu")
+        answer(folder, bad, tmp_path / "more.csv", say=lambda line: None, device="cpu")
 
 
 def test_a_short_file_of_paths_that_seem_to_be_numbers_is_read_as_words(tmp_path):
@@ -638,7 +639,7 @@ def test_a_short_file_of_paths_that_seem_to_be_numbers_is_read_as_words(tmp_path
     folder = trained(data, tmp_path / "run", [], epochs=1)
     (tmp_path / "1e5.png").write_bytes((tmp_path / "pictures" / "000.png").read_bytes())
     one = write_rows(tmp_path / "one.csv", ["image"], [["1e5"]])
-    assert predict(folder, one, tmp_path / "answers.csv", say=lambda line: None, device="cpu") == 1
+    assert answer(folder, one, tmp_path / "answers.csv", say=lambda line: None, device="cpu").rows == 1
     assert rows_of(tmp_path / "answers.csv")[0]["image"] == "1e5"
 
 
@@ -664,12 +665,12 @@ def test_a_single_picture_is_answered_by_its_name(tmp_path, ending):
     pytest.importorskip("pyarrow")
     folder = trained(table_of(tmp_path, 24), tmp_path / "run", [], epochs=1)
     one, out = tmp_path / "pictures" / "003.png", tmp_path / f"answers.{ending}"
-    assert predict(folder, one, out, say=lambda line: None, device="cpu") == 1
+    assert answer(folder, one, out, say=lambda line: None, device="cpu").rows == 1
     table = read_table(out)
     assert (table["path"].texts(), len(table)) == (["003.png"], 1)
     assert table["label"].texts()[0] in ("red", "blue")
     with pytest.raises(DataError, match=r"none\.png"):
-        predict(folder, tmp_path / "none.png", tmp_path / "more.csv", say=lambda line: None, device="cpu")
+        answer(folder, tmp_path / "none.png", tmp_path / "more.csv", say=lambda line: None, device="cpu")
 
 
 def numbers_table(folder, count=60):

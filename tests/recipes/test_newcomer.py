@@ -130,8 +130,12 @@ def test_a_mistake_is_told_before_the_training_and_leaves_no_folder(tmp_path, mo
 def test_a_folder_that_holds_files_is_refused_at_once_and_left_as_it_is(tmp_path, finished):
     run, data = finished
     before = (run / "report.json").read_bytes()
-    with pytest.raises(StoreError, match="holds files already"):
+    with pytest.raises(StoreError, match=r"was trained otherwise: data='none\.csv', it had .*; name a new folder"):
         hotlap.train("text", "none.csv", out=run, progress=False)
+    (run.parent / "mine").mkdir()
+    (run.parent / "mine" / "notes.txt").write_text("x")
+    with pytest.raises(StoreError, match="mine holds files already"):
+        hotlap.train("text", data, out=run.parent / "mine", progress=False)
     assert (run / "report.json").read_bytes() == before
     with pytest.raises(PlanError, match=r"name one of its models: .*encoder"):
         train(tmp_path, data, "other", plan=str(run))
@@ -410,7 +414,7 @@ def told_of(target, answers, words):
     )  # fmt: skip
     rules = {"most frequent class": np.full(len(target), 2), "words": words}
     told = {name: scores.report(target, answers, None, classes) for name, answers in rules.items()}
-    prepared = SimpleNamespace(target=target, reader=SimpleNamespace(classes=classes))
+    prepared = SimpleNamespace(target=target, reader=SimpleNamespace(classes=classes), advice="")
     return "\n".join(training._compared([model], told, prepared))
 
 
@@ -447,15 +451,10 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_options_and_folde
     assert started.returncode == 130
     assert "stopped   go on with: hotlap train text --options run/options.toml --out run\n" in told
     assert "hotlap resume" not in told
-    done = CliRunner().invoke(app, ["resume", "run/models/encoder"])
-    assert done.exit_code == 1
-    assert str(done.exception).endswith(
-        "belongs to a recipe's run; go on with: hotlap train text --options run/options.toml --out run"
-    )
     assert not (tmp_path / "run" / "recipe.json").exists()
 
-    with pytest.raises(StoreError, match="holds files already"):
-        train(tmp_path, data, "run", **{**given, "epochs": 60})
+    with pytest.raises(StoreError, match="run was trained otherwise: most=31, it had 48; name a new folder"):
+        train(tmp_path, data, "run", **{**given, "most": 31})
     begun = json.loads((tmp_path / "run" / "models" / "encoder" / "started.json").read_text())
     run = train(tmp_path, data, "run", **given)
     assert json.loads((run / "models" / "encoder" / "started.json").read_text()) == begun

@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 from hotlap.cli import app
 from hotlap.core.errors import DataError, HotlapError, JobError, TrainingError
 from hotlap.recipes import recipe_named, temporal, training
+from hotlap.recipes.answers import answer, revived
 from hotlap.recipes.bars import PRICES, bars_from, resampled, simulated_bars
 from hotlap.recipes.indicators import direction
 from hotlap.recipes.options import options_of
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.temporal import RECIPE, known_features, seconds_of
-from hotlap.recipes.training import predict, revived, train
+from hotlap.recipes.training import train
 
 QUICK = {"models": "mlp", "epochs": 3, "batch_size": 64, "plan": "off", "device": "cpu", "frames": "h1"}
 
@@ -288,7 +289,7 @@ def test_files_that_share_times_are_of_one_symbol_each_called_as_they_are(tmp_pa
     assert f"          note: there is no column of symbols: {note}" in lines
     folder = trained(many, tmp_path / "run", [], epochs="1")
     said = []
-    predict(folder, many, tmp_path / "answers.csv", say=said.append, device="cpu")
+    answer(folder, many, tmp_path / "answers.csv", say=said.append, device="cpu")
     with (tmp_path / "answers.csv").open() as file:
         assert [row["symbol"] for row in csv.DictReader(file)] == ["AAA"] * 400 + ["NA"] * 400
     assert any("there is no column of symbols" in line for line in said)
@@ -354,12 +355,12 @@ def test_frames_are_written_as_traders_do(frame, seconds):
 
 def test_a_folder_that_is_no_run_and_a_file_that_is_there_are_refused(tmp_path):
     with pytest.raises(HotlapError, match="is no run of a recipe"):
-        predict(tmp_path, tmp_path / "x.csv", tmp_path / "y.csv", say=print)
+        answer(tmp_path, tmp_path / "x.csv", tmp_path / "y.csv", say=print)
     data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
     folder = trained(data, tmp_path / "run", [])
     (tmp_path / "there.csv").write_text("mine")
     with pytest.raises(HotlapError, match="is there already"):
-        predict(folder, data, tmp_path / "there.csv", say=lambda line: None)
+        answer(folder, data, tmp_path / "there.csv", say=lambda line: None)
     assert (tmp_path / "there.csv").read_text() == "mine"
 
 
@@ -390,7 +391,7 @@ def test_bars_of_all_symbols_are_answered_each_in_its_row(tmp_path):
     folder = trained(data, tmp_path / "run", [])
     answers = {}
     for path, out in ((data, "a.csv"), (mixed, "b.csv")):
-        predict(folder, path, tmp_path / out, say=lambda line: None)
+        answer(folder, path, tmp_path / out, say=lambda line: None)
         with (tmp_path / out).open() as file:
             answers[out] = {(row["time"], row["symbol"]): row["direction"] for row in csv.DictReader(file)}
     assert answers["a.csv"] == answers["b.csv"]
@@ -435,7 +436,7 @@ def test_an_onnx_file_answers_as_the_model_does_and_says_what_it_takes(tmp_path)
     first = known[0].first
     windows = np.stack([known[0].values[at : at + length] for at in range(first, first + 30)])
     (given,) = session.run(None, {"bars": windows})
-    predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
+    answer(folder, data, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
     with (tmp_path / "answers.csv").open() as file:
         rows = list(csv.DictReader(file))
     asked = bars[0].rows[first + length - 1 : first + length + 29]
@@ -447,7 +448,7 @@ def test_bars_have_no_embeddings(tmp_path):
     data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
     folder = trained(data, tmp_path / "run", [], epochs="1")
     with pytest.raises(DataError, match="the recipe temporal has no embeddings"):
-        predict(folder, data, tmp_path / "a.csv", say=lambda line: None, embeddings=tmp_path / "v.npy")
+        answer(folder, data, tmp_path / "a.csv", say=lambda line: None, embeddings=tmp_path / "v.npy")
 
 
 # --- what would make a score or an answer false ------------------------------------------------------
@@ -471,12 +472,12 @@ def test_bars_of_another_length_than_those_trained_on_are_refused(tmp_path):
     folder = trained(data, tmp_path / "run", [], epochs=1)
     hours = hours_of(tmp_path / "hours.csv", data)
     with pytest.raises(DataError) as raised:
-        predict(folder, hours, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+        answer(folder, hours, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
     assert str(raised.value) == (f"the bars of SIM1 in {hours} are h1, and those trained on m15; give bars of m15")
     assert not (tmp_path / "answers.csv").exists()
     with pytest.raises(DataError, match=r"hours.csv are h1, and those trained on m15"):
         RECIPE.prepare(options(data, valid=str(hours)), lambda line: None)
-    assert predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu") > 1000
+    assert answer(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu").rows > 1000
     state = json.loads((folder / "recipe.json").read_text())
     assert state["reader"]["seconds"] == 900
 
@@ -518,8 +519,8 @@ def test_a_target_that_is_a_column_is_refused(tmp_path, name):
 def test_answers_do_not_take_the_place_of_a_column_of_their_name(tmp_path):
     data, lines = bars_file(tmp_path / "bars.csv", rows=600, symbols=1), []
     folder = trained(data, tmp_path / "run", [], epochs=1)
-    predict(folder, data, tmp_path / "first.csv", say=lambda line: None, device="cpu")
-    predict(folder, tmp_path / "first.csv", tmp_path / "second.csv", say=lines.append, device="cpu")
+    answer(folder, data, tmp_path / "first.csv", say=lambda line: None, device="cpu")
+    answer(folder, tmp_path / "first.csv", tmp_path / "second.csv", say=lines.append, device="cpu")
     with (tmp_path / "second.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0])[-2:] == ["direction", "predicted_direction"]

@@ -14,10 +14,11 @@ from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError,
 from hotlap.data import parallel, tokenising
 from hotlap.data.sequences import SequenceColumns
 from hotlap.recipes import encoders, tabular, word_counts
+from hotlap.recipes.answers import answer
 from hotlap.recipes.encoders import encoder_in
 from hotlap.recipes.options import options_of
 from hotlap.recipes.text import RECIPE
-from hotlap.recipes.training import predict, train
+from hotlap.recipes.training import train
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -97,7 +98,7 @@ def test_predictions_use_the_threshold_of_a_rare_class(tmp_path):
     name = "predicted_label_money"
 
     def answered(out):
-        predict(folder, data, tmp_path / out, say=lambda line: None, probabilities=True, device="cpu")
+        answer(folder, data, tmp_path / out, say=lambda line: None, probabilities=True, device="cpu")
         with (tmp_path / out).open() as file:
             return list(csv.DictReader(file))
 
@@ -175,7 +176,7 @@ def test_a_file_to_predict_that_lacks_the_text_is_refused(tmp_path):
     folder = trained(tmp_path, data, "run", [], epochs="1")
     other = write_rows(tmp_path / "other.csv", ["id", "txt"], [[1, "some words"]])
     with pytest.raises(HotlapError, match="text"):
-        predict(folder, other, tmp_path / "answers.csv", say=lambda line: None)
+        answer(folder, other, tmp_path / "answers.csv", say=lambda line: None)
     assert not (tmp_path / "answers.csv").exists()
 
 
@@ -309,16 +310,16 @@ def test_embeddings_are_a_vector_for_each_text_in_its_order(tmp_path):
     data = texts_file(tmp_path / "train.csv", rows=90)
     folder = trained(tmp_path, data, "run", [], epochs="1")
     files = [tmp_path / "answers.csv", tmp_path / "vectors.npy"]
-    predict(folder, data, files[0], say=lambda line: None, embeddings=files[1], device="cpu")
+    answer(folder, data, files[0], say=lambda line: None, embeddings=files[1], device="cpu")
     vectors = np.load(files[1], allow_pickle=False)
     assert vectors.shape == (90, 32)
     one = tmp_path / "one.csv"
     lines = data.read_text().splitlines()
     one.write_text("\n".join([lines[0], lines[41]]) + "\n")
-    predict(folder, one, tmp_path / "a.csv", say=lambda line: None, embeddings=tmp_path / "v.npy", device="cpu")
+    answer(folder, one, tmp_path / "a.csv", say=lambda line: None, embeddings=tmp_path / "v.npy", device="cpu")
     np.testing.assert_allclose(np.load(tmp_path / "v.npy")[0], vectors[40], rtol=1e-4, atol=1e-5)
     with pytest.raises(HotlapError, match="is there already"):
-        predict(folder, data, tmp_path / "b.csv", say=lambda line: None, embeddings=files[1])
+        answer(folder, data, tmp_path / "b.csv", say=lambda line: None, embeddings=files[1])
     assert not (tmp_path / "b.csv").exists()
 
 
@@ -394,18 +395,18 @@ def test_a_damaged_state_is_told_in_one_line(tmp_path, changed):
     file = folder / "recipe.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(StoreError, match=r"recipe\.json is damaged"):
-        predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+        answer(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
     assert not (tmp_path / "answers.csv").exists()
 
 
 def test_a_run_that_is_not_there_or_was_interrupted_is_told_as_such(tmp_path):
     data = texts_file(tmp_path / "train.csv", rows=60)
     with pytest.raises(StoreError, match="nope does not exist"):
-        predict(tmp_path / "nope", data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+        answer(tmp_path / "nope", data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
     folder = trained(tmp_path, data, "run", [], epochs="1")
     (folder / "recipe.json").unlink()
     with pytest.raises(StoreError, match="was interrupted before it had a model; go on with: hotlap train text"):
-        predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+        answer(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
 
 
 def test_other_data_in_the_folder_of_an_interrupted_run_is_refused_by_what_there_is_to_do(tmp_path):
@@ -443,7 +444,7 @@ def test_an_onnx_file_answers_as_the_model_does_for_batches_of_any_size_and_leng
     assert "tokens of tokenizer.json" in about["input"]
     assert [one.name for one in session.get_inputs()] == ["input_ids", "attention_mask", "token_type_ids"]
     assert all(one.shape == ["batch", "length"] for one in session.get_inputs())
-    predict(folder, data, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
+    answer(folder, data, tmp_path / "answers.csv", say=lambda line: None, probabilities=True, device="cpu")
     with (tmp_path / "answers.csv").open() as file:
         rows = list(csv.DictReader(file))
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

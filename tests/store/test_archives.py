@@ -14,7 +14,7 @@ from torch import nn
 import hotlap
 from hotlap.core.errors import StoreError
 from hotlap.store import archives, disk
-from hotlap.store.archives import pack, unpack
+from hotlap.store.archives import checkpoint_bytes, pack, unpack
 
 
 def small_job(epochs):
@@ -36,7 +36,7 @@ def files_of(folder):
 def test_a_run_taken_elsewhere_goes_on_there_to_the_same_bits(tmp_path):
     straight = hotlap.fit(small_job(4), out=tmp_path / "straight", progress=False)
     hotlap.fit(small_job(2), out=tmp_path / "kaggle", save_every=1, progress=False)
-    pack(tmp_path / "kaggle", tmp_path / "kaggle.zip")
+    pack(tmp_path / "kaggle", tmp_path / "kaggle.zip", checkpoints=True)
     home = unpack(tmp_path / "kaggle.zip", tmp_path / "home")
     packed, unpacked = files_of(tmp_path / "kaggle"), files_of(home)
     packed.pop("lock")
@@ -66,9 +66,18 @@ def test_links_locks_and_what_a_crash_left_are_not_packed(run, tmp_path):
     for name in (".new-000000002", ".old-000000000"):
         (run / "checkpoints" / name).mkdir()
         (run / "checkpoints" / name / "x.json").write_text("{}")
-    pack(run, tmp_path / "x.zip")
+    pack(run, tmp_path / "x.zip", checkpoints=True)
     with zipfile.ZipFile(tmp_path / "x.zip") as file:
         assert file.namelist() == ["checkpoints/step-000000001/model.safetensors", "plan.toml"]
+
+
+def test_checkpoints_are_left_out_unless_asked_for_and_all_files_are_compressed(run, tmp_path):
+    (run / "model.safetensors").write_bytes(bytes(5000))
+    pack(run, tmp_path / "x.zip")
+    with zipfile.ZipFile(tmp_path / "x.zip") as file:
+        assert file.namelist() == ["model.safetensors", "plan.toml"]
+        assert file.getinfo("model.safetensors").compress_size < 100
+    assert checkpoint_bytes(run) == 5000
 
 
 def test_packing_overwrites_nothing_and_says_what_is_no_run(run, tmp_path):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from hotlap.cli.output import show, show_json
 from hotlap.core.terminal import say
@@ -13,21 +16,35 @@ from hotlap.core.terminal import say
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+    app.command(cls=_Train, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
     app.command()(predict)
     app.command()(recipes)
 
 
+class _Train(TyperCommand):
+    """Shows the options of a recipe where help is asked for behind its name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The words of a command line."""
+        from hotlap.recipes import NAMES
+
+        names = [word for word in args if word in NAMES]
+        if names and {"--help", "-h"} & set(args):
+            _show_recipe(names[0])
+            raise typer.Exit
+        return list(super().parse_args(ctx, args))
+
+
 def train(
     context: typer.Context,
-    recipe: str = typer.Argument(help="A recipe: see hotlap recipes."),
-    options: Path | None = typer.Option(None, help="A file of options; every run writes the one that repeats it."),
-    out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
-    retrain: bool = typer.Option(False, "--retrain", help="Train again what was trained before."),
+    recipe: str = typer.Argument(help="A recipe: text, temporal or image."),
+    options: Path | None = typer.Option(None, help="A file of options; the options.toml of a run repeats it."),
+    out: Path | None = typer.Option(None, help="A new folder for the run. [default: one under runs/]"),
+    retrain: bool = typer.Option(False, "--retrain", help="Train again instead of reading the model from the cache."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress, only warnings."),
 ) -> None:
-    """Train a ready system on a file: --data FILE --target COLUMN, and whatever `hotlap recipes NAME` lists."""
+    """Train a recipe on a file: --data FILE --target COLUMN. `hotlap train text --help` lists all options of text."""
     from hotlap.core.errors import JobError, UsageError
     from hotlap.recipes import recipe_named
     from hotlap.recipes.options import calling_of, from_words, options_of, recipe_in
@@ -70,8 +87,8 @@ def predict(
     device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
-    """Write what a trained recipe answers for each row of a file."""
-    from hotlap.recipes.training import answer
+    """Write a trained recipe's answer for each row of a file; hotlap scores them if the file has the target."""
+    from hotlap.recipes.answers import answer
 
     found = answer(
         run,
@@ -83,7 +100,9 @@ def predict(
         probabilities=probabilities,
         embeddings=embeddings,
     )
-    said = {"rows": found.rows, "rows_without_answer": found.of - found.rows, "file": str(out)}
+    said: dict[str, Any] = {"rows": found.rows, "rows_without_answer": found.of - found.rows, "file": str(out)}
+    if found.report is not None:
+        said["scores"] = found.report
     if as_json:
         show_json(said)
     else:
@@ -91,24 +110,33 @@ def predict(
 
 
 def recipes(
-    name: str | None = typer.Argument(None, help="A recipe, to see all that it can be told."),
+    name: str | None = typer.Argument(None, help="A recipe, to list its options."),
     as_json: bool = typer.Option(False, "--json", help="Print them as JSON."),
 ) -> None:
     """List the recipes, or all options of one."""
     from hotlap.recipes import NAMES, recipe_named
     from hotlap.recipes.options import as_json as as_json_options
-    from hotlap.recipes.options import told
 
     if as_json:
         listed = [recipe_named(one) for one in ([name] if name else NAMES)]
         show_json([{**one.to_dict(), "options": as_json_options(one.options_type)} for one in listed])
-        return
-    for one in [name] if name else NAMES:
-        found = recipe_named(one)
-        show(f"{found.name:<10} {found.summary}")
-        show(f"{'':<10} needs {found.expects}")
-        if name:
-            for line in told(found.options_type):
-                show(f"  {line}")
-        else:
-            show(f"{'':<10} hotlap train {found.name} --data FILE; options: hotlap recipes {found.name}")
+    elif name:
+        _show_recipe(name)
+    else:
+        for one in NAMES:
+            found = recipe_named(one)
+            show(f"{found.name:<10} {found.summary}")
+            show(f"{'':<10} needs {found.expects}")
+            show(f"{'':<10} hotlap train {found.name} --data FILE; options: hotlap train {found.name} --help")
+
+
+def _show_recipe(name: str) -> None:
+    """All options of a recipe, and those of the command."""
+    from hotlap.recipes import recipe_named
+    from hotlap.recipes.options import option_lines
+
+    found = recipe_named(name)
+    show(f"Usage: hotlap train {name} --data FILE [OPTIONS]", "", f"{found.summary[:1].upper()}{found.summary[1:]}.")
+    show(f"Needs {found.expects}.", "", "Options:")
+    show(*option_lines(found.options_type, shutil.get_terminal_size().columns))
+    show("", "See also: hotlap train --help, for --out, --options, --retrain, --json and --quiet.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -38,25 +39,60 @@ def resume(
     from hotlap.fitting.fit import fit
     from hotlap.fitting.record import checked_words
     from hotlap.kit.calls import named_job
+    from hotlap.recipes.options import run_of
     from hotlap.store.run_folder import RunFolder
 
-    folder = RunFolder.open(run)
     # After the folder nothing is read as an option, so that a script's own stay its own; these are ours all the same.
     training = list(training or ())
     flags = {"--allow-changes": allow_changes, "--json": as_json, "--quiet": quiet}
     while training and training[0] in flags:
         flags[training.pop(0)] = True
+    if not run.is_dir():
+        raise HotlapError(_no_folder(run))
+    if (whole := run_of(run)) is not None:
+        _resume_recipe(whole, training, flags)
+        return
+    folder = RunFolder.open(run)
     if _is_of_a_script(folder):
         raise HotlapError(
             f"{run} is of `hotlap run`, which keeps no checkpoints: the script's own are its own affair; run it again, "
             f"with --plan {shlex.quote(str(run))} under the plan that was found"
         )
+    if training and training[0].endswith(".zip"):
+        raise UsageError(f"{training[0]} is an archive, and no training; unpack it: hotlap unpack {training[0]} FOLDER")
     if training and (training[0] == "-m" or ":" not in training[0] or training[0].endswith(".py")):
         _run_script(folder, training, flags)
         return
     job = named_job(training[0]) if training else _own_job(folder, checked_words(folder))
     finished = fit(job, resume=run, allow_changes=flags["--allow-changes"], progress=not flags["--quiet"])
     print_run(finished, flags["--json"])
+
+
+def _no_folder(run: Path) -> str:
+    if run.suffix == ".zip" and run.is_file():
+        return f"{run} is an archive; unpack it first: hotlap unpack {shlex.quote(str(run))} FOLDER"
+    return f"{run} {'is a file' if run.exists() else 'does not exist'}; name the folder of a run"
+
+
+def _resume_recipe(folder: Path, words: list[str], flags: dict[str, bool]) -> None:
+    """Go on with a recipe's run; behind its folder may come options such as --epochs."""
+    from hotlap.core.errors import JobError
+    from hotlap.core.terminal import say
+    from hotlap.recipes.options import from_words
+    from hotlap.recipes.recipe import only_warnings
+    from hotlap.recipes.training import REPORT, resume
+
+    if flags["--allow-changes"]:
+        raise UsageError("--allow-changes does not apply to a recipe's run; name other options in a new run")
+    quiet = flags["--quiet"]
+    try:
+        resume(folder, from_words(words), say=only_warnings(say) if quiet else say, progress=not quiet)
+    except JobError as error:
+        raise UsageError(str(error)) from None
+    if flags["--json"]:
+        show_json(json.loads((folder / REPORT).read_text(encoding="utf-8")), indent=1)
+    else:
+        show(folder)
 
 
 def _is_of_a_script(folder: RunFolder) -> bool:
@@ -81,8 +117,6 @@ def _own_job(folder: RunFolder, words: list[str]) -> Job:
     """The job of a training that a command of hotlap's started; of any other, how to name it."""
     from hotlap.demo import digits_job
 
-    if words[:2] == ["hotlap", "train"]:
-        raise HotlapError(f"{folder.path} belongs to a recipe's run; go on with: {shlex.join(words)}")
     if words[:2] != ["hotlap", "demo"]:
         # What a folder says about commands is shown, never run: it may be a stranger's.
         raise HotlapError(

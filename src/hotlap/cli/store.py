@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hotlap.cli.output import show, show_json
+from hotlap.core.terminal import say
 
 if TYPE_CHECKING:
     from hotlap.store.cache import Item
@@ -31,15 +32,23 @@ def register(app: typer.Typer) -> None:
 
 def pack(
     run: Path = typer.Argument(help="The folder of the run."),
-    archive: Path | None = typer.Argument(None, help="The zip file to write; as a rule RUN.zip."),
+    archive: Path | None = typer.Argument(None, help="The zip file to write. [default: RUN.zip]"),
+    checkpoints: bool = typer.Option(False, "--checkpoints", help="Pack checkpoints too, to resume elsewhere."),
     as_json: bool = _JSON,
 ) -> None:
-    """Write a run folder into one zip file, to take it to another machine and resume it there."""
+    """Write a run folder into one compressed zip file, to take it to another machine."""
     from hotlap.core.units import show_bytes
+    from hotlap.recipes.options import run_of
     from hotlap.store import archives
 
-    folder = run.absolute()
-    written = archives.pack(folder, archive or folder.with_name(f"{folder.name}.zip"))
+    whole = run_of(run)
+    if whole not in (None, run):
+        say(f"hotlap: {run} is a single model of the run {whole}, which is packed")
+    folder = (whole or run).absolute()
+    written = archives.pack(folder, archive or folder.with_name(f"{folder.name}.zip"), checkpoints=checkpoints)
+    left = 0 if checkpoints else archives.checkpoint_bytes(folder)
+    if left:
+        say(f"hotlap: checkpoints of {show_bytes(left)} are left out; to resume elsewhere pack with --checkpoints")
     size = written.stat().st_size
     if as_json:
         show_json({"archive": str(written), "bytes": size})
@@ -59,7 +68,10 @@ def unpack(
     if as_json:
         show_json({"folder": str(written)})
     else:
-        show(written, f"go on with: hotlap resume {shlex.quote(str(written))}")
+        where = shlex.quote(str(written))
+        is_finished = (written / "recipe.json").is_file()
+        predict = f"predict with: hotlap predict {where} --data FILE --out FILE"
+        show(written, predict if is_finished else f"go on with: hotlap resume {where}")
 
 
 @cache.callback(invoke_without_command=True)

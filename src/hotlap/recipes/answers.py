@@ -1,12 +1,15 @@
-"""What a trained model answers: scores of all samples, and a file of predictions."""
+"""A finished run: its model read back, its answers for a file or for values in memory, and what is written of them."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import StoreError, shown
+from hotlap.core.errors import DataError, HotlapError, StoreError, shown
+from hotlap.core.units import MIB
 from hotlap.engine.rig import Rig
-from hotlap.recipes.recipe import Numbers, Reader
-from hotlap.recipes.scores import judge_of
+from hotlap.machine.device import choose_device
+from hotlap.recipes import recipe_named
+from hotlap.recipes.checks import NUMBERS
+from hotlap.recipes.options import OPTIONS, recipe_in, run_of
+from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
+from hotlap.recipes.scores import Report, Threshold, judge_of, report_lines
 from hotlap.recipes.tables import PARQUET, Table, arrow_columns, libraries, plain_cells, write_parquet
-from hotlap.store.files import write_bytes, write_text
+from hotlap.store.files import read_text, write_bytes, write_text
+from hotlap.store.weights import build_with_weights
 
+STATE, MODEL = "recipe.json", "model.safetensors"
+"""In the folder of a run: all that predictions need beside the weights, and the weights."""
+MOST_STATE_BYTES = 64 * MIB
+FORMAT = 1
+"""Of the state file; hotlap refuses one of a newer hotlap."""
 WHOLE = {
     "batch_size": 10_000_000,
     "depth": 256,
@@ -33,7 +47,7 @@ WHOLE = {
     "width": 4096,
 }
 """Whole numbers, and the most that each may be; the least is 1. Options have the same bounds."""
-LISTS = {"classes": 1_000_000, "columns": 2, "features": 10_000}
+LISTS = {"beaten_by": 10, "classes": 1_000_000, "columns": 2, "features": 10_000}
 """Lists of words, and how long each may be."""
 SHARES = ("crop", "dropout")
 AMOUNTS = ("mean", "spread")
@@ -96,6 +110,172 @@ TABLES = ("", ".csv", ".tsv", ".txt", *PARQUET)
 VECTORS = (".npy",)
 
 
+def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
+    """The state, the reader and the model of a finished run."""
+    path = folder / STATE
+    if not folder.is_dir():
+        raise StoreError(f"{folder} does not exist; name the folder of a run")
+    if not path.is_file() and (whole := run_of(folder)) not in (None, folder):
+        raise StoreError(f"{folder} is a single model of the run {whole}; name the run: {whole}")
+    if not path.is_file() and (folder / OPTIONS).is_file():
+        command = shlex.join(command_of(folder))
+        raise StoreError(f"{folder} was interrupted before it had a model; go on with: {command}")
+    if not path.is_file():
+        raise StoreError(f"{folder} is no run of a recipe: there is no {STATE} in it")
+    try:
+        state = json.loads(read_text(path, MOST_STATE_BYTES))
+        version = state["format"]
+    except StoreError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise StoreError(f"{path} is damaged; train again") from None
+    if version != FORMAT:
+        found = shown(version)
+        raise StoreError(f"{path} has format {found}, and this hotlap reads {FORMAT}; update hotlap or train again")
+    try:
+        problem = state_problem(state)
+        if problem is not None:
+            raise StoreError(f"{path} is damaged: {problem}; train again")
+        reader = recipe_named(state["recipe"]).revive(state["reader"], folder)
+        model = build_with_weights(partial(reader.model, state["model"]), folder / MODEL)
+        if not isinstance(state["target"], str):
+            raise TypeError(f"target={shown(state['target'])}")
+        state["batch_size"]  # is needed later
+        threshold = _threshold_in(state)
+        if threshold is not None and not 0 <= threshold.rare < len(reader.classes):
+            raise ValueError(f"threshold={shown(state['threshold'])}")
+    except MemoryError:
+        raise StoreError(f"{path} asks for a model that needs more memory than there is; train again") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, HotlapError):
+            raise
+        raise StoreError(f"{path} is damaged: {shown(error)}; train again") from None
+    return state, reader, model.eval()
+
+
+def _threshold_in(state: dict[str, Any]) -> Threshold | None:
+    """The threshold of a run's state; TypeError or ValueError where it is none."""
+    if state["threshold"] is None:
+        return None
+    rare, least = state["threshold"]
+    return Threshold(int(rare), float(least))
+
+
+def command_of(folder: Path) -> list[str]:
+    """The command that begins a recipe's run again, or goes on with it."""
+    options = folder / OPTIONS
+    return ["hotlap", "train", recipe_in(options) or "", "--options", str(options), "--out", str(folder)]
+
+
+class Model:
+    """The model of a finished run, in memory; `hotlap.load` makes one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._state, self.reader, self.network = revived(folder)
+        self.threshold = _threshold_in(self._state)
+        self.target: str = self._state["target"]
+        self.batch_size: int = self._state["batch_size"]
+        self.recipe: str = self._state["recipe"]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes, in the order of the model's outputs; empty where it answers numbers."""
+        return self.reader.classes
+
+    @property
+    def beaten_by(self) -> str:
+        """The trivial baselines that no model of the run beat, in words; empty where there is none."""
+        return " and ".join(self._state.get("beaten_by", ()))
+
+    def predict(self, data: Any, *, probabilities: bool = False, device: str = "auto") -> list[Any]:
+        """The class, or the number, of each row; None for a row that has no answer.
+
+        `data` is a list of texts, of paths of pictures or of mappings, a mapping of columns, or a DataFrame. With
+        `probabilities` each answer is a mapping from class to probability. Raises DataError where a column is missing.
+        """
+        table = self.reader.rows_of(data)
+        asked = self.reader.asked(table, lambda line: None)
+        answers = self.answers_to(asked, device)
+        judge, found = judge_of(self.classes), [None] * len(table)
+        if probabilities and self.classes:
+            values: list[Any] = [dict(zip(self.classes, row, strict=True)) for row in answers.tolist()]
+        else:
+            values = judge.written(self.target, answers, self.threshold, all_of_it=False)[self.target]
+        for row, value in zip(asked.rows.tolist(), values, strict=True):
+            found[row] = value
+        return found
+
+    def answers_to(self, asked: Asked, device: str) -> Numbers:
+        """Probabilities of classes, or numbers."""
+        return answers_of(self.reader, self.network, asked.data, batch_size=self.batch_size, device=device)
+
+    def scores(self, table: Table, rows: Numbers, answers: Numbers) -> Report | None:
+        """How good answers for these rows of a table are; None where it does not have the target."""
+        if self.target not in table:
+            return None
+        column = table[self.target].rows(rows)
+        if self.classes:
+            places = {name: number for number, name in enumerate(self.classes)}
+            target = np.fromiter((places.get(text, -1) for text in column.texts()), np.int64, len(column))
+            known = target >= 0
+        elif column.kind in NUMBERS:
+            target = np.asarray(column.values, dtype=np.float64)
+            known = column.present & np.isfinite(target)
+        else:
+            return None
+        if not known.any():
+            return None
+        return judge_of(self.classes).new_report(target[known], answers[known], self.threshold)
+
+
+def answer(
+    folder: Path, data: Path, out: Path, *, say: Say, device: str = "auto", keep: tuple[str, ...] = (),
+    probabilities: bool = False, embeddings: Path | None = None, was_shown: bool = False,
+) -> Answered:  # fmt: skip
+    """Write what the model of a run answers for each row of a file, and score it where the file has the target.
+
+    Where a file for them is named, the `embeddings` of the rows too. What is read is shown unless it `was_shown`.
+    """
+    check_name(out, "out", TABLES)
+    if embeddings is not None:
+        check_name(embeddings, "embeddings", VECTORS)
+    choose_device(device)
+    model = Model(folder)
+    if embeddings is not None and model.reader.embedded is None:
+        raise DataError(f"the recipe {model.recipe} has no embeddings; the recipe text has")
+    table = model.reader.table(data)
+    if not was_shown:
+        for note in table.notes:
+            say(f"note      {note}")
+        if model.beaten_by:
+            say(f"note      on the rows held out in training, {model.beaten_by} did at least as well as this model")
+    if probabilities and not model.classes:
+        say("note      the answers are numbers, which have no probabilities")
+    names = kept_names(table, keep)
+    asked = model.reader.asked(table, (lambda line: None) if was_shown else say)
+    answers = model.answers_to(asked, device)
+    judge, name = judge_of(model.classes), model.target
+    while any(column in names for column in judge.written(name, answers[:0], None, all_of_it=probabilities)):
+        name = f"predicted_{name}"
+    if name != model.target:
+        say(f"answers   are in {name!r}, since {data} has a column of its own for {model.target!r}")
+    columns = judge.written(name, answers, model.threshold, all_of_it=probabilities)
+    write_answers(out, data, table, names, asked.rows, columns)
+    if embeddings is not None and model.reader.embedded is not None:
+        batch, forward = model.batch_size, model.reader.embedded
+        write_vectors(embeddings, outputs_of(forward, model.network, asked.data, batch_size=batch, device=device))
+    report = model.scores(table, asked.rows, answers)
+    if report is not None:
+        say(f"scores    {report['rows']:,} of {len(table):,} rows of {data} have a {model.target} that the model knows")
+        for line in report_lines(report):
+            say(f"          {line}")
+    found = answered(table, names, asked.rows, report)
+    if found.missing:
+        say(f"warning   {found.missing}")
+    return found
+
+
 def outputs_of(
     forward: Callable[[nn.Module, Any], Tensor], model: nn.Module, data: Any, *, batch_size: int, device: str
 ) -> Tensor:
@@ -150,7 +330,9 @@ class Answered:
     rows: int
     of: int
     missing: str
-    """What is to be said of rows without one, in a line; empty where there is none."""
+    """A line about rows without an answer; empty where there are none."""
+    report: Report | None = None
+    """How good the answers are, where the file has the target."""
 
     @property
     def line(self) -> str:
@@ -159,7 +341,7 @@ class Answered:
         return f"{count} row{'s'[: self.of != 1]} answered"
 
 
-def answered(table: Table, names: Sequence[str], rows: Numbers) -> Answered:
+def answered(table: Table, names: Sequence[str], rows: Numbers, report: Report | None = None) -> Answered:
     """What is told of a file of which these rows were answered; the first of the others is shown by its first cell."""
     empty = np.setdiff1d(np.arange(len(table)), rows)
     said = ""
@@ -169,7 +351,7 @@ def answered(table: Table, names: Sequence[str], rows: Numbers) -> Answered:
             f"{len(empty):,} of {len(table):,} rows have no answer: their cells are empty, the first in row "
             f"{empty[0] + 1:,} below the header, where {names[0]} is {cell}; fill them in before you hand the file in"
         )
-    return Answered(rows=len(rows), of=len(table), missing=said)
+    return Answered(rows=len(rows), of=len(table), missing=said, report=report)
 
 
 def write_answers(

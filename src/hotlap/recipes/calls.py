@@ -9,6 +9,7 @@ from typing import Any
 
 from hotlap.core.terminal import say
 from hotlap.recipes import recipe_named, training
+from hotlap.recipes.answers import Model, answer
 from hotlap.recipes.options import options_of
 from hotlap.recipes.recipe import Say, only_warnings
 
@@ -51,7 +52,7 @@ def predict(
     `out` is a new CSV or Parquet file: the columns of `data`, or those to `keep`, and the answers behind them, called
     `predicted_…` where a column of their name is among them. `embeddings` is a new .npy file for a vector of each text.
     """
-    return training.predict(
+    found = answer(
         Path(run),
         Path(data),
         Path(out),
@@ -61,6 +62,15 @@ def predict(
         probabilities=probabilities,
         embeddings=None if embeddings is None else Path(embeddings),
     )
+    return found.rows
+
+
+def load(run: str | PathLike[str]) -> Model:
+    """The model of a recipe's run, for answers in memory: `hotlap.load(run).predict(["a text", "another"])`.
+
+    Raises StoreError where the folder is no finished run of a recipe.
+    """
+    return Model(Path(run))
 
 
 def _say(progress: bool) -> Say:

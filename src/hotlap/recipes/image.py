@@ -6,9 +6,10 @@ import csv
 import io
 import itertools
 import json
+import os
 import shlex
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ from hotlap.recipes.onnx_files import write_onnx
 from hotlap.recipes.options import MOST, Options, is_file, is_folder, option, outside
 from hotlap.recipes.picture_files import CLASS, OTHERS, PATH, files_named, is_picture
 from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
-from hotlap.recipes.tables import Table, named_columns, read_table
+from hotlap.recipes.tables import Table, named_columns, read_table, table_in_memory
 from hotlap.recipes.tabular import HEADERS, Side, TabularRecipe, now_and_then, refuse, refuse_too_large, shown_table
 from hotlap.store.files import write_text
 
@@ -370,6 +371,15 @@ class PictureReader(Reader):
     def path_in(self, table: Table) -> str:
         """The column of paths: that of the training, or else as there, by what is in it."""
         return self.path if self.path in table else path_column(table, f"call it {self.path!r}, as in training")
+
+    def rows_of(self, data: Any) -> Table:
+        """Paths in memory, which may lie anywhere."""
+        table = table_in_memory(data, [self.path], "text")
+        name = self.path_in(table)
+        files = [Path(path).absolute() for path in table[name].texts()]
+        base = Path(os.path.commonpath([file.parent for file in files]))
+        words = in_words(name, [str(file.relative_to(base)) for file in files])
+        return replace(table, path=base, columns={**table.columns, name: words})
 
     def state(self) -> dict[str, Any]:
         """All that makes the reader again."""

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,16 +19,19 @@ from hotlap.store.files import read_text
 
 MOST, MOST_WHOLE = 1e30, 1_000_000
 """What a number, and a whole number, may be at most, where an option says nothing else."""
+OPTIONS = "options.toml"
+"""In the folder of a recipe's run: what was asked for."""
 MOST_FILE_BYTES = MIB
 """Of an options file; a run's has some hundred."""
+_TYPES = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "YES|NO"}
 LONGEST_WORD, MOST_WORDS = 4096, 100
 """Characters of a word, as a path may have them, and words in a list."""
 
 
-def option(default: Any, told: str, *, most: float | None = None) -> Any:
-    """A field of options with what `hotlap recipes` says of it; a number is at most `most`."""
+def option(default: Any, words: str, *, most: float | None = None) -> Any:
+    """A field of options with what help says of it; a number is at most `most`."""
     usual = MOST_WHOLE if isinstance(default, int) else MOST
-    return field(default=default, metadata={"told": told, "most": usual if most is None else most})
+    return field(default=default, metadata={"help": words, "most": usual if most is None else most})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,16 +192,32 @@ def as_file(recipe: str, options: Options) -> str:
     return "\n".join(lines) + "\n"
 
 
-def told(kind: type[Options]) -> list[str]:
-    """The options with their defaults, a line each."""
-    rows = [(f"--{one.name.replace('_', '-')}", one.metadata["told"], one.default) for one in fields(kind)]
-    width = max(len(name) for name, *_ in rows)
-    return [f"{name:<{width}}  {words}{_default(default)}" for name, words, default in rows]
+def option_lines(kind: type[Options], width: int) -> list[str]:
+    """Every option with its type, a sentence and its default, wrapped to a width; the recipe's own come first."""
+    hints, shared = get_type_hints(kind), {one.name for one in fields(Options)}
+    rows = sorted(fields(kind), key=lambda one: one.name in shared)
+    names = [f"--{one.name.replace('_', '-')} {_TYPES.get(hints[one.name], 'LIST')}" for one in rows]
+    left, lines = max(map(len, names)) + 4, []
+    for name, one in zip(names, rows, strict=True):
+        words = one.metadata["help"]
+        text = f"{words[:1].upper()}{words[1:]}.{_default(one.default)}"
+        lines += textwrap.wrap(
+            text, max(width, left + 30), initial_indent=f"  {name:<{left - 2}}", subsequent_indent=" " * left
+        )
+    return lines
 
 
 def as_json(kind: type[Options]) -> dict[str, dict[str, Any]]:
-    """The same for machines: default and words of each."""
-    return {one.name: {"default": one.default, "told": one.metadata["told"]} for one in fields(kind)}
+    """The same for machines: type, default and words of each option."""
+    hints = get_type_hints(kind)
+    return {
+        one.name: {
+            "type": _TYPES.get(hints[one.name], "LIST").lower(),
+            "default": one.default,
+            "help": one.metadata["help"],
+        }
+        for one in fields(kind)
+    }
 
 
 def from_words(words: Sequence[str]) -> dict[str, Any]:
@@ -223,6 +243,12 @@ def from_words(words: Sequence[str]) -> dict[str, Any]:
         before = found.get(name)
         found[name] = value if before is None else [*(before if isinstance(before, list) else [before]), value]
     return found
+
+
+def run_of(folder: Path) -> Path | None:
+    """The recipe's run that a folder is, or of which it is a model or fold; None where it is none."""
+    outer = folder.parent.parent if folder.parent.name in ("models", "folds") else folder
+    return next((one for one in (folder, outer) if (one / OPTIONS).is_file()), None)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -280,7 +306,9 @@ def _word(kind: Any) -> str:
 def _default(value: Any) -> str:
     if value in ("", (), dataclasses.MISSING):
         return ""
-    return f" ({', '.join(value) if isinstance(value, tuple) else value})"
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    return f" [default: {','.join(value) if isinstance(value, tuple) else value}]"
 
 
 def exists(path: str | Path) -> bool:

@@ -28,16 +28,19 @@ MOST_DOTS = 40
 COLOURS = 6
 LONGEST_NAME = 24
 
-_STYLE = """
-svg { --ink: #1f2328; --faint: #59636e; --grid: #d8dee4; --paper: #ffffff; --cell: #0f5fc2;
-  --c0: #0f5fc2; --c1: #d1570f; --c2: #1a7f37; --c3: #8250df; --c4: #b3261e; --c5: #6e7781; }
-@media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --faint: #9198a1; --grid: #30363d; --paper: #0d1117;
-  --cell: #2f81f7; --c0: #58a6ff; --c1: #f0883e; --c2: #56d364; --c3: #bc8cff; --c4: #ff7b72; --c5: #b1bac4; } }
-text { font: 12px system-ui, -apple-system, 'Segoe UI', sans-serif; fill: var(--ink); }
-.faint { fill: var(--faint); } .title { font-weight: 600; font-size: 13px; } .on { fill: #ffffff; }
-.small { font-size: 11px; }
-.grid { stroke: var(--grid); } .line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-.train { stroke-dasharray: 5 4; stroke-width: 1.5; } .paper { fill: var(--paper); } .cell { fill: var(--cell); }
+_LIGHT = ("#0f5fc2", "#d1570f", "#1a7f37", "#8250df", "#b3261e", "#6e7781")
+_DARK = ("#58a6ff", "#f0883e", "#56d364", "#bc8cff", "#ff7b72", "#b1bac4")
+"""The colours of lines on white and on black; viewers that know no CSS show the first."""
+_GRID, _CELL, _PAPER = "#d8dee4", "#0f5fc2", "#ffffff"
+_STYLE = f"""
+text {{ font: 12px system-ui, -apple-system, 'Segoe UI', sans-serif; fill: #1f2328; }}
+.faint {{ fill: #59636e; }} .title {{ font-weight: 600; font-size: 13px; }} .on {{ fill: #ffffff; }}
+.small {{ font-size: 11px; }}
+@media (prefers-color-scheme: dark) {{
+  text {{ fill: #e6edf3; }} .faint {{ fill: #9198a1; }} .grid {{ stroke: #30363d; }} .paper {{ fill: #0d1117; }}
+  .cell {{ fill: #2f81f7; }}
+  {" ".join(f".c{at} {{ stroke: {colour}; }} .d{at} {{ fill: {colour}; }}" for at, colour in enumerate(_DARK))}
+}}
 """
 
 
@@ -152,7 +155,7 @@ class _Plot:
         parts = [_text(self._left, top - 10, title, "title")]
         for mark in marks:
             y = place(self._steps[0], mark)[1]
-            parts.append(f'<path class="grid" d="M{self._left} {y}H{self._right}"/>')
+            parts.append(f'<path class="grid" stroke="{_GRID}" d="M{self._left} {y}H{self._right}"/>')
             parts.append(_text(self._left - 8, y + 4, _number(mark), "faint", "end"))
         if has_steps:
             first, last = self._steps
@@ -170,8 +173,9 @@ def _drawn_line(line: Line, places: Points) -> list[str]:
     if len(places) == 1 or (not line.is_train and len(places) <= MOST_DOTS):
         for (x, y), (step, value) in zip(places, line.points, strict=True):
             words = f"{_short(line.name)} {value:.4g} at step {step:,.0f}"
-            colour = f"var(--c{line.colour % COLOURS})"
-            parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="3" fill="{colour}"><title>{_safe(words)}</title></circle>')
+            at = line.colour % COLOURS
+            dot = f'<circle class="d{at}" cx="{x:g}" cy="{y:g}" r="3" fill="{_LIGHT[at]}">'
+            parts.append(f"{dot}<title>{_safe(words)}</title></circle>")
     return parts
 
 
@@ -235,8 +239,8 @@ def confusion_picture(table: Any, classes: Sequence[str], path: Path) -> None:
 def _cell(x: int, y: int, size: int, count: Any, share: float) -> list[str]:
     square = f'x="{x}" y="{y}" width="{size - 2}" height="{size - 2}" rx="2"'
     parts = [
-        f'<rect {square} fill="none" class="grid"/>',
-        f'<rect {square} class="cell" opacity="{share:.3f}"/>',
+        f'<rect {square} fill="none" stroke="{_GRID}" class="grid"/>',
+        f'<rect {square} class="cell" fill="{_CELL}" opacity="{share:.3f}"/>',
     ]
     if size >= 36 and count:
         style = "on" if share > 0.8 else ""
@@ -250,8 +254,10 @@ def _cell(x: int, y: int, size: int, count: Any, share: float) -> list[str]:
 
 
 def _stroke(path: str, colour: int, is_train: bool) -> str:
-    style = "line train" if is_train else "line"
-    return f'<path class="{style}" style="stroke: var(--c{colour % COLOURS})" d="{path}"/>'
+    at, style = colour % COLOURS, "line train" if is_train else "line"
+    shape = 'stroke-width="1.5" stroke-dasharray="5 4"' if is_train else 'stroke-width="2"'
+    ends = 'stroke-linejoin="round" stroke-linecap="round"'
+    return f'<path class="{style} c{at}" fill="none" stroke="{_LIGHT[at]}" {shape} {ends} d="{path}"/>'
 
 
 def _text(x: float, y: float, words: str, style: str = "", anchor: str = "start", more: str = "") -> str:
@@ -271,5 +277,5 @@ def _safe(words: str) -> str:
 def _write(path: Path, width: float, height: float, parts: Sequence[str], title: str) -> None:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
     body = "\n".join(parts)
-    paper = '<rect class="paper" width="100%" height="100%"/>'
+    paper = f'<rect class="paper" fill="{_PAPER}" width="100%" height="100%"/>'
     write_text(Path(path), f"{head}\n<title>{title}</title>\n<style>{_STYLE}</style>\n{paper}\n{body}\n</svg>\n")

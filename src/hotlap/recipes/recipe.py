@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hotlap.core.job import Job
-from hotlap.recipes.tables import Table
+from hotlap.recipes.tables import Table, table_in_memory
 
 Say = Callable[[str], None]
 """Shows a line to the user."""
@@ -41,10 +41,16 @@ class Reader:
 
     classes: tuple[str, ...] = ()
     """The answers, in the order of the model's outputs; empty where the answer is a number."""
+    columns: tuple[str, ...] = ()
+    """The columns that it reads, where a list of plain values may stand for them."""
 
     def table(self, data: Path) -> Table:
         """A file or folder, read as in training; DataError where a column is missing."""
         raise NotImplementedError
+
+    def rows_of(self, data: Any) -> Table:
+        """Values in memory as a table: a mapping of columns, a DataFrame, or a list of mappings or of `columns`."""
+        return table_in_memory(data, self.columns)
 
     def state(self) -> dict[str, Any]:
         """All that makes the reader again, as JSON."""

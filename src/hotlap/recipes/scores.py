@@ -210,6 +210,10 @@ class ByClass:
         found = report(target, parted_by_others(answers, target, threshold.rare), answers, self._classes)
         return {**found, "threshold": {"class": self._classes[threshold.rare], "least": threshold.least}}
 
+    def new_report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
+        """All scores for rows that had no part in the training or the choice of the threshold."""
+        return report(target, chosen(answers, threshold), answers, self._classes)
+
     def rule_report(self, target: Numbers, answers: Numbers) -> Report:
         """All scores of classes."""
         return report(target, answers, None, self._classes)
@@ -294,6 +298,10 @@ class ByNumber:
 
     def report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
         """All scores of numbers."""
+        return number_report(target, answers)
+
+    def new_report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
+        """The same."""
         return number_report(target, answers)
 
     def rule_report(self, target: Numbers, answers: Numbers) -> Report:

@@ -317,6 +317,34 @@ def _read_table(path: Path, header: bool | None, kinds: Mapping[str, Kind] | Non
     return Table(path=path, columns=columns, notes=tuple(notes), has_header=has_header, files=sizes)
 
 
+def table_in_memory(data: Any, columns: Sequence[str], kind: Kind | None = None) -> Table:
+    """Values in memory as a table: a mapping of columns, a DataFrame, a list of mappings, or a list of plain values.
+
+    A plain value is that of the only one of `columns`; of several, a row is a sequence of as many. None is missing.
+    `columns` are of the `kind`, if it is given. Raises DataError in one line.
+    """
+    if hasattr(data, "columns") and hasattr(data, "to_dict"):
+        data = data.to_dict("list")
+    if not isinstance(data, Mapping):
+        if isinstance(data, (str, bytes)) or not hasattr(data, "__iter__"):
+            raise DataError(f"{shown(data)} is no rows; give a list, or a mapping of columns")
+        rows = list(data)
+        if rows and not all(isinstance(row, Mapping) for row in rows):
+            try:
+                rows = [dict(zip(columns, (row,) if len(columns) == 1 else row, strict=True)) for row in rows]
+            except (TypeError, ValueError):
+                need = " and ".join(columns) or "as many columns as a file has"
+                raise DataError(f"a row such as {shown(rows[0])} must be a mapping, or hold {need}") from None
+        data = {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
+    sizes = {str(name): len(values) for name, values in data.items()}
+    if len(set(sizes.values())) != 1 or not max(sizes.values()):
+        raise DataError(f"the columns have {shown(sizes)} values; give as many of each, and at least one")
+    cells = {str(name): ["" if value is None else str(value) for value in values] for name, values in data.items()}
+    kinds = dict.fromkeys(columns, kind)
+    found = {name: recognised(name, words, kinds.get(name)) for name, words in cells.items()}
+    return Table(path=Path("memory"), columns=found)
+
+
 def plain_cells(path: Path, table: Table) -> dict[str, Cells | Sequence[str]]:
     """The cells of a table's columns as the file writes them, not as they were understood."""
     exact: dict[str, Cells | Sequence[str]] = {}

@@ -26,7 +26,7 @@ from hotlap.recipes.kinds import Column
 from hotlap.recipes.onnx_files import write_onnx
 from hotlap.recipes.options import option, outside
 from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
-from hotlap.recipes.tables import Table, named_columns, read_table
+from hotlap.recipes.tables import Table, named_columns, read_table, table_in_memory
 from hotlap.recipes.tabular import HEADERS, Side, TabularRecipe, now_and_then, refuse
 from hotlap.store.cache import Cache, key_of
 
@@ -264,6 +264,10 @@ class TextReader(Reader):
     def table(self, data: Path) -> Table:
         """A file of texts, even where all of them are numbers."""
         return read_table(data, header=self.has_header, kinds=dict.fromkeys(self.columns, "text"))
+
+    def rows_of(self, data: Any) -> Table:
+        """Texts in memory."""
+        return table_in_memory(data, self.columns, "text")
 
     def state(self) -> dict[str, Any]:
         """All that makes the reader again."""

@@ -5,54 +5,40 @@ from __future__ import annotations
 import gc
 import json
 import shlex
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hotlap.core.errors import DataError, HotlapError, PlanError, StoreError, TrainingError, UsageError, shown
+from hotlap.core.errors import DataError, PlanError, StoreError, TrainingError, UsageError, shown
 from hotlap.core.job import Job
 from hotlap.core.table import table as tuning_table
-from hotlap.core.units import MIB, show_seconds
+from hotlap.core.units import show_seconds
 from hotlap.fitting.fit import AnotherTrainingError, fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.machine.device import choose_device
-from hotlap.recipes import onnx_files, plots
-from hotlap.recipes.answers import (
-    TABLES,
-    VECTORS,
-    Answered,
-    answered,
-    answers_of,
-    check_name,
-    kept_names,
-    outputs_of,
-    state_problem,
-    write_answers,
-    write_vectors,
-)
-from hotlap.recipes.options import Options, as_file, exists, is_file, recipe_in
-from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Reader, Say
-from hotlap.recipes.scores import Report, Threshold, check_installed, judge_of, report_lines
+from hotlap.recipes import onnx_files, plots, recipe_named
+from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, command_of, revived
+from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
+from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Say
+from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_of, report_lines
 from hotlap.recipes.tabular import TabularRecipe
-from hotlap.store.files import read_text, write_text
+from hotlap.store.files import write_text
 from hotlap.store.run_folder import RunFolder, finite
-from hotlap.store.weights import build_with_weights, plain_state, save_state
+from hotlap.store.weights import plain_state, save_state
 
-STATE, OPTIONS, REPORT, MODEL = "recipe.json", "options.toml", "report.json", "model.safetensors"
-CURVES, CONFUSION = "curves.svg", "confusion.svg"
+REPORT, CURVES, CONFUSION = "report.json", "curves.svg", "confusion.svg"
+PREDICTIONS = "predictions.csv"
+"""Answers for `--test`."""
 PLAN = "plan.toml"
 """In the folder of a training that was begun."""
-MOST_STATE_BYTES = 64 * MIB
-FORMAT = 1
-"""Of the state file; one of a newer hotlap is refused."""
-
-
+GOES_ON = ("epochs", "patience", "device", "test")
+"""Options that may differ where a run goes on."""
 Recipe = type[TabularRecipe]
 
 
@@ -97,7 +83,7 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
     try:
         return _trained(recipe, options, prepared, folder, retrain=retrain, say=say, progress=progress)
     except (KeyboardInterrupt, SystemExit):
-        say(f"stopped   go on with: {shlex.join(_words(folder))}")
+        say(f"stopped   go on with: {shlex.join(command_of(folder))}")
         raise
 
 
@@ -115,21 +101,33 @@ def _trained(
     judge = judge_of(prepared.reader.classes)
     best = max(found, key=lambda one: judge.score(one.report))
     rules = {name: judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines().items()}
+    beaten_by = _beaten_by(found, rules, judge)
     for line in _compared(found, rules, prepared):
         say(line)
     folds = _walked(prepared, best.name, options, folder, retrain=retrain, say=say, progress=progress)
-    _write(recipe, options, prepared, found, best, rules, folds, folder)
+    _write(recipe, options, prepared, found, best, rules, folds, folder, beaten_by)
     if prepared.finish is not None:
         prepared.finish(best.name, revived(folder)[2], folder, say)
     for line in report_lines(best.report):
         say(line)
     if options.test:
-        answers = folder / "predictions.csv"
+        answers = folder / PREDICTIONS
         said = answer(folder, Path(options.test), answers, say=say, device=options.device, was_shown=True)
         say(f"predictions of {options.test} in {answers}: {said.line}")
+    if beaten_by:
+        names, advice = " and ".join(beaten_by), f"; {prepared.advice}" if prepared.advice else ""
+        say(f"result    {best.name} gives the answers of this run, though {names} did at least as well{advice}")
     looked_at = [name for name in (REPORT, CURVES, CONFUSION) if (folder / name).is_file()]
     say(f"run       {folder} ({', '.join(looked_at)}); predict with: hotlap predict {folder} --data FILE --out FILE")
     return folder
+
+
+def resume(folder: Path, given: Mapping[str, Any], *, retrain: bool = False, say: Say, progress: bool) -> Path:
+    """Go on with a recipe's run under its own options, but for those `given`, such as more epochs."""
+    file = folder / OPTIONS
+    recipe = recipe_named(recipe_in(file) or "")
+    options = options_of(recipe.options_type, file, given)
+    return train(recipe, options, out=folder, retrain=retrain, say=say, progress=progress)
 
 
 def _compete(
@@ -150,59 +148,6 @@ def _compete(
     return found
 
 
-def predict(
-    folder: Path, data: Path, out: Path, *, say: Say, device: str = "auto", keep: tuple[str, ...] = (),
-    probabilities: bool = False, embeddings: Path | None = None, was_shown: bool = False,
-) -> int:  # fmt: skip
-    """As `answer`; how many rows were answered."""
-    return answer(
-        folder, data, out, say=say, device=device, keep=keep, probabilities=probabilities, embeddings=embeddings,
-        was_shown=was_shown,
-    ).rows  # fmt: skip
-
-
-def answer(
-    folder: Path, data: Path, out: Path, *, say: Say, device: str = "auto", keep: tuple[str, ...] = (),
-    probabilities: bool = False, embeddings: Path | None = None, was_shown: bool = False,
-) -> Answered:  # fmt: skip
-    """Write what the model of a run answers for each row of a file.
-
-    Also, where a file for them is named, the `embeddings` of these rows. What is read is told unless it `was_shown`.
-    """
-    check_name(out, "out", TABLES)
-    if embeddings is not None:
-        check_name(embeddings, "embeddings", VECTORS)
-    choose_device(device)
-    state, reader, model = revived(folder)
-    if embeddings is not None and reader.embedded is None:
-        raise DataError(f"the recipe {state['recipe']} has no embeddings; the recipe text has")
-    table = reader.table(data)
-    if not was_shown:
-        for note in table.notes:
-            say(f"note      {note}")
-    if probabilities and not reader.classes:
-        say("note      answers are numbers, of which there are no probabilities")
-    names = kept_names(table, keep)
-    asked = reader.asked(table, (lambda line: None) if was_shown else say)
-    answers = answers_of(reader, model, asked.data, batch_size=state["batch_size"], device=device)
-    threshold = _threshold_in(state)
-    written = partial(judge_of(reader.classes).written, all_of_it=probabilities)
-    name, columns = state["target"], written(state["target"], answers, threshold)
-    while any(column in names for column in columns):
-        name = f"predicted_{name}"
-        columns = written(name, answers, threshold)
-    if name != state["target"]:
-        say(f"answers   are in {name!r}, since {data} has a column of its own for {state['target']!r}")
-    write_answers(out, data, table, names, asked.rows, columns)
-    if embeddings is not None and reader.embedded is not None:
-        vectors = outputs_of(reader.embedded, model, asked.data, batch_size=state["batch_size"], device=device)
-        write_vectors(embeddings, vectors)
-    found = answered(table, names, asked.rows)
-    if found.missing:
-        say(f"warning   {found.missing}")
-    return found
-
-
 def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
     """Refuse what is not there, or is there already, before anything is read."""
     plan = Path(options.plan)
@@ -216,22 +161,43 @@ def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
         if path and not exists(path):
             raise DataError(f"{name}={path} does not exist; check the name and the folder")
     RunFolder.check(out)
-    if out is not None and out.is_dir() and any(out.iterdir()) and not _was_begun(recipe, options, out):
-        raise StoreError(f"{out} holds files already; name a new folder with --out")
+    if out is not None and out.is_dir() and any(out.iterdir()):
+        _refuse_other_training(recipe, options, out)
 
 
-def _was_begun(recipe: Recipe, options: Options, folder: Path) -> bool:
-    """Whether this training was begun in a folder and has not ended."""
-    said = folder / OPTIONS
-    return said.is_file() and not (folder / STATE).exists() and read_text(said) == as_file(recipe.name, options)
+def _refuse_other_training(recipe: Recipe, options: Options, folder: Path) -> None:
+    """Refuse to go on in a folder that holds something else, another training, or one that has nothing left to do."""
+    file = folder / OPTIONS
+    if not file.is_file() or recipe_in(file) != recipe.name:
+        raise StoreError(f"{folder} holds files already; name a new folder with --out")
+    begun = options_of(recipe.options_type, file, {})
+    pairs = [(one.name, getattr(begun, one.name), getattr(options, one.name)) for one in fields(begun)]
+    other = [
+        f"{name}={shown(now)}, it had {shown(had)}" for name, had, now in pairs if had != now and name not in GOES_ON
+    ]
+    if other:
+        raise StoreError(f"{folder} was trained otherwise: {'; '.join(other)}; name a new folder with --out")
+    if (folder / STATE).exists() and (not options.epochs or options.epochs <= begun.epochs):
+        had = f"{begun.epochs}" if begun.epochs else "those of the recipe"
+        raise StoreError(
+            f"{folder} is finished after its epochs ({had}); to go on name more: "
+            f"{shlex.join(['hotlap', 'resume', str(folder)])} --epochs N"
+        )
 
 
 def _folder(recipe: Recipe, options: Options, out: Path | None, say: Say) -> Path:
     """A new folder, or that in which this training was begun."""
-    if out is not None and _was_begun(recipe, options, out):
+    goes_on = out is not None and (out / OPTIONS).is_file()
+    if goes_on:
+        assert out is not None
         say(f"run       {out} was begun before: it goes on")
-        return out
-    folder = RunFolder.create(out, recipe.name).path
+        folder = out
+        # Until the longer training is done, the folder is that of an interrupted one.
+        (folder / STATE).unlink(missing_ok=True)
+        for name in (PREDICTIONS, "model.onnx"):
+            (folder / name).unlink(missing_ok=True)
+    else:
+        folder = RunFolder.create(out, recipe.name).path
     write_text(folder / OPTIONS, as_file(recipe.name, options))
     return folder
 
@@ -247,69 +213,13 @@ def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, say: Say, p
             resume=out if was_begun else None,
             reuse=not retrain,
             progress=progress,
-            started_by=_words(out.parents[1]),
+            started_by=command_of(out.parents[1]),
         )
     except AnotherTrainingError as error:
         raise StoreError(f"{error.what}; go on with the files and options that it had, or name another --out") from None
     for problem in () if progress else run.problems:
         say(f"warning   {problem}")
     return run
-
-
-def _words(folder: Path) -> list[str]:
-    """The command that begins a recipe's run again, or goes on with it."""
-    options = folder / OPTIONS
-    return ["hotlap", "train", recipe_in(options) or "", "--options", str(options), "--out", str(folder)]
-
-
-def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
-    """The state, the reader and the model of a finished run."""
-    from hotlap.recipes import recipe_named
-
-    path = folder / STATE
-    if not folder.is_dir():
-        raise StoreError(f"{folder} does not exist; name the folder of a run")
-    if not path.is_file() and (folder / OPTIONS).is_file():
-        raise StoreError(f"{folder} was interrupted before it had a model; go on with: {shlex.join(_words(folder))}")
-    if not path.is_file():
-        raise StoreError(f"{folder} is no run of a recipe: there is no {STATE} in it")
-    try:
-        state = json.loads(read_text(path, MOST_STATE_BYTES))
-        version = state["format"]
-    except StoreError:
-        raise
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise StoreError(f"{path} is damaged; train again") from None
-    if version != FORMAT:
-        told = shown(version)
-        raise StoreError(f"{path} has format {told}, and this hotlap reads {FORMAT}; update hotlap or train again")
-    try:
-        problem = state_problem(state)
-        if problem is not None:
-            raise StoreError(f"{path} is damaged: {problem}; train again")
-        reader = recipe_named(state["recipe"]).revive(state["reader"], folder)
-        model = build_with_weights(partial(reader.model, state["model"]), folder / MODEL)
-        if not isinstance(state["target"], str):
-            raise TypeError(f"target={shown(state['target'])}")
-        state["batch_size"]  # is needed later
-        threshold = _threshold_in(state)
-        if threshold is not None and not 0 <= threshold.rare < len(reader.classes):
-            raise ValueError(f"threshold={shown(state['threshold'])}")
-    except MemoryError:
-        raise StoreError(f"{path} asks for a model that needs more memory than there is; train again") from None
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        if isinstance(error, HotlapError):
-            raise
-        raise StoreError(f"{path} is damaged: {shown(error)}; train again") from None
-    return state, reader, model.eval()
-
-
-def _threshold_in(state: dict[str, Any]) -> Threshold | None:
-    """The threshold of a run's state; TypeError or ValueError where it is none."""
-    if state["threshold"] is None:
-        return None
-    rare, least = state["threshold"]
-    return Threshold(int(rare), float(least))
 
 
 def _walked(
@@ -390,15 +300,24 @@ def _bytes_left() -> int:
     return torch.cuda.memory_allocated()
 
 
+def _beaten_by(found: list[Judged], rules: dict[str, Report], judge: Judge) -> list[str]:
+    """The trivial baselines that no model beats; none where a model is perfect."""
+    best = max(judge.score(one.report) for one in found)
+    return [name for name, report in rules.items() if best < 1 and judge.score(report) >= best]
+
+
 def _compared(found: list[Judged], rules: dict[str, Report], prepared: Prepared) -> list[str]:
-    """One table of all candidates and of what simple rules score."""
+    """The verdict first, where a baseline wins, and one table of all models and baselines."""
     judge = judge_of(prepared.reader.classes)
     rows = [(one.name, one.report, _when(one)) for one in sorted(found, key=lambda one: -judge.score(one.report))]
-    rows += [(name, report, "a rule, for comparison") for name, report in rules.items()]
+    rows += [(name, report, "a baseline") for name, report in rules.items()]
     width = max(len(name) for name, *_ in rows)
-    best = max(judge.score(one.report) for one in found)
-    beaten_by = [name for name, report in rules.items() if judge.score(report) >= best]
-    lines = [f"{'':<{width}}  {'  '.join(f'{head:>8}' for head, _ in judge.columns)}"]
+    lines = []
+    if beaten_by := _beaten_by(found, rules, judge):
+        is_chance = judge.may_be_chance(list(rules.values()), len(prepared.target))
+        why = "there may be nothing to learn here" if is_chance else prepared.advice or "train longer, or on more rows"
+        lines.append(f"result    no model is better than {' or '.join(beaten_by)}: {why}")
+    lines += [f"{'':<{width}}  {'  '.join(f'{head:>8}' for head, _ in judge.columns)}"]
     for name, said, words in rows:
         figures = "  ".join(f"{_figure(said[score]):>8}" for _, score in judge.columns)
         lines.append(f"{name:<{width}}  {figures}  {words}")
@@ -410,11 +329,7 @@ def _compared(found: list[Judged], rules: dict[str, Report], prepared: Prepared)
             lines.append(
                 f"{one.name} answers {words}, which suits the rows held out; each was judged by that of others"
             )
-    if beaten_by and best < 1:
-        is_chance = judge.may_be_chance(list(rules.values()), len(prepared.target))
-        why = "there may be nothing to learn here" if is_chance else "train longer, or on more rows"
-        lines.append(f"no model is better than {' or '.join(beaten_by)}: {why}")
-    elif prepared.reader.classes:
+    if prepared.reader.classes and not beaten_by:
         lines += _more_often_right(max(found, key=lambda one: judge.score(one.report)), rules)
     return lines
 
@@ -453,6 +368,7 @@ def _write(
     rules: dict[str, Report],
     folds: dict[str, dict[str, Any]],
     folder: Path,
+    beaten_by: list[str],
 ) -> None:
     judge = judge_of(prepared.reader.classes)
     save_state(best.weights, folder / MODEL, {"recipe": recipe.name, "model": best.name})
@@ -462,6 +378,7 @@ def _write(
         "model": best.name,
         "target": prepared.target_name,
         "threshold": best.threshold,
+        "beaten_by": beaten_by,
         "batch_size": options.judged_at_once,
         "reader": prepared.reader.state(),
     }

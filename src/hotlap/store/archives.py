@@ -43,9 +43,13 @@ _BROKEN = (
 )
 
 
-def pack(run: Path, archive: Path) -> Path:
-    """Write the regular files of a run folder into a new zip file, without links and without a crash's leftovers."""
-    folder = RunFolder.open(run).path
+def pack(run: Path, archive: Path, *, checkpoints: bool = False) -> Path:
+    """Write a run folder into a new compressed zip file, without checkpoints unless they are asked for.
+
+    Only regular files are written: no links, and nothing that a crash left.
+    """
+    # A recipe's run holds the folders of its models, and no plan.
+    folder = run if (run / "options.toml").is_file() else RunFolder.open(run).path
     if os.path.lexists(archive):
         raise StoreError(f"{archive} exists already; name another file or remove it")
     if archive.resolve().is_relative_to(folder.resolve()):
@@ -56,12 +60,18 @@ def pack(run: Path, archive: Path) -> Path:
     def write(temporary: Path) -> None:
         with zipfile.ZipFile(temporary, "w", strict_timestamps=False) as file:
             for name, path in _files(folder, ""):
-                # Weights hardly shrink, and trying takes minutes.
-                kind = zipfile.ZIP_STORED if path.suffix == ".safetensors" else zipfile.ZIP_DEFLATED
-                file.write(path, name, compress_type=kind)
+                if checkpoints or "checkpoints" not in Path(name).parts:
+                    # Weights hardly shrink: at a higher level they take minutes for nothing.
+                    level = 1 if path.suffix == ".safetensors" else None
+                    file.write(path, name, compress_type=zipfile.ZIP_DEFLATED, compresslevel=level)
 
     write_atomically(archive, write)
     return archive
+
+
+def checkpoint_bytes(run: Path) -> int:
+    """The size of all checkpoints in a run folder, which `pack` leaves out."""
+    return sum(path.stat().st_size for name, path in _files(run, "") if "checkpoints" in Path(name).parts)
 
 
 def unpack(archive: Path, into: Path, *, most_bytes: int = MOST_BYTES) -> Path:
