@@ -110,7 +110,7 @@ def test_a_file_without_data_before_it_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("more", "error", "said"),
     [
-        ({"plan": "fast"}, PlanError, "plan=fast is none of auto, off, max"),
+        ({"plan": "fast"}, PlanError, "unknown plan 'fast': use auto, off, max, a plan file or a run folder"),
         ({"test": "none.csv"}, DataError, "test=none.csv does not exist"),
         ({"valid": "none.csv"}, DataError, "valid=none.csv does not exist"),
         ({"test": "bars.csv"}, DataError, "bars.csv has no column 'text'"),

@@ -73,6 +73,10 @@ class TrainingError(HotlapError, RuntimeError):
     """The training itself cannot go on."""
 
 
+class DivergedError(TrainingError):
+    """The weights, or the answers, of a model are no longer finite."""
+
+
 def listed(head: str, noun: str, problems: Sequence[str]) -> str:
     """One problem as it is; several as a counted list, one line each."""
     if len(problems) == 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hotlap.core.errors import StoreError, TrainingError, first_line
+from hotlap.core.errors import DivergedError, StoreError, first_line
 from hotlap.core.ledger import Entry
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
@@ -324,7 +324,7 @@ class _Loop:
         self._has_dead_weights = True
         if not self._state.best.is_known:
             reason = self._task.value_warnings[:1] or ["see the warning above"]
-            raise TrainingError(
+            raise DivergedError(
                 f"the weights are not finite at step {rig.steps:,} and would stay so: {reason[0]}; training has ended, "
                 "and what is saved was saved before"
             )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotlap.core.errors import DataError, PlanError, StoreError, TrainingError, UsageError, shown
+from hotlap.core.errors import DataError, DivergedError, PlanError, StoreError, UsageError, shown
 from hotlap.core.job import Job
 from hotlap.core.table import table as tuning_table
 from hotlap.core.units import show_seconds
@@ -40,10 +40,6 @@ PLAN = "plan.toml"
 GOES_ON = ("epochs", "patience", "device", "test")
 """Options that may differ where a run goes on."""
 Recipe = type[TabularRecipe]
-
-
-class DivergedError(TrainingError):
-    """A model was trained until its answers were no numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +148,7 @@ def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
     """Refuse what is not there, or is there already, before anything is read."""
     plan = Path(options.plan)
     if options.plan not in (TUNED, EVERYTHING, OFF) and not exists(plan):
-        raise PlanError(f"plan={options.plan} is none of auto, off, max, and no file or folder of a run")
+        raise PlanError(f"unknown plan {shown(options.plan)}: use auto, off, max, a plan file or a run folder")
     if is_file(plan / OPTIONS):
         models = ", ".join(sorted(str(one) for one in plan.glob("models/*")))
         raise PlanError(f"plan={options.plan} is a recipe's run; name one of its models: {models}")
@@ -215,6 +211,8 @@ def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, say: Say, p
             progress=progress,
             started_by=command_of(out.parents[1]),
         )
+    except DivergedError as error:
+        raise _diverged(out.name, str(error).partition(" and would")[0], options) from None
     except AnotherTrainingError as error:
         raise StoreError(f"{error.what}; go on with the files and options that it had, or name another --out") from None
     for problem in () if progress else run.problems:
@@ -228,8 +226,9 @@ def _walked(
     """How the best model does on other splits, by their names."""
     found = {}
     for fold in prepared.folds(name):
-        run = _fitted(fold.job(), options, folder / "folds" / fold.name, retrain=retrain, say=say, progress=progress)
+        out = folder / "folds" / fold.name
         try:
+            run = _fitted(fold.job(), options, out, retrain=retrain, say=say, progress=progress)
             answers = _held_out_answers(fold.name, run, prepared, fold.held_out, options)
         except DivergedError as error:
             say(f"warning   left out: {error}")
@@ -276,17 +275,18 @@ def _judged(
     )
 
 
+def _diverged(name: str, why: str, options: Options) -> DivergedError:
+    lower = f"than {options.lr:g}, or without it" if options.lr else "than the recipe's own, as 1e-5"
+    return DivergedError(f"the training of {name} diverged: {why}; train with a smaller --lr {lower}")
+
+
 def _held_out_answers(name: str, run: Run, prepared: Prepared, held_out: Any, options: Options) -> Numbers:
     """What a trained model answers for data to judge by; DivergedError where that is nothing, since it diverged."""
     batch = options.judged_at_once
     answers = answers_of(prepared.reader, run.model, held_out, batch_size=batch, device=options.device)
     wrong = int((~np.isfinite(answers.reshape(len(answers), -1)).all(1)).sum())
     if wrong:
-        lower = f"than {options.lr:g}, or without it" if options.lr else "than the recipe's own, as 1e-5"
-        raise DivergedError(
-            f"the training of {name} diverged: its answers are nan for {wrong:,} of {len(answers):,} rows held out; "
-            f"train with a smaller --lr {lower}"
-        )
+        raise _diverged(name, f"its answers are nan for {wrong:,} of {len(answers):,} rows held out", options)
     return answers
 
 
