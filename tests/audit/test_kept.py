@@ -42,6 +42,6 @@ def test_the_table_tells_a_share_that_shows_no_gain_beside_what_the_move_was_kep
     ledger.record(Entry(step=0, what="baseline", outcome="chosen", plan=Plan(), figures={"step_s": 0.00094}))
     ledger.record(Entry(step=0, what="held", outcome="kept", plan=Plan(), why="same maths", figures=figures | shares))
     assert (
-        "+ held    670 µs/step  1.40x  [1.30, 1.50]  kept  same maths; measured together with others; "
+        "+ held    670 µs/step     1.40x  [1.30, 1.50]   kept  same maths; measured together with others; "
         "beside the others 1.02x [1.00, 1.04], which shows no gain"
     ) in table(ledger, 200)

@@ -51,7 +51,7 @@ def test_a_run_in_which_nothing_was_tried_tells_how_long_it_really_was(monkeypat
     training = Clocked(monkeypatch, updates=Guessed(100))
     training.train(300)
     training.tuner.ended()
-    assert why(training)["all moves"] == "the run's 300 updates take 3 s, so that trials may take 45 ms"
+    assert why(training)["all moves"] == "3 s in 300 updates is too short for tuning to pay: trials may take 45 ms"
 
 
 def test_moves_that_a_short_run_could_not_pay_for_are_tried_once_it_turns_out_longer(monkeypatch):
@@ -106,14 +106,14 @@ def test_a_run_whose_length_is_certain_is_not_waited_for(monkeypatch):
     training = Clocked(monkeypatch, updates=100)
     training.train(60)
     assert training.tuner.done
-    assert why(training)["all moves"] == "the run's 100 updates take 1 s, so that trials may take 15 ms"
+    assert why(training)["all moves"] == "1 s in 100 updates is too short for tuning to pay: trials may take 15 ms"
 
 
 def test_seconds_that_the_user_allows_are_not_waited_for_either(monkeypatch):
     training = Clocked(monkeypatch, updates=Guessed(100), most_s=0.0)
     training.train(60)
     assert training.tuner.done
-    assert why(training)["all moves"] == "the run's 100 updates take 1 s, so that trials may take 0 s"
+    assert why(training)["all moves"] == "1 s in 100 updates is too short for tuning to pay: trials may take 0 s"
 
 
 def test_the_length_of_a_script_is_never_certain(tmp_path):

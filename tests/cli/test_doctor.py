@@ -61,6 +61,28 @@ def p100(monkeypatch):
     monkeypatch.setattr("hotlap.machine.examine", examine)
 
 
+@pytest.mark.parametrize("words", [[], ["run"], ["batch"], ["cache", "prune"], ["train"]])
+def test_every_command_has_a_short_option_for_its_help(words, monkeypatch):
+    short, long = told(*words, "-h"), told(*words, "--help")
+    assert short == long
+    assert short[1].startswith("Usage: ")
+
+
+def test_help_fills_the_terminal(monkeypatch):
+    widths = []
+    for columns in ("80", "150"):
+        monkeypatch.setenv("COLUMNS", columns)
+        widths.append(max(map(len, told("batch", "-h")[1].splitlines())))
+    assert 70 < widths[0] <= 80 < widths[1] <= 150
+
+
+def test_each_command_is_told_in_one_whole_line_at_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    own = [line for line in told("-h")[1].splitlines() if line.startswith(("  doctor", "  run", "  batch", "  resume"))]
+    assert len(own) == 4
+    assert not any("..." in line for line in own)
+
+
 @no_gpu_here
 def test_on_a_cpu_machine_the_doctor_says_fit_as_json_and_nothing_else():
     result = hotlap("doctor", "--json")

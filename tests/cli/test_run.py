@@ -265,9 +265,10 @@ def test_a_run_that_begins_beside_it_in_the_same_new_folder_does_not_matter(home
     assert [path.name for path in (home / "new").iterdir()] == ["other"]
 
 
-def test_help_names_every_trick():
-    said = "".join(CliRunner().invoke(app, ["run", "--help"]).output.replace("│", " ").split())
-    assert ",".join(TRICKS) in said
+def test_a_question_mark_lists_every_trick():
+    done = CliRunner().invoke(app, ["run", "--without", "?", "x.py"])
+    assert done.exit_code == 2
+    assert f"--without ?: unknown trick; use {', '.join(TRICKS)}" in done.output
 
 
 # --- both ways -----------------------------------------------------------------------------------------

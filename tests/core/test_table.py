@@ -47,36 +47,52 @@ def line_of(lines, what):
 
 def test_a_whole_tuning_reads_as_a_table():
     assert table(ledger_of(*WHOLE), 120) == [
-        "baseline                      41.2 ms/step                       ±1.2 %             "
-        "bound by feeding: the device waits",
-        "+ batches held on the device   9.8 ms/step   3.2x  [3.1, 3.3]    ±1.2 %  kept       same maths",
-        "+ bf16                         9.8 ms/step  1.31x  [1.27, 1.33]  ±1.2 %  kept       gradients agree to 0.9997",
-        "- torch.compile                          –                               rejected   "
-        "takes 41 s to set up, would save 9 s",
-        "- channels_last                9.8 ms/step  1.00x  [0.99, 1.01]  ±1.2 %  rejected   no difference seen",
-        "- gradient checkpointing                 –                               not tried  memory is not short",
+        "                                      step  speed-up  95 % interval   noise",
+        "baseline                      41.2 ms/step                           ±1.2 %             "
+        "bound by feeding: the device",
+        "                                                                                        waits",
+        "+ batches held on the device   9.8 ms/step      3.2x  [3.1, 3.3]     ±1.2 %  kept       same maths",
+        "+ bf16                         9.8 ms/step     1.31x  [1.27, 1.33]   ±1.2 %  kept       "
+        "gradients agree to 0.9997",
+        "- torch.compile                          –                                   rejected   "
+        "takes 41 s to set up, would save",
+        "                                                                                        9 s",
+        "- channels_last                9.8 ms/step     1.00x  [0.99, 1.01]   ±1.2 %  rejected   no difference seen",
+        "- gradient checkpointing                 –                                   not tried  memory is not short",
         "! canary: losses drifted apart; the plan before is back",
-        "total                          1.1 ms/step    37x  [36, 38]                         "
-        "tuning cost 6.1 s; net saving 50 s",
+        "total                          1.1 ms/step       37x  [36, 38]                          "
+        "tuning cost 6.1 s; net saving 50",
+        "                                                                                        s",
     ]
 
 
 def test_in_a_narrow_terminal_reasons_go_beneath_the_figures():
     assert table(ledger_of(*WHOLE), 80) == [
-        "baseline                      41.2 ms/step                       ±1.2 %",
+        "                                      step  speed-up  95 % interval   noise",
+        "baseline                      41.2 ms/step                           ±1.2 %",
         "    bound by feeding: the device waits",
-        "+ batches held on the device   9.8 ms/step   3.2x  [3.1, 3.3]    ±1.2 %",
+        "+ batches held on the device   9.8 ms/step      3.2x  [3.1, 3.3]     ±1.2 %",
         "    kept: same maths",
-        "+ bf16                         9.8 ms/step  1.31x  [1.27, 1.33]  ±1.2 %",
+        "+ bf16                         9.8 ms/step     1.31x  [1.27, 1.33]   ±1.2 %",
         "    kept: gradients agree to 0.9997",
         "- torch.compile               rejected: takes 41 s to set up, would save 9 s",
-        "- channels_last                9.8 ms/step  1.00x  [0.99, 1.01]  ±1.2 %",
+        "- channels_last                9.8 ms/step     1.00x  [0.99, 1.01]   ±1.2 %",
         "    rejected: no difference seen",
         "- gradient checkpointing      not tried: memory is not short",
         "! canary: losses drifted apart; the plan before is back",
-        "total                          1.1 ms/step    37x  [36, 38]",
+        "total                          1.1 ms/step       37x  [36, 38]",
         "    tuning cost 6.1 s; net saving 50 s",
     ]
+
+
+def test_a_table_without_figures_has_no_header_and_no_column_has_one_without_figures():
+    assert table(ledger_of(CHECKPOINTING), 80)[0].startswith("- gradient checkpointing")
+    assert table(ledger_of(entry("bf16", "kept", step_s=0.01)), 80)[0].split() == ["step"]
+
+
+def test_what_a_move_cannot_do_here_is_named_in_one_line():
+    unfit = [entry(name, "not tried", unfit=1.0) for name in ("tf32", "cuDNN")]
+    assert table(ledger_of(BASELINE, *unfit, TUNED), 80)[-2] == "does not apply here: tf32, cuDNN"
 
 
 def test_a_ledger_of_a_run_that_was_not_tuned_gives_no_table():
@@ -133,7 +149,7 @@ def test_that_nothing_helped_is_not_said_of_a_tuning_that_was_cut_short():
 
 def test_moves_that_the_end_of_the_run_left_undecided_count_as_tried():
     lines = table(ledger_of(BASELINE, entry("fused optimizer", "undecided", "the run ended")), 120)
-    assert lines[1].split() == ["-", "fused", "optimizer", "–", "undecided", "the", "run", "ended"]
+    assert lines[2].split() == ["-", "fused", "optimizer", "–", "undecided", "the", "run", "ended"]
     assert lines[-1] == "nothing kept so far: 1 move tried, and the tuning did not come to its end"
 
 
@@ -244,7 +260,7 @@ def test_a_move_may_have_any_name():
     assert [row.what for row in rows(ledger)] == ["total", "", "baseline"]
     assert as_json(ledger)["baseline"] is None
     assert as_json(ledger)["total"] is None
-    assert len(table(ledger, 80)) == 3
+    assert len(table(ledger, 80)) == 4
 
 
 names = st.sampled_from(["step_s", "ratio", "low", "high", "noise", "cosine", "cost_s", "saved_s", "share"])

@@ -402,6 +402,12 @@ def test_a_damaged_model_in_the_cache_is_trained_again(tmp_path, monkeypatch, ca
 # --- plans and machine ---------------------------------------------------------------------------
 
 
+def test_an_unknown_plan_is_refused_with_the_ones_there_are():
+    with pytest.raises(PlanError) as caught:
+        fit(small_job(), plan="fast")
+    assert str(caught.value) == "unknown plan 'fast': use auto, off, max, a plan file or a run folder"
+
+
 def test_a_plan_is_taken_as_a_value_or_as_a_file(tmp_path):
     plan = Plan().but(kind="loader", micro_batch=3, optimizer="fused")
     save_plan(plan, tmp_path / "plan.toml")

@@ -330,7 +330,7 @@ def test_a_search_corrects_the_guess_and_the_next_one_begins_where_it_ended(cach
     assert "a guess for the CPU from" in first.summary()
     assert first.largest.size == second.largest.size == 200
     line = first.searched.line
-    assert f"measured   {line.bytes_a_sample:.0f} B more for each sample more" in first.summary()
+    assert f"measured   {line.bytes_a_sample:.0f} B for each further sample" in first.summary()
     assert "were measured on the CPU before" in second.summary()
     fits = line.size_at(second.allowed_bytes)
     assert second.began.size <= fits < 2 * second.began.size

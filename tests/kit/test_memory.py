@@ -112,8 +112,13 @@ def test_what_would_bring_it_down_is_predicted_and_the_first_two_are_tried(found
     assert shorter.predicted_step_s == found.step_s / 2
     assert shorter.peak_bytes is None
     as_it_is, *lines = savings.table(found.savings, found.peak_bytes, found.step_s)[1:]
-    assert as_it_is.strip().startswith("as it is")
-    assert [line.endswith("not tried: it changes what is learnt") for line in lines] == [False, False, False, True]
+    assert as_it_is.strip().startswith("unchanged")
+    assert [line.endswith("not tried: it changes what the model learns") for line in lines] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def with_bf16(monkeypatch, support):
@@ -150,7 +155,7 @@ def test_half_precision_is_predicted_and_not_tried_where_it_is_emulated(monkeypa
     update = savings.Update(kinds=kinds, layers={}, outputs={}, **figures)
     cast, smaller = savings.savings(update, facts, trials=None)[2:]
     assert (cast.predicted_bytes, cast.peak_bytes, cast.why_not) == (75, None, "it says so")
-    assert smaller.why_not == "how large they are was not seen"
+    assert smaller.why_not == "their size is unknown"
 
 
 def test_what_cannot_be_had_is_told_with_its_reason():
@@ -159,10 +164,10 @@ def test_what_cannot_be_had_is_told_with_its_reason():
     found = hotlap.memory(plain, progress=False)
     reasons = {one.what: one.why_not for one in found.savings if one.predicted_bytes is None}
     assert reasons == {
-        "micro-batches": "1 at once is the least that trains",
-        "checkpointing": "Sequential has no blocks that it repeats",
+        "micro-batches": "1 at once is the smallest batch that trains",
+        "checkpointing": "Sequential has no repeated blocks",
     }
-    assert "not to be had: Sequential has no blocks" in found.summary()
+    assert "impossible: Sequential has no repeated blocks" in found.summary()
 
 
 def test_the_job_is_left_as_it_was():

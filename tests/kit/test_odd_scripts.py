@@ -118,7 +118,7 @@ def test_where_nothing_else_was_timed_nothing_is_said_to_be_slower(target):
                 update(x, y)
     """)
     found = workers.workers_of_script(mine, seconds=0)
-    assert found.advice == "nothing is known: no other way than no workers was timed"
+    assert found.advice == "nothing: hotlap has timed no other setting than no workers"
 
 
 def test_memory_that_was_not_seen_is_told_with_its_reason(target):

@@ -150,7 +150,7 @@ def test_a_gain_is_told_with_its_interval_and_none_where_it_may_be_chance():
     unsure = found_of(own, two, verdict="no difference seen")
     assert not unsure.matters
     assert unsure.advice == (
-        "nothing: no other way is surely faster than no workers; 2 workers, 2x [1.8, 2.2] as fast, may be so by chance"
+        "nothing: no setting is certainly faster than no workers; 2 workers: 2x [1.8, 2.2] as fast, which may be chance"
     )
     assert "does not matter" in found_of(own, bare_s=0.0199).advice
     assert "as it is" in found_of(own, two).summary()

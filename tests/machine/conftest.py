@@ -77,6 +77,7 @@ def world(tmp_path: Path) -> Callable[..., World]:
         **parts: Any,
     ) -> World:
         seen = cuda or Cuda(torch=TESTED, build="13.0", architectures=ARCHITECTURES, gpus=gpus)
+        parts.setdefault("busy_share", lambda: 0.0)
         known = driver or Driver(
             version="580.1",
             cuda="13.0",

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from hotlap.core.errors import MachineError
-from hotlap.machine import examine
+from hotlap.machine import examine, limits
 from hotlap.machine.cuda import Cuda, Driver, GpuProcess
 from hotlap.machine.disk import DiskSpeed
 
@@ -268,3 +268,22 @@ def test_what_the_cpu_has_is_timed(world):
     (here.root / "proc/cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd asimdhp\n")
     fact = examine(world=here).cpu_facts["fp16"]
     assert (fact.support, fact.reason.split(",")[0]) == ("emulated", "asimdhp")
+
+
+def test_other_work_on_the_cores_is_a_problem_that_slows(world):
+    def busy(share):
+        return [one for one in examine(world=world(busy_share=lambda: share)).problems if one.key == "busy"]
+
+    assert busy(0.4) == []
+    (problem,) = busy(0.75)
+    assert "other work keeps 75%" in problem.what
+    assert problem.severity == "slows"
+
+
+def test_timings_on_a_busy_machine_come_with_a_warning(monkeypatch):
+    shown = []
+    for share in (0.1, 0.9):
+        monkeypatch.setattr(limits, "busy_share", lambda share=share: share)
+        limits.warn_if_busy(shown.append)
+    (line,) = shown
+    assert line.startswith("warning    other work keeps 90% of this machine's ")

@@ -67,13 +67,17 @@ def test_trials_that_cost_too_much_are_named_with_the_option_that_pays_for_them(
     )
     told = headline([unpaid], 60.0)
     assert "trials would cost more than the time allowed: data held on the device, estimated to take 8 s" in told
-    assert told.endswith("; `--tune-seconds 15` would try data held on the device")
+    assert told.endswith("; to try data held on the device anyway: --tune-seconds 15")
 
 
 def test_a_run_too_short_for_trials_says_so_and_gets_no_advice_to_tune_for_longer_than_it_takes():
-    short = ledger_of(BASELINE, ("all moves", "not tried", {}), why="the run's 36 updates take 13 s")
-    assert headline([short], 13.0) == "left as it was: nothing was tried, because the run's 36 updates take 13 s"
-    assert headline([short], 30.0).endswith("; `--tune-seconds 20` would try all moves")
+    short = ledger_of(
+        BASELINE,
+        ("all moves", "not tried", {}),
+        why="13 s in 36 updates is too short for tuning to pay: trials may take 195 ms",
+    )
+    assert headline([short], 13.0) == "13 s in 36 updates is too short for tuning to pay; nothing was changed"
+    assert headline([short], 30.0).endswith("; nothing was changed; to try anyway: --tune-seconds 20")
 
 
 def test_what_cannot_help_needs_no_option():
@@ -82,7 +86,7 @@ def test_what_cannot_help_needs_no_option():
 
 
 def test_a_plan_that_the_user_chose_is_not_called_faster():
-    told = "took 12 s under the plan that you chose; `hotlap run --compare` shows what it saves"
+    told = "took 12 s with fused optimizer, by the plan that you chose; what it saves: `hotlap run --compare`"
     assert headline([ledger_of(("plan", "chosen", {}), plan=FOUND)], 12.0, is_fixed=True) == told
     partly = ledger_of(("plan", "chosen", {}), ("feed resident", "not tried", {}), plan=FOUND)
     assert headline([partly], 12.0, is_fixed=True) == told

@@ -1,7 +1,7 @@
 """The `hotlap` command: parse, call, print.
 
-Exit codes: 0 done; 1 not fit, or failed with a message; 2 the command line makes no sense;
-130 interrupted, 143 terminated. Commands import what they need when they run, so that `--help` stays instant.
+Exit codes: 0 done; 1 not fit, or failed with a message; 2 bad command line; 130 interrupted; 143 terminated.
+Commands import what they need when they run, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import typer
 from typer.core import TyperGroup
 
 from hotlap import __version__
-from hotlap.cli import demo, kit, machine, recipes, resume, run, store, stress, tune
+from hotlap.cli import kit, machine, recipes, run, store, stress, trainings
 from hotlap.cli.output import show
 from hotlap.core.errors import HotlapError, UsageError
 from hotlap.core.terminal import clean_lines, say
+
+MOST_COLUMNS = 200
+"""Help fills a terminal up to this width; click itself stops at 80."""
 
 
 class _Commands(TyperGroup):
@@ -56,7 +59,7 @@ app = typer.Typer(
     help="Makes PyTorch training fast by measuring.",
     epilog="Exit codes: 0 done; 1 not fit, or failed with a message; 2 bad command line; 130 interrupted; 143 ended.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MOST_COLUMNS},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -78,12 +81,10 @@ def _root(
 
 
 machine.register(app)
-demo.register(app)
+trainings.register(app)
 recipes.register(app)
-tune.register(app)
 kit.register(app)
 run.register(app)
-resume.register(app)
 stress.register(app)
 store.register(app)
 

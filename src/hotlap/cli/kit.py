@@ -1,4 +1,4 @@
-"""`hotlap batch`, `hotlap workers`, `hotlap memory`: the real questions of a training, answered by its real steps."""
+"""`hotlap batch`, `hotlap workers` and `hotlap memory`: questions about a training, answered by its own updates."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hotlap.core.terminal import say
 NAME = typer.Argument(
     None,
     metavar="TRAINING",
-    help="module:job; a recipe with its options; train.py ARGS; or with -m a module and its ARGS. "
-    "All that follows is its own.",
+    help="module:job; a recipe with its options; train.py ARGS; or -m MODULE ARGS. "
+    "Options behind it belong to the training.",
 )
-MODULE = typer.Option(False, "-m", help="TRAINING is the name of a module, as after `python -m`.")
-JSON = typer.Option(False, "--json", help="Print what was found as JSON.")
+MODULE = typer.Option(False, "-m", help="TRAINING is a module, as for `python -m`.")
+JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 QUIET = typer.Option(False, "--quiet", help="Show no progress.")
 
 
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 @contextmanager
 def _users_errors() -> Iterator[None]:
-    """An error of the user's own code is told by the lines of that code; one of hotlap's keeps all of its own."""
+    """Show an error of the user's code by the lines of that code; an error in hotlap keeps its whole traceback."""
     try:
         yield
     except HotlapError:
@@ -47,7 +47,7 @@ def _users_errors() -> Iterator[None]:
 
 
 def _own_lines(error: Exception) -> list[str]:
-    """The lines of the user's code that led to an error; none where hotlap itself was the last at work."""
+    """The lines of the user's code that led to an error; none if the error arose in hotlap."""
     from hotlap.kit.tensor_memory import is_users_file
 
     hotlaps = str(Path(__file__).parents[1])
@@ -57,10 +57,10 @@ def _own_lines(error: Exception) -> list[str]:
     is_called = frames[last].filename.endswith("objective.py") and last < len(frames) - 1
     if not own and not is_called:
         return []
-    told = traceback.format_exception_only(error)
+    message = traceback.format_exception_only(error)
     if own:
-        return ["hotlap: the training ended by an error of its own:\n", *traceback.format_list(own), *told]
-    return ["hotlap: the model or the loss cannot be called with its batches: ", *told]
+        return ["hotlap: the training raised an error:\n", *traceback.format_list(own), *message]
+    return ["hotlap: the model or the loss does not accept the batches: ", *message]
 
 
 def _print(found: Any, as_json: bool) -> None:
@@ -73,12 +73,15 @@ def _print(found: Any, as_json: bool) -> None:
 def batch(
     training: list[str] = NAME,
     module: bool = MODULE,
-    most: int | None = typer.Option(None, min=1, max=2**31 - 1, help="Try none that is larger."),
-    seconds: float = typer.Option(120.0, min=1.0, help="Try no other after so many seconds."),
+    most: int | None = typer.Option(None, min=1, max=2**31 - 1, help="Largest batch to try."),
+    seconds: float = typer.Option(120.0, min=1.0, help="Start no new try after so many seconds."),
     as_json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Find which micro-batch fits and which is fastest, by real updates; nothing of it is left in the training."""
+    """Find which batch fits and which is fastest.
+
+    hotlap makes real updates with each size, and leaves the training as it was.
+    """
     from hotlap.kit.calls import batch as find
 
     with _users_errors():
@@ -89,11 +92,14 @@ def batch(
 def workers(
     training: list[str] = NAME,
     module: bool = MODULE,
-    seconds: float = typer.Option(120.0, min=1.0, help="Try no other way after so many seconds."),
+    seconds: float = typer.Option(120.0, min=1.0, help="Start no new try after so many seconds."),
     as_json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Find how many workers pay, or whether batches should come without any, by the real step."""
+    """Find how many loader workers pay, if any.
+
+    hotlap times real updates with each number of workers, and with batches gathered, copied ahead and held.
+    """
     from hotlap.kit.calls import workers as find
 
     with _users_errors():
@@ -104,12 +110,15 @@ def workers(
 def memory(
     training: list[str] = NAME,
     module: bool = MODULE,
-    seconds: float = typer.Option(120.0, min=1.0, help="Wait so long for the first update of a script."),
-    picture: Path | None = typer.Option(None, help="A new .svg file to draw memory over one update into."),
+    seconds: float = typer.Option(120.0, min=1.0, help="Most seconds to wait for a script's first update."),
+    picture: Path | None = typer.Option(None, help="A new .svg file, for a drawing of memory over one update."),
     as_json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Show where the memory of a training goes, what would bring it down, and whether it grows."""
+    """Show what holds the memory of an update.
+
+    hotlap also shows what would lower the peak, and whether memory grows.
+    """
     from hotlap.kit.calls import memory as find
     from hotlap.recipes.answers import check_name
 

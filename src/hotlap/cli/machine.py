@@ -1,4 +1,4 @@
-"""`hotlap doctor` and `hotlap gpus`: what this machine is, and what others are."""
+"""`hotlap doctor` and `hotlap gpus`: this machine, and the catalogue of GPUs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def doctor(
     pretend: str = typer.Option(
         None, "--pretend", metavar="GPU", help="Act as this GPU (see `hotlap gpus`); also HOTLAP_PRETEND."
     ),
-    require_gpu: bool = typer.Option(False, "--require-gpu", help="Not fit without a GPU that works."),
+    require_gpu: bool = typer.Option(False, "--require-gpu", help="Count a machine without a working GPU as not fit."),
 ) -> None:
-    """Look at this machine: what it has, what is wrong, what that costs, what to do.
+    """Check this machine, and say what is wrong and what to do.
 
-    Runs one real kernel per device and number format. Exit code 0: fit to train; 1: not fit.
+    The doctor runs one kernel per device and number format. Exit code 0: fit to train; 1: not fit.
     """
     from hotlap.machine import examine
 
@@ -63,7 +63,10 @@ def gpus(
         None, "--pretend", metavar="GPU", help="Mark this GPU as the pretended one; also HOTLAP_PRETEND."
     ),
 ) -> None:
-    """The catalogue of GPUs: memory, bandwidth, rates and number formats of each, and which is here."""
+    """List known GPUs: memory, bandwidth, rates, formats.
+
+    A mark shows which of them are in this machine.
+    """
     from hotlap.machine import CATALOGUE, detect
 
     _check(pretend)

@@ -1,4 +1,4 @@
-"""What a command prints: its results on stdout, all else on stderr."""
+"""What a command prints: its results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from hotlap.core import terminal
 from hotlap.core.errors import StoreError
 
 
-def show(*lines: object) -> None:
-    """Print results on stdout, a line each; StoreError where they cannot be written.
+def show(*lines: object, wrap: bool = True) -> None:
+    """Print results on stdout, a line each, and between words in more where a terminal is too narrow for it.
 
-    A reader that has closed the pipe wants no more of them: that is no error.
+    Raises StoreError if it cannot write them. A closed pipe is no error: its reader wants no more.
     """
     if sys.stdout is None:
         return
     try:
-        terminal.write(sys.stdout, "".join(f"{terminal.clean(str(line))}\n" for line in lines))
+        texts = [terminal.clean(str(line)) for line in lines]
+        fitted = terminal.fitted(texts, sys.stdout) if wrap else texts
+        terminal.write(sys.stdout, "".join(f"{line}\n" for line in fitted))
     except BrokenPipeError:
         pass
     except (OSError, ValueError) as error:
@@ -28,4 +30,4 @@ def show(*lines: object) -> None:
 
 def show_json(value: Any, indent: int | None = None) -> None:
     """Print a value as JSON."""
-    show(*json.dumps(value, indent=indent).split("\n"))
+    show(*json.dumps(value, indent=indent).split("\n"), wrap=False)

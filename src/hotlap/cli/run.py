@@ -1,4 +1,4 @@
-"""`hotlap run`: somebody's own script, unchanged and faster."""
+"""`hotlap run`: a user's script, unchanged and faster."""
 
 from __future__ import annotations
 
@@ -36,31 +36,27 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    script: list[str] = typer.Argument(
-        None, metavar="SCRIPT", help="As after `python`; all that follows its name is the script's own."
-    ),
-    module: bool = typer.Option(False, "-m", help="SCRIPT is the name of a module, as after `python -m`."),
-    off: bool = typer.Option(False, "--off", help="Run it with nothing around it."),
-    compare: bool = typer.Option(False, "--compare", help="Run it without hotlap and with it, in turns, side by side."),
-    rounds: int = typer.Option(2, min=1, max=100, help="With --compare: how often each way. 1 shows no spread."),
-    plan: str | None = typer.Option(
-        None, help="auto, which is the rule; max: all that this machine can do; a plan file; a run to replay; off."
-    ),
-    out: Path | None = typer.Option(None, help="A new folder for the run; as a rule one under runs/."),
-    tune_seconds: float | None = typer.Option(None, min=0.0, help="What tuning may cost at most, in seconds."),
+    script: list[str] = typer.Argument(None, metavar="SCRIPT", help="Script to run, followed by its arguments."),
+    module: bool = typer.Option(False, "-m", help="SCRIPT is a module, as for `python -m`."),
+    off: bool = typer.Option(False, "--off", help="Run it without hotlap."),
+    compare: bool = typer.Option(False, "--compare", help="Run it without and with hotlap, in turns, and compare."),
+    rounds: int = typer.Option(2, min=1, max=100, help="With --compare: runs each way. 1 shows no spread."),
+    plan: str | None = typer.Option(None, help="auto (default), max, off, a plan file, or a run folder to replay."),
+    out: Path | None = typer.Option(None, help="A new folder for the run; by default one in runs/."),
+    tune_seconds: float | None = typer.Option(None, min=0.0, help="Most seconds that tuning may cost."),
     without: list[str] = typer.Option(
-        [], metavar="NAME", help=f"Leave out one of hotlap's tricks; may be repeated. Names: {', '.join(TRICKS)}."
+        [], metavar="NAME", help="Leave out a trick of hotlap; may be repeated. `--without ?` lists them."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Tell the figures at the end as JSON, on stderr too."),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures at the end as JSON, on stderr."),
 ) -> None:
-    """Run a training script as python would, and make it faster meanwhile. hotlap's own words go to stderr.
+    """Run a training script, unchanged, and make it faster.
 
-    The exit code is the script's own; 2 where there is none to run.
+    hotlap writes to stderr only. The exit code is the script's; 2 if there is no script to run.
     """
     from hotlap.script import running
 
     if not script:
-        _refuse(f"what is to be run? {USAGE}")
+        _refuse(f"name a script to run: {USAGE}")
     named = {
         "--compare": compare,
         f"--plan {plan}": plan not in (None, "off"),
@@ -71,17 +67,17 @@ def run(
     }
     others = ", ".join(word for word, given in named.items() if given)
     if (off or plan == "off") and others:
-        _refuse(f"{'--off' if off else '--plan off'} leaves the script alone, and goes with no {others}")
+        _refuse(f"{'--off' if off else '--plan off'} leaves the script alone; drop {others}")
     if compare and as_json:
-        _refuse("--compare has no --json")
+        _refuse("--compare prints no JSON; drop --json")
     unknown = [name for name in without if name not in TRICKS]
     if unknown:
-        _refuse(f"--without {unknown[0]}: no trick has this name; use {', '.join(TRICKS)}")
+        _refuse(f"--without {unknown[0]}: unknown trick; use {', '.join(TRICKS)}")
     target = running.Target(args=script[1:], **{"module" if module else "path": script[0]})
     seed = _seed()
     wanted = "off" if off else plan or os.environ.get("HOTLAP_PLAN") or "auto"
     if wanted == "off" and compare:
-        _refuse("HOTLAP_PLAN=off leaves nothing to compare; name a --plan")
+        _refuse("HOTLAP_PLAN=off leaves nothing to compare; add --plan auto")
     if wanted == "off":
         raise ToRun(partial(running.run, target, seed=seed))
     try:
@@ -138,7 +134,7 @@ def _check(plan: str, out: Path | None) -> None:
         RunFolder.open(plan).read_ledger()
     elif plan not in ("auto", "max"):
         if not Path(plan).exists():
-            _refuse(f"--plan {plan}: there is no such file or folder; auto, max and off need none")
+            _refuse(f"unknown plan {plan!r}: use auto, off, max, a plan file or a run folder")
         load_plan(plan)
     if out is not None:
         made = [folder for folder in (out, *out.parents) if not folder.exists()]

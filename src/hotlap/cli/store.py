@@ -57,11 +57,14 @@ def pack(
 
 
 def unpack(
-    archive: Path = typer.Argument(help="A zip file that hotlap pack wrote."),
+    archive: Path = typer.Argument(help="A zip file that `hotlap pack` has written."),
     folder: Path = typer.Argument(help="A new folder for the run."),
     as_json: bool = _JSON,
 ) -> None:
-    """Unpack a run into a new folder; an archive that would write anywhere else is refused."""
+    """Unpack a run into a new folder.
+
+    hotlap refuses an archive that would write anywhere else.
+    """
     from hotlap.store import archives
 
     written = archives.unpack(archive, folder.absolute())

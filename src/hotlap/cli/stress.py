@@ -23,12 +23,15 @@ def stress(
         50, min=1, max=100_000, help="Trainings to kill at random moments, in and between saves."
     ),
     every_call: bool = typer.Option(False, "--every-call", help="Also kill around every system call of a save."),
-    workers: int = typer.Option(1, min=0, max=64, help="Loader workers in every third training; 0 for none."),
-    seconds: float = typer.Option(600.0, min=1, help="Stop after so many seconds."),
-    seed: int = typer.Option(0, min=0, max=2**63 - 1, help="Decides where the kills fall."),
+    workers: int = typer.Option(1, min=0, max=64, help="Loader workers in every third training."),
+    seconds: float = typer.Option(600.0, min=1, help="Most seconds to spend."),
+    seed: int = typer.Option(0, min=0, max=2**63 - 1, help="Seed of the moments."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:
-    """Kill trainings, harm their files, resume them, and compare each with the undisturbed one, bit by bit."""
+    """Kill trainings, resume them, and compare the results.
+
+    hotlap also damages their files, and compares each result with that of an undisturbed training, bit by bit.
+    """
     from hotlap.stress.trials import Tally, Trials
 
     begun = time.monotonic()
@@ -65,7 +68,7 @@ def stress(
         say("")
     figures: dict[str, Any] = {name: total(name) for name in Tally.__annotations__ if name != "lost"}
     lost = [line for trials in rounds for line in trials.tally.lost]
-    # What there was no time for is told: a shorter test is not the one that was asked for.
+    # A test cut short is not the one that was asked for.
     figures["asked"] = kills + len(moments)
     figures["seconds"] = round(time.monotonic() - begun, 1)
     if as_json:

@@ -1,4 +1,4 @@
-"""The table at the end of a run: what was tried, what it gave, and what became of it, from the ledger alone."""
+"""The table at the end of a run: what hotlap tried, what it gave, and what became of it, from the ledger alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ SIGNS = {"kept": "+", "rejected": "-", "undecided": "-", "not tried": "-"}
 ALARMS = ("canary", "trial", "data changed")
 """How faults begin that the tuning met; others are no matter of this table."""
 LONGEST_TEXT = 300
-LONGEST_NAME = 34
+LONGEST_NAME = 30
+HEADER = ("step", "speed-up", "95 % interval", "noise")
+"""Above the figures."""
 NO_TERMINAL = 120
 """Columns if the terminal does not say how many it has."""
 LEAST_WHY = 26
@@ -81,9 +83,9 @@ def table(ledger: Ledger, width: int | None = None) -> list[str]:
     found = rows(ledger)
     width = max(LEAST_WHY, width or shutil.get_terminal_size((NO_TERMINAL, 24)).columns)
     layout = _Layout(found, width)
-    lines = [line for row in found if not row.unfit for line in layout.lines(row)]
+    lines = [*layout.header(), *(line for row in found if not row.unfit for line in layout.lines(row))]
     unfit = ", ".join(row.what for row in found if row.unfit)
-    last = [*([f"nothing to do here for: {unfit}"] if unfit else []), _verdict(found)]
+    last = [*([f"does not apply here: {unfit}"] if unfit else []), _verdict(found)]
     return [*lines, *(part.rstrip() for line in last for part in textwrap.wrap(line, width))] if lines else []
 
 
@@ -246,11 +248,23 @@ class _Layout:
         aligned = [row for row in found if row.sign != "!" and not row.unfit]
         cells = [_figures(row) for row in aligned]
         self._name = min(LONGEST_NAME, max((len(_name(row)) for row in aligned), default=0))
-        self._figures = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        self._has_figures = any(row.step_s is not None or row.ratio is not None for row in aligned)
+        headed = [HEADER, *cells] if self._has_figures else cells
+        # A column that is empty in all rows is left out, its header too.
+        self._figures = [
+            max(map(len, column)) if any(column[-len(cells) :]) else 0 for column in zip(*headed, strict=True)
+        ]
         self._outcome = max((len(row.outcome) for row in aligned if row.sign), default=0)
         taken = [self._name, *(w for w in (*self._figures, self._outcome) if w)]
         self._room = width - sum(taken) - len(GAP) * len(taken)
         self._wide = self._room >= min(LEAST_WHY, max((len(row.why) for row in aligned), default=0))
+
+    def header(self) -> list[str]:
+        """The names of the figures, if there are any."""
+        if not self._has_figures:
+            return []
+        heads = [head if width else "" for head, width in zip(HEADER, self._figures, strict=True)]
+        return [f"{'':<{self._name}}{GAP}{self._aligned(heads)}".rstrip()]
 
     def lines(self, row: Row) -> list[str]:
         """A row, in as many lines as it needs."""

@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import re
 import sys
+import textwrap
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TextIO
 
 Say = Callable[[str], None]
 """Shows the user one line of progress."""
 
+_LABEL = re.compile(r"\s*(\S{1,12} {2,})?")
+"""What a line may begin with, and later lines leave free."""
 _FORGED_LINE = re.compile(r"\n(?!  )")
 
 
@@ -52,7 +56,38 @@ def say(*lines: str, stream: TextIO | None = None) -> None:
     stream = sys.stderr if stream is None else stream
     if stream is not None:  # without a console, as under pythonw, there is none
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last inside of another write
-            write(stream, "".join(f"{clean(line)}\n" for line in lines))
+            write(stream, "".join(f"{line}\n" for line in fitted(lines, stream)))
+
+
+def fitted(lines: Iterable[str], stream: TextIO) -> list[str]:
+    """Clean lines, broken between words where a terminal would break them within; JSON stays in one line."""
+    width = columns(stream)
+    cleaned = [clean(line) for line in lines]
+    if width is None:
+        return cleaned
+    return [part for line in cleaned for part in ([line] if line.startswith("{") else wrapped(line, width))]
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """A line in lines of at most `width` columns, but for longer words; later ones begin below the first one's text."""
+    if len(line) <= width:
+        return [line]
+    label = _LABEL.match(line)
+    indent = len(label[0]) if label and label[0] and len(label[0]) <= width // 2 else 4
+    return textwrap.wrap(
+        line, max(width, indent + 1), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def columns(stream: TextIO | None) -> int | None:
+    """How wide a terminal is; None for any other stream."""
+    if stream is None or not is_terminal(stream):
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return int(os.environ.get("COLUMNS", "")) or None
+    with contextlib.suppress(OSError, ValueError):
+        return os.get_terminal_size(stream.fileno()).columns or None
+    return None
 
 
 def silent(line: str) -> None:

@@ -1,4 +1,4 @@
-"""A small training on real data that comes with hotlap: handwritten digits, told apart by a small network."""
+"""A small training on data that comes with hotlap: a small network classifies handwritten digits."""
 
 from __future__ import annotations
 

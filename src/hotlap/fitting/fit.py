@@ -171,6 +171,8 @@ def _chosen_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | M
         return str(plan)
     if not isinstance(plan, (str, Path)):
         raise PlanError(f"plan is a {type(plan).__name__}; give a Plan, a plan file, a run, or a dict of choices")
+    if not Path(plan).exists():
+        raise PlanError(f"unknown plan {shown(str(plan))}: use auto, off, max, a plan file or a run folder")
     if Path(plan).is_dir():
         return RunFolder.open(plan).read_ledger()
     return load_plan(plan)

@@ -17,7 +17,7 @@ import torch
 from hotlap import __version__
 from hotlap.core.errors import MachineError, did_you_mean
 from hotlap.core.job import Job
-from hotlap.core.terminal import clean, is_terminal, logger, say, write
+from hotlap.core.terminal import clean, is_terminal, logger, say, wrapped, write
 from hotlap.core.units import show_rate, show_seconds
 from hotlap.data.dataset import OrderedDataset
 from hotlap.engine.rig import Rig
@@ -201,7 +201,8 @@ class TerminalView:
     def say(self, line: str) -> None:
         """Print the line above the bar."""
         with self._while_it_shows():
-            self._bar.console.print(clean(line), markup=False, highlight=False, emoji=False, soft_wrap=True)
+            for part in wrapped(clean(line), self._bar.console.width):
+                self._bar.console.print(part, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def show(self, reading: Reading) -> None:
         """Move the bar."""

@@ -1,4 +1,4 @@
-"""Which micro-batch fits, and which is fastest: by real updates, with a reserve kept."""
+"""`hotlap batch`: which batch fits and which is fastest, by real updates, with a reserve kept free."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from hotlap.kit.start_size import StartSize, keep_measured, kind_of_model, start
 from hotlap.script.running import Target
 
 RESERVE = 0.1
-"""Of what the process may take, what has to stay free."""
+"""The part of the process's memory that has to stay free."""
 PIECES = 16
-"""Pieces of an update at most; with more, the update itself would hardly count, and takes as long to try."""
+"""Most pieces of an update. With more, the update itself hardly counts, and a try takes longer."""
 MOST_S = 120.0
-"""What a search may take, about."""
+"""Seconds after which a search starts no new try."""
 SCRIPT_FINER = 8
-"""To which part of itself the largest batch of a script is sought: each try takes a process."""
-COUNTED = "memory is counted from the sizes of tensors: a CPU keeps no account of it"
+"""The largest batch of a script is found to this part of itself, since each try takes a process."""
+COUNTED = "on the CPU, hotlap counts memory from the sizes of tensors"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFound:
-    """What was found of a training's batches."""
+    """The batches of a training: which fit, which are fastest, and what to write."""
 
     name: str
     device: str
     own_batch: int | None
-    """Samples that go through the model at once as it is written."""
+    """Samples that go through the model at once in the training as written."""
     effective_batch: int | None
-    """Samples an update; nothing here changes it."""
+    """Samples of an update, which hotlap does not change."""
     searched: Searched
     began: StartSize
     room_bytes: int
@@ -50,11 +50,11 @@ class BatchFound:
     least: int = 1
     """The smallest batch that can train."""
     writes: Callable[[int, int], str] = dataclasses.field(repr=False, default=lambda batch, times: "")
-    """What to write for so many samples at once, so many times an update."""
+    """Takes samples at once and pieces of an update; returns the arguments to write."""
 
     @property
     def allowed_bytes(self) -> int:
-        """What a batch may take with the reserve kept."""
+        """The memory that a batch may take with the reserve kept."""
         return int((1 - RESERVE) * self.room_bytes)
 
     @property
@@ -69,12 +69,12 @@ class BatchFound:
 
     @property
     def knee(self) -> Trial | None:
-        """The smallest that is nearly as fast."""
+        """The smallest that is nearly as fast as the fastest."""
         return knee(self.searched.within(self.allowed_bytes))
 
     @property
     def _ends_early(self) -> bool:
-        """Whether the largest that was tried is the fastest, and nothing says that larger ones do not train."""
+        """Whether the largest tried size is the fastest, and larger ones may train too."""
         return not self.searched.found_largest and self.fastest is not None and self.fastest is self.largest
 
     @property
@@ -84,16 +84,16 @@ class BatchFound:
 
     @property
     def advice(self) -> str:
-        """What to write, with the same effective batch."""
+        """What to write to keep the effective batch."""
         knee = self.knee
         if knee is None:
             return "no batch keeps the reserve: use a smaller model, shorter samples or a GPU with more memory"
         whole = self.effective_batch
         if whole is None:
-            return f"{knee.size:,} samples at once; your batches are made by a batch sampler, which decides how many"
+            return f"{knee.size:,} samples at once; your batch sampler decides how many samples a batch has"
         if whole < self.least:
             most = f"{self.least} at least, up to {knee.size:,}"
-            return f"a batch norm cannot train with your {whole:,} sample at once: {most}"
+            return f"a batch norm cannot train with {whole:,} sample at once, as you have it: {most}"
         if whole <= knee.size or self._is_near_best(whole):
             more = f"; up to {knee.size:,} would be faster, with another effective batch" if knee.size > whole else ""
             what = (
@@ -104,7 +104,7 @@ class BatchFound:
         return f"for the effective batch of {whole:,} as it is: {self.writes(size, whole // size)}"
 
     def _is_near_best(self, size: int) -> bool:
-        """Whether it keeps the reserve, and the timed ones next to it are nearly as fast as the fastest."""
+        """Whether a size keeps the reserve, and its timed neighbours are nearly as fast as the fastest."""
         timed = self.searched.within(self.allowed_bytes)
         below, above = ([one for one in timed if (one.size >= size) is is_above] for is_above in (False, True))
         beside = above[:1] if above and above[0].size == size else [*below[-1:], *above[:1]]
@@ -112,21 +112,21 @@ class BatchFound:
         return bool(above) and self.fastest is not None and least >= KNEE * (self.fastest.samples_per_s or 0.0)
 
     def summary(self) -> str:
-        """The curve and what follows from it, for people."""
+        """The measured sizes and the advice, in lines for people."""
         fast, knee = self.fastest, self.knee
         top = max((one.samples_per_s or 0.0 for one in self.searched.trials), default=0.0) or 1.0
         lines = [f"{'samples':>9} {'samples/s':>11} {'tensors':>10} {'taken':>10}"]
         for one in self.searched.trials:
             if one.samples_per_s is None:
                 continue
-            bar = "#" * round(24 * one.samples_per_s / top)
+            bar = "#" * round(20 * one.samples_per_s / top)
             marks = [word for word, which in (("fastest", fast), ("knee", knee)) if which is one]
             if one.taken_bytes > self.allowed_bytes:
                 marks.append("less than the reserve is left")
             peak, taken = (show_bytes(count) if count else "–" for count in (one.peak_bytes, one.taken_bytes))
             figures = f"{peak:>10} {taken:>10}"
             lines.append(
-                f"{one.size:>9,} {show_rate(one.samples_per_s):>11} {figures}  {bar:<24} {', '.join(marks)}".rstrip()
+                f"{one.size:>9,} {show_rate(one.samples_per_s):>11} {figures}  {bar:<20} {', '.join(marks)}".rstrip()
             )
         largest = self.largest
         lines.append("")
@@ -137,17 +137,17 @@ class BatchFound:
             lines.append(f"largest    none: {self.searched.ended}")
         if self.keeps_reserve is not None and self.keeps_reserve.taken_bytes:
             kept = f"{show_bytes(self.allowed_bytes)} of {show_bytes(self.room_bytes)}"
-            lines.append(f"reserve    up to {self.keeps_reserve.size:,} was seen to stay within {kept}")
+            lines.append(f"reserve    up to {self.keeps_reserve.size:,} stays within {kept}")
         if fast is not None and knee is not None and fast.samples_per_s and knee.samples_per_s:
             part = knee.samples_per_s / fast.samples_per_s
             still = "; larger ones may be faster still" if self._ends_early else ""
-            lines.append(f"knee       {knee.size:,} has {part:.0%} of the best, which is {fast.size:,}{still}")
+            lines.append(f"knee       {knee.size:,} has {part:.0%} of the best speed, that of {fast.size:,}{still}")
         own = "" if self.own_batch is None else f" ({self.own_batch:,} at once)"
-        whole = "a batch sampler's own" if self.effective_batch is None else f"{self.effective_batch:,}{own}"
-        lines.append(f"effective  {whole}; it stays as you set it")
-        lines.append(f"begun      with {self.began.size:,}: {self.began.why}")
+        whole = "set by your batch sampler" if self.effective_batch is None else f"{self.effective_batch:,}{own}"
+        lines.append(f"effective  {whole}; hotlap does not change it")
+        lines.append(f"started    with {self.began.size:,}: {self.began.why}")
         if (line := self.searched.line) is not None:
-            lines.append(f"measured   {show_bytes(line.bytes_a_sample)} more for each sample more")
+            lines.append(f"measured   {show_bytes(line.bytes_a_sample)} for each further sample")
         lines.append(f"write      {self.advice}")
         lines += [f"note       {note}" for note in self.notes]
         return "\n".join(map(clean, lines))
@@ -180,7 +180,7 @@ class BatchFound:
 
 
 def batch_of_job(job: Job, *, name: str, most: int | None = None, seconds: float = MOST_S, say: Say) -> BatchFound:
-    """As `hotlap.batch` has it, of a job, in this process."""
+    """`hotlap.batch` for a job, in this process."""
     with opened(job) as bench, only_new_garbage():
         return _found(bench, name, most, seconds, say)
 
@@ -190,16 +190,16 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
     own = bench.dataset.batch_size
     allowed = (1 - RESERVE) * bench.room_bytes
     most = min(bench.most, most or bench.most)
-    began = StartSize(size=own, why="your own")
+    began = StartSize(size=own, why="yours")
     if bench.memory_ends:
         guess = start_size(bench.rig.model, bench.batch(1), allowed, bench.where)
         began = dataclasses.replace(guess, size=min(guess.size, most))
-    say(f"batch      begun with {began.size:,}: {began.why}; {bench.most:,} samples, {show_bytes(bench.room_bytes)}")
+    say(f"batch      starts with {began.size:,}: {began.why}; {bench.most:,} samples, {show_bytes(bench.room_bytes)}")
     until = time.monotonic() + seconds
 
     def attempt(size: int, timed: bool) -> Trial:
         one = tried(bench, size, effective or own, timed)
-        say(told(one))
+        say(trial_line(one))
         return one
 
     searched = Search(
@@ -218,7 +218,7 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
     notes = [
         *cautions,
         bench.longest.words,
-        "speed is that of the step with its batch at hand; how batches get there: hotlap workers",
+        "speed is that of the step with its batch ready; for the time of loading: hotlap workers",
     ]
     if bench.device.type != "cuda":
         notes.append(COUNTED)
@@ -237,14 +237,14 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
 
 
 def _job_words(accumulates: bool, size: int, times: int) -> str:
-    """What to write in a job, which accumulates as it is, or does not."""
+    """What to write in a job; `accumulates` says whether it does so now."""
     if times == 1:
         return f"batch_size={size}{', accumulate=1' if accumulates else ''}"
     return f"batch_size={size}, accumulate={times}; or leave the job and give the plan micro_batch={size}"
 
 
-def told(one: Trial) -> str:
-    """A size that was tried, in a line."""
+def trial_line(one: Trial) -> str:
+    """A tried size in a line."""
     if one.why_not is not None:
         return f"batch      {one.size:,} does not train: {one.why_not}"
     speed = "trains" if one.samples_per_s is None else f"{show_rate(one.samples_per_s)} samples/s"
@@ -252,12 +252,12 @@ def told(one: Trial) -> str:
 
 
 def _shown_bytes(count: int) -> str:
-    """What was seen of memory; a script may be over before it is looked at."""
-    return show_bytes(count) if count else "memory not seen"
+    """Memory in words; a script may end before hotlap has measured it."""
+    return show_bytes(count) if count else "memory not measured"
 
 
 def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
-    """Make real updates of the effective batch in pieces of this size; of one piece where it is larger."""
+    """Make real updates of the effective batch in pieces of this size, or of one larger piece."""
     pieces = min(PIECES, max(1, -(-effective // size)))
     window = bench.window(size, pieces)
     peak = taken = 0
@@ -271,12 +271,12 @@ def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
         nonlocal peak, taken
         peak, taken = bench.peak_bytes(window)
 
-    # What has trained a few times may still fail later, where memory is in pieces by then.
+    # A size that has trained a few times may still fail later, once memory is fragmented.
     why_not = bench.trains(window) or (bench.why_full(time_it) if timed else None)
     if why_not is not None:
         return Trial(size=size, why_not=why_not)
     rest, (peak, taken) = bench.rest_bytes, bench.peak_so_far
-    # Less is taken where what lay idle was given back before. A training does not do that, so it may fail here.
+    # With idle memory given back before, an update takes less. A training does not do that, so this may fail.
     why_not = bench.why_full(measure)
     if why_not is not None and not bench.memory_ends:
         return Trial(size=size, why_not=why_not)
@@ -287,17 +287,17 @@ def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
 def batch_of_script(
     target: Target, *, most: int | None = None, seconds: float = MOST_S, say: Say = silent
 ) -> BatchFound:
-    """The same of somebody's script: its training loader is made with another batch size, in a process each time.
+    """`hotlap.batch` for a script: each try runs it in a new process, with another batch size of its training loader.
 
-    Raises TrainingError where the script makes its batches in another way, or does not train.
+    Raises TrainingError if the script makes its batches in another way, or does not train.
     """
     until = time.monotonic() + seconds
-    say(f"batch      {target.name} is run as it is, to find its loader")
+    say(f"batch      runs {target.name} unchanged, to find its loader")
     first = run_probe(target, ProbeRequest(counts=True, lengths=True, begins_s=max(seconds, BEGINS_S)))
     if first.out_of_memory is not None:
         raise TrainingError(f"{target.name} runs out of memory as it is ({first.out_of_memory}); lower its batch size")
     if first.why_fixed is not None or first.batch_size is None:
-        raise TrainingError(f"the batch size of {target.name} cannot be set from outside: {first.why_fixed}")
+        raise TrainingError(f"hotlap cannot set the batch size of {target.name}: {first.why_fixed}")
     own, on_gpu = first.batch_size, first.device != "cpu"
     room = first.room_bytes if on_gpu else room_on(torch.device("cpu"))
 
@@ -314,13 +314,13 @@ def batch_of_script(
         except ScriptEndedError as error:
             if size == own:
                 raise
-            one = Trial(size=size, why_not=error.why)  # it may be written for its own size
+            one = Trial(size=size, why_not=error.why)  # the script may only work with its own size
         else:
             one = of_visit(size, seen)
-        say(told(one))
+        say(trial_line(one))
         return one
 
-    began = StartSize(size=own, why="the script's own")
+    began = StartSize(size=own, why="that of the script")
     searched = Search(
         attempt=attempt,
         start=own,
@@ -344,7 +344,7 @@ def batch_of_script(
 
 
 def _script_words(accumulates: bool, size: int, times: int) -> str:
-    """What to write in a script, which accumulates as it is, or does not."""
+    """What to write in a script; `accumulates` says whether it does so now."""
     updates = f", and an update every {times} batches" if times > 1 else ", and an update with every batch"
     return f"the loader's batch_size={size}{updates if times > 1 or accumulates else ''}"
 
@@ -352,21 +352,21 @@ def _script_words(accumulates: bool, size: int, times: int) -> str:
 def _script_notes(first: ProbeResult, searched: Searched) -> tuple[str, ...]:
     notes = [
         RUNS,
-        "speed is that of the script's own loop, its loading included; its accumulation was left as it is",
-        first.longest or "batches are those that came first: the lengths of samples are not known",
+        "speed is that of the script's loop, with its loading; hotlap has not changed its accumulation",
+        first.longest or "the lengths of samples are unknown, so batches are the first that came",
     ]
     if first.other_loaders:
         several = f"{first.other_loaders + 1} loaders bring the batches of an update"
-        notes.append(f"{several}: sizes are those of the first that it asks, the others stay as they are")
+        notes.append(f"{several}: sizes are those of the first, the others stay as they are")
     if any(one.trains and not one.taken_bytes for one in searched.trials):
-        notes.append("where memory was not seen, the script was over before it was looked at: let it train longer")
+        notes.append("memory not measured: the script ended before; let it train longer")
     if first.device == "cpu":
         notes.append(COUNTED)
     return tuple(notes)
 
 
 def of_visit(size: int, seen: ProbeResult) -> Trial:
-    """A size as it was seen in a script."""
+    """The trial of a size, from a probe of a script."""
     if seen.out_of_memory is not None:
         return Trial(size=size, why_not=seen.out_of_memory)
     speeds = sorted(samples / spent for spent, samples in seen.laps)

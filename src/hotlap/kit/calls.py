@@ -17,9 +17,9 @@ from hotlap.core.terminal import Say, say, silent
 from hotlap.kit.batch import MOST_S, BatchFound, batch_of_job, batch_of_script
 from hotlap.kit.memory import MemoryFound, memory_of_job, memory_of_script
 from hotlap.kit.workers import WorkersFound, workers_of_job, workers_of_script
+from hotlap.machine.limits import warn_if_busy
 
 if TYPE_CHECKING:
-    from hotlap.core.job import Job
     from hotlap.script.running import Target
 
 
@@ -39,6 +39,7 @@ def batch(training: Training, *, most: int | None = None, seconds: float = MOST_
     _check_seconds(seconds)
     show_progress = say if progress else silent
     chosen = _chosen(training, show_progress)
+    warn_if_busy(show_progress)
     if chosen.target is not None:
         return batch_of_script(chosen.target, most=most, seconds=seconds, say=show_progress)
     return batch_of_job(chosen.make_job(), name=chosen.name, most=most, seconds=seconds, say=show_progress)
@@ -53,6 +54,7 @@ def workers(training: Training, *, seconds: float = MOST_S, progress: bool = Tru
     _check_seconds(seconds)
     show_progress = say if progress else silent
     chosen = _chosen(training, show_progress)
+    warn_if_busy(show_progress)
     if chosen.target is not None:
         return workers_of_script(chosen.target, seconds=seconds, say=show_progress)
     return workers_of_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=show_progress)
@@ -67,6 +69,7 @@ def memory(training: Training, *, seconds: float = MOST_S, progress: bool = True
     _check_seconds(seconds)
     show_progress = say if progress else silent
     chosen = _chosen(training, show_progress)
+    warn_if_busy(show_progress)
     if chosen.target is not None:
         return memory_of_script(chosen.target, seconds=seconds, say=show_progress)
     return memory_of_job(chosen.make_job(), name=chosen.name, say=show_progress)
@@ -150,8 +153,6 @@ def named(words: Sequence[str], *, say: Say = silent) -> Named:
 
 def named_job(name: str) -> Job:
     """The Job called `module:job`, seen from the current folder, or what the function of that name returns."""
-    from hotlap.core.job import Job
-
     module, _, attribute = name.partition(":")
     if module.endswith(".py") or not all(word.isidentifier() for word in (*module.split("."), attribute)):
         raise UsageError(

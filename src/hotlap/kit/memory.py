@@ -1,4 +1,4 @@
-"""Where the memory of a training goes: by kind and by layer, over an update, and what would bring it down."""
+"""`hotlap memory`: what holds the memory of an update, by kind and layer, and what would lower the peak."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hotlap.core.terminal import Say, clean, silent
 from hotlap.core.units import show_bytes
 from hotlap.data.sources import tensors_in
 from hotlap.engine.step import Window
+from hotlap.kit.batch import COUNTED
 from hotlap.kit.bench import Bench, count_training, opened, trained_tensors
 from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, run_probe
 from hotlap.kit.savings import ModelFacts, Saving, Tried, Update, model_facts, savings, table
@@ -27,58 +28,58 @@ from hotlap.script.running import Target
 from hotlap.store.files import write_text
 
 LAYERS = 10
-"""So many layers are shown."""
-_TOLD = {
+"""Layers in the summary."""
+_NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "activations": "activations",
     "backward": "backward pass",
-    "update": "the update itself",
-    "batch": "batch, and all else",
-    "before": "there before: data",
-    "kernels": "within kernels",
-    "libraries": "kept by cuBLAS",
-    "unseen": "beside all tensors",
+    "update": "optimizer step",
+    "batch": "batch and the rest",
+    "before": "data held before",
+    "kernels": "inside kernels",
+    "libraries": "cuBLAS workspace",
+    "unseen": "outside of tensors",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFound:
-    """Where a training's memory goes."""
+    """What holds a training's memory."""
 
     name: str
     device: str
     samples: int
     """Samples that go through the model at once."""
     peak_bytes: int
-    """The most that tensors took in an update; on a GPU by torch's allocator, else counted."""
+    """The peak of an update: on a GPU by torch's allocator, else counted from tensors."""
     counted_bytes: int
-    """The most that tensors and operations were seen to take: what `kinds` add up to."""
+    """The counted peak of tensors and operations, which is the sum of `kinds`."""
     reserved_bytes: int | None
-    """What torch had taken from the GPU at most; None on the CPU."""
+    """The most that torch has taken from the GPU; None on the CPU."""
     room_bytes: int
-    """What the process may take."""
+    """Memory that the process may take."""
     kinds: Mapping[str, int]
-    """At the peak, by what it is for."""
+    """At the peak, by purpose."""
     layers: Mapping[str, int]
     """Activations at the peak, by the module that made them."""
     course: tuple[tuple[str, int], ...]
-    """Over one update: what was being done, and the bytes that lived."""
+    """Over one update: its part, and the bytes that lived."""
     step_s: float | None
     savings: tuple[Saving, ...] = ()
     held: tuple[GrowingMemory, ...] = ()
-    """Memory that grows from update to update."""
+    """What grows from update to update."""
     notes: tuple[str, ...] = ()
 
     @property
     def lasting_bytes(self) -> int:
-        """What tensors take between two updates."""
+        """The memory of tensors between two updates."""
         return self.course[-1][1] if self.course else 0
 
     @property
     def unseen_bytes(self) -> int:
-        """What the allocator gave beside all that was seen: what libraries keep for themselves, and its rounding."""
+        """The allocator's memory beyond the counted: what libraries keep, and rounding."""
         return max(0, self.peak_bytes - self.counted_bytes)
 
     def draw(self, path: str | Path) -> None:
@@ -86,23 +87,23 @@ class MemoryFound:
         draw_course(self.course, Path(path), f"Memory over one update of {self.name}")
 
     def summary(self) -> str:
-        """The account, for people."""
-        at_once = f"{self.samples:,} samples at once, " if self.samples else ""  # no loader says how many
+        """The figures in lines, for people."""
+        at_once = (
+            f"{self.samples:,} samples at once, " if self.samples else ""
+        )  # without a loader the number is unknown
         lines = [f"{'peak':<21} {show_bytes(self.peak_bytes):>10}  {at_once}after the first update"]
         whole = {**self.kinds, "unseen": self.unseen_bytes}
         for kind in (*KINDS, "unseen"):
             if whole.get(kind):
                 share = whole[kind] / max(1, self.peak_bytes)
                 bar = "#" * round(24 * share)
-                lines.append(f"  {_TOLD[kind]:<19} {show_bytes(whole[kind]):>10}  {share:>4.0%} {bar}".rstrip())
+                lines.append(f"  {_NAMES[kind]:<19} {show_bytes(whole[kind]):>10}  {share:>4.0%} {bar}".rstrip())
         lines.append(f"{'between updates':<21} {show_bytes(self.lasting_bytes):>10}  allocated all the time")
         if self.reserved_bytes is not None:
-            beside = show_bytes(self.reserved_bytes - self.peak_bytes)
-            lines.append(f"{'taken by torch':<21} {show_bytes(self.reserved_bytes):>10}  {beside} of it kept for later")
+            kept = show_bytes(self.reserved_bytes - self.peak_bytes)
+            lines.append(f"{'taken by torch':<21} {show_bytes(self.reserved_bytes):>10}  {kept} of it kept for later")
         left = self.room_bytes - (self.reserved_bytes if self.reserved_bytes is not None else 0)
-        lines.append(
-            f"{'left':<21} {show_bytes(left):>10}  of {show_bytes(self.room_bytes)} that this process may take"
-        )
+        lines.append(f"{'left':<21} {show_bytes(left):>10}  of {show_bytes(self.room_bytes)} for this process")
         top = sorted(self.layers.items(), key=lambda one: -one[1])[:LAYERS]
         if top:
             lines += ["", "activations at the peak, by layer"]
@@ -110,9 +111,7 @@ class MemoryFound:
         if self.savings:
             lines += ["", *table(self.savings, self.peak_bytes, self.step_s)]
         lines.append("")
-        lines += [f"grows      {one}" for one in self.held] or [
-            "grows      nothing: no memory is held from update to update"
-        ]
+        lines += [f"grows      {one}" for one in self.held] or ["grows      nothing from update to update"]
         return "\n".join(map(clean, [*lines, *(f"note       {note}" for note in self.notes)]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,13 +135,13 @@ class MemoryFound:
 
 
 def memory_of_job(job: Job, *, name: str, say: Say) -> MemoryFound:
-    """As `hotlap.memory` has it, of a job, in this process."""
+    """`hotlap.memory` for a job, in this process."""
     with opened(job) as bench:
         return _Account(bench, say).found(name)
 
 
 class _Account:
-    """The account of one rig."""
+    """Counts the memory of one rig, and tries what would lower its peak."""
 
     def __init__(self, bench: Bench, say: Say) -> None:
         self._bench, self._rig, self._say = bench, bench.rig, say
@@ -155,7 +154,7 @@ class _Account:
         why_not = bench.trains(self._window)
         if why_not is not None:
             raise TrainingError(
-                f"an update with {self._size:,} samples at once does not fit: {why_not}; see what does: hotlap batch"
+                f"an update with {self._size:,} samples at once does not fit: {why_not}; find what fits: hotlap batch"
             )
         peak, reserved = bench.peak_bytes(self._window)
         step_s = bench.step_s(self._window)
@@ -174,7 +173,7 @@ class _Account:
         held = self._grows()
         for one in held:
             self._say(f"memory     grows: {one}")
-        notes = [] if on_gpu else ["on the CPU memory is counted from the sizes of tensors, not measured"]
+        notes = [] if on_gpu else [COUNTED]
         return MemoryFound(
             name=name,
             device=str(rig.device),
@@ -193,7 +192,7 @@ class _Account:
         )
 
     def _live(self, window: Window, *, lines: bool = False) -> LiveTensors:
-        """Counts what is there before an update: its batch too, where it is on the device already."""
+        """Counts tensors before an update, with its batch if that is on the device already."""
         self._bench.tidy()
         live = LiveTensors(self._rig.device, lines=lines)
         live.know_libraries()
@@ -202,7 +201,7 @@ class _Account:
         return live
 
     def _watched(self, window: Window) -> tuple[LiveTensors, dict[str, int]]:
-        """What lived over an update, and the bytes that each module gave."""
+        """The tensors of an update, and the bytes of each module's output."""
         live = self._live(window)
         live.forget_peak()
         with UpdateWatch(live, trained_tensors(self._rig), self._rig.modules) as watch:
@@ -219,16 +218,16 @@ class _Account:
                 turns.end()
         return turns.growth()
 
-    # --- what would bring it down ------------------------------------------------------------------
+    # --- what would lower the peak -----------------------------------------------------------------
 
     def in_pieces(self, size: int) -> Tried:
-        """Updates of the same samples, of which so many go through the model at once."""
+        """Updates of the same samples, so many at once."""
         plan, pieces = self._rig.plan.but(micro_batch=size), -(-sum(self._window.sizes) // size)
         tried = self._tried(plan, self._bench.window(size, pieces))
         return replace(tried, changes="; ".join(self._rig.cautions(plan)))
 
     def checkpointed(self, blocks: int) -> Tried:
-        """Updates with all blocks checkpointed."""
+        """Updates with checkpointed blocks."""
         return self._tried(self._rig.plan.but(checkpoint=blocks), self._window)
 
     def in_precision(self, precision: str) -> Tried:
@@ -236,7 +235,7 @@ class _Account:
         return self._tried(self._rig.plan.but(precision=precision), self._window)
 
     def _tried(self, plan: Plan, window: Window) -> Tried:
-        """Peak and pace under a plan, of real updates."""
+        """Peak and time of real updates under a plan."""
         before = self._rig.plan
         why_not = self._rig.supports(plan)
         if why_not is not None:
@@ -255,19 +254,19 @@ class _Account:
 
 
 def memory_of_script(target: Target, *, seconds: float = 120.0, say: Say = silent) -> MemoryFound:
-    """The same of somebody's script, which is run for some updates in a process of its own, and so for each try."""
-    say(f"memory     {target.name} is run for some updates")
+    """`hotlap.memory` for a script: each try runs some of its updates in a new process."""
+    say(f"memory     runs some updates of {target.name}")
     first = ProbeRequest(laps=LAPS, lap_s=LAP_S, counts=True, watches=True)
     seen = run_probe(target, replace(first, lengths=True, begins_s=max(seconds, BEGINS_S)))
     if seen.varies and seen.loader is not None and seen.out_of_memory is None:
-        say("memory     again with its longest samples")
+        say("memory     runs it again with its longest samples")
         seen = replace(
             run_probe(target, replace(first, loader=seen.loader, longest=True)), longest=seen.longest, varies=True
         )
     if seen.out_of_memory is not None:
-        raise TrainingError(f"{target.name} runs out of memory as it is: {seen.out_of_memory}; lower its batch size")
+        raise TrainingError(f"{target.name} runs out of memory unchanged: {seen.out_of_memory}; lower its batch size")
     if not seen.account:
-        raise TooShortError(f"{target.name} is over before its memory was looked at; let it train longer")
+        raise TooShortError(f"{target.name} ended before hotlap had measured its memory; let it train longer")
     on_gpu, account = seen.device != "cpu", seen.account
     update = Update(
         samples=seen.batch_size or seen.samples_an_update,
@@ -283,8 +282,8 @@ def memory_of_script(target: Target, *, seconds: float = 120.0, say: Say = silen
     notes = [
         RUNS,
         *([seen.longest] if seen.varies and seen.longest else []),
-        *words_on(found),
-        *([] if on_gpu else ["on the CPU memory is counted from the sizes of tensors, not measured"]),
+        *how_to_write(found),
+        *([] if on_gpu else [COUNTED]),
     ]
     return MemoryFound(
         name=target.name,
@@ -314,11 +313,11 @@ _WORDS = {"batch": "batch", "activations": "forward", "backward": "backward", "u
 
 
 def draw_course(course: Sequence[tuple[str, int]], path: Path, title: str) -> None:
-    """Draw the bytes that lived after each operation of an update. Raises DataError where there is none."""
+    """Draw the bytes that lived after each operation of an update. Raises DataError without any operation."""
     if len(course) < 2:
-        raise DataError("no operation of an update was seen, so there is nothing to draw")
+        raise DataError("there is nothing to draw: hotlap has seen no operation of an update")
     every = max(1, len(course) // MOST_POINTS)
-    # Of each part the largest: the peak must not fall between two points.
+    # The largest of each part, so that the peak does not fall between two points.
     points = [max(course[at : at + every], key=lambda one: one[1]) for at in range(0, len(course), every)]
     marks = round_marks(0.0, max(size for _, size in points) / 2**20 or 1.0)
     top = marks[-1] * 2**20
@@ -362,52 +361,52 @@ def draw_course(course: Sequence[tuple[str, int]], path: Path, title: str) -> No
 
 
 LAPS, LAP_S = 3, 0.05
-"""Laps of each look, of which the middle one counts, and what each takes at least."""
+"""Laps of each probe, of which the median counts, and the least seconds of a lap."""
 
 
 class ScriptTrials:
-    """Tries things in a script: each takes a process of its own."""
+    """Tries things in a script, each in a new process."""
 
     def __init__(self, target: Target, own: ProbeResult, say: Callable[[str], None]) -> None:
         self._target, self._own, self._say = target, own, say
         self._request = ProbeRequest(laps=LAPS, lap_s=LAP_S, counts=True, loader=own.loader, longest=own.varies)
 
     def in_pieces(self, size: int) -> Tried:
-        """Batches of this size, with an update after each; gradients stay in memory as while they are accumulated."""
+        """Batches of this size with an update after each; gradients stay in memory, as in accumulation."""
         request = replace(self._request, change={"batch_size": size}, keeps_gradients=True)
         tried = self._tried(f"micro-batches of {size:,}", request)
         norms = "batch norms see micro-batches, so their statistics differ"
         return replace(tried, changes=norms) if self._own.model["least"] > 1 else tried
 
     def checkpointed(self, blocks: int) -> Tried:
-        """Updates with all blocks checkpointed."""
+        """Updates with checkpointed blocks."""
         return self._tried(f"all {blocks} blocks checkpointed", replace(self._request, checkpoint=True))
 
     def in_precision(self, precision: str) -> Tried:
-        """Updates under autocast, as `hotlap run --plan` has it."""
+        """Updates under autocast, as under `hotlap run --plan`."""
         return self._tried(f"{precision} autocast", replace(self._request, precision=precision))
 
     def _tried(self, what: str, request: ProbeRequest) -> Tried:
-        self._say(f"memory     {what}: tried")
+        self._say(f"memory     tries {what}")
         try:
             seen = run_probe(self._target, request)
         except HotlapError as error:
             return Tried(why_not=str(error).partition("\n")[0])
-        over = None if seen.peak_bytes else f"{self._target.name} is over before its memory was looked at"
+        over = None if seen.peak_bytes else f"{self._target.name} ended before hotlap had measured its memory"
         why_not = seen.why_not or seen.out_of_memory or over
         if why_not is not None:
             return Tried(why_not=why_not)
-        # Of smaller batches, as many as have the samples of an update.
+        # The time of as many smaller batches as have the samples of an update.
         step_s = seen.step_s if seen.sample_s is None else seen.sample_s * self._own.samples_an_update
         return Tried(peak_bytes=seen.peak_bytes, step_s=step_s)
 
 
-def words_on(found: Iterable[Saving]) -> list[str]:
-    """How somebody gets in a script what was found to be had, in lines."""
-    told = {
-        "micro-batches": "micro-batches: the loader's batch_size, an update every so many (timed with one for each)",
-        "blocks checkpointed": "checkpointing: torch.utils.checkpoint around each block; hotlap run leaves that to you",
-        "autocast": "autocast: hotlap run tries it by itself, and keeps it where it is faster and gradients agree",
+def how_to_write(found: Iterable[Saving]) -> list[str]:
+    """How to get each found saving in a script, in lines."""
+    advice = {
+        "micro-batches": "micro-batches: set the loader's batch_size, and update every few batches (timed: each)",
+        "blocks checkpointed": "checkpointing: put torch.utils.checkpoint around each block; hotlap run does not",
+        "autocast": "autocast: hotlap run tries it, and keeps it if it is faster and gradients agree",
     }
-    had = [one.what for one in found if one.peak_bytes is not None]
-    return [line for word, line in told.items() if any(word in what for what in had)]
+    possible = [one.what for one in found if one.peak_bytes is not None]
+    return [line for word, line in advice.items() if any(word in what for what in possible)]

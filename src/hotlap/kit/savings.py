@@ -1,4 +1,4 @@
-"""What would bring the memory of a training down: predicted from one update, and tried where it can be."""
+"""What would lower the peak memory of a training: predicted from one update, and tried if possible."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from hotlap.engine.blocks import checkpointed_blocks, why_not_checkpointed
 from hotlap.engine.precision import why_not_precision
 from hotlap.kit.start_size import DENSE, RECURRENT, TEXT, UNITS, kind_of_model
 
-CHANGES = "it changes what is learnt"
+CHANGES = "it changes what the model learns"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Something that would bring the peak down."""
+    """Something that would lower the peak."""
 
     what: str
     predicted_bytes: int | None = None
-    """None where it cannot be had at all."""
+    """None if it is impossible."""
     predicted_step_s: float | None = None
-    """None where it cannot be told without trying."""
+    """None if only a try can tell."""
     peak_bytes: int | None = None
-    """As it was measured; None where it was not tried."""
+    """Measured; None if not tried."""
     step_s: float | None = None
     changes: str = ""
-    """What it changes in the training beyond rounding, if anything."""
+    """What it changes in the training beyond rounding."""
     why_not: str | None = None
-    """Why it was not tried, or cannot be had."""
+    """Why hotlap has not tried it, or why it is impossible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """What something was seen to bring, by real updates; or why it was not tried."""
+    """The measured effect on real updates, or the reason for no try."""
 
     peak_bytes: int | None = None
     step_s: float | None = None
-    """Seconds for as many samples as an update has."""
+    """Seconds for the samples of an update."""
     why_not: str | None = None
     changes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What is to be known of a model, in plain values that can be written to a file."""
+    """Facts of a model in plain values, for a file."""
 
     name: str
     blocks: Sequence[str]
-    """The names of the blocks that it repeats."""
+    """The names of its repeated blocks."""
     why_no_blocks: str | None
     """Why these cannot be checkpointed."""
     precision: str | None
@@ -73,41 +73,41 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """An update as it was watched."""
+    """A watched update."""
 
     samples: int
-    """That go through the model at once."""
+    """Samples that go through the model at once."""
     effective_batch: int
     peak_bytes: int
     step_s: float
     kinds: Mapping[str, int]
     layers: Mapping[str, int]
     outputs: Mapping[str, int]
-    """Bytes that each module gave."""
+    """Bytes of each module's output."""
     why_whole: str | None = None
-    """Why its batch goes through in no other pieces."""
+    """Why its batch cannot be split otherwise."""
 
     @property
     def with_samples(self) -> int:
-        """What grows with the samples that go through at once."""
+        """The memory that grows with the samples at once."""
         return sum(self.kinds.get(kind, 0) for kind in ("activations", "backward", "batch"))
 
 
 class Trials(Protocol):
-    """A training in which things can be tried."""
+    """A training on which hotlap can try things."""
 
     def in_pieces(self, size: int) -> Tried:
-        """Updates of the same samples, of which so many go through the model at once."""
+        """Updates of the same samples, so many at once."""
 
     def checkpointed(self, blocks: int) -> Tried:
-        """Updates with all blocks checkpointed."""
+        """Updates with checkpointed blocks."""
 
     def in_precision(self, precision: str) -> Tried:
         """Updates under autocast."""
 
 
 def model_facts(model: nn.Module, sample: Batch | None, device: torch.device) -> ModelFacts:
-    """What is to be known of a model on this device; `sample` is a batch that it gets."""
+    """Facts of a model on this device; `sample` is one of its batches."""
     names = {id(part): name for name, part in model.named_modules()}
     blocks = [names[id(block)] for block in checkpointed_blocks(model)]
     reasons = {one: why_not_precision(one, device) for one in ("bf16", "fp16")}
@@ -115,7 +115,7 @@ def model_facts(model: nn.Module, sample: Batch | None, device: torch.device) ->
     fact = None if precision is None else machine.dtype_fact(device, precision)
     is_emulated = fact is not None and fact.support is machine.Support.EMULATED
     kind = None if sample is None else kind_of_model(model, sample)
-    none = f"{type(model).__name__} has no blocks that it repeats"
+    none = f"{type(model).__name__} has no repeated blocks"
     return ModelFacts(
         name=type(model).__name__,
         blocks=blocks,
@@ -130,7 +130,7 @@ def model_facts(model: nn.Module, sample: Batch | None, device: torch.device) ->
 
 
 def savings(update: Update, model: ModelFacts, trials: Trials) -> list[Saving]:
-    """What would bring the peak of this update down, and what of it cannot be had."""
+    """What would lower the peak of this update, with reasons for what is impossible."""
     return [
         _smaller_pieces(update, model, trials),
         _checkpointed(update, model, trials),
@@ -140,12 +140,12 @@ def savings(update: Update, model: ModelFacts, trials: Trials) -> list[Saving]:
 
 
 def _smaller_pieces(update: Update, model: ModelFacts, trials: Trials) -> Saving:
-    least = f"{update.samples:,} at once is the least that trains" if update.samples <= model.least else None
+    least = f"{update.samples:,} at once is the smallest batch that trains" if update.samples <= model.least else None
     why_not = update.why_whole or least
     if why_not is not None:
         return Saving(what="micro-batches", why_not=why_not)
     half = max(model.least, -(-update.samples // 2))
-    # All pieces but the first have the gradients of those before them beside their activations.
+    # All pieces but the first hold gradients of earlier pieces beside their activations.
     gradients = update.kinds.get("parameters", 0) - update.kinds.get("gradients", 0)
     return _with(
         trials.in_pieces(half),
@@ -179,7 +179,7 @@ def _in_half_precision(update: Update, model: ModelFacts, trials: Trials) -> Sav
     if model.precision is None:
         return Saving(what="autocast", why_not=model.why_no_precision)
     saved = update.kinds.get("activations", 0) // 2 - update.kinds.get("parameters", 0) // 2
-    # How fast it is depends on the hardware and on what of a step is products: it is timed, not predicted.
+    # Its speed depends on the hardware and the share of matrix products: hotlap measures it only.
     slow = None if model.why_slow_precision is None else Tried(why_not=model.why_slow_precision)
     return _with(
         slow or trials.in_precision(model.precision),
@@ -189,12 +189,12 @@ def _in_half_precision(update: Update, model: ModelFacts, trials: Trials) -> Sav
 
 
 def _smaller_samples(update: Update, model: ModelFacts) -> list[Saving]:
-    """Shorter sequences or smaller pictures, of which less is kept; that is another training."""
+    """Shorter sequences or smaller pictures, which keep less; that is another training."""
     if model.kind is None:
-        return [Saving(what="smaller samples", why_not="how large they are was not seen")]
+        return [Saving(what="smaller samples", why_not="their size is unknown")]
     if model.kind == DENSE:
         return []
-    # Half as many tokens, or three quarters of a side: about half of what is computed and kept.
+    # Half the tokens, or three quarters of a side: about half of the computation and memory.
     side = 0.5 if model.kind in (TEXT, RECURRENT) else 0.75
     part = side if model.kind in (TEXT, RECURRENT) else side**2
     return [
@@ -221,19 +221,19 @@ def _with(tried: Tried, *, what: str, predicted_bytes: int, predicted_step_s: fl
 
 
 def table(found: Sequence[Saving], peak_bytes: int, step_s: float | None) -> list[str]:
-    """All of them in lines for people, beside the training as it is."""
-    width = max(len("what would bring it down"), *(2 + len(one.what) for one in found))
+    """The savings in lines for people, beside the unchanged training."""
+    width = max(len("what would lower it"), *(2 + len(one.what) for one in found))
     lines = [
-        f"{'what would bring it down':<{width}}  {'predicted':>21}  {'measured':>21}",
-        f"{'  as it is':<{width}}  {'':>21}  {_figures(peak_bytes, step_s)}",
+        f"{'what would lower it':<{width}}  {'predicted':>21}  {'measured':>21}",
+        f"{'  unchanged':<{width}}  {'':>21}  {_figures(peak_bytes, step_s)}",
     ]
     for one in found:
         guess = _figures(one.predicted_bytes, one.predicted_step_s)
         seen = _figures(one.peak_bytes, one.step_s)
         if one.peak_bytes is None:
-            seen = f"{'not tried' if one.predicted_bytes is not None else 'not to be had'}: {one.why_not}"
-        told = one.changes if one.peak_bytes is not None else ""
-        lines.append(f"  {one.what:<{width - 2}}  {guess}  {seen}  {told}".rstrip())
+            seen = f"{'not tried' if one.predicted_bytes is not None else 'impossible'}: {one.why_not}"
+        changes = one.changes if one.peak_bytes is not None else ""
+        lines.append(f"  {one.what:<{width - 2}}  {guess}  {seen}  {changes}".rstrip())
     return lines
 
 

@@ -1,4 +1,4 @@
-"""How batches should come: by how many workers, or without any, timed by the real step."""
+"""`hotlap workers`: how batches should come, timed by the real step."""
 
 from __future__ import annotations
 
@@ -29,67 +29,67 @@ from hotlap.script.running import Target
 from hotlap.tuner.stats import LEAST_GAIN, Comparison, Estimate
 
 MOST_S = 120.0
-"""What it may take, about."""
+"""Seconds after which no new setting is tried."""
 LAP_S, LEAST_WINDOWS = 0.1, 4
-"""The least a lap takes and has."""
+"""Least seconds and least updates of a lap."""
 MOST_WINDOWS = 256
 MOST_QUADS = 12
 NEAR = 1.05
-"""Of two counts of workers whose steps differ by less, the smaller is named."""
+"""If the steps of two settings differ by less, the one with fewer workers counts as better."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One way to bring batches, and how the training went under it."""
+    """One way to bring batches, and its timings."""
 
     words: str
     feed: Feed
     is_own: bool = False
     start_s: float | None = None
-    """Until the first batch was there: workers started, data brought to the device."""
+    """Until the first batch: the start of workers, the copy of data to the device."""
     step_s: float | None = None
-    """An update in steady state, its batch included; None where it was not tried."""
+    """An update in steady state, with its batch; None if not tried."""
     why_not: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersFound:
-    """What was found of how a training's batches should come."""
+    """How the batches of a training should come."""
 
     name: str
     device: str
     cores: int
     settings: tuple[Setting, ...]
     bare_s: float | None
-    """An update with its batch at hand: no feed makes it faster; None where it cannot be had."""
+    """An update with its batch ready, which no feed makes faster; None if unknown."""
     compared: Estimate | None
-    """How many times faster the best is than the training's own, from laps in turn."""
+    """How many times as fast the best is as the training's own setting, from laps in turn."""
     verdict: str | None
-    """As `Comparison.verdict` has it."""
+    """See `Comparison.verdict`."""
     transforms: tuple[Cost, ...] = ()
-    """What each of the dataset's own transforms takes for a sample, and all else."""
+    """The time of each of the dataset's transforms for a sample, and of the rest."""
     notes: tuple[str, ...] = ()
     writes: Callable[[Feed], str] = field(repr=False, default=str)
 
     @property
     def own(self) -> Setting:
-        """The training's own way."""
+        """The training's own setting."""
         return next(one for one in self.settings if one.is_own)
 
     @property
     def best(self) -> Setting:
-        """The fastest; of ways that are near it, the one with the fewest workers."""
+        """The fastest; among settings near it, the one with the fewest workers."""
         return best_of(self.settings)
 
     @property
     def best_count(self) -> int | None:
-        """How many workers are best, were batches to come by a loader; None where none was tried."""
+        """The best number of workers of a DataLoader; None if hotlap has tried none."""
         by_loader = [one for one in self.settings if one.feed.kind == "loader" and one.step_s is not None]
         return best_of(by_loader).feed.workers if by_loader else None
 
     @property
     def matters(self) -> bool:
-        """Whether another way than its own is faster by more than may be chance."""
+        """Whether another setting is faster by more than chance."""
         return self.verdict == "accepted" and not self.best.is_own
 
     @property
@@ -101,16 +101,16 @@ class WorkersFound:
             gain = f"{one.ratio:.3g}x [{one.low:.3g}, {one.high:.3g}]"
             return f"{self.writes(best.feed)}: {gain} as fast as {own.words}"
         if bare is not None and own.step_s is not None and own.step_s < LEAST_GAIN * bare:
-            return f"nothing: with {own.words} the step waits for no batch, so it does not matter"
+            return f"nothing: with {own.words} the step does not wait for batches"
         if all(other.step_s is None for other in self.settings if not other.is_own):
-            return f"nothing is known: no other way than {own.words} was timed"
+            return f"nothing: hotlap has timed no other setting than {own.words}"
         if one is not None and not best.is_own and one.ratio > 1:
-            chance = f"{best.words}, {one.ratio:.3g}x [{one.low:.3g}, {one.high:.3g}] as fast, may be so by chance"
-            return f"nothing: no other way is surely faster than {own.words}; {chance}"
-        return f"nothing: no other way is seen to be faster than {own.words}"
+            chance = f"{best.words}: {one.ratio:.3g}x [{one.low:.3g}, {one.high:.3g}] as fast, which may be chance"
+            return f"nothing: no setting is certainly faster than {own.words}; {chance}"
+        return f"nothing: no setting is faster than {own.words}"
 
     def summary(self) -> str:
-        """All ways in a table and what follows from it, for people."""
+        """The settings in a table, and the advice, in lines for people."""
         width = max(len(one.words) for one in self.settings)
         lines = [f"{'':<{width}}  {'step':>9}  {'start-up':>9}"]
         for one in self.settings:
@@ -124,10 +124,10 @@ class WorkersFound:
                 f"{one.words:<{width}}  {show_seconds(one.step_s):>9}  {start:>9}  {', '.join(marks)}".rstrip()
             )
         if self.bare_s is not None:
-            lines.append(f"{'batch at hand':<{width}}  {show_seconds(self.bare_s):>9}  {'':>9}  no way can be faster")
-        lines += ["", f"cores      {self.cores}: more workers than that were not tried"]
+            lines.append(f"{'batch ready':<{width}}  {show_seconds(self.bare_s):>9}  {'':>9}  no setting can be faster")
+        lines += ["", f"cores      {self.cores}: hotlap tries no more workers than that"]
         if self.best_count is not None and self.best.feed.kind != "loader":
-            lines.append(f"workers    {self.best_count or 'none'} would be best, were it a loader's to bring batches")
+            lines.append(f"workers    best DataLoader setting: {_counted(self.best_count)} (another feed is faster)")
         if self.transforms:
             whole = show_seconds(sum(one.sample_s for one in self.transforms))
             lines.append(f"a sample   {whole} in one process: {', '.join(map(str, self.transforms))}")
@@ -154,13 +154,17 @@ class WorkersFound:
         }
 
 
+def _counted(workers: int) -> str:
+    return f"{workers} worker{'s'[: workers != 1]}" if workers else "no workers"
+
+
 def finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity."""
+    """Figures without infinity, which JSON does not have."""
     return {name: None if isinstance(one, float) and not math.isfinite(one) else one for name, one in figures.items()}
 
 
 def best_of(settings: Sequence[Setting]) -> Setting:
-    """The fastest; of ways that are near it, the one with the fewest workers, and of those the training's own."""
+    """The fastest; among settings near it the one with the fewest workers, and then the training's own."""
     timed = [one for one in settings if one.step_s is not None]
     least = min(one.step_s or 0.0 for one in timed)
     near = [one for one in timed if (one.step_s or 0.0) <= NEAR * least]
@@ -168,18 +172,18 @@ def best_of(settings: Sequence[Setting]) -> Setting:
 
 
 def counts(cores: int) -> list[int]:
-    """How many workers are tried first: 0, 1, 2, 4 … and as many as there are cores."""
+    """The numbers of workers to try first: 0, 1, 2, 4 … and the number of cores."""
     powers = [2**n for n in range(cores.bit_length()) if 2**n <= cores]
     return sorted({0, *powers, cores})
 
 
 def by(count: int, *, on_gpu: bool) -> Feed:
-    """So many workers."""
+    """A loader with so many workers."""
     return Feed(kind="loader", workers=count, persistent=count > 0, pinned=on_gpu)
 
 
 def nearer(settings: Sequence[Setting], *, on_gpu: bool) -> list[Feed]:
-    """Workers half way from the best count to those that were tried next to it."""
+    """Numbers of workers half way from the best to its tried neighbours."""
     by_loader = [one for one in settings if one.feed.kind == "loader" and one.step_s is not None]
     if not by_loader:
         return []
@@ -189,13 +193,13 @@ def nearer(settings: Sequence[Setting], *, on_gpu: bool) -> list[Feed]:
 
 
 def workers_of_job(job: Job, *, name: str, seconds: float = MOST_S, say: Say) -> WorkersFound:
-    """As `hotlap.workers` has it, of a job, in this process; all ways go over the same batches."""
+    """`hotlap.workers` for a job, in this process; every setting goes over the same batches."""
     with opened(job) as bench:
         return _Ways(bench, seconds, say).found(name)
 
 
 class _Ways:
-    """The ways to feed one rig, tried in turn."""
+    """Tries the feeds of one rig in turn."""
 
     def __init__(self, bench: Bench, seconds: float, say: Say) -> None:
         self._bench, self._rig, self._say = bench, bench.rig, say
@@ -205,7 +209,7 @@ class _Ways:
         self._windows: Iterator[Window] = self._rig.windows()
         self._plan: Plan = self._rig.plan
         self._varies = lengths_in(self._bench.dataset.source) is not None
-        """Whether batches differ in width, so that laps are only alike over the very same ones."""
+        """Whether batches differ in width: then laps compare only over the same batches."""
 
     def found(self, name: str) -> WorkersFound:
         own = self._rig.plan.feed
@@ -214,13 +218,13 @@ class _Ways:
         settings += [self._first(feed, False, bare_s) for feed in nearer(settings, on_gpu=self._on_gpu)]
         others = finer(best_of(settings).feed, on_gpu=self._on_gpu)
         settings += [self._first(feed, False, bare_s) for feed in others if all(one.feed != feed for one in settings)]
-        # The other way round: what has drifted meanwhile has done so for the first as for the last.
+        # In the opposite order, so that a drift hits all settings alike.
         settings = [self._again(one) for one in reversed(settings)][::-1]
         self._rig.use(self._plan, outcome="measured")
         bare_s = min(bare_s, self._bare_s())
         best = best_of(settings)
         comparison = self._compared(own, best.feed) if best.feed != own else None
-        notes = ["every way brings the same samples in the same order"]
+        notes = ["every setting brings the same samples in the same order"]
         if self._rig.device.type == "cpu":
             notes.append("on the CPU workers take cores from the training itself")
         return WorkersFound(
@@ -237,15 +241,15 @@ class _Ways:
         )
 
     def _feeds(self, own: Feed) -> list[Feed]:
-        """The job's own, then the others."""
+        """The job's own feed, then the others."""
         by_workers = [by(count, on_gpu=self._on_gpu) for count in counts(self._cores)]
         whole = [Feed(kind=kind) for kind in ("gather", "stream", "resident")]
         return [own, *(feed for feed in (*by_workers, *whole) if feed != own)]
 
     def _bare_s(self) -> float:
-        """Seconds an update whose batch is at hand: one that laps have too; all of them, where they differ.
+        """Seconds an update with its batch ready: one update of the laps, or all of them if they differ in width.
 
-        Where laps go through several epochs, the last, shorter batch of each counts as in these.
+        If laps go through several epochs, the shorter last batch of each counts as in the laps.
         """
         warm, least = self._lengths(self._cores)
         here = self._rig.windows_here
@@ -263,12 +267,12 @@ class _Ways:
         return ((here - 1) * step_s + self._bench.step_s(last)) / here
 
     def _lengths(self, workers: int) -> tuple[int, int]:
-        """How many windows come before a lap, and how many it has at least."""
+        """How many updates come before a lap, and how many a lap has at least."""
         most = self._cores if self._varies else workers
         return 2 * most + 1, max(LEAST_WINDOWS, LAP_ROUNDS * most)
 
     def _first(self, feed: Feed, is_own: bool, bare_s: float) -> Setting:
-        """Start a way, and time one lap."""
+        """Start a setting, and time one lap."""
         one = Setting(words=words_of(feed), feed=feed, is_own=is_own)
         plan = self._plan.with_feed(feed)
         why_not = self._rig.supports(plan)
@@ -294,7 +298,7 @@ class _Ways:
         return dataclasses.replace(one, step_s=(one.step_s + self._lap_s(one.feed)) / 2)
 
     def _compared(self, own: Feed, best: Feed) -> Comparison:
-        """Laps of both in turn until it is decided."""
+        """Laps of both in turn, until the comparison decides."""
         self._say(f"workers    {words_of(best)} against {words_of(own)}, in turns")
         comparison = Comparison(most_quads=MOST_QUADS)
         while comparison.verdict is None:
@@ -303,19 +307,19 @@ class _Ways:
         return comparison
 
     def _go_to_start(self, plan: Plan) -> None:
-        """The next window is the first one of all, under this plan: all laps go over the same batches."""
+        """Go to the first update under this plan, so that all laps go over the same batches."""
         self._rig.use(plan, outcome="measured")
         self._rig.place = Place()
 
     def _lap_s(self, feed: Feed) -> float:
-        """Seconds an update over a lap of this way, from the first batch on, its first ones left out."""
+        """Seconds an update over a lap of this feed from the first batch on, without the first updates."""
         self._go_to_start(self._plan.with_feed(feed))
         warm, least = self._lengths(feed.workers)
         for _ in range(warm):
             self._rig.advance(next(self._windows))
         self._rig.wait()
         begun, made = time.perf_counter(), 0
-        # Whole rounds of the workers: a lap that ends between two bursts is too long or too short.
+        # Whole rounds of the workers: between two bursts a lap would be too long or too short.
         while made < least or (not self._varies and time.perf_counter() - begun < LAP_S and made < MOST_WINDOWS):
             for _ in range(max(1, feed.workers)):
                 self._rig.advance(next(self._windows))
@@ -325,7 +329,7 @@ class _Ways:
 
 
 def finer(feed: Feed, *, on_gpu: bool) -> list[Feed]:
-    """What else can be chosen for the best number of workers: how much they keep ready, and pinning."""
+    """Other settings of the best number of workers: prefetching and pinning."""
     if feed.kind != "loader":
         return []
     found = [dataclasses.replace(feed, pinned=not feed.pinned)] if on_gpu else []
@@ -333,19 +337,19 @@ def finer(feed: Feed, *, on_gpu: bool) -> list[Feed]:
 
 
 def words_of(feed: Feed) -> str:
-    """A way to bring batches in a few words."""
+    """A feed in a few words."""
     if feed.kind != "loader":
         return {"gather": "gathered here", "stream": "copied ahead (stream)", "resident": "held on the device"}[
             feed.kind
         ]
-    words = [f"{feed.workers} worker{'s'[: feed.workers != 1]}" if feed.workers else "no workers"]
+    words = [_counted(feed.workers)]
     words += [f"prefetch {feed.prefetch}"] if feed.prefetch is not None else []
     return ", ".join([*words, *(["pinned"] if feed.pinned else [])])
 
 
 def loader_words(feed: Feed) -> str:
     if feed.kind != "loader":
-        return f"fit(job, plan={{'kind': '{feed.kind}'}}), or leave it to fit, which tries that by itself"
+        return f"fit(job, plan={{'kind': '{feed.kind}'}}); without a plan, fit tries it by itself"
     return f"DataLoader({', '.join(_arguments(feed))})"
 
 
@@ -358,22 +362,22 @@ def _arguments(feed: Feed) -> list[str]:
 
 def _plan_words(feed: Feed) -> str:
     changed = {name: value for name, value in dataclasses.asdict(feed).items() if value != getattr(Feed(), name)}
-    return f"fit(job, plan={changed or {'kind': feed.kind}}), or leave it to fit, which tries that by itself"
+    return f"fit(job, plan={changed or {'kind': feed.kind}}); without a plan, fit tries it by itself"
 
 
 # --- scripts, each setting in a process of its own -----------------------------------------------------------
 
 
-REPEATS = "each would give all samples of an IterableDataset, unless it shares them out by get_worker_info"
+REPEATS = "each worker gives all samples of an IterableDataset that does not split them by get_worker_info"
 
 
 def workers_of_script(target: Target, *, seconds: float = MOST_S, say: Say = silent) -> WorkersFound:
-    """As `hotlap.workers` has it, of somebody's script, in a process each time.
+    """`hotlap.workers` for a script: each try runs it in a new process.
 
-    Its training loader is made with other workers; and hotlap brings its batches, as under `hotlap run --plan`.
+    hotlap changes the workers of its training loader, and brings its batches as under `hotlap run --plan`.
     """
     until = time.monotonic() + seconds
-    say(f"workers    {target.name} is run as it is, to find its loader")
+    say(f"workers    runs {target.name} unchanged, to find its loader")
     first = run_probe(target, ProbeRequest(transforms=True, begins_s=max(seconds, BEGINS_S)))
     if first.loader is None:
         raise HotlapError(f"{target.name} has no loader to give workers to: {first.why_fixed}")
@@ -414,20 +418,20 @@ def workers_of_script(target: Target, *, seconds: float = MOST_S, say: Say = sil
 
 
 class _FeedProbes:
-    """Looks at a script under several feeds, each in a process of its own."""
+    """Probes a script under several feeds."""
 
     def __init__(self, target: Target, first: ProbeResult, say: Say) -> None:
-        """`first` is the script as it is."""
+        """`first` is a probe of the unchanged script."""
         self._target, self._first, self._say = target, first, say
         self.own = Feed(kind="loader", workers=first.workers, pinned=first.pinned and first.device != "cpu")
         self._seen: dict[Feed, list[ProbeResult]] = {self.own: [first]}
         self._why_not: dict[str, str] = {}
-        """Of kinds of feed that its batches do not come by."""
+        """By kind of feed, why hotlap cannot bring its batches so."""
         self._most_workers = 1 if first.iterates and self.own.workers <= 1 else None
-        """Where the script has more already, its dataset has to share its samples out among them."""
+        """A script with more workers already has to split its samples among them."""
 
     def look(self, feed: Feed) -> None:
-        """Run the script under a feed once more; one that cannot be is not tried again."""
+        """Run the script under a feed once more; a feed that has failed is not tried again."""
         if feed.kind in self._why_not or self._repeats(feed):
             return
         if feed.kind == "loader":
@@ -448,11 +452,11 @@ class _FeedProbes:
         self._say(f"workers    {words_of(feed)}: {show_seconds(_step_s(self._seen[feed]))} a step")
 
     def _repeats(self, feed: Feed) -> bool:
-        """Whether samples may come several times by this feed."""
+        """Whether this feed may bring samples several times."""
         return feed.kind == "loader" and self._most_workers is not None and feed.workers > self._most_workers
 
     def setting(self, feed: Feed, seconds: float) -> Setting:
-        """What was seen of a feed."""
+        """The setting of a feed, with its timings."""
         one = Setting(words=words_of(feed), feed=feed, is_own=feed == self.own)
         several = self._seen.get(feed, [])
         if not several or feed.kind in self._why_not:
@@ -461,9 +465,9 @@ class _FeedProbes:
         return dataclasses.replace(one, start_s=several[0].first_batch_s, step_s=_step_s(several))
 
     def compared(self, best: Feed, until: float) -> Comparison:
-        """Laps of the best feed and of the script's own in turn, until it is decided.
+        """Laps of the best feed and of the script's own in turn, until the comparison decides.
 
-        In probes of their own, while there is time: those by which it was chosen flatter it.
+        New probes, while there is time: those that chose the feed flatter it.
         """
         for feed in (self.own, best, best, self.own):
             if time.monotonic() < until or len(self._seen[feed]) < 2:
@@ -477,9 +481,9 @@ class _FeedProbes:
 
 
 def _writes(target: Target) -> Callable[[Feed], str]:
-    """What to write for a feed: arguments of its loader, or a command."""
+    """What to write for a feed: arguments of the loader, or a command."""
     command = shlex.join(["hotlap", "run", *target.words])
-    return lambda feed: loader_words(feed) if feed.kind == "loader" else f"`{command}`, which tries that by itself"
+    return lambda feed: loader_words(feed) if feed.kind == "loader" else f"`{command}`, which tries it by itself"
 
 
 def _change(feed: Feed) -> dict[str, Any]:
@@ -488,7 +492,7 @@ def _change(feed: Feed) -> dict[str, Any]:
 
 
 def _laps(seen: ProbeResult) -> list[float]:
-    """Seconds an update in each lap."""
+    """Seconds an update of each lap."""
     if not seen.samples_an_update:
         return [spent / count for (spent, _), count in zip(seen.laps, seen.lap_updates, strict=True)]
     return [spent / (samples / seen.samples_an_update) for spent, samples in seen.laps if samples]

@@ -1,6 +1,11 @@
 """What this machine is and can do.
 
-Nothing here imports torch until it is asked something that needs it.
+- `detect` looks at the machine once per process, and `device` chooses the device to train on.
+- `cuda`, `limits`, `disk`, `runtimes`, `variables` and `versions` each read one part of it.
+- `dtypes` holds the number formats of a device, each proven by a kernel; `tf32` switches TF32; `catalogue` lists GPUs.
+- `doctor` checks everything, and lists each `problems.Problem` with its cost and its cure.
+
+Importing this room does not import torch.
 """
 
 from hotlap.machine.catalogue import CATALOGUE, GpuModel, find_gpu

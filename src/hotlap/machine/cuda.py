@@ -28,7 +28,7 @@ class GpuProcess:
     pid: int
     bytes: int | None
     name: str | None
-    """None where it runs in another container or belongs to somebody else."""
+    """None if it runs in another container or belongs to another user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class DriverGpu:
     total_bytes: int | None
     free_bytes: int | None
     utilisation: int | None
-    """Per cent of the last sample in which any kernel ran: says nothing about how well it ran."""
+    """Per cent of the last sample in which any kernel ran, however well it used the GPU."""
     processes: tuple[GpuProcess, ...] | None
 
 
@@ -67,7 +67,7 @@ def _started() -> Any:
 
 
 def read_driver(start: Callable[[], Any] = _started) -> Driver:
-    """Ask the driver about all its GPUs; an empty answer with the reason where there is none."""
+    """Ask the driver about all its GPUs; without a driver the answer is empty and holds the reason."""
     try:
         nvml = start()
         count = int(nvml.nvmlDeviceGetCount())
@@ -83,7 +83,7 @@ def read_driver(start: Callable[[], Any] = _started) -> Driver:
 
 
 def same_gpu(gpu: DriverGpu, uuid: str | None, bus_id: str | None) -> bool:
-    """Whether the driver's GPU is the one CUDA means; never by index, which the user may reorder."""
+    """Whether the driver and CUDA mean the same GPU; an index does not tell, since users may reorder GPUs."""
     if uuid and gpu.uuid and _bare(uuid) == _bare(gpu.uuid):
         return True
     # A slice of a GPU (MIG) has its own uuid but shares its parent's place on the bus.
@@ -134,7 +134,7 @@ def _process_name(pid: int) -> str | None:
 
 
 def _ask(question: Callable[[], T]) -> T | None:
-    """The answer, or None: cards and drivers differ in which questions they know."""
+    """The answer, or None: not every card and driver knows every question."""
     try:
         return question()
     except Exception:
@@ -174,7 +174,7 @@ class Cuda:
     architectures: tuple[str, ...] = ()
     gpus: tuple[CudaGpu, ...] = ()
     in_use: bool = False
-    """Whether this very process had begun to use CUDA before it was asked."""
+    """Whether this process had begun to use CUDA before this reading."""
     error: str | None = None
     """Why there is no GPU, where torch gave a reason."""
 
@@ -189,7 +189,7 @@ def read_cuda() -> Cuda:
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus: tuple[CudaGpu, ...] = ()
     error_line: str | None = None
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             if torch.cuda.is_available():
@@ -198,8 +198,8 @@ def read_cuda() -> Cuda:
                 torch.cuda.init()  # type: ignore[no-untyped-call]
         except Exception as error:
             error_line = first_line(error)
-    if error_line is None and not gpus and said:
-        error_line = str(said[0].message).strip().splitlines()[0]
+    if error_line is None and not gpus and caught:
+        error_line = str(caught[0].message).strip().splitlines()[0]
     return Cuda(
         torch=torch.__version__,
         build=build,
@@ -222,7 +222,7 @@ def free_bytes(index: int) -> int | None:
 
 
 def usable_bytes(device: torch.device) -> int:
-    """What this process may take of a GPU's memory in all: less than there is under a cap, as on a pretended GPU."""
+    """The GPU memory that this process may take in total; a cap lowers it, as on a pretended GPU."""
     import torch
 
     total = torch.cuda.mem_get_info(device)[1]
@@ -231,7 +231,7 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def free_for_torch(device: torch.device) -> int:
-    """What tensors may still take of a GPU's memory: what is free, and what torch holds for them, under the cap."""
+    """The GPU memory that tensors may still take: free memory and what torch holds for them, up to the cap."""
     import torch
 
     used = torch.cuda.memory_allocated(device)

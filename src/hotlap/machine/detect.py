@@ -1,4 +1,4 @@
-"""What this machine is: looked at once per process."""
+"""What this machine is, read once per process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hotlap.machine.catalogue import GpuModel, find_gpu, recognise
 from hotlap.machine.cuda import Cuda, Driver, DriverGpu, free_bytes, read_cuda, read_driver, same_gpu
 from hotlap.machine.disk import DiskSpeed, Room, measure_disk, read_room
 from hotlap.machine.dtypes import run_kernel, times_as_long
-from hotlap.machine.limits import ROOT, Cpu, Memory, read_cpu, read_memory
+from hotlap.machine.limits import ROOT, Cpu, Memory, busy_share, read_cpu, read_memory
 from hotlap.machine.runtimes import Runtime, read_runtime
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where facts come from; the defaults are this machine."""
+    """Where all facts come from: by default this machine; a test brings another."""
 
     driver: Callable[[], Driver] = read_driver
     cuda: Callable[[], Cuda] = read_cuda
     free_bytes: Callable[[int], int | None] = free_bytes
     kernel: Callable[[str, str], str | None] = run_kernel
-    """Device and format to None, or to one line that says why the kernel failed."""
+    """Takes a device and a format; returns None, or in one line why the kernel failed."""
     pace: Callable[[str], float] = times_as_long
     """How many times as long as in fp32 the CPU takes in a format."""
     room: Callable[[Path], Room | None] = read_room
@@ -36,6 +36,8 @@ class World:
     root: Path = ROOT
     folder: Path = field(default_factory=Path.cwd)
     """Where runs are written."""
+    busy_share: Callable[[], float] = busy_share
+    """The part of the cores at work."""
     affinity: int | None = None
     """Cores the scheduler allows; None asks it."""
     has_module: Callable[[str], bool] | None = None
@@ -43,7 +45,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU torch can see; whether its kernels run is another question."""
+    """A GPU that torch can see; its kernels may still fail."""
 
     index: int
     name: str
@@ -67,7 +69,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What was found, as far as it does not change while a process runs."""
+    """What does not change about the machine while a process runs."""
 
     gpus: tuple[Gpu, ...]
     hidden_gpus: tuple[str, ...]
@@ -92,7 +94,7 @@ class Machine:
     def hidden_on_purpose(self) -> bool:
         """Whether CUDA_VISIBLE_DEVICES is what leaves torch without a GPU.
 
-        Schedulers set it on every job, so that it is set proves nothing; CUDA reads it up to the first
+        Schedulers set it on every job, so its presence proves nothing. CUDA reads it up to the first
         entry that names no GPU.
         """
         if self.visible_devices is None or self.gpus:

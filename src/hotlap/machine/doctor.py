@@ -1,4 +1,4 @@
-"""The doctor: look at everything, run a kernel on every device, say what is wrong and whether to train."""
+"""The doctor: checks the machine, runs a kernel on every device, and says whether it is fit to train."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from hotlap.machine.detect import Gpu, Machine, World, assemble, driver_gpu, pre
 from hotlap.machine.device import cpu_facts, facts_on, pretended_or, why_kernel_failed, why_no_gpu
 from hotlap.machine.disk import DiskSpeed, Room, disk_problems, shm_problems
 from hotlap.machine.dtypes import DtypeFact
+from hotlap.machine.limits import why_timings_are_off
 from hotlap.machine.problems import Problem, Severity, worst_first
 from hotlap.machine.runtimes import runtime_problems
 from hotlap.machine.variables import recorded, variable_problems
 from hotlap.machine.versions import Toolchain, read_toolchain, version_problems, versions
 
 _CONTEXT: Final = 1024 * MIB
-"""What CUDA itself may hold on a GPU that nobody trains on."""
+"""What CUDA itself may hold on an idle GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class GpuReport:
     others: tuple[GpuProcess, ...] | None
     """Processes on it other than this one; None where the driver does not say."""
     unseen_bytes: int
-    """Memory taken by nobody the driver names: processes of other containers."""
+    """Memory that no process in the driver's list holds: processes of other containers do."""
     facts: dict[str, DtypeFact]
 
     @property
@@ -71,14 +72,14 @@ def facts_json(facts: dict[str, DtypeFact]) -> dict[str, dict[str, str]]:
 
 
 def check_gpu(world: World, machine: Machine, driver: Driver, cuda: Cuda, gpu: Gpu) -> GpuReport:
-    """Run its kernels, and join what the driver said before CUDA was started."""
+    """Run its kernels, and join what the driver answered before CUDA started."""
     known = driver_gpu(driver, cuda, gpu.index)
     # A slice of a GPU (MIG) shares its parent's entry, whose free memory is not the slice's.
     whole = known is not None and known.total_bytes is not None and known.total_bytes < 1.1 * gpu.memory_bytes
     free = known.free_bytes if known is not None and whole else world.free_bytes(gpu.index)
     listed = known.processes if known is not None else None
     others = None if listed is None else _others(listed, cuda.in_use)
-    # Where this process was on the GPU already, what is taken may be its own.
+    # If this process was on the GPU already, the memory in use may be its own.
     unknown = cuda.in_use or bool(others)
     return GpuReport(
         gpu=gpu,
@@ -91,7 +92,7 @@ def check_gpu(world: World, machine: Machine, driver: Driver, cuda: Cuda, gpu: G
 
 
 def gpu_problems(machine: Machine, gpus: Sequence[GpuReport], *, require_gpu: bool) -> list[Problem]:
-    """Everything wrong with the GPUs, from none at all to somebody else on one."""
+    """Everything wrong with the GPUs, from no GPU to other processes on one."""
     if machine.torch is None:
         return []
     found = _missing(machine, require_gpu=require_gpu)
@@ -102,8 +103,24 @@ def gpu_problems(machine: Machine, gpus: Sequence[GpuReport], *, require_gpu: bo
     return found
 
 
+def busy_problems(share: float) -> list[Problem]:
+    """Other work on the cores of this machine."""
+    what = why_timings_are_off(share)
+    if what is None:
+        return []
+    return [
+        Problem(
+            key="busy",
+            severity=Severity.SLOWS,
+            what=what,
+            costs="training waits for the CPU, and hotlap may choose plans by wrong timings",
+            do="end the other work (`top` shows it), or wait until it is over",
+        )
+    ]
+
+
 def pretence_problems(machine: Machine) -> list[Problem]:
-    """Where acting as another GPU cannot be true to life."""
+    """What differs from the pretended GPU."""
     model = machine.pretended
     if model is None:
         return []
@@ -133,7 +150,7 @@ def _missing(machine: Machine, *, require_gpu: bool) -> list[Problem]:
         what, do = why_no_gpu(machine)
         # A GPU that is here and not hidden on purpose is surely meant to be used.
         unusable = hidden > 0 and not machine.hidden_on_purpose
-        # Not called wrong on a hosted runtime: there the advice which accelerator to choose follows.
+        # On a hosted runtime the advice on accelerators says this.
         if machine.runtime is not None and not hidden and not require_gpu:
             return []
         severity = Severity.SLOWS if hidden else Severity.NOTE
@@ -189,7 +206,7 @@ def _broken(machine: Machine, report: GpuReport, *, any_works: bool) -> list[Pro
 
 
 def _shared(report: GpuReport) -> list[Problem]:
-    """Somebody else on this GPU."""
+    """Other processes on this GPU."""
     gpu = report.gpu
     if report.others:
         held = sum(process.bytes or 0 for process in report.others)
@@ -298,6 +315,7 @@ def examine(pretend: str | None = None, *, require_gpu: bool = False, world: Wor
     """
     world = world or World()
     model = pretended_gpu(pretend, world.environ)
+    busy = busy_problems(world.busy_share())
     # The driver first: once CUDA has started, this process itself is on the GPU.
     driver = world.driver()
     cuda = world.cuda()
@@ -310,7 +328,7 @@ def examine(pretend: str | None = None, *, require_gpu: bool = False, world: Wor
     speed = world.measure_disk(world.folder)
     problems = _torch_problems(machine, on_cpu)
     problems += gpu_problems(machine, gpus, require_gpu=require_gpu)
-    problems += pretence_problems(machine)
+    problems += [*busy, *pretence_problems(machine)]
     problems += disk_problems(disk, speed)
     problems += shm_problems(shm, expected=sys.platform == "linux")
     problems += version_problems(machine, tools)

@@ -21,7 +21,7 @@ DTYPES: Final = ("fp32", "tf32", "bf16", "fp16")
 """The formats hotlap may train in, in the order they are shown."""
 
 MUCH_LONGER: Final = 3.0
-"""A format in which a small product takes so many times as long as in fp32 is not in use; noise is less than that."""
+"""torch makes no use of a format in which a small product takes so many times as long as in fp32; noise is smaller."""
 
 # /proc/cpuinfo of x86 and Arm, and the keys of torch.cpu.get_capabilities().
 _CPU_BF16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
@@ -53,7 +53,7 @@ class DtypeFact:
 def on_cuda(capability: tuple[int, int]) -> dict[str, tuple[Support, str]]:
     """What NVIDIA hardware of this compute capability has, by design.
 
-    `torch.cuda.is_bf16_supported()` is not asked: it says yes wherever a bf16 tensor can be made.
+    `torch.cuda.is_bf16_supported()` does not help: it returns True on every GPU that can hold a bf16 tensor.
     """
     sm = f"compute capability {capability[0]}.{capability[1]}"
     if capability >= (8, 0):
@@ -164,7 +164,7 @@ def run_kernel(device: torch.device | str, dtype: str) -> str | None:
     left = torch.randn(_SIDE, _SIDE, generator=draw, dtype=torch.float64)
     right = torch.randn(_SIDE, _SIDE, generator=draw, dtype=torch.float64)
     try:
-        # torch warns at length about a GPU it has no kernels for; the caller says it better.
+        # torch warns at length about a GPU without kernels; the caller does so in a line.
         with warnings.catch_warnings(), Tf32(dtype == "tf32", convolutions=False), torch.no_grad():
             warnings.simplefilter("ignore")
             product = left.to(device, number) @ right.to(device, number)

@@ -15,10 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from hotlap.core.terminal import Say
+
 ROOT: Final = Path("/")
 
 WORKERS_A_CORE: Final = 4
 """Processes that may be started for each core: those that wait for a disk or a network leave theirs to others."""
+
+BUSY: Final = 0.5
+"""From this part of the cores at work on, a machine counts as busy."""
 
 # cgroup v1 writes "no limit" as a page-rounded 2**63.
 _NO_LIMIT: Final = 2**60
@@ -89,6 +94,27 @@ def read_memory(root: Path = ROOT) -> Memory:
         cached = _whole(stat.get("total_inactive_file", stat.get("inactive_file", ""))) or 0
         free = min(free, max(0, limit - used + cached))
     return Memory(allowed_bytes=allowed, host_bytes=host, free_bytes=min(free, allowed))
+
+
+def busy_share(seconds: float = 0.1) -> float:
+    """The part of the host's cores that is at work, seen over so many seconds, which this call takes."""
+    import psutil
+
+    return psutil.cpu_percent(interval=seconds) / 100
+
+
+def why_timings_are_off(share: float) -> str | None:
+    """What a busy machine does to timings, in a line; None if fewer than half of its cores are at work."""
+    if share < BUSY:
+        return None
+    return f"other work keeps {share:.0%} of this machine's {os.cpu_count() or 1} cores busy, so timings may be off"
+
+
+def warn_if_busy(show: Say) -> None:
+    """Warn before timings if other work keeps this machine busy."""
+    why = why_timings_are_off(busy_share())
+    if why is not None:
+        show(f"warning    {why}")
 
 
 def _host_memory(root: Path) -> tuple[int, int]:

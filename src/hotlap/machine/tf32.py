@@ -2,7 +2,7 @@
 
 Since 2.9 torch has `fp32_precision` (a tree of switches that inherit) beside `allow_tf32` (one flag each for
 cuBLAS and cuDNN), and raises where a flag is read that contradicts the tree. So the tree is what is set here, and
-a flag that would contradict it follows, for whoever reads it inside.
+a flag that would contradict it follows, for code that reads it inside.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Undo = tuple[Any, str, Any]
 
 
 class Tf32:
-    """TF32 forced on, or off, in matrix products, and in convolutions and RNNs unless told otherwise.
+    """TF32 forced on, or off, in matrix products, and by default in convolutions and RNNs.
 
     A context manager that can be entered again, also inside itself. What is as wanted already is not touched.
     """
@@ -53,8 +53,8 @@ class Tf32:
         if seen.count(wanted) == len(seen):
             return
         flag = _flag(flagged) if self._on else None
-        for branch, said in zip(branches, seen, strict=True):
-            undo.append((branch, "fp32_precision", _own(branch, said, self._above)))
+        for branch, value in zip(branches, seen, strict=True):
+            undo.append((branch, "fp32_precision", _own(branch, value, self._above)))
             branch.fp32_precision = wanted
         if self._on and (flag is False or _flag(flagged) is None):
             # Put back before its branches, since it takes them along.
@@ -63,7 +63,7 @@ class Tf32:
 
 
 def _flag(flagged: Any) -> bool | None:
-    """What the flag says; None where it contradicts the tree, which costs 12 µs."""
+    """The flag; None if it contradicts the tree, which costs 12 µs."""
     try:
         return bool(flagged.allow_tf32)
     except RuntimeError:
@@ -71,7 +71,7 @@ def _flag(flagged: Any) -> bool | None:
 
 
 def _own(switch: Any, seen: str, above: tuple[Any, ...]) -> str:
-    """What a switch says for itself: `none` where it repeats what one above it says, so that it still follows it."""
+    """The switch's own value: `none` if it repeats the one above it, so that it still follows that one."""
     if seen == "none" or not above:
         return seen
     parent, *higher = above
@@ -79,5 +79,5 @@ def _own(switch: Any, seen: str, above: tuple[Any, ...]) -> str:
     parent.fp32_precision = "ieee" if seen == "tf32" else "tf32"
     follows = switch.fp32_precision != seen
     parent.fp32_precision = own_of_parent
-    # A convolution that nobody has set is in TF32, and no value that can be set says so.
+    # An unset convolution is in TF32, and no value that can be set means the same.
     return "none" if follows and parent.fp32_precision == seen else seen

@@ -210,7 +210,7 @@ RECORDED: Final = (
     "TORCH_SHOW_CPP_STACKTRACES",
     "TORCH_USE_CUDA_DSA",
 )
-"""The only variables hotlap ever writes down: none of them can hold a secret."""
+"""The only variables that hotlap writes down: none of them can hold a secret."""
 
 
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:

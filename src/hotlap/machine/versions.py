@@ -15,7 +15,7 @@ from hotlap.machine.problems import Problem, Severity
 from hotlap.machine.variables import recorded
 
 TESTED_TORCH: Final = ("2.11", "2.13")
-"""The versions of torch hotlap is tested with; others are used as they are, and named."""
+"""The versions of torch that hotlap is tested with; hotlap uses and names others."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.table import as_json
 from hotlap.core.terminal import say
 from hotlap.core.units import show_seconds
+from hotlap.machine.limits import warn_if_busy
 from hotlap.script.running import BEGAN, Target
 
 LEDGER: Final = "ledger.jsonl"
@@ -99,6 +100,7 @@ def compare(target: Target, options: Sequence[str], *, seed: int, out: Path | No
     """
     ways = ("without hotlap", "with hotlap")
     _say(f"the script runs {2 * rounds} times here, first without hotlap; each finds the files of those before")
+    warn_if_busy(_say)
     outcomes: dict[str, list[Outcome]] = {way: [] for way in ways}
     variables = {"HOTLAP_SEED": str(seed), "PYTHONHASHSEED": str(seed), "PYTHONUNBUFFERED": "1"}
     with _Child() as child, tempfile.TemporaryDirectory(prefix="hotlap-compare-") as notes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from hotlap import machine
 from hotlap.core.errors import HotlapError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.table import Row, as_json, rows, table
-from hotlap.core.terminal import say
+from hotlap.core.terminal import columns, say
 from hotlap.core.units import show_seconds
 from hotlap.script.idle import TrainingSummary
 from hotlap.store.run_folder import RunFolder
@@ -23,6 +24,8 @@ MOST_LISTED = 3
 """Trainings of one script that the report shows in full."""
 WORTH_TUNING_S = 20.0
 """Seconds; for shorter scripts the report does not suggest more tuning."""
+MARGIN = "hotlap  "
+"""Before each line of hotlap's but the first: the script writes to the same terminal."""
 FASTER = 1.005
 """The least ratio that counts as faster: it shows as 1.01x or more."""
 
@@ -93,9 +96,11 @@ class Report:
     def lines(self, ledger: Ledger | None = None) -> list[str]:
         """All lines to print; `ledger` belongs to a training that still runs."""
         trainings = [*self._trainings, *([(ledger, ["still training"])] if ledger is not None else [])]
+        width = columns(sys.stderr)
+        width = None if width is None else width - len(MARGIN)
         found: list[str] = []
         for one, lines in trainings[:MOST_LISTED]:
-            found += ["", *table(one), *lines]
+            found += ["", *table(one, width), *lines]
         if len(trainings) > MOST_LISTED:
             found.append(f"and {len(trainings) - MOST_LISTED} more trainings")
         if not trainings and not self._faults and not self._refusals:
@@ -128,7 +133,7 @@ class Report:
             lines = [json.dumps(data)]
         else:
             below = self.lines() if self._trainings or self._faults or self._refusals else []
-            lines = [f"hotlap: {self.headline()}", *(f"hotlap  {line}" if line else "" for line in below)]
+            lines = [f"hotlap: {self.headline()}", *(f"{MARGIN}{line}" if line else "" for line in below)]
         if error is not None and "CUDA error" in str(error):
             lines.append("hotlap  to see whether this error comes from hotlap: hotlap run --off …")
         say(*lines)
@@ -148,10 +153,13 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False
     """
     if not ledgers:
         return "left as it was: no training found, because the script made too few weight updates"
-    if is_fixed and all(one.plan == next(iter(ledger)).plan for ledger in ledgers for one in ledger):
-        return "left as it was, because the plan that you chose changes nothing here"
     if is_fixed:
-        return f"took {_whole(took_s)} under the plan that you chose; `hotlap run --compare` shows what it saves"
+        changed = _changed(ledgers)
+        if not changed:
+            return "left as it was, because the plan that you chose changes nothing here"
+        return (
+            f"took {_whole(took_s)} with {changed}, by the plan that you chose; what it saves: `hotlap run --compare`"
+        )
     totals = [as_json(ledger)["total"] for ledger in ledgers]
     found = [row for ledger in ledgers for row in rows(ledger)]
     if any(row.outcome == "kept" for row in found):
@@ -160,7 +168,19 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False
             names = ", ".join(row.what for row in found if row.outcome == "kept")
             return f"took {_whole(took_s)} with {names}; hotlap did not measure how much that saved"
         return _gain(took_s, math.fsum(saved_s), math.fsum(row.cost_s for row in found if row.what == "total"))
+    whole = next((row.why for row in found if row.what == "all moves"), None)
+    if whole is not None and not any(row.outcome in ("rejected", "undecided") for row in found):
+        return f"{whole.partition(':')[0]}; nothing was changed{_hint(found, took_s)}"
     return f"left as it was: {_why_left(found)}{_hint(found, took_s)}"
+
+
+def _changed(ledgers: Sequence[Ledger]) -> str:
+    """The parts of the plans that differ from those of the script's own, in words."""
+    parts: dict[str, None] = {}
+    for ledger in ledgers:
+        own, *others = [str(entry.plan).split(" · ") for entry in ledger]
+        parts |= dict.fromkeys(new for plan in others for old, new in zip(own, plan, strict=True) if old != new)
+    return ", ".join(parts)
 
 
 def _gain(took_s: float, saved_s: float, cost_s: float) -> str:
@@ -185,9 +205,6 @@ def _why_left(found: Sequence[Row]) -> str:
         is_cut = any(row.outcome == "undecided" for row in judged)
         why = "the run ended before a gain was shown" if is_cut else "none of them helped"
         return f"{len(tried)} move{'s' if len(tried) > 1 else ''} tried, because {why}"
-    whole = next((row.why for row in found if row.what == "all moves"), None)
-    if whole is not None:
-        return f"nothing was tried, because {whole}"
     if unpaid:
         first = unpaid[0]
         return f"nothing was tried, because trials would cost more than the time allowed: {first.what}, {first.why}"
@@ -206,9 +223,9 @@ def _hint(found: Sequence[Row], took_s: float) -> str:
     if unpaid:
         names = [*unpaid]
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        return f"; `--tune-seconds {_seconds_for(unpaid.values())}` would try {', '.join(names[:2])}{more}"
+        return f"; to try {', '.join(names[:2])}{more} anyway: --tune-seconds {_seconds_for(unpaid.values())}"
     if any(row.what == "all moves" for row in found):
-        return f"; `--tune-seconds {round(WORTH_TUNING_S)}` would try all moves"
+        return f"; to try anyway: --tune-seconds {round(WORTH_TUNING_S)}"
     return ""
 
 

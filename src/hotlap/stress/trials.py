@@ -34,7 +34,7 @@ before their first checkpoint."""
 PATIENCE_S = 120.0
 """A child that takes longer hangs."""
 REFUSED = 40
-"""Exit code of a child that could not resume, and said why."""
+"""Exit code of a child that cannot resume, and has written the reason down."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Tally:
 
 
 class Child:
-    """A training in a process of its own."""
+    """A training in a separate process."""
 
     def __init__(
         self,
@@ -150,13 +150,13 @@ class Trials:
         code = child.ended()
         if code != 0:
             self.close()
-            raise StoreError(f"the undisturbed training {_said(code, whole)}")
+            raise StoreError(f"the undisturbed training {_how_it_ended(code, whole)}")
         self.whole_s = time.monotonic() - begun
         self.fate = fate_of(whole)
         shutil.rmtree(whole)
 
     def close(self) -> None:
-        """End what still runs, and remove all that the trials left."""
+        """End running children, and remove the files of the trials."""
         if self._child is not None:
             self._child.end()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -164,25 +164,25 @@ class Trials:
     def at_random(self) -> None:
         """Kill at random moments, now and then several times, with or without damage to the newest checkpoint."""
         run = self.folder / f"run-{self.tally.trials}"
-        told: list[str] = []
+        events: list[str] = []
         had, kills = False, self.tally.kills
         save_every = None if self._draw.random() < UNSAVED else SAVE_EVERY
         for _ in range(self._draw.choice((1, 1, 2, 3))):
             how, code = self._harm(run, save_every)
-            told += [how] if how else []
+            events += [how] if how else []
             if code in (-signal.SIGKILL, 143, -signal.SIGTERM):
                 self.tally.kills += 1
             elif code != 0:
-                self._lose(run, told, f"a child {_said(code, run)}")
+                self._lose(run, events, f"a child {_how_it_ended(code, run)}")
                 return
             # What had ended is as it was written, whatever becomes of the checkpoints.
             if self._draw.random() < 0.4 and ended_at(run) is None:
-                told.append(self._damage(run))
+                events.append(self._damage(run))
             if had and not _has_checkpoint(run):
-                self._lose(run, told, "its checkpoints are gone")
+                self._lose(run, events, "its checkpoints are gone")
                 return
             had = _has_checkpoint(run)
-        self._conclude(run, told, counts=self.tally.kills > kills)
+        self._conclude(run, events, counts=self.tally.kills > kills)
 
     def _harm(self, run: Path, save_every: int | None) -> tuple[str, int | None]:
         """Run the training and kill it in one of the ways there are; in which, and its exit code."""
@@ -216,11 +216,11 @@ class Trials:
         counted = self.folder / "counted"
         code = self._start(counted, watcher=note).ended()
         if code != 0:
-            raise StoreError(f"the training whose calls are counted {_said(code, counted)}")
+            raise StoreError(f"the training whose calls are counted {_how_it_ended(code, counted)}")
         shutil.rmtree(counted)
         lines = log.read_text().splitlines()
         log.unlink()
-        # A save begins with a folder of its own.
+        # A save begins with a new folder.
         starts = [n for n, line in enumerate(lines) if line == "before make folder"]
         middle = len(starts) // 2
         return {n + 1: lines[n] for n in range(starts[middle], starts[middle + 1])}
@@ -229,14 +229,14 @@ class Trials:
         """Kill at one of these moments."""
         run = self.folder / f"call-{event}"
         code = self._start(run, watcher=kill_at(event)).ended()
-        told = [f"killed {name} (moment {event}) of a save"]
+        events = [f"killed {name} (moment {event}) of a save"]
         if code != -signal.SIGKILL:
-            self._lose(run, told, f"a child {_said(code, run)}")
+            self._lose(run, events, f"a child {_how_it_ended(code, run)}")
         else:
             self.tally.kills += 1
-            self._conclude(run, told, counts=True)
+            self._conclude(run, events, counts=True)
 
-    def _conclude(self, run: Path, told: list[str], *, counts: bool) -> None:
+    def _conclude(self, run: Path, events: list[str], *, counts: bool) -> None:
         """Let the training end, and compare. One that was never killed counts only where it ended otherwise."""
         if counts and _has_checkpoint(run):
             self.tally.resumes += 1
@@ -247,17 +247,17 @@ class Trials:
         code = self._start(run).ended()
         result, state = fate_of(run) if code == 0 else ("", None)
         if code != 0:
-            self._lose(run, told, f"it could not go on: it {_said(code, run)}")
+            self._lose(run, events, f"it could not go on: it {_how_it_ended(code, run)}")
         elif result != self.fate[0] or (state != self.fate[1] and not (had_ended and state is None)):
-            self._lose(run, told, "ended otherwise")
+            self._lose(run, events, "ended otherwise")
         else:
             self.tally.trials += counts
             self.tally.equal += counts
             shutil.rmtree(run)
 
-    def _lose(self, run: Path, told: list[str], how: str) -> None:
+    def _lose(self, run: Path, events: list[str], how: str) -> None:
         self.tally.trials += 1
-        self.tally.lost.append(f"{'; '.join(told) or 'not killed'}: {how}")
+        self.tally.lost.append(f"{'; '.join(events) or 'not killed'}: {how}")
         shutil.rmtree(run, ignore_errors=True)
 
     def _start(
@@ -303,7 +303,7 @@ def _has_checkpoint(run: Path) -> bool:
     return any(any((run / "checkpoints").glob(name)) for name in ("step-*", ".was-*"))
 
 
-def _said(code: int | None, run: Path) -> str:
+def _how_it_ended(code: int | None, run: Path) -> str:
     file = run / "refused.txt"
-    told = f": {file.read_text()}" if code == REFUSED and file.is_file() else ""
-    return "hangs" if code is None else f"ended with {code}{told}"
+    reason = f": {file.read_text()}" if code == REFUSED and file.is_file() else ""
+    return "hangs" if code is None else f"ended with {code}{reason}"

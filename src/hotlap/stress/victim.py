@@ -79,7 +79,7 @@ TIMES = ("elapsed_s", "train_s", "ledger")
 
 
 def fate_of(run: Path) -> tuple[str, str | None]:
-    """Hashes of all that a finished training came to.
+    """Hashes of the result of a finished training.
 
     The first is of its result: weights, metrics. The second is of its state at the end, as a checkpoint has it:
     weights, optimizer, schedule, randomness, counts; None where none was made there.

@@ -466,7 +466,10 @@ class Search:
         assert self.budget is not None
         run_s = updates * self.budget.base_s
         may_s = self._most_s if self._most_s is not None else SHARE * run_s
-        why = f"the run's {updates:,} updates take {show_seconds(run_s)}, so that trials may take {show_seconds(may_s)}"
+        why = (
+            f"{show_seconds(run_s)} in {updates:,} update{'s' if updates > 1 else ''} is too short for tuning to pay: "
+            f"trials may take {show_seconds(may_s)}"
+        )
         self._looked = self._told = True
         self._trials.write("baseline", "chosen", kind="baseline", figures={"step_s": self.budget.base_s})
         self._trials.write("all moves", "not tried", why=why)

@@ -1,4 +1,4 @@
-"""`hotlap resume`: go on with a run that was interrupted."""
+"""`hotlap demo`, `hotlap tune` and `hotlap resume`: trainings of jobs, in this process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 
 from hotlap.cli.output import show, show_json
 from hotlap.core.errors import HotlapError, UsageError
+from hotlap.core.terminal import say
 
 if TYPE_CHECKING:
     from hotlap.core.job import Job
@@ -22,27 +23,101 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands."""
+    app.command()(demo)
+    app.command()(tune)
     app.command(context_settings={"allow_interspersed_args": False})(resume)
+
+
+def demo(
+    epochs: int = typer.Option(200, min=1, max=100_000, help="Epochs to train."),
+    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
+    plan: str | None = typer.Option(None, help="auto (default), max, off, a plan file, or a run folder to replay."),
+    out: Path | None = typer.Option(None, help="A new folder for the run; by default one in runs/."),
+    reuse: bool = typer.Option(False, "--reuse", help="Load the model if the same training has run before."),
+    require_gpu: bool = typer.Option(False, "--require-gpu", help="Stop if no GPU works."),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
+) -> None:
+    """Train a small network on the digits that come with hotlap.
+
+    They are 1,797 handwritten digits of 8 by 8 pixels.
+    """
+    from hotlap import machine
+
+    # Before torch loads the data: an unfit machine is refused at once.
+    machine.choose_device(device, require_gpu=require_gpu)
+
+    from hotlap.demo import digits_job
+    from hotlap.fitting.fit import fit
+
+    job = digits_job(epochs=epochs, device=device)
+    words = ["hotlap", "demo", "--epochs", str(epochs), "--device", device]
+    run = fit(job, plan=plan, out=out, reuse=reuse, require_gpu=require_gpu, progress=not quiet, started_by=words)
+    print_run(run, as_json)
+
+
+# --- hotlap tune ------------------------------------------------------------------------------------------
+
+
+def tune(
+    training: str = typer.Argument(help="The training: module:job, or demo."),
+    out: Path = typer.Option(Path("plan.toml"), help="The plan file to write."),
+    seconds: float = typer.Option(60.0, min=1.0, help="Most seconds that tuning may cost."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace the file if it exists."),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+    quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
+) -> None:
+    """Find the fastest plan for a training, and write it to a file.
+
+    hotlap trains until it has found the plan, and throws the weights away.
+    """
+    from hotlap.core.errors import StoreError
+    from hotlap.core.table import as_json as table_as_json
+    from hotlap.core.table import table
+    from hotlap.demo import digits_job
+    from hotlap.fitting.tuning import tune as find_plan
+    from hotlap.kit.calls import named_job
+    from hotlap.machine.limits import warn_if_busy
+    from hotlap.store.files import save_plan
+
+    if out.exists() and not overwrite:
+        raise StoreError(f"{out} exists; name another file with --out, or add --overwrite")
+    if not quiet:
+        warn_if_busy(say)
+    job = digits_job() if training == "demo" else named_job(training)
+    found = find_plan(job, most_s=seconds, progress=not quiet)
+    save_plan(found.plan, out)
+    if as_json:
+        show_json({"plan": found.plan.to_dict(), "file": str(out), "tuning": table_as_json(found.ledger)})
+        return
+    use = f"use it with --plan {out}, or fit(job, plan={str(out)!r})"
+    show(*table(found.ledger), f"plan  {found.plan}", f"file  {out}; {use}")
+
+
+# --- hotlap resume ------------------------------------------------------------------------------------------
 
 
 def resume(
     run: Path = typer.Argument(help="The folder of the run."),
     training: list[str] = typer.Argument(
-        None, help="How it was started: train.py ARGS, -m MODULE ARGS, or module:job. Not needed for hotlap's own."
+        None, help="How the run started: train.py ARGS, -m MODULE ARGS, or module:job. hotlap's own runs need none."
     ),
-    allow_changes: bool = typer.Option(False, "--allow-changes", help="Go on though code, data or settings differ."),
+    allow_changes: bool = typer.Option(False, "--allow-changes", help="Go on even if code, data or settings differ."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
     quiet: bool = typer.Option(False, "--quiet", help="Show no progress."),
 ) -> None:
-    """Go on with an interrupted run: from its newest checkpoint that is whole, or from step 0 if it never had one."""
+    """Go on with an interrupted run.
+
+    It goes on from the newest intact checkpoint, or from step 0 if the run has none.
+    """
     from hotlap.fitting.fit import fit
     from hotlap.fitting.record import checked_words
     from hotlap.kit.calls import named_job
     from hotlap.recipes.options import run_of
     from hotlap.store.run_folder import RunFolder
 
-    # After the folder nothing is read as an option, so that a script's own stay its own; these are ours all the same.
+    # Options behind the folder belong to the script, but for these.
     training = list(training or ())
     flags = {"--allow-changes": allow_changes, "--json": as_json, "--quiet": quiet}
     while training and training[0] in flags:
@@ -55,8 +130,8 @@ def resume(
     folder = RunFolder.open(run)
     if _is_of_a_script(folder):
         raise HotlapError(
-            f"{run} is of `hotlap run`, which keeps no checkpoints: the script's own are its own affair; run it again, "
-            f"with --plan {shlex.quote(str(run))} under the plan that was found"
+            f"{run} is a run of `hotlap run`, which keeps no checkpoints but the script's own; run the script again, "
+            f"with --plan {shlex.quote(str(run))} to use the plan that hotlap found"
         )
     if training and training[0].endswith(".zip"):
         raise UsageError(f"{training[0]} is an archive, and no training; unpack it: hotlap unpack {training[0]} FOLDER")
@@ -77,7 +152,6 @@ def _no_folder(run: Path) -> str:
 def _resume_recipe(folder: Path, words: list[str], flags: dict[str, bool]) -> None:
     """Go on with a recipe's run; behind its folder may come options such as --epochs."""
     from hotlap.core.errors import JobError
-    from hotlap.core.terminal import say
     from hotlap.recipes.options import from_words
     from hotlap.recipes.recipe import only_warnings
     from hotlap.recipes.training import REPORT, resume
@@ -96,7 +170,7 @@ def _resume_recipe(folder: Path, words: list[str], flags: dict[str, bool]) -> No
 
 
 def _is_of_a_script(folder: RunFolder) -> bool:
-    """Whether `hotlap run` has left it; a folder that does not say how it was started is none of its."""
+    """Whether the folder is of `hotlap run`; one without a record of its start is not."""
     try:
         return folder.read_started().get("command") == "run"
     except HotlapError:
@@ -118,15 +192,15 @@ def _own_job(folder: RunFolder, words: list[str]) -> Job:
     from hotlap.demo import digits_job
 
     if words[:2] != ["hotlap", "demo"]:
-        # What a folder says about commands is shown, never run: it may be a stranger's.
+        # hotlap shows the command in a folder and never runs it: the folder may be a stranger's.
         raise HotlapError(
-            f"{folder.path} was started by a program of yours; name it again: "
+            f"a program of yours started {folder.path}; name it: "
             f"hotlap resume {shlex.quote(str(folder.path))} {shlex.join(words)}"
         )
     options: dict[str, str] = dict(zip(words[2::2], words[3::2], strict=False))
     epochs, device = options.get("--epochs", "200"), options.get("--device", "auto")
     if not re.fullmatch("[0-9]{1,6}", epochs) or not 1 <= int(epochs) <= 100_000:
-        raise HotlapError(f"the run says it was started with --epochs {epochs!r:.20}, which is no number of epochs")
+        raise HotlapError(f"the run folder names --epochs {epochs!r:.20}; it must be a number from 1 to 100,000")
     return digits_job(epochs=int(epochs), device=device)
 
 
