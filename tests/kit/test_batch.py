@@ -217,7 +217,7 @@ def test_what_batches_hold_is_told():
         def __getitem__(self, index):
             return [0] * (5 + index % 7)
 
-    assert longest_in(Ragged()).words == "batches hold the longest of 256 samples that were looked at, of 1,000"
+    assert longest_in(Ragged()).words == "batches hold the longest of the 256 samples that hotlap read, of 1,000"
     assert longest_in([Ragged()[n] for n in range(1000)]).words == "batches hold the longest of all 1,000 samples"
     assert "are of one size" in longest_in(list(torch.ones(10, 3))).words
     assert longest_in(iter([1])) is None
@@ -344,7 +344,7 @@ def test_an_optimizer_that_calls_the_model_by_itself_is_refused():
 
 def test_a_batch_norm_is_not_advised_to_train_with_one_sample():
     found = hotlap.batch(job(batch_size=1, accumulate=1), progress=False)
-    assert found.advice.startswith("a batch norm cannot train with your 1 sample at once: 2 at least")
+    assert found.advice.startswith("a batch norm cannot train with 1 sample at once, as you have it: 2 at least")
 
 
 # --- advice ----------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_a_training_that_accumulates_is_told_not_to_where_its_batch_goes_through
 def test_a_curve_that_still_rises_where_the_search_ends_is_said_to():
     speeds = {16: 100.0, 32: 200.0}
     assert (
-        "which is 32; larger ones may be faster still" in found_of(speeds, effective=16, own=16, proven=False).summary()
+        "that of 32; larger ones may be faster still" in found_of(speeds, effective=16, own=16, proven=False).summary()
     )
     assert "may be faster" not in found_of(speeds, effective=16, own=16).summary()
     assert "may be faster" not in found_of({**speeds, 64: 90.0}, effective=16, own=16, proven=False).summary()

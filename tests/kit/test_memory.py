@@ -211,7 +211,7 @@ def test_what_a_hook_holds_is_told_by_its_layer_and_not_by_who_asked():
     kept, model = [], nn.Sequential(nn.Flatten(), nn.Linear(LENGTH * WIDTH, 3))
     model[1].register_forward_hook(lambda layer, given, made: kept.append(made))
     (held,) = hotlap.memory(job(model), progress=False).held
-    assert held.line == "no line of yours, while 1 or a hook of it was at work"
+    assert held.line == "no line of yours, while 1 or a hook of it ran"
     assert held.holder.startswith("kept of test_what_a_hook_holds")
 
 
@@ -300,7 +300,7 @@ def test_what_would_bring_a_scripts_memory_down_is_predicted_and_tried(found_of_
     assert found.kinds["parameters"] > 0.15 * smaller.peak_bytes
     assert cast.what == "bf16 autocast"
     assert cast.predicted_bytes < found.peak_bytes
-    assert "checkpointing: torch.utils.checkpoint around each block" in found.summary()
+    assert "checkpointing: put torch.utils.checkpoint around each block" in found.summary()
     assert json.loads(json.dumps(found.to_dict()))["savings"][0]["peak_bytes"] == smaller.peak_bytes
 
 
@@ -355,7 +355,7 @@ main(sys.argv[1])
 @pytest.mark.parametrize(
     ("how", "line", "size", "said"),
     [
-        ("added up", "", 0, "steps of autograd an update: a tensor of shape () keeps all that led to it"),
+        ("added up", "", 0, "steps of autograd an update: a tensor of shape () keeps all its history"),
         ("joined", "leaks.py:28 in main", 32 * 2 * 4, "in a tensor that grows"),
         ("every second", "leaks.py:18 in main", 32 * 2 * 4 // 2, "(0.5 tensors)"),
     ],
@@ -403,7 +403,7 @@ class Allocator:
 @pytest.mark.parametrize(
     ("allocated", "reserved", "said"),
     [
-        ([100 + 8 * n for n in range(TURNS)], [10**6] * TURNS, "8 B an update that no operation was seen to make"),
+        ([100 + 8 * n for n in range(TURNS)], [10**6] * TURNS, "8 B an update outside of operations"),
         ([100] * TURNS, [2**20 * n for n in range(TURNS)], "1.0 MiB an update that torch takes from the GPU"),
         ([100] * TURNS, [10**6] * TURNS, None),
         ([100, 150, *[160] * (TURNS - 2)], [10**6 + n % 2 for n in range(TURNS)], None),

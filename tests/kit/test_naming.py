@@ -54,7 +54,7 @@ def test_a_recipe_takes_the_options_that_train_takes(folder):
     words = ["text", "--data", "train.csv", "--target", "label", "--batch-size", "7", "--device", "cpu"]
     job = named(words).make_job()
     assert job.effective_batch == 7
-    with pytest.raises(HotlapError, match="no data is named"):
+    with pytest.raises(HotlapError, match="name the data with --data FILE"):
         named(["text"]).make_job()
 
 
@@ -64,7 +64,7 @@ def test_a_recipe_takes_the_options_that_train_takes(folder):
         ([], "which training"),
         (["nothing.py"], "there is no file 'nothing.py'"),
         (["txt"], "did you mean 'text'"),
-        (["kit_jobs:job", "more"], "takes nothing behind it"),
+        (["kit_jobs:job", "more"], "takes no arguments; drop 'more'"),
     ],
 )
 def test_what_names_no_training_is_refused_in_one_line(folder, words, said):
@@ -80,13 +80,13 @@ def test_what_names_no_training_is_refused_in_one_line(folder, words, said):
         ("kit_jobs:jb", "has no"),
         ("kit_job:job", "No module"),
         ("json:dumps", "without arguments"),
-        (":job", "':job' is no module:job; name a module seen from this folder"),
+        (":job", "':job' is no module:job; name a module in this folder"),
         ("kit_jobs:", "'kit_jobs:' is no module:job"),
         ("../kit_jobs:job", "is no module:job"),
         ("kit_jobs.py:job", r"did you mean kit_jobs:job\?"),
         ("deep/kit_jobs.py:job", r"did you mean deep\.kit_jobs:job\?"),
-        ("kit_lacks:job", "kit_lacks imports 'nobody_has_this', which is not there"),
-        ("kit_wrong:job", r"kit_wrong\.py:2 is not Python as it is written"),
+        ("kit_lacks:job", "kit_lacks imports 'nobody_has_this', which is missing"),
+        ("kit_wrong:job", r"kit_wrong\.py:2 is not valid Python"),
     ],
 )
 def test_a_name_that_gives_no_job_is_refused_when_the_job_is_made(folder, name, said):
@@ -130,8 +130,8 @@ MINE = """
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("broken", ["error of its own", "in __getitem__", "ValueError: row 13 is broken"]),
-        ("unfit", ["cannot be called with its batches: RuntimeError: mat1 and mat2 shapes cannot be multiplied"]),
+        ("broken", ["the training raised an error", "in __getitem__", "ValueError: row 13 is broken"]),
+        ("unfit", ["takes 5 features and was given 4"]),
         ("missing", ["in missing", "OSError: no data today"]),
     ],
 )
@@ -142,9 +142,10 @@ def test_an_error_of_a_jobs_own_is_told_by_its_own_lines(tmp_path, monkeypatch, 
     monkeypatch.delitem(sys.modules, "badly_made", raising=False)
     done = CliRunner().invoke(app, [command, "--quiet", f"badly_made:{name}"])
     assert done.exit_code == 1
-    assert all(words in done.stderr for words in said), done.stderr
-    assert "typer" not in done.stderr
-    assert len(done.stderr.splitlines()) <= 6
+    shown = done.stderr or str(done.exception)  # the command shows an error of hotlap's in a line
+    assert all(words in shown for words in said), shown
+    assert "typer" not in shown
+    assert len(shown.splitlines()) <= 6
 
 
 def test_an_error_of_hotlaps_own_keeps_its_lines(tmp_path, monkeypatch):

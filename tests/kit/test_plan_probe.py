@@ -107,7 +107,7 @@ def test_it_is_read_back_whether_the_plan_was_obeyed(under):
     training.proxies[0].other = "a batch has other values"
     assert one.why_not_probed() == "a batch has other values"
     training.proxies[0].feed = OWN.feed
-    assert one.why_not_probed() == "its batches came by its own loader all the same"
+    assert one.why_not_probed() == "its batches still come by its own loader"
     one._session.is_tuning = False
     assert one.why_given_up() == one.why_not_probed() == "hotlap failed: it fell"
 
@@ -128,7 +128,7 @@ def test_a_loop_that_is_not_found_is_not_waited_for(under):
     one._session.is_tuning = False
     steps(one, kit.MOST_UNFOUND - 1)
     assert one.why_given_up() is None
-    assert one.why_not_probed() == "the script is over before it could be"
+    assert one.why_not_probed() == "the script ended before it ran under the plan"
     steps(one, 1)
     assert one.why_given_up() == "hotlap does not find its training loop"
 

@@ -133,13 +133,13 @@ def test_a_sampler_of_the_scripts_own_is_left_to_it(tmp_path):
     sampler = "sampler=torch.utils.data.SubsetRandomSampler(range(64))"
     path.write_text(RAGGED.replace("LEAST", "3").replace("shuffle=True", sampler))
     found = kit.batch_of_script(Target(path=str(path)), seconds=0.1)
-    assert "note       batches are those that came first: the lengths of samples are not known" in found.summary()
+    assert "note       the lengths of samples are unknown, so batches are the first that came" in found.summary()
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("print('nothing')", "is over, and none of torch's optimizers made an update"),
+        ("print('nothing')", "ended without an update of a torch optimizer"),
         ("raise ValueError('mine')", "ended by an error: ValueError: mine"),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_gain_is_told_with_its_interval_and_none_where_it_may_be_chance():
     assert unsure.advice == (
         "nothing: no setting is certainly faster than no workers; 2 workers: 2x [1.8, 2.2] as fast, which may be chance"
     )
-    assert "does not matter" in found_of(own, bare_s=0.0199).advice
+    assert "does not wait for batches" in found_of(own, bare_s=0.0199).advice
     assert "as it is" in found_of(own, two).summary()
 
 
@@ -265,7 +265,7 @@ def test_where_another_feed_pays_a_script_is_told_the_command_that_has_it(monkey
     found = scripts.workers_of_script(Target(path="my train.py", args=["--epochs", "3"]))
     assert found.best.feed.kind == "resident"
     assert found.best.start_s == 0.5
-    assert found.advice.startswith("`hotlap run 'my train.py' --epochs 3`, which tries that by itself: 4x")
+    assert found.advice.startswith("`hotlap run 'my train.py' --epochs 3`, which tries it by itself: 4x")
     assert {one.feed.kind: one.why_not for one in found.settings if one.why_not} == {"stream": "it cannot be"}
     assert "stream" not in made_up.asked  # that it cannot be was known before
     assert made_up.asked.count("gather") == 2

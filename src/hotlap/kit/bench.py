@@ -1,4 +1,4 @@
-"""A job's rig to try things on: real updates with batches of any size, and nothing of it is left in the job."""
+"""A job's rig for trials: real updates with batches of any size, after which the job is as before."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from hotlap.machine.cuda import usable_bytes
 from hotlap.machine.limits import read_memory
 
 WARM, BLOCKS, BLOCK_S = 3, 5, 0.04
-"""Updates before a block is timed; blocks, of which the middle one counts; and what a block takes at least."""
+"""Updates before timing; timed blocks, of which the median counts; least seconds of a block."""
 
 
 class Bench:
-    """A rig on which batches of any size are tried."""
+    """A rig that makes updates with batches of any size."""
 
     def __init__(self, job: Job, dataset: OrderedDataset, rig: Rig, kept: JobState) -> None:
         self.job, self.dataset, self.rig, self._kept = job, dataset, rig, kept
@@ -46,46 +46,46 @@ class Bench:
 
     @property
     def memory_ends(self) -> bool:
-        """Whether too large a batch is refused; on the CPU the system takes it from others first."""
+        """Whether too large a batch raises an error; on the CPU the system takes memory from other processes first."""
         return self.device.type == "cuda"
 
     @property
     def where(self) -> str:
-        """What it runs on, in words."""
+        """The name of the device."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "the CPU"
 
     @property
     def rest_bytes(self) -> int:
-        """What weights, their gradients and the optimizer's state take, however large the batch."""
+        """The memory of weights, gradients and optimizer state, which no batch changes."""
         return rest_of(trained_tensors(self.rig), self.rig.optimizer)
 
     @property
     def most(self) -> int:
-        """The largest batch that the data can fill."""
+        """The largest batch that the data fills."""
         return len(self.dataset.source)
 
     @property
     def least(self) -> int:
-        """The smallest batch that may train: a batch norm has nothing to compute from one sample."""
+        """The smallest batch that may train: a batch norm cannot train on one sample."""
         layers = [layer for module in self.rig.modules for layer in module.modules()]
         return 1 + any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
 
     def batch(self, size: int) -> Batch:
-        """A batch of so many samples, the longest that there are."""
+        """A batch of so many samples, the longest of the dataset."""
         source, chosen = self.dataset.source, self.longest.order[:size]
         if source.why_not_gather() is None:
             return source.gather(torch.from_numpy(chosen))
         return source.fetch(chosen.tolist(), self.job.seed, 0)
 
     def window(self, size: int, pieces: int = 1) -> Window:
-        """One update of so many pieces, each of so many samples."""
+        """One update in so many pieces of so many samples."""
         batch = self.batch(size)
         return Window([batch] * pieces, [size] * pieces)
 
     def trains(self, window: Window, *, updates: int = WARM) -> str | None:
-        """Make some real updates; why they cannot be made, where memory is too small, and None where they were.
+        """Make some real updates; returns None, or why they do not fit in memory.
 
-        As in a training that begins, so that what fits does not depend on what was tried before.
+        The updates begin as a training does, so that earlier tries do not change what fits.
         """
         self.rig.optimizer.state.clear()
 
@@ -101,7 +101,7 @@ class Bench:
         return self.why_full(make_updates)
 
     def why_full(self, work: Callable[[], None]) -> str | None:
-        """Do some work; why it could not be done, where memory was too small, and None where it was done."""
+        """Do some work; returns None, or why it does not fit in memory."""
         try:
             work()
         except Exception as error:
@@ -115,9 +115,9 @@ class Bench:
         return None
 
     def step_s(self, *windows: Window) -> float:
-        """Seconds an update with each of these in turn, once some were made: the middle one of several blocks.
+        """Seconds an update with each of these in turn: the median of several blocks.
 
-        The batch of a single one is on the device by then; several may not fit there, and are brought one by one.
+        A single batch is on the device already; several may not fit there, and come one by one.
         """
         if len(windows) == 1:
             windows = (self._at_hand(windows[0]),)
@@ -142,16 +142,13 @@ class Bench:
 
     @property
     def peak_so_far(self) -> tuple[int, int]:
-        """The most that tensors took since `trains` began, and the most that torch took for them; 0 on the CPU."""
+        """The peaks of tensors and of torch's allocator since `trains` began; 0 on the CPU."""
         if self.device.type != "cuda":
             return 0, 0
         return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
 
     def peak_bytes(self, window: Window) -> tuple[int, int]:
-        """The most that tensors take in one update, and the most that torch takes for them.
-
-        On the CPU both are counted from the sizes of tensors, since nobody there keeps account.
-        """
+        """The peaks of tensors and of torch's allocator in one update; on the CPU both are counted from tensors."""
         if self.device.type == "cuda":
             self.tidy()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -166,7 +163,7 @@ class Bench:
         return counted.peak_bytes, counted.peak_bytes
 
     def _place_anew(self) -> None:
-        """All memory is given back before weights come: else they may lie amid what then cannot be put together."""
+        """Free all memory before the weights move in: otherwise they may split it into pieces."""
         self.tidy()
         if self.device.type == "cuda":
             for module in self.rig.modules:
@@ -177,7 +174,7 @@ class Bench:
                 module.to(self.device)
 
     def tidy(self) -> None:
-        """Let go of gradients and of all memory that nobody uses."""
+        """Free gradients and all unused memory."""
         for parameter in trained_tensors(self.rig):
             parameter.grad = None
         gc.collect()
@@ -188,12 +185,12 @@ class Bench:
 
 @contextmanager
 def opened(job: Job) -> Iterator[Bench]:
-    """A bench for the job; afterwards weights, optimizer, modes, randomness and device are as they were."""
+    """A bench for the job; afterwards weights, optimizer, modes, randomness and device are as before."""
     device = machine.choose_device(job.device)
     dataset = training_dataset(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
     kept = JobState(job, device)
     try:
-        # A schedule made for the job's own updates may refuse to go on beyond them.
+        # A schedule may refuse more updates than the job has.
         try:
             task = set_up(dataclasses.replace(job, schedule=None), dataset, OFF, device, Silence(), save_every=0)
         except RuntimeError as error:
@@ -201,21 +198,23 @@ def opened(job: Job) -> Iterator[Bench]:
                 raise
             raise TrainingError(f"the model itself does not fit: {first_line(error)}; use a smaller one") from None
         if isinstance(task.rig.optimizer, torch.optim.LBFGS):
-            raise TrainingError("LBFGS calls the model as often as it likes in an update: its steps cannot be compared")
+            raise TrainingError(
+                "LBFGS calls the model any number of times in an update, so hotlap cannot compare its steps"
+            )
         try:
             yield Bench(job, dataset, task.rig, kept)
         finally:
             task.rig.restore_layout()
             task.rig.close()
-            task.rig.optimizer.state.clear()  # else on the device for as long as somebody holds the bench
+            task.rig.optimizer.state.clear()  # otherwise it stays on the device as long as the bench
     finally:
         kept.put_back()
 
 
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
-    """Inside, garbage is looked for in what was made since: to look through all that libraries hold takes a while."""
-    if gc.get_freeze_count():  # somebody does so already
+    """Inside, the garbage collector skips older objects: those of libraries take long to search."""
+    if gc.get_freeze_count():  # the caller does so already
         yield
         return
     gc.collect()
@@ -227,7 +226,7 @@ def only_new_garbage() -> Iterator[None]:
 
 
 class JobState:
-    """What the job came with, on the host, so that on the device there is as much room as in the training itself."""
+    """The job as it was, on the host: so the device has as much room as in the training itself."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._modules = [one for one in (job.model, job.loss) if isinstance(one, nn.Module)]
@@ -239,13 +238,13 @@ class JobState:
         self._modes, self._randomness = Modes(self._modules), Randomness(device)
 
     def put_weights_back(self) -> None:
-        """Weights and buffers as they were, wherever they are now."""
+        """Restore weights and buffers, on whatever device they are."""
         with torch.no_grad():
             for tensor, value in self._weights:
                 tensor.copy_(value)
 
     def put_back(self) -> None:
-        """All of it."""
+        """Restore everything."""
         for module, places in zip(self._modules, self._places, strict=True):
             if len(places) == 1:
                 module.to(next(iter(places)))
@@ -265,14 +264,14 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
 
 
 def trained_tensors(rig: Rig) -> list[Tensor]:
-    """All that may have a gradient."""
+    """All tensors that may have a gradient."""
     mine = [p for group in rig.optimizer.param_groups for p in group["params"]]
     every = (*mine, *(p for module in rig.modules for p in module.parameters()))
     return list({id(p): p for p in every}.values())
 
 
 def count_training(counted: LiveTensors, rig: Rig) -> None:
-    """Have the rig's weights and optimizer state counted for what they are."""
+    """Count the rig's weights, gradients and optimizer state under their kinds."""
     counted.know(trained_tensors(rig), "parameters")
     counted.know((buffer for module in rig.modules for buffer in module.buffers()), "parameters")
     counted.know((p.grad for p in trained_tensors(rig)), "gradients")
@@ -286,13 +285,13 @@ def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def rest_of(weights: Sequence[Tensor], optimizer: Optimizer) -> int:
-    """What weights, their gradients and the optimizer's state take."""
+    """The memory of weights, gradients and optimizer state."""
     gradients = (p for p in weights if p.requires_grad)
     return sum(one.nbytes for part in (weights, gradients, state_of(optimizer)) for one in part)
 
 
 def room_on(device: torch.device) -> int:
-    """Bytes that this process may take in all; on the CPU, what is free beside what it has."""
+    """Bytes that this process may take in total; on the CPU, free memory."""
     if device.type != "cuda":
         return read_memory().free_bytes
     free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
@@ -300,12 +299,12 @@ def room_on(device: torch.device) -> int:
 
 
 def _is_cpu_full(error: BaseException) -> bool:
-    """torch has no error of its own for a host without memory."""
+    """Whether torch found no memory on the host, for which it has no error class."""
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """The calls that an error has come through hold activations."""
+    """Clear the frames of an error, which hold activations."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 Training = Job | str | Sequence[str]
-"""A job; or what names one, as behind `hotlap batch`: in one string, or its words."""
+"""A job, or the words behind `hotlap batch`, in one string or a list."""
 
 
 def batch(training: Training, *, most: int | None = None, seconds: float = MOST_S, progress: bool = True) -> BatchFound:
     """Find which micro-batch of a training fits and which is fastest, by real updates with its longest samples.
 
-    It is a Job, or what names one: "module:job", "text --data FILE", "train.py ARGS", "-m module ARGS". No larger one
-    than `most` is tried, and after `seconds` no other. A job is left as it was; its effective batch is shown and never
-    changed. A script is run anew for each size. Raises HotlapError where the training will not do.
+    Takes a Job, or its name: "module:job", "text --data FILE", "train.py ARGS", "-m module ARGS". hotlap tries no batch
+    above `most`, and starts no new try after `seconds`. A job is as before afterwards; a script runs anew each time.
+    The effective batch never changes. Raises HotlapError if hotlap cannot run the training.
     """
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise UsageError(f"most={shown(most)} must be a whole number of at least 1, or None")
@@ -48,8 +48,8 @@ def batch(training: Training, *, most: int | None = None, seconds: float = MOST_
 def workers(training: Training, *, seconds: float = MOST_S, progress: bool = True) -> WorkersFound:
     """Find how the batches of a training should come: by workers, gathered, streamed or held on the device.
 
-    It is a Job, or what names one, as for `batch`. Each way is timed with real updates, start-up apart; the best is
-    then compared with the training's own in turns. After about `seconds` no other is tried. A job is left as it was.
+    Takes a training as `batch` does. hotlap times each setting with real updates, start-up apart, and then compares the
+    best with the training's own in turns. It starts no new try after `seconds`. A job is as before afterwards.
     """
     _check_seconds(seconds)
     show_progress = say if progress else silent
@@ -63,8 +63,8 @@ def workers(training: Training, *, seconds: float = MOST_S, progress: bool = Tru
 def memory(training: Training, *, seconds: float = MOST_S, progress: bool = True) -> MemoryFound:
     """Find where the memory of a training goes, at its own batch size with its longest samples, after the first update.
 
-    It is a Job, or what names one, as for `batch`. A job is left as it was; a script has to make its first update
-    within `seconds`. Raises TrainingError where not even one update fits.
+    Takes a training as `batch` does. A job is as before afterwards; a script has to make its first update within
+    `seconds`. Raises TrainingError if not even one update fits.
     """
     _check_seconds(seconds)
     show_progress = say if progress else silent
@@ -99,24 +99,24 @@ def _chosen(training: Training, show_progress: Say) -> Named:
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """A training that was named: either a job can be made of it, or it is a script, which is run."""
+    """A named training: a job, or a script."""
 
     name: str
     job: Callable[[], Job] | None = None
-    """Makes the job anew. It is then looked at in this process, and of that nothing is left in it."""
+    """Makes the job anew, for trials in this process."""
     target: Target | None = None
-    """What python would run. Each look at it takes a process of its own, which ends after some updates."""
+    """The script. Each probe runs some of its updates in a new process."""
 
     def make_job(self) -> Job:
-        """The job, where it is no script."""
+        """The job of a training that is no script."""
         assert self.job is not None, "a script has no job"
         return self.job()
 
 
 def named(words: Sequence[str], *, say: Say = silent) -> Named:
-    """The training that these words name. Raises UsageError where there is none.
+    """The training that these words name. Reads or runs nothing but the file of a script.
 
-    Nothing is read or run yet, but for a script's file, which has to be there.
+    Raises UsageError if they name none.
     """
     from hotlap.recipes import NAMES
     from hotlap.script.running import NoScriptError, Target, check_syntax, look
@@ -137,7 +137,7 @@ def named(words: Sequence[str], *, say: Say = silent) -> Named:
         return Named(name=target.name, target=target)
     if ":" in first:
         if rest:
-            raise UsageError(f"{first} takes nothing behind it, and there is {' '.join(rest)!r:.60}")
+            raise UsageError(f"{first} takes no arguments; drop {' '.join(rest)!r:.60}")
         return Named(name=first, job=lambda: named_job(first))
     if first == "demo":
         from hotlap.demo import digits_job
@@ -146,38 +146,35 @@ def named(words: Sequence[str], *, say: Say = silent) -> Named:
     if first in NAMES:
         return Named(name=first, job=lambda: recipe_job(first, rest, say))
     raise UsageError(
-        f"{first!r:.60} names no training: it is no file, no module:job and no recipe"
-        f"{did_you_mean(first, (*NAMES, 'demo'))}"
+        f"{first!r:.60} is no training: name a file, module:job or a recipe{did_you_mean(first, (*NAMES, 'demo'))}"
     )
 
 
 def named_job(name: str) -> Job:
-    """The Job called `module:job`, seen from the current folder, or what the function of that name returns."""
+    """The Job `module:job`, seen from the current folder, or the Job that a function of that name returns."""
     module, _, attribute = name.partition(":")
     if module.endswith(".py") or not all(word.isidentifier() for word in (*module.split("."), attribute)):
-        raise UsageError(
-            f"{name!r:.60} is no module:job; name a module seen from this folder, as train:job{_meant(name)}"
-        )
+        raise UsageError(f"{name!r:.60} is no module:job; name a module in this folder, as train:job{_meant(name)}")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         made = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
-            raise UsageError(f"{name}: {module} imports {error.name!r}, which is not there; install it") from None
-        raise UsageError(f"{name}: {error}; name it as module:job, seen from this folder") from None
+            raise UsageError(f"{name}: {module} imports {error.name!r}, which is missing; install it") from None
+        raise UsageError(f"{name}: {error}; name a module in this folder, as module:job") from None
     except SyntaxError as error:
         raise UsageError(f"{name}: {_not_python(error)}; correct it") from None
     if not hasattr(made, attribute):
         raise UsageError(
-            f"{name}: {module} has no {attribute!r}; name a hotlap.Job of it, or a function that gives one"
+            f"{name}: {module} has no {attribute!r}; name a hotlap.Job in it, or a function that returns one"
         )
     found = getattr(made, attribute)
     if callable(found) and not isinstance(found, Job):
         try:
             inspect.signature(found).bind()
-        except (TypeError, ValueError):  # one that takes arguments, or does not say which
-            raise UsageError(f"{name} is no Job, and no function that gives one without arguments") from None
+        except (TypeError, ValueError):  # it takes arguments, or has no signature
+            raise UsageError(f"{name} is neither a Job nor a function without arguments that returns one") from None
         found = found()
     job = found
     if not isinstance(job, Job):
@@ -186,11 +183,11 @@ def named_job(name: str) -> Job:
 
 
 def _not_python(error: SyntaxError) -> str:
-    return f"{Path(error.filename or '').name}:{error.lineno} is not Python as it is written: {error.msg}"
+    return f"{Path(error.filename or '').name}:{error.lineno} is not valid Python: {error.msg}"
 
 
 def _meant(name: str) -> str:
-    """In words, the module:job that may be meant by the name of a file."""
+    """The module:job that the name of a file may mean, in words."""
     file, _, attribute = name.rpartition(":")
     parts = Path(file.removesuffix(".py")).parts
     is_one = bool(parts) and all(part.isidentifier() for part in (*parts, attribute))
@@ -207,9 +204,9 @@ def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
     file = given.pop("options", None)
     options = options_of(recipe.options_type, None if file is None else Path(file), given)
     if not options.data:
-        raise UsageError(f"no data is named; give --data FILE ({recipe.expects})")
+        raise UsageError(f"name the data with --data FILE ({recipe.expects})")
     prepared = recipe.prepare(options, say)
     first, *others = prepared.candidates
     if others:
-        say(f"model     {first.name}; it has {', '.join(one.name for one in others)} too")
+        say(f"model     {first.name}; the recipe also has {', '.join(one.name for one in others)}")
     return first.job()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -367,7 +367,7 @@ LAPS, LAP_S = 3, 0.05
 class ScriptTrials:
     """Tries things in a script, each in a new process."""
 
-    def __init__(self, target: Target, own: ProbeResult, say: Callable[[str], None]) -> None:
+    def __init__(self, target: Target, own: ProbeResult, say: Say) -> None:
         self._target, self._own, self._say = target, own, say
         self._request = ProbeRequest(laps=LAPS, lap_s=LAP_S, counts=True, loader=own.loader, longest=own.varies)
 

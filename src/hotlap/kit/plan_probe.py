@@ -20,18 +20,18 @@ from hotlap.script.training import ScriptTraining
 from hotlap.store.files import save_plan
 
 FEEDS = ("gather", "stream", "resident")
-"""Ways to bring batches that are not a loader's."""
+"""Feeds other than a DataLoader."""
 SETTLES = 3
-"""Updates under the plan before anything is timed."""
+"""Updates under the plan before timing."""
 MOST_UNFOUND = 16
-"""Updates after which a loop that was not found is no longer waited for."""
+"""Updates within which hotlap has to find the loop."""
 
 
 class PlanProbe:
-    """Has a script obey a plan as `hotlap run --plan FILE` would, and tells whether it does."""
+    """Runs a script under a plan as `hotlap run --plan FILE` does, and reports whether it obeys."""
 
     def __init__(self, name: str, request: ProbeRequest, folder: Path) -> None:
-        """`folder` is for what a run leaves, and is thrown away with it."""
+        """`folder` holds the run folder, and goes with the probe."""
         self._request, self._folder = request, folder
         self._session = Session(Settings(name=name, plan=self._named, out=folder / "run"))
         self._training: ScriptTraining | None = None
@@ -41,16 +41,16 @@ class PlanProbe:
         self._held_s: float | None = None
         self._updates = self._settled = 0
         self.refused: dict[str, str] = {}
-        """Kinds of feed that its batches cannot come by, and why."""
+        """Feeds that hotlap cannot bring its batches by, with reasons."""
         self.start_s: float | None = None
-        """Until the first batch under the plan was there, with the time to hold data; None where none came yet."""
+        """Seconds until the first batch under the plan, with the time to hold data; None before that."""
 
     def start(self) -> None:
-        """Begin. What is to be told of an update after the session was has to be hooked in later than this."""
+        """Start the session. Hooks that have to run after the session's come later."""
         self._session.start()
 
     def _named(self, training: ScriptTraining) -> str:
-        """The session has found the training, and asks for a plan file."""
+        """Give the session a plan file, once it has found the training."""
         self._asked_at, self._training = time.perf_counter(), training
         own, request = training.own, self._request
         if request.feed is not None:
@@ -66,7 +66,7 @@ class PlanProbe:
         return str(path)
 
     def stepped(self) -> None:
-        """Told that the script has made an update."""
+        """Note an update of the script."""
         self._updates += 1
         training = self._training
         if training is None:
@@ -77,7 +77,7 @@ class PlanProbe:
             self._settled += 1
 
     def gave(self, seconds: float) -> None:
-        """Told that the script was given a batch, for which it waited so long."""
+        """Note a batch of the script, and how long the script has waited for it."""
         training = self._training
         if training is None or self._held_s is None or self.start_s is not None:
             return
@@ -86,14 +86,14 @@ class PlanProbe:
 
     @property
     def has_settled(self) -> bool:
-        """Whether the script has trained under the plan for some updates, so that laps are of that alone."""
+        """Whether the script has made some updates under the plan, so that laps are of the plan alone."""
         training = self._training
         # On a GPU a session looks for waits first, which takes time.
         looks = WATCHED_STEPS if training is not None and training.device.type == "cuda" else 0
         return self._settled >= SETTLES + looks
 
     def cast_here(self) -> None:
-        """From here on modules are cast by this: a session leaves their calls alone while operations are looked at."""
+        """Cast the modules from here on: a session leaves their calls alone while operations are counted."""
         precision, training = self._request.precision, self._training
         if precision is not None and training is not None:
             numerics = Numerics(precision=precision)
@@ -101,7 +101,7 @@ class PlanProbe:
                 vars(module)["forward"] = _cast(module.forward, precision_context(numerics, training.device, [module]))
 
     def why_given_up(self) -> str | None:
-        """Why the script does not obey, as far as that shows at once; None where it does, or may yet."""
+        """Why the script does not obey, if that shows at once; None if it does, or still may."""
         if self._refusal is not None:
             return self._refusal
         if self._session.is_tuning or (self._training is None and self._updates < MOST_UNFOUND):
@@ -109,24 +109,24 @@ class PlanProbe:
         return "hotlap does not find its training loop" if self._training is None else self._session.so_far()[-1]
 
     def why_not_probed(self) -> str | None:
-        """Why what was seen was not the script under the plan, looked at in every way; None where it was."""
+        """Why the probe has not seen the script under the plan; None if it has."""
         training, plan = self._training, self._plan
         reason = self.why_given_up()
         if reason is not None:
             return reason
         if training is None or not self.has_settled:
-            return "the script is over before it could be"
-        # What a call is made in shows only once it was made: under an autocast of the script's own, for one.
+            return "the script ended before it ran under the plan"
+        # The precision of a call shows only at the call: the script may have its own autocast.
         reason = training.supports(plan) or training.given_up
         if reason is None and self._request.feed is not None:
             if any(proxy.feed != plan.feed for proxy in training.proxies):
-                return "its batches came by its own loader all the same"
+                return "its batches still come by its own loader"
             reason = next(filter(None, (proxy.why_other(plan.feed) for proxy in training.proxies)), None)
         return reason
 
 
 def _cast(forward: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
-    """A forward pass under autocast, which gives the script's own numbers back."""
+    """A forward pass under autocast, with outputs in the script's own precision."""
 
     @functools.wraps(forward)
     def cast(*args: Any, **kwargs: Any) -> Any:

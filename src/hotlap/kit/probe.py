@@ -22,52 +22,52 @@ from hotlap.kit.working_copy import WorkingCopy
 from hotlap.script.running import Target
 
 LAP_ROUNDS = 8
-"""Batches of each worker in a lap at least: they come in bursts, and two of each may have been ready before it."""
+"""Least batches of each worker in a lap: they come in bursts, and two of each may be ready before the lap."""
 
 BEGINS_S = 60.0
-"""A script may take so long to its first update, whatever time is given."""
+"""Seconds that a script may always take to its first update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """What is to be looked at."""
+    """What to change in a script, and what to watch."""
 
     loader: int | None = None
-    """Which of its loaders is to be made otherwise, by the order in which the first of each is made."""
+    """The loader to change, by the order in which the first of each is made."""
     change: dict[str, Any] = field(default_factory=dict)
-    """Arguments of that loader in place of the script's own."""
+    """New arguments of that loader."""
     laps: int = 5
     lap_s: float = 0.1
     longest: bool = False
-    """Whether every batch of that loader is to hold the longest samples of its dataset."""
+    """Whether every batch of that loader holds the longest samples of its dataset."""
     counts: bool = False
-    """Whether the memory of one update is looked at."""
+    """Whether to count the memory of one update."""
     lengths: bool = False
-    """Whether it is looked whether the samples of the training's dataset differ in length."""
+    """Whether to find out if the samples differ in length."""
     transforms: bool = False
-    """Whether the transforms of its dataset are timed."""
+    """Whether to time the transforms of its dataset."""
     watches: bool = False
-    """Whether it is looked for memory that grows in more updates; without, nor at kinds and layers."""
+    """Whether to count memory by kind and layer, and to look for memory that grows."""
     begins_s: float | None = None
-    """Seconds after which the look ends if no update was made by then."""
+    """Seconds after which the probe ends without an update."""
     feed: str | None = None
-    """The kind of feed that its batches are to come by, as `hotlap run --plan` brings them."""
+    """The kind of feed for its batches, as under `hotlap run --plan`."""
     precision: str | None = None
-    """What its modules are to compute in, as under `hotlap run --plan`."""
+    """The precision of its modules, as under `hotlap run --plan`."""
     checkpoint: bool = False
-    """Whether the blocks that its model repeats are checkpointed."""
+    """Whether to checkpoint the repeated blocks of its model."""
     keeps_gradients: bool = False
-    """Whether gradients are set to zero in place of none: so they lie in memory as while they are accumulated."""
+    """Whether gradients become zero, not None: they stay in memory as in accumulation."""
 
     @property
     def has_plan(self) -> bool:
-        """Whether hotlap has to be around the script for it."""
+        """Whether the script has to run under a plan of hotlap."""
         return self.feed is not None or self.precision is not None
 
 
 @dataclass(kw_only=True)
 class ProbeResult:
-    """What was."""
+    """What the process has seen."""
 
     updates: int = 0
     laps: list[list[float]] = field(default_factory=list)
@@ -75,59 +75,59 @@ class ProbeResult:
     lap_updates: list[int] = field(default_factory=list)
     """Updates of each lap."""
     samples_an_update: int = 0
-    """Of the loader that brings its batches."""
+    """From the loader that brings its batches."""
     first_batch_s: float | None = None
     """From asking the loader for an iterator to its first batch."""
     loader: int | None = None
     """Which of its loaders brings the training's batches."""
     batch_size: int | None = None
-    """Of that one; None where a batch sampler decides it."""
+    """Of that loader; None if a batch sampler decides."""
     why_fixed: str | None = None
-    """Why its batch size cannot be set."""
+    """Why hotlap cannot set its batch size."""
     other_loaders: int = 0
-    """How many others bring batches for its updates, too."""
+    """How many other loaders also bring batches for its updates."""
     workers: int = 0
     pinned: bool = False
     iterates: bool = False
-    """Whether its dataset is an IterableDataset, which each worker goes through by itself."""
+    """Whether its dataset is an IterableDataset, which each worker reads as a whole."""
     samples: int | None = None
     """In its dataset."""
     longest: str | None = None
-    """What is known of the lengths of its samples, in words; None where they were not looked at."""
+    """The lengths of its samples in words; None if unknown."""
     varies: bool = False
-    """Whether these differ."""
+    """Whether the lengths differ."""
     transforms: list[tuple[str, float]] = field(default_factory=list)
-    """What each takes for a sample, in seconds."""
+    """Name and seconds a sample of each."""
     device: str = "cpu"
     peak_bytes: int = 0
     taken_bytes: int = 0
     rest_bytes: int = 0
-    """What weights, gradients and the optimizer's state take, however large the batch."""
+    """The memory of weights, gradients and optimizer state, which no batch changes."""
     room_bytes: int = 0
     account: dict[str, Any] = field(default_factory=dict)
-    """Where memory goes, where that was asked for."""
+    """Memory by kind and layer, if the request asks for it."""
     model: dict[str, Any] = field(default_factory=dict)
-    """The model, as `ModelFacts` has it, where its memory was watched."""
+    """The fields of `ModelFacts`, if the request watches memory."""
     late: str | None = None
-    """Where the script was when it had made no update in time."""
+    """The line of a script that has made no update in time."""
     why_not: str | None = None
-    """Why it could not be looked at as wished."""
+    """Why the request could not be fulfilled."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Kinds of feed that hotlap cannot bring its batches by, and why; where one was wished for."""
+    """Feeds that hotlap cannot bring its batches by, with reasons, if the request names one."""
     out_of_memory: str | None = None
     error: str | None = None
     trace: str = ""
-    """The lines of the user's code that led to it."""
+    """The lines of the user's code that led to the error."""
 
     @property
     def sample_s(self) -> float | None:
-        """Seconds a sample, in the middle one of its laps; None where there was none."""
+        """Seconds a sample, the median of the laps; None without laps."""
         every = sorted(spent / samples for spent, samples in self.laps if samples)
         return every[len(every) // 2] if every else None
 
     @property
     def step_s(self) -> float:
-        """Seconds an update; by its samples where they are known, since some updates have fewer. It needs a lap."""
+        """Seconds an update, by its samples if known, since some updates have fewer. Needs a lap."""
         if self.sample_s is not None:
             return self.sample_s * self.samples_an_update
         every = sorted(spent / count for (spent, _), count in zip(self.laps, self.lap_updates, strict=True))
@@ -135,7 +135,7 @@ class ProbeResult:
 
 
 MOST_S = 600.0
-"""What one look may take, with all that the script does before it trains."""
+"""Most seconds of a probe, with what the script does before it trains."""
 RUNS = (
     "each try ran some updates of the script in a copy of its working folder; what it wrote there is gone, and files "
     "elsewhere are as they were"
@@ -143,10 +143,10 @@ RUNS = (
 
 
 class ScriptEndedError(TrainingError):
-    """A script ended by an error of its own."""
+    """A script has raised an error."""
 
     def __init__(self, name: str, why: str, trace: str = "") -> None:
-        """`why` in a line; `trace` are those of its code that led to it."""
+        """`why` is one line; `trace` holds the lines of its code that led to the error."""
         lines = [line if line.startswith("  ") else f"  {line}" for line in trace.split("\n") if trace]
         super().__init__("\n".join([f"{name} ended by an error: {why}", *lines]))
         self.why = why
@@ -202,14 +202,14 @@ def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
     if seen is None or seen.error is not None or (done.returncode and not is_seen):
         why = seen.error if seen is not None and seen.error else (last[0] if last else f"exit code {done.returncode}")
         if why.startswith("EOFError"):
-            why += " (it is run without anything to read on stdin)"
+            why += " (hotlap runs it with an empty stdin)"
         raise ScriptEndedError(target.name, why, "" if seen is None else seen.trace)
     if not is_seen:
         changed = ", ".join(f"{name}={value}" for name, value in request.change.items())
         raise TooShortError(
-            f"{target.name} is over after {seen.updates:,} updates{f' with {changed}' if changed else ''}, "
-            "too few to be timed; let it train for a few seconds"
+            f"{target.name} ended after {seen.updates:,} updates{f' with {changed}' if changed else ''}, "
+            "too few for timing; let it train for a few seconds"
             if seen.updates
-            else f"{target.name} is over, and none of torch's optimizers made an update; name the script that trains"
+            else f"{target.name} ended without an update of a torch optimizer; name the script that trains"
         )
     return seen

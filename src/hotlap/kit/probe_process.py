@@ -53,10 +53,9 @@ from hotlap.store.cache import default_root
 from hotlap.store.files import write_text
 
 WARM = 3
-"""Updates before anything is timed: the first has no state of the optimizer's yet."""
+"""Updates before timing: the first has no optimizer state yet."""
 MOST_SHORT = 3
-"""Updates that are left out while memory is looked at, at the end of an epoch: they have fewer samples than most, or an
-evaluation comes before them."""
+"""Most updates to skip before memory is counted: short ones at the end of an epoch, and those after an evaluation."""
 
 PR_SET_PDEATHSIG = 1
 SAVES: tuple[tuple[Any, str], ...] = (
@@ -64,52 +63,52 @@ SAVES: tuple[tuple[Any, str], ...] = (
     (vars(torch.jit).get("RecursiveScriptModule"), "save"),
     (safetensors.torch, "serialize_file"),
 )
-"""What saves weights without a word to Python."""
+"""Functions that save weights past Python."""
 WORKERS_OWN = "Original Traceback (most recent call last):"
-"""By this torch begins what an error in a loader's worker said."""
+"""With this torch begins the message of an error in a loader's worker."""
 NUMBER = "_hotlap_number"
-"""The attribute that tells loaders apart, and their iterators, by the order in which the first of each is made."""
+"""The attribute that numbers loaders and their iterators, in the order in which the first of each is made."""
 
 
 class ScriptWatch:
-    """Watches a script while it trains, and ends it once enough was seen."""
+    """Watches a script while it trains, and ends it after that."""
 
     def __init__(self, request: ProbeRequest, report: Path, name: str) -> None:
         self._request, self._report, self.seen = request, report, ProbeResult()
         self.guard = WriteGuard(report.parent, default_root())
         self._plan_probe = PlanProbe(name, request, report.parent) if request.has_plan else None
-        self._patches = Patches(in_forks=True)  # what the script forks may save files, too
+        self._patches = Patches(in_forks=True)  # forks of the script may save files, too
         self._makers: dict[Hashable, int] = {}
         self._loaders: dict[int, DataLoader[Any]] = {}
-        """The last ones that were made, by their number."""
+        """The last loader of each number."""
         self._optimizer: Optimizer | None = None
         self._served: Counter[int] = Counter()
         self._samples: Counter[int] = Counter()
-        """By the number of their loader, as in what follows."""
+        """By the number of their loader, as in the fields below."""
         self._samples_before: Counter[int] = Counter()
         self._samples_last: dict[int, int] = {}
-        """Of the last update."""
+        """Samples of the last update."""
         self._sizes: dict[int, Counter[int]] = defaultdict(Counter)
-        """How many updates had so many samples."""
+        """Counts of updates by their number of samples."""
         self._lap: tuple[float, Counter[int]] | None = None
         self._watch: UpdateWatch | None = None
         self._turns: GrowthWatch | None = None
         self._modules: list[nn.Module] = []
         self._sample: Batch | None = None
-        """A batch of the training's, its shapes and kinds alone."""
+        """A batch of the training, without its values."""
         self._is_giving = False
         self._asked: dict[int, float] = {}
         self._first_s: dict[int, float] = {}
         self._stepped_at = 0.0
         self._paused_at: float | None = None
-        """When an evaluation began that has not ended."""
+        """When the current evaluation began; None outside of one."""
         self._paused_s, self._lap_updates = 0.0, 0
         self._left_out = 0
 
     def __enter__(self) -> None:
         put = self._patches.put
         for owner, name in SAVES:
-            if hasattr(owner, name):  # TorchScript may be turned off
+            if hasattr(owner, name):  # TorchScript may be off
                 put(owner, name, self.guard.before_saving)
         put(DataLoader, "__init__", self._made)
         put(DataLoader, "_get_iterator", self._iterated)
@@ -131,20 +130,20 @@ class ScriptWatch:
             timer.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """The script has ended by itself, or by an error."""
+        """Report a script that has ended by itself, or by an error."""
         self._patches.take_out_all()
         if error is not None and not isinstance(error, SystemExit):
             line = _line_of(error) if isinstance(error, Exception) else "it was interrupted"
             is_full = isinstance(error, MemoryError) or is_out_of_memory(error)
             own = [frame for frame in traceback.extract_tb(at) if is_users_file(frame.filename)]
             self.seen.out_of_memory = line if is_full else None
-            kind_of = "" if isinstance(error, HotlapError) else f"{type(error).__name__}: "  # it says all by itself
+            kind_of = "" if isinstance(error, HotlapError) else f"{type(error).__name__}: "  # its message is complete
             self.seen.error = None if is_full else f"{kind_of}{line}{_place_of(error, own)}"
             self.seen.trace = "".join([*traceback.format_list(own), *_lines_of(error)]).rstrip()
         self._write()
 
     def _look_whether_it_trains(self) -> None:
-        """In a thread of its own: where no update was made yet, the look ends."""
+        """In a thread: end the probe if there is no update yet."""
         if self.seen.updates:
             return
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -163,7 +162,7 @@ class ScriptWatch:
             given = signature.bind(loader, *args, **kwargs).arguments
             number = self._makers.setdefault(maker_of(given["dataset"]), len(self._makers))
             self._loaders[number] = loader
-            vars(loader)[NUMBER] = number  # which copies have too
+            vars(loader)[NUMBER] = number  # copies have it, too
             if number == self._request.loader:
                 changed = with_change({k: v for k, v in given.items() if k != "self"}, self._request.change)
                 args, kwargs = (), with_longest(changed) if self._request.longest else changed
@@ -185,7 +184,7 @@ class ScriptWatch:
     def _given(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def given(iterator: Any) -> Any:
-            if self._is_giving:  # for another one, whose batches the script gets
+            if self._is_giving:  # for another iterator, which gives the script its batches
                 return original(iterator)
             self._pause(not torch.is_grad_enabled())
             asked, self._is_giving = time.perf_counter(), True
@@ -196,7 +195,7 @@ class ScriptWatch:
             number = getattr(iterator, NUMBER, -1)
             if number not in self._first_s and number in self._asked:
                 self._first_s[number] = time.perf_counter() - self._asked[number]
-            if torch.is_grad_enabled():  # else it is an evaluation's
+            if torch.is_grad_enabled():  # otherwise the batch is for an evaluation
                 self._served[number] += 1
                 self._samples[number] += count_samples(batch) or 0
                 self._note(batch, time.perf_counter() - asked)
@@ -205,15 +204,15 @@ class ScriptWatch:
         return given
 
     def _note(self, batch: Batch, seconds: float) -> None:
-        """Told of a batch that the training was given, for which it waited so long."""
+        """Note a batch of the training, and how long the training has waited for it."""
         if self._plan_probe is not None:
             self._plan_probe.gave(seconds)
         if self._request.watches and self._sample is None:
-            with suppress(Exception):  # batches may be whatever the script likes
+            with suppress(Exception):  # a batch may be anything
                 self._sample = map_tensors(batch, lambda tensor: tensor.to("meta"))
 
     def _pause(self, evaluates: bool) -> None:
-        """Told whether the next batch is an evaluation's, whose time is no part of a lap."""
+        """Stop the clock of the lap during an evaluation."""
         if evaluates and self._paused_at is None:
             self._paused_at = self._stepped_at
         elif not evaluates and self._paused_at is not None:
@@ -221,7 +220,7 @@ class ScriptWatch:
             self._paused_at = None
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
-        """Told that a module is called; those that lie in none of the others are the script's models."""
+        """Note a called module; those inside of no other are the script's models."""
         if module not in self._modules and not any(module in set(one.modules()) for one in self._modules):
             self._modules.append(module)
 
@@ -232,7 +231,7 @@ class ScriptWatch:
             self._watch.update_begins()
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Told that an optimizer has made an update; the first one's count."""
+        """Note an update of an optimizer; only those of the first count."""
         if self._optimizer is None:
             self._optimizer = optimizer
         if self._watch is not None:
@@ -259,8 +258,8 @@ class ScriptWatch:
             self._begin()
 
     def _lap_goes_on(self, began: float, samples: Counter[int]) -> None:
-        """An update of a lap was made, which has begun then, after so many samples."""
-        # A lap ends with the device's work done: to look at the clock before would flatter it.
+        """Note an update of a lap, with the time and the samples at which the lap began."""
+        # The lap ends when the device is done; an earlier look at the clock would flatter it.
         self._lap_updates += 1
         spent_s = time.perf_counter() - began - self._paused_s
         workers = self._workers
@@ -278,12 +277,12 @@ class ScriptWatch:
 
     @property
     def _model(self) -> nn.Module | None:
-        """Of the modules that the script calls, the one with the most parameters."""
+        """The called module with the most parameters."""
         sizes = [sum(p.numel() for p in one.parameters()) for one in self._modules]
         return self._modules[sizes.index(max(sizes))] if any(sizes) else None
 
     def _checkpoint(self) -> None:
-        """From here on the blocks of its model are checkpointed; where that cannot be, the look ends."""
+        """Checkpoint the blocks of its model from here on, or end the probe with the reason."""
         model = self._model
         self.seen.why_not = "it calls no module as a whole" if model is None else why_not_changed(model)
         if model is None or self.seen.why_not is not None:
@@ -291,7 +290,7 @@ class ScriptWatch:
         Checkpointing(model, len(checkpointed_blocks(model))).__enter__()
 
     def _begin(self) -> None:
-        self._patches.take_out("model")  # which takes time
+        self._patches.take_out("model")  # the hook takes time
         self._wait()
         if self._on_gpu and not self.seen.laps:
             torch.cuda.empty_cache()
@@ -300,7 +299,7 @@ class ScriptWatch:
         self._lap = (time.perf_counter(), self._samples.copy())
 
     def _count_begins(self) -> None:
-        """On a GPU torch has kept account all along; on the CPU, or where it is asked for, operations are looked at."""
+        """On a GPU read torch's own peaks; on the CPU, or if the request asks, count operations."""
         if self._optimizer is None or (self._on_gpu and not self._request.watches):
             self._end()
         if self._on_gpu:
@@ -323,7 +322,7 @@ class ScriptWatch:
         return live
 
     def _count_ends(self) -> None:
-        """An update was looked at; after the first whole one it is looked for memory that grows."""
+        """Report the counted update; after the first whole one, look for memory that grows."""
         watch = self._watch
         assert watch is not None
         live = watch.live
@@ -367,19 +366,19 @@ class ScriptWatch:
 
     @property
     def _samples_an_update(self) -> int:
-        """As most of them have; where several numbers are about as frequent, the largest of those."""
+        """The most frequent number of samples; among several nearly as frequent, the largest."""
         sizes = self._sizes[self._main]
         most = max(sizes.values(), default=0)
         return max((size for size, count in sizes.items() if 2 * count >= most), default=0)
 
     @property
     def _main(self) -> int:
-        """The number of the loader that brings the training's batches, of several the first; -1 where there is none."""
+        """The number of the loader that brings the training's batches, the first of several; -1 without one."""
         return max(self._served, key=lambda one: self._served[one], default=-1)
 
     @property
     def _workers(self) -> int:
-        """Of that loader."""
+        """Workers of that loader."""
         return self._loaders[self._main].num_workers if self._main >= 0 else 0
 
     def _say_loader(self) -> None:
@@ -400,7 +399,7 @@ class ScriptWatch:
             torch.cuda.synchronize()
 
     def _end(self) -> NoReturn:
-        """Enough was seen. The script is not to clean up, save or evaluate: the process ends here."""
+        """Report, and end the process at once: the script does not clean up, save or evaluate."""
         self._write()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -432,7 +431,7 @@ class ScriptWatch:
 
 
 def _line_of(error: Exception) -> str:
-    """What it says; of an error in a loader's worker, what that one's said."""
+    """The message; for an error in a loader's worker, with the message of the worker's error."""
     if isinstance(error, SyntaxError):
         return error.msg
     of_worker = str(error).rstrip().splitlines()[-1] if WORKERS_OWN in str(error) else ""
@@ -440,14 +439,14 @@ def _line_of(error: Exception) -> str:
 
 
 def _lines_of(error: BaseException) -> list[str]:
-    """Lines that it says itself, beside those of its traceback."""
+    """The lines of the message itself, beside those of the traceback."""
     if isinstance(error, SyntaxError):
         return traceback.format_exception_only(error)[:-1]
     return [str(error).partition(WORKERS_OWN)[2].lstrip("\n")] if WORKERS_OWN in str(error) else []
 
 
 def _place_of(error: BaseException, own: list[traceback.FrameSummary]) -> str:
-    """In words, where in the user's code it arose."""
+    """Where in the user's code the error arose, in words."""
     if isinstance(error, SyntaxError):
         return f" ({Path(error.filename or '').name}:{error.lineno})"
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
@@ -467,9 +466,9 @@ def _in_place(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def maker_of(dataset: Any) -> Hashable:
-    """What makes the loader that is being made: the lines at work, and what it is made for.
+    """What tells loaders apart: the lines that make the current one, and the type and length of its dataset.
 
-    One that is made anew for each epoch has the same each time, in every process that runs the script.
+    A loader that is made anew each epoch gives the same value each time, in every process that runs the script.
     """
     lines = []
     frame: FrameType | None = sys._getframe(1)
@@ -477,13 +476,13 @@ def maker_of(dataset: Any) -> Hashable:
         lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))  # a line may make several
         frame = frame.f_back
     samples = None
-    with suppress(Exception):  # of somebody's class, or for want of a length
+    with suppress(Exception):  # its class may have no length
         samples = len(dataset)
     return tuple(lines), type(dataset), samples
 
 
 def with_change(given: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """A loader's arguments with some in their place; those that go with workers alone leave with them."""
+    """A loader's arguments with some replaced; without workers, arguments for workers go."""
     given = {**given, **given.pop("kwargs", {}), **change}
     if not given.get("num_workers"):
         for name in ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"):
@@ -500,7 +499,7 @@ def with_longest(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_loader(loaders: Mapping[int, DataLoader[Any]], number: int, seen: ProbeResult) -> None:
-    """Tell how the loader of this number is set, and whether its batch size can be."""
+    """Note the settings of the loader of this number, and whether its batch size can be set."""
     loader = loaders[number]
     seen.workers, seen.pinned = loader.num_workers, bool(loader.pin_memory)
     seen.loader, seen.batch_size = number, loader.batch_size
@@ -511,7 +510,7 @@ def describe_loader(loaders: Mapping[int, DataLoader[Any]], number: int, seen: P
         seen.samples = None
     if loader.batch_size is None:
         sampler = loader.batch_sampler
-        # Accelerate, for one, makes a loader of the batches of another.
+        # Accelerate makes a loader from the batches of another, for instance.
         first = next((n for n, one in loaders.items() if one.batch_sampler is sampler and n < number), None)
         if first is not None and type(sampler) is BatchSampler:
             seen.loader, seen.batch_size = first, sampler.batch_size
@@ -520,14 +519,14 @@ def describe_loader(loaders: Mapping[int, DataLoader[Any]], number: int, seen: P
 
 
 def describe_lengths(loader: DataLoader[Any], seen: ProbeResult) -> None:
-    """Tell whether its batches can be made of the longest samples. A sampler of the script's own is left to it."""
+    """Note the longest samples of its dataset, unless the script has its own sampler."""
     if type(loader.sampler) not in (RandomSampler, SequentialSampler, LongestSampler):
         return
     try:
         longest = longest_in(loader.dataset)
-    except Exception as error:  # somebody's dataset, asked for samples that the script may never ask for
+    except Exception as error:  # the script may never ask for these samples
         why = type(error).__name__
-        seen.longest = f"batches are those that came first: the lengths of samples cannot be read ({why})"
+        seen.longest = f"the lengths of samples cannot be read ({why}), so batches are the first that came"
         return
     if longest is not None:
         seen.longest, seen.varies = longest.words, longest.varies
@@ -537,13 +536,13 @@ def describe_lengths(loader: DataLoader[Any], seen: ProbeResult) -> None:
 
 
 def end_with_parent() -> None:
-    """On Linux: where whoever asked for the look is killed, this process is too, whatever the script is at."""
+    """On Linux: end this process when its parent ends, whatever the script does."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def main() -> None:
-    """Look at the script that the command line names."""
+    """Probe the script that the command line names."""
     end_with_parent()
     settings = json.loads(sys.argv[1])
     words = sys.argv[2:]

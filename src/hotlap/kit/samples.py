@@ -23,37 +23,40 @@ from hotlap.data.sources import Source
 from hotlap.engine.snapshot import Randomness
 
 LENGTHS_READ = 256
-"""Samples that are fetched to find the longest, where nobody knows their lengths and fetching may take long."""
+"""Samples to fetch for the longest, if their lengths are unknown and fetching may be slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Longest:
-    """All samples of a dataset, from the longest on, and how many of them were looked at."""
+    """All samples of a dataset, the longest first, and how many of them hotlap has read."""
 
     order: np.ndarray[Any, Any]
     looked_at: int
     varies: bool
-    """Whether those that were looked at differ in length."""
+    """Whether the read samples differ in length."""
 
     @property
     def words(self) -> str:
-        """What batches were made of, in a line."""
+        """The samples of the batches, in a line."""
         count = len(self.order)
         if self.looked_at == count:
             return (
                 f"batches hold the longest of all {count:,} samples" if self.varies else "all samples are of one size"
             )
-        looked = f"{self.looked_at:,} samples that were looked at, of {count:,}"
-        return f"batches hold the longest of {looked}" if self.varies else f"{looked}, are of one size"
+        return (
+            f"batches hold the longest of the {self.looked_at:,} samples that hotlap read, of {count:,}"
+            if self.varies
+            else f"the {self.looked_at:,} samples that hotlap read, of {count:,}, are of one size"
+        )
 
 
 def longest_first(source: Source) -> Longest:
-    """All samples, from the longest on. Where lengths are not known and samples come out of code, some are fetched."""
+    """All samples, the longest first. If lengths are unknown and code makes the samples, some are fetched."""
     count = len(source)
     lengths: Any = lengths_in(source)
     looked = np.arange(count)
     if lengths is None and source.why_not_gather() is not None:
-        # To read a list costs nothing.
+        # A list costs nothing to read.
         if not isinstance(source.samples, (list, tuple)):
             looked = np.unique(np.linspace(0, count - 1, min(count, LENGTHS_READ)).astype(np.int64))
         lengths = np.zeros(count, dtype=np.int64)
@@ -64,14 +67,14 @@ def longest_first(source: Source) -> Longest:
 
 
 def longest_in(dataset: Any) -> Longest | None:
-    """The longest samples of what a DataLoader reads; None where it has no samples by number."""
+    """The longest samples of a DataLoader's dataset; None if it has no samples by index."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
         return None
     return longest_first(as_source(dataset, loaded=True))
 
 
 class LongestSampler(Sampler[int]):
-    """As many samples as there are, of which every batch of `size` has the longest."""
+    """As many samples as the dataset has, with the longest in every batch of `size`."""
 
     def __init__(self, order: np.ndarray[Any, Any], size: int) -> None:
         self._longest, self._count = order[:size].tolist(), len(order)
@@ -84,7 +87,7 @@ class LongestSampler(Sampler[int]):
 
 
 def size_of(sample: Any) -> int:
-    """How much a sample holds: numbers of tensors and lists, letters of texts, pixels of pictures."""
+    """The size of a sample: values of tensors and lists, letters of texts, pixels of pictures."""
     match sample:
         case Tensor():
             return sample.numel()
@@ -96,7 +99,7 @@ def size_of(sample: Any) -> int:
             return sum(size_of(part) for part in sample.values())
         case list() | tuple():
             return sum(size_of(part) for part in sample)
-    shape = getattr(sample, "size", None)  # Pillow's pictures have width and height
+    shape = getattr(sample, "size", None)  # width and height of Pillow's pictures
     return int(np.prod(shape)) if isinstance(shape, tuple) and all(isinstance(one, int) for one in shape) else 1
 
 
@@ -112,17 +115,17 @@ def _fetched(source: Source, indices: np.ndarray[Any, Any]) -> list[Any]:
 
 
 TIMED, MOST_S = 64, 1.0
-"""Samples that are read, and the time after which no other is."""
+"""Most samples to read, and the seconds after which no more are read."""
 WARM = 2
-"""Samples before any is timed: the first may open files."""
+"""Samples before timing: the first may open files."""
 ELSE = "all else"
 _NAMES = ("transform", "augment", "preprocess")
-"""Words in the names of attributes that hold transforms."""
+"""Parts of the names of attributes that hold transforms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a transform takes for each sample."""
+    """The time of a transform for a sample."""
 
     name: str
     sample_s: float
@@ -132,7 +135,7 @@ class Cost:
 
 
 class _Timed:
-    """A transform that is timed, and else what it was."""
+    """A timed transform, otherwise the original."""
 
     def __init__(self, transform: Callable[..., Any]) -> None:
         self._transform = transform
@@ -152,9 +155,9 @@ class _Timed:
 
 
 def costs_of(dataset: Any) -> tuple[Cost, ...]:
-    """What each transform of a dataset takes for a sample in this process, and all else; none where there are none.
+    """The time of each transform of a dataset for a sample in this process, and of the rest; empty without transforms.
 
-    A copy of the dataset is read; randomness is left as it was. What a dataset does in other ways is part of all else.
+    Reads a copy of the dataset, and restores randomness. The rest is all other work of the dataset.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or hasattr(type(dataset), "__del__"):
         return ()
@@ -164,7 +167,7 @@ def costs_of(dataset: Any) -> tuple[Cost, ...]:
         if not timed:
             return ()
         count, spent_s = _timed_read(other, timed)
-    except Exception:  # somebody's classes, asked to be copied; the training itself does without this
+    except Exception:  # not every class can be copied; the training itself does not need this
         return ()
     finally:
         kept.restore()
@@ -174,7 +177,7 @@ def costs_of(dataset: Any) -> tuple[Cost, ...]:
 
 
 def _timed_read(dataset: Any, timed: list[_Timed]) -> tuple[int, float]:
-    """How many samples were read, and how long that took."""
+    """The number of read samples, and the seconds for them."""
     length = len(dataset)
     for at in range(min(WARM, length)):
         dataset[at]
@@ -188,7 +191,7 @@ def _timed_read(dataset: Any, timed: list[_Timed]) -> tuple[int, float]:
 
 
 def _with_clocks(dataset: Any, timed: list[_Timed]) -> Any:
-    """A copy of a dataset whose transforms are timed, and of those datasets that it is made of."""
+    """A copy of a dataset with timed transforms, and of the datasets inside."""
     other = copy.copy(dataset)
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         if name == "dataset":
@@ -201,7 +204,7 @@ def _with_clocks(dataset: Any, timed: list[_Timed]) -> Any:
 
 
 def _clocked(transform: Any, timed: list[_Timed]) -> Any:
-    """A transform that is timed; where it is made of others, these are, one by one."""
+    """A timed transform; of one that holds others, these are timed."""
     if isinstance(transform, (list, tuple)):
         return type(transform)(_clocked(one, timed) for one in transform)
     inside = {} if isinstance(transform, nn.Module) else getattr(transform, "__dict__", {})

@@ -1,4 +1,4 @@
-"""The search for a batch: doubled and halved, then cut in half between what trains and what does not."""
+"""The search for a batch size: doubling, then bisection between a size that trains and one that does not."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from hotlap.core.errors import TrainingError
 
 NO_GAIN = 2
-"""Doublings without a gain after which, where memory never ends, larger batches are no longer tried."""
+"""On a device whose memory never ends, doublings without a gain before the search stops."""
 GAIN = 1.03
-"""What counts as one."""
+"""The least speed-up that counts as a gain."""
 NEAR = 1.5
-"""Sizes that differ by no more than this factor are as good as one on the curve."""
+"""Sizes within this factor count as one point of the curve."""
 FINE = 1.2
-"""The same among those that are nearly the fastest."""
+"""The same factor among the nearly fastest sizes."""
 CLOSE, APART = 0.95, 20
-"""The largest that keeps the reserve has so much of what it may take, or takes too much with this part more."""
+"""The largest size with the reserve uses at least this part of its memory, or exceeds it with this part more."""
 KNEE = 0.95
-"""The knee is the smallest batch with so much of the best speed."""
+"""The knee is the smallest batch with this part of the best speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,39 +32,39 @@ class Trial:
     why_not: str | None = None
     """Why it does not train."""
     samples_per_s: float | None = None
-    """None where it was not timed."""
+    """None if not timed."""
     peak_bytes: int = 0
     taken_bytes: int = 0
-    """What torch takes for it at the peak, which is more than tensors need."""
+    """The peak of torch's allocator, which is above that of tensors."""
     rest_bytes: int = 0
-    """What weights, gradients and the optimizer's state take, however large the batch."""
+    """The memory of weights, gradients and optimizer state, which no batch changes."""
 
     @property
     def trains(self) -> bool:
-        """Whether updates of this size could be made."""
+        """Whether updates of this size work."""
         return self.why_not is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Memory as it grows with the batch: so much for each sample, and a rest."""
+    """Memory as a line over the batch size: bytes a sample, and a rest."""
 
     bytes_a_sample: float
     rest_bytes: float
 
     def bytes_at(self, size: int) -> float:
-        """What a batch of this size takes."""
+        """The bytes of a batch of this size."""
         return self.rest_bytes + self.bytes_a_sample * size
 
     def size_at(self, room_bytes: float) -> int:
-        """The largest batch that takes no more; 1 at least."""
+        """The largest batch within these bytes; at least 1."""
         return max(1, int((room_bytes - self.rest_bytes) / self.bytes_a_sample))
 
 
 def line_through(fitting: Sequence[Trial]) -> Line | None:
-    """The line through the smallest and the largest batch that were measured; through the rest where it is but one.
+    """The line through the smallest and the largest measured batch; with only one, through the rest.
 
-    None where larger ones take no more, so that nothing can be told from them.
+    None if larger batches take no more memory.
     """
     if not fitting:
         return None
@@ -79,14 +79,14 @@ def line_through(fitting: Sequence[Trial]) -> Line | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """What a search came to."""
+    """The result of a search."""
 
     trials: tuple[Trial, ...]
-    """By size, the timed ones among them."""
+    """All trials, by size."""
     ended: str
-    """Why nothing larger was tried, in words."""
+    """Why the search tried nothing larger."""
     found_largest: bool
-    """Whether the next larger size was seen to fail."""
+    """Whether the next larger size has failed."""
 
     @property
     def largest(self) -> Trial | None:
@@ -95,7 +95,7 @@ class Searched:
 
     @property
     def line(self) -> Line | None:
-        """Memory over size, as it was measured; None where it does not grow, or but one size was measured."""
+        """Measured memory over size; None if it does not grow, or with a single measured size."""
         measured = [one for one in self.trials if one.trains]
         return line_through(measured) if len(measured) > 1 else None
 
@@ -122,34 +122,34 @@ def knee(trials: list[Trial]) -> Trial | None:
 
 
 class TooShortError(TrainingError):
-    """A training is over before it can be timed."""
+    """A training ends before hotlap can time it."""
 
 
 Try = Callable[[int, bool], Trial]
-"""Tries a size; timed where asked for, and where it trains. Raises TooShortError where nothing can be said of it."""
+"""Tries a size, and times it if asked and if it trains. Raises TooShortError if the training ends too early."""
 Enough = Callable[[], str | None]
-"""Why no more may be tried, where too much time was spent."""
+"""Why to stop, or None."""
 
 
 @dataclass(kw_only=True)
 class Search:
-    """A search for the largest size that trains, in which others are timed on the way."""
+    """A search for the largest size that trains, which times others on the way."""
 
     attempt: Try
     start: int
     least: int = 1
     most: int
     room_bytes: float
-    """What a size may take."""
+    """Memory that a size may take."""
     by_speed: bool
-    """Memory never ends by an error, so the search ends where there is no gain, or where `room_bytes` would be."""
+    """No size raises an error, so the search ends without a gain, or at `room_bytes`."""
     enough: Enough = lambda: None
     finer: int | None = None
-    """The largest is sought to this part of itself; None: to the sample."""
+    """The search finds the largest to this part of itself; None: to the sample."""
     found: dict[int, Trial] = field(default_factory=dict)
 
     def run(self) -> Searched:
-        """Find it."""
+        """Run the search."""
         try:
             ended, is_proven = self._up_and_down()
         except TooShortError as error:
@@ -160,7 +160,7 @@ class Search:
             with suppress(TooShortError):
                 self._keep_reserve()
                 self._time_smaller()
-                self._keep_reserve()  # among smaller ones may be the first that keeps it
+                self._keep_reserve()  # the first that keeps it may be among smaller ones
                 if not self.by_speed and self.finer is None:
                     self._time_between()
         trials = tuple(self.found[size] for size in sorted(self.found))
@@ -177,11 +177,11 @@ class Search:
 
     @property
     def _within(self) -> list[Trial]:
-        """Timed ones that take no more than they may, the smallest first."""
+        """Timed sizes within the memory, the smallest first."""
         return timed_within(self.fitting, self.room_bytes)
 
     def tried(self, size: int, *, timed: bool = True) -> Trial:
-        """What is known of a size, by trying it where it is not known yet."""
+        """The trial of a size, made now if there is none yet."""
         if size not in self.found or (timed and self._could_be_timed(size)):
             self.found[size] = self.attempt(size, timed)
         return self.found[size]
@@ -191,7 +191,7 @@ class Search:
         return known is None or (known.trains and known.samples_per_s is None)
 
     def _up_and_down(self) -> tuple[str, bool]:
-        """Why it ended, and whether the largest is proven to be."""
+        """Why the search ended, and whether a larger size has failed."""
         size, failed = max(self.least, min(self.start, self.most)), 0
         while not self.tried(size).trains:
             failed = size
@@ -213,17 +213,17 @@ class Search:
                     failed = middle
             if self.tried(size).trains:
                 return f"{failed:,} does not train: {self.found[failed].why_not}", True
-            # It did at first, and no longer when it was timed, as the first that trained was.
+            # It trained at first and failed when timed.
             size, failed = max(one.size for one in self.fitting if one.size < size), size
 
     def _up(self, size: int) -> tuple[int, int, str | None]:
-        """Double until it fails: the last that trained, the first that did not, or why it ended before."""
+        """Double until a size fails: the last that trains, the first that fails, or why the search ended before."""
         without_gain = 0
         while True:
             if (why := self.enough()) is not None:
                 return size, 0, why
             if size >= self.most:
-                return size, 0, f"none larger than {self.most:,} was to be tried, or the data has no more"
+                return size, 0, f"{self.most:,} is the limit, by --most or by the number of samples"
             larger = min(self._larger(size), self.most)
             if self.by_speed and _predicted(self.fitting, larger) > self.room_bytes:
                 return size, 0, "more would take more memory than is free"
@@ -236,9 +236,9 @@ class Search:
                 return size, 0, "larger ones are no faster"
 
     def _larger(self, size: int) -> int:
-        """What to try after a size that trains: twice it, or more where what was measured first shows room for more.
+        """The size to try after one that trains: twice as large, or more if the first measurement shows room.
 
-        Where memory ends, the first size was a guess, and its bytes a sample say how far off.
+        Where memory ends, the first size is a guess, and its bytes a sample show how far off.
         """
         line = None if self.by_speed or len(self.fitting) > 1 else line_through(self.fitting)
         larger = 2 * size
@@ -247,10 +247,7 @@ class Search:
         return larger
 
     def _time_smaller(self) -> None:
-        """Time smaller sizes too: those that were leapt over, then smaller ones until they are clearly slower.
-
-        Some of those that are timed have to take no more than they may.
-        """
+        """Time the skipped sizes, then smaller ones until they are clearly slower and one is within the memory."""
         smallest, size, slower = self.fitting[0].size, self.fitting[-1].size // 2, 0
         while size >= self.least and (slower < NO_GAIN or not self._within) and self.enough() is None:
             near = [one for one in self.fitting if one.samples_per_s and size / NEAR <= one.size <= size * NEAR]
@@ -259,7 +256,7 @@ class Search:
             size //= 2
 
     def _time_between(self) -> None:
-        """Time sizes between those that are nearly the fastest: speed may jump from one to the next."""
+        """Time sizes between the nearly fastest: speed may jump from one to the next."""
         while (size := self._untimed_between()) is not None and self.enough() is None:
             self.tried(size)
 
@@ -274,7 +271,7 @@ class Search:
         return None
 
     def _keep_reserve(self) -> None:
-        """Time about the largest size that takes no more than it may."""
+        """Time the largest size within the memory, or one near it."""
         inside = [one for one in self.fitting if one.taken_bytes <= self.room_bytes]
         beyond = [one for one in self.fitting if one.taken_bytes > self.room_bytes]
         if not inside or not beyond:
@@ -293,13 +290,13 @@ class Search:
 
 
 def _between(low: int, high: int) -> int | None:
-    """Of the sizes well between two others the one that can be halved most often; None where there is none."""
+    """Of the sizes well between two others, the one with the most factors of two; None without one."""
     apart = math.sqrt(FINE)
     sizes = range(math.ceil(low * apart), int(high / apart) + 1)
     return max(sizes, key=lambda size: size & -size, default=None)
 
 
 def _predicted(fitting: list[Trial], size: int) -> float:
-    """What a size will take, in a straight line from the two largest that were tried."""
+    """The expected bytes of a size, on the line through the two largest tried."""
     line = line_through(fitting[-2:])
     return fitting[-1].taken_bytes if line is None else line.bytes_at(size)

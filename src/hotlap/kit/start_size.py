@@ -30,12 +30,12 @@ RECURRENT: Final = "recurrent layers"
 DENSE: Final = "dense layers"
 UNITS: Final = {CONVOLUTIONS: "pixels", VISION: "pixels", TEXT: "tokens", RECURRENT: "steps", DENSE: "numbers"}
 LEAST_SIDE, LEAST_CONVOLUTIONS = 16, 4
-"""Smaller pictures are taken for something else, and so is a network with fewer layers that convolve."""
+"""Least pixels of a picture's side, and least convolutions of a network for pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What kind of model it is, and how large its samples are."""
+    """The kind of a model, and the size of its samples."""
 
     name: str
     size: int
@@ -50,7 +50,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A model of a kind, and what a sample takes in it."""
+    """A model of a kind, and the bytes of a sample in it."""
 
     kind: str
     name: str
@@ -60,7 +60,7 @@ class Example:
     bytes_a_sample: int
 
     def bytes_at(self, size: int) -> int:
-        """What a sample of another size would take: pictures by their area, sequences by their length."""
+        """The bytes of a sample of another size: pictures by area, sequences by length."""
         power = {"pixels": 2, "tokens": 1, "steps": 1, "numbers": 0}[UNITS[self.kind]]
         return max(1, round(self.bytes_a_sample * (size / self.size) ** power))
 
@@ -90,7 +90,7 @@ EXAMPLES: Final = (
 
 
 def kind_of_model(model: nn.Module, sample: Batch) -> Kind:
-    """What kind of model it is, by its layers and by what a batch of its samples holds."""
+    """The kind of a model, by its layers and a batch of its samples."""
     layers = list(model.modules())
     parameters = sum(p.numel() for p in model.parameters())
     attends = any(isinstance(layer, nn.MultiheadAttention) or "Attention" in type(layer).__name__ for layer in layers)
@@ -118,7 +118,7 @@ def example_of(kind: Kind) -> Example:
 
 
 def _is_sequence(tensor: Tensor) -> bool:
-    """Whether it holds rows of numbers, or of tokens, for each sample."""
+    """Whether each sample holds rows of numbers or of tokens."""
     return tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point() and tensor.shape[1] > 1)
 
 
@@ -129,33 +129,33 @@ log = logger(__name__)
 
 KIND = "batch"
 WEIGHT_COPIES = 4
-"""The weights, their gradients, and two values for each that an optimizer like Adam keeps."""
+"""Weights, gradients, and two values for each, as Adam keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartSize:
-    """A size to begin with, and why."""
+    """A first size, and the reason for it."""
 
     size: int
     why: str
 
 
 def start_size(model: nn.Module, sample: Batch, room_bytes: float, where: str) -> StartSize:
-    """The size to begin with on a GPU that has so much room: the largest power of two that should fit.
+    """The first size on a GPU with so much room: the largest power of two that should fit.
 
-    It is a guess. What was measured here for this kind of model and samples is believed before the catalogue.
+    An earlier measurement on this GPU, of such a model and samples, counts before the catalogue.
     """
     kind = kind_of_model(model, sample)
     known = measured_before(kind, where)
     if known is not None:
         size = _power(known.size_at(room_bytes))
-        told = f"{show_bytes(known.bytes_a_sample)} a sample were measured on {where} before, for {_words(kind)}"
-        return StartSize(size=size, why=told)
+        why = f"{show_bytes(known.bytes_a_sample)} a sample were measured on {where} before, for {_words(kind)}"
+        return StartSize(size=size, why=why)
     example = example_of(kind)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     line = Line(bytes_a_sample=example.bytes_at(kind.size), rest_bytes=WEIGHT_COPIES * weights)
-    told = f"a guess for {where} from {example.name}, {show_bytes(line.bytes_a_sample)} a sample of {kind.sample}"
-    return StartSize(size=_power(line.size_at(room_bytes)), why=told)
+    why = f"a guess for {where} from {example.name}, {show_bytes(line.bytes_a_sample)} a sample of {kind.sample}"
+    return StartSize(size=_power(line.size_at(room_bytes)), why=why)
 
 
 def _power(size: int) -> int:
@@ -170,27 +170,27 @@ def _words(kind: Kind) -> str:
 
 
 def measured_before(kind: Kind, where: str) -> Line | None:
-    """What an earlier search has measured of such a model with such samples on this GPU."""
+    """The measurement of an earlier search for such a model and samples on this GPU."""
     try:
         entry = Cache().get(KIND, _key(kind, where))
         return None if entry is None else Line(**entry.values)
     except (HotlapError, OSError, TypeError, ValueError) as error:
-        log.warning("what a sample took before cannot be read: %s", error)
+        log.warning("cannot read the earlier measurement of a sample: %s", error)
         return None
 
 
 def keep_measured(kind: Kind, where: str, line: Line) -> None:
-    """Keep what was measured for the next search. A cache that cannot be used stops nothing."""
+    """Keep the measurement for the next search. A cache that fails stops nothing."""
     facts = {"kind": kind.name, "sample": kind.sample, "parameters": kind.parameters, "gpu": where}
     try:
         cache, key = Cache(), _key(kind, where)
         cache.drop(KIND, key)
         cache.put(KIND, key, values=asdict(line), facts={**facts, **asdict(line)})
     except (HotlapError, OSError) as error:
-        log.warning("what a sample takes cannot be kept: %s", error)
+        log.warning("cannot keep the measurement of a sample: %s", error)
 
 
 def _key(kind: Kind, where: str) -> str:
-    # Two digits: a head of other classes does not make another model.
+    # Two digits: another number of classes does not make another model.
     facts: dict[str, Any] = {"kind": kind.name, "size": kind.size, "parameters": f"{kind.parameters:.1e}"}
     return key_of({**facts, "gpu": where, "torch": str(torch.__version__)})

@@ -30,84 +30,84 @@ from hotlap.core.units import show_bytes
 from hotlap.script.patches import Patches
 
 BLOCK = 512
-"""torch gives a GPU's memory out in multiples of so many bytes."""
+"""torch allocates GPU memory in multiples of so many bytes."""
 BEFORE = "before"
-"""The kind of what was there before, and is none that anybody has told of."""
+"""The kind of tensors that existed before, and have no other kind."""
 KERNELS = "kernels"
-"""The kind of what an operation takes for itself while it is at work."""
+"""The kind of memory that an operation takes for itself while it runs."""
 LIBRARIES = "libraries"
-"""The kind of what cuBLAS keeps to work in, from its first use on."""
+"""The kind of cuBLAS's workspace, which it keeps from its first use on."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _CALLERS = str(Path(__file__).with_name("memory.py"))
-"""Who makes the updates of a job: beyond are those who asked for it, and have made nothing."""
+"""The file that makes the updates of a job: its callers make no tensors."""
 _STANDARD = str(Path(sys.modules["collections"].__file__ or "").parents[1])
 
 
 def is_users_file(file: str) -> bool:
-    """Whether code of this file is neither torch's nor hotlap's nor python's own."""
+    """Whether a file belongs to neither torch nor hotlap nor Python."""
     return not file.startswith((*_LIBRARIES, "<")) and (not file.startswith(_STANDARD) or "site-packages" in file)
 
 
 @dataclass
 class Piece:
-    """The memory of one tensor, and of those that share it."""
+    """The memory of one tensor, and of the tensors that share it."""
 
     size: int
     kind: str
-    """What it is for."""
+    """Its purpose."""
     layer: str
-    """The module that was at work when it was made."""
+    """The module that made it."""
     turn: int
-    """In which turn it was made."""
+    """The update that made it."""
     line: str
-    """The user's line that made it, where lines are looked at."""
+    """The user's line that made it, if lines are recorded."""
     storage: Any
 
 
 class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside `with`, all tensors that are made on the device are counted, until they are gone."""
+    """Inside `with`, counts all tensors on the device from their creation to their end."""
 
     def __init__(self, device: torch.device, *, lines: bool = False) -> None:
-        """With `lines` it is noted which line of the user's own made each."""
+        """With `lines`, records which line of the user made each."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self._lines = device, lines
         self._rounds = BLOCK if device.type == "cuda" else 1
         self.pieces: dict[int, Piece] = {}
         self.kind, self.layer, self.turn = "batch", "", 0
-        """What is made from now on is noted under these."""
+        """The kind, layer and update of tensors from now on."""
         self.bytes = 0
         self.peak_bytes = 0
         self.kinds: Counter[str] = Counter()
         self.layers: Counter[str] = Counter()
-        """Of activations, by the module that has made them."""
+        """Activations, by the module that made them."""
         self.at_peak: dict[str, int] = {}
         self.layers_at_peak: dict[str, int] = {}
         self.course: list[tuple[str, int]] = []
-        """What was being made, and the bytes that lived, after each operation that changed them."""
+        """The kind of work, and the bytes that lived, after each operation that changed them."""
 
     def know(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Count tensors that are there already; those that are counted are of this kind from now on."""
+        """Count tensors that exist already; counted ones have this kind from now on."""
         for tensor in tensors:
             if tensor is not None and self._is_here(tensor):
                 self._note(tensor, kind)
 
     def know_libraries(self) -> None:
-        """Count what cuBLAS keeps to work in: it is let go of, and taken anew when it is next needed."""
+        """Count cuBLAS's workspace: it is freed here, and taken again at its next use."""
         if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
-        torch.cuda.synchronize(self.device)  # while somebody is at work in it, it stays
+        torch.cuda.synchronize(self.device)  # a workspace in use stays
         before = torch.cuda.memory_allocated(self.device)
         torch._C._cuda_clearCublasWorkspaces()
         self._add(LIBRARIES, "", before - torch.cuda.memory_allocated(self.device))
 
     def forget_peak(self) -> None:
-        """From here on the peak is sought anew."""
+        """Forget the peak so far."""
         self.peak_bytes, self.at_peak, self.layers_at_peak = 0, {}, {}
         self.course.clear()
         self._look()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it gives."""
+        """Run an operation, and count its outputs."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -123,7 +123,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _was_there(self, made: Tensor, given: Any) -> bool:
-        """Whether it is a view of something that was there before anybody looked: a dataset in memory, for one."""
+        """Whether it is a view of an uncounted tensor, such as a dataset in memory."""
         key = made.untyped_storage()._cdata
         if key in self.pieces:
             return False
@@ -151,7 +151,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pieces, gone = self.pieces, self._gone
 
         def let_go(which: Any) -> None:
-            # The memory may have another owner by now, at the same address.
+            # Another tensor may have this address by now.
             if key in pieces and pieces[key].storage is which:
                 gone(key)
 
@@ -171,14 +171,14 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.layers[layer] += size
 
     def _look(self, working: int = 0) -> None:
-        """Note what lives, and what an operation has taken for itself beside it."""
+        """Note the living bytes, and those that an operation takes for itself."""
         self.course.append((self.kind, self.bytes + working))
         if self.bytes + working > self.peak_bytes:
             self.peak_bytes = self.bytes + working
             self.at_peak, self.layers_at_peak = {**self.kinds, KERNELS: working}, dict(self.layers)
 
     def _line(self) -> str:
-        """The innermost line at work that is neither torch's nor hotlap's nor python's own."""
+        """The innermost running line of the user."""
         if not self._lines:
             return ""
         frame = sys._getframe(3)
@@ -199,13 +199,12 @@ KINDS = (
     *("parameters", "gradients", "optimizer", "activations", "backward", "update", "batch"),
     *(BEFORE, KERNELS, LIBRARIES),
 )
-"""What memory is for: `backward` are gradients of activations, `update` what an update needs while it is made, `before`
-what was there before and is only read: data, for one, `kernels` what an operation has to itself while it is at work,
-`libraries` what cuBLAS keeps all the time."""
+"""Purposes of memory: `backward` are gradients of activations, `update` is what the optimizer step needs, `before` is
+earlier data that the update reads, `kernels` what an operation takes for itself, `libraries` cuBLAS's workspace."""
 
 
 class UpdateWatch:
-    """Inside `with`, updates are watched: each operation is told apart by where in an update it is made."""
+    """Inside `with`, marks each operation with its part of the update: batch, forward, backward or optimizer step."""
 
     def __init__(
         self,
@@ -215,16 +214,16 @@ class UpdateWatch:
         *,
         sees_updates: bool = True,
     ) -> None:
-        """Without `sees_updates` somebody else tells when an update begins and ends."""
+        """Without `sees_updates`, the caller says when an update begins and ends."""
         self.live, self._sees_updates = live, sees_updates
         self._parameters = [p for p in parameters if p.requires_grad]
         self._names = {id(part): name for module in modules for name, part in module.named_modules()}
         self._patches = Patches()
         self._inside: list[str] = []
         self.evaluated = False
-        """Whether a module was called that keeps nothing for a backward pass, as in an evaluation."""
+        """Whether a module ran without gradients, as in an evaluation."""
         self.outputs: dict[str, int] = {}
-        """Bytes that each module gave, of those that were called."""
+        """Bytes of each called module's output."""
 
     def __enter__(self) -> UpdateWatch:
         hooked, live = self._patches.hooked, self.live
@@ -248,11 +247,11 @@ class UpdateWatch:
     def _enters(self, module: nn.Module, inputs: Any) -> None:
         if module.__class__.__module__.startswith("torch.optim"):
             return
-        # What is checkpointed calls its parts so, but not itself.
+        # A checkpointed block runs its parts without gradients, but not itself.
         self.evaluated = self.evaluated or not (self._inside or torch.is_grad_enabled())
         self._inside.append(self._names.get(id(module)) or type(module).__name__)
         self.live.layer = self._inside[-1]
-        if self.live.kind != "backward":  # a block that is computed again is part of the backward pass
+        if self.live.kind != "backward":  # recomputation belongs to the backward pass
             self.live.kind = "activations"
 
     def _leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -278,11 +277,11 @@ class UpdateWatch:
         self.live.know([parameter.grad], "gradients")
 
     def update_begins(self, *_: Any) -> None:
-        """Told that the optimizer begins."""
+        """Note that the optimizer step begins."""
         self.live.kind = "update"
 
     def update_ends(self, *_: Any) -> None:
-        """Told that the optimizer has made its update."""
+        """Note that the optimizer step is over."""
         self.live.kind = "batch"
 
 
@@ -290,28 +289,28 @@ class UpdateWatch:
 
 
 TURNS = 8
-"""Updates that are watched."""
+"""Watched updates."""
 FIRST = 2
-"""The first that counts: an update before it may fill what is kept for good, as caches and masks."""
+"""The first that counts: earlier ones may fill caches and masks, which stay."""
 MOST_LISTED = 5
 MOST_NODES = 200_000
-"""Of graphs, so many steps are walked."""
+"""Most nodes of graphs to walk."""
 _NOT_HELD = ("parameters", "optimizer", "gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingMemory:
-    """Memory that grows with updates, and who made it."""
+    """Memory that grows with updates, and the code that makes it."""
 
     line: str = ""
-    """The user's line that makes it; empty where none was seen."""
+    """The user's line that makes it; empty if unknown."""
     bytes_an_update: int
     tensors_an_update: float = 0.0
-    """0 where it is no further tensor that grows."""
+    """0 if a tensor itself grows."""
     holder: str = ""
-    """What holds it, as far as it can be seen."""
+    """What holds it; empty if unknown."""
     what: str = ""
-    """What grows, where it is not the number of tensors."""
+    """What grows, if it is not the number of tensors."""
 
     def __str__(self) -> str:
         count = f"{self.tensors_an_update:.2g} tensor{'s'[: self.tensors_an_update != 1]}"
@@ -321,26 +320,26 @@ class GrowingMemory:
 
 
 class GrowthWatch:
-    """What lives at the end of each update that is watched."""
+    """The living tensors at the end of each watched update."""
 
     def __init__(self, live: LiveTensors) -> None:
         self.live = live
         live.turn = 1
         self._by_line: list[Counter[str]] = []
         self._nodes: list[int] = []
-        """Steps of autograd that are kept."""
+        """Kept nodes of autograd."""
         self._longest: list[int] = []
-        """Those behind one tensor, the most of any."""
+        """The most nodes behind one tensor."""
         self._unseen: list[int] = []
         self._taken: list[int] = []
 
     @property
     def are_done(self) -> bool:
-        """Whether enough were seen."""
+        """Whether enough updates have passed."""
         return len(self._nodes) >= TURNS
 
     def end(self) -> None:
-        """Told that an update was made; the next one begins."""
+        """Note the end of an update."""
         live = self.live
         by_line: Counter[str] = Counter()
         for piece in live.pieces.values():
@@ -356,7 +355,7 @@ class GrowthWatch:
         live.turn += 1
 
     def growth(self) -> list[GrowingMemory]:
-        """What grows, the most first. What no line was seen to make is told only where no line explains it."""
+        """What grows, the most first. Growth without a line comes only if no line explains it."""
         gc.collect()
         found = self._tensors()
         found += self._larger_ones({one.line for one in found})
@@ -365,9 +364,9 @@ class GrowthWatch:
         return (found or self._without_line())[:MOST_LISTED]
 
     def _tensors(self) -> list[GrowingMemory]:
-        """By line: tensors of at least every second update that still live, from the first ones on.
+        """By line: tensors of at least every second update that still live, from the first updates on.
 
-        The last update's are not looked at: a loss that is overwritten lives until the next one.
+        Tensors of the last update do not count: an overwritten loss lives until the next one.
         """
         by_line: dict[str, dict[int, Piece]] = defaultdict(dict)
         for key, piece in self.live.pieces.items():
@@ -389,7 +388,7 @@ class GrowthWatch:
         return found
 
     def _larger_ones(self, told: set[str]) -> list[GrowingMemory]:
-        """By line: tensors that are made anew and larger in each update, as where others are joined to them."""
+        """By line: tensors that each update makes anew and larger, for instance by concatenation."""
         found = []
         for line in self._by_line[-1]:
             size = grown([turn[line] for turn in self._by_line])
@@ -400,44 +399,44 @@ class GrowthWatch:
         return found
 
     def _graphs(self, *, by_one: bool) -> list[GrowingMemory]:
-        """Losses that are added up with all that led to them: no tensor is held, but every step of each update.
+        """Losses added up with their history: they hold no tensor, but every node of each update.
 
-        `by_one`: only where one tensor keeps them. Tensors that are held each have steps of their own behind them.
+        `by_one`: only if a single tensor holds the nodes, since held tensors each have nodes behind them.
         """
         steps = grown(self._longest if by_one else self._nodes)
         if not steps:
             return []
         longest = max(_tensors_with_graphs(), key=lambda one: len(steps_behind([one])))
         what = (
-            f"{steps:,} steps of autograd an update: a tensor of shape {tuple(longest.shape)} keeps all that led to it "
-            "(add up .item() or .detach() in its place)"
+            f"{steps:,} steps of autograd an update: a tensor of shape {tuple(longest.shape)} keeps all its history "
+            "(add up .item() or .detach() instead)"
         )
         return [GrowingMemory(bytes_an_update=0, holder=_name_of(longest) or _holder_of(longest), what=what)]
 
     def _without_line(self) -> list[GrowingMemory]:
-        """What torch's allocator has given out or taken, where no operation was seen to make it."""
+        """Growth of torch's allocator without an operation that explains it."""
         size = grown(self._unseen)
         if size:
-            what = f"{show_bytes(size)} an update that no operation was seen to make, as within a kernel or a library"
+            what = f"{show_bytes(size)} an update outside of operations, for instance in a kernel or a library"
             return [GrowingMemory(bytes_an_update=size, what=what)]
         size = grown(self._taken)
         if size:
             what = (
-                f"{show_bytes(size)} an update that torch takes from the GPU and no tensor holds: its memory is in "
-                "pieces, as by batches of many lengths"
+                f"{show_bytes(size)} an update that torch takes from the GPU and no tensor holds: fragmented memory, "
+                "for instance by batches of many lengths"
             )
             return [GrowingMemory(bytes_an_update=size, what=what)]
         return []
 
 
 def _at_work(pieces: Iterable[Piece]) -> str:
-    """Where no line of the user's made them: what did."""
+    """What made them, if no line of the user did."""
     layers = sorted({piece.layer for piece in pieces} - {""})
-    return f"no line of yours, while {layers[0]} or a hook of it was at work" if layers else "a line of torch's own"
+    return f"no line of yours, while {layers[0]} or a hook of it ran" if layers else "a line of torch"
 
 
 def grown(levels: Sequence[int]) -> int:
-    """By how much a level has risen in an update, where it rose in every one that counts; else 0."""
+    """The rise of a level in an update, if it rose in every update that counts; otherwise 0."""
     counted = levels[FIRST - 1 :]
     if len(counted) < 3 or any(after <= before for before, after in pairwise(counted)):
         return 0
@@ -448,12 +447,12 @@ def grown(levels: Sequence[int]) -> int:
 
 
 def _tensors_with_graphs() -> list[Tensor]:
-    """All tensors that Python knows and that came out of others, with their history."""
+    """All tensors in Python with a history."""
     return [one for one in gc.get_objects() if type(one) is Tensor and one.grad_fn is not None]
 
 
 def steps_behind(tensors: Iterable[Tensor]) -> set[Any]:
-    """The steps of autograd that lie behind some tensors."""
+    """The nodes of autograd behind some tensors."""
     seen: set[Any] = set()
     waiting = [one.grad_fn for one in tensors]
     while waiting and len(seen) < MOST_NODES:
@@ -464,11 +463,11 @@ def steps_behind(tensors: Iterable[Tensor]) -> set[Any]:
     return seen
 
 
-# --- who holds it ----------------------------------------------------------------------------------------
+# --- what holds it ---------------------------------------------------------------------------------------
 
 
 def _holder(keys: Iterable[int]) -> str:
-    """The name under which one of these tensors, or a container of it, is kept; empty where it cannot be seen."""
+    """The name that holds one of these tensors or its container; empty if unknown."""
     wanted = set(keys)
     for one in gc.get_objects():
         if type(one) is Tensor and one.layout is torch.strided and one.untyped_storage()._cdata in wanted:
@@ -487,7 +486,7 @@ def _holder_of(tensor: Tensor) -> str:
 
 
 def _name_of(thing: Any) -> str:
-    """How a thing is called: an attribute of an object, a name of a module, a variable of a function."""
+    """The name of a thing: an attribute of an object, a name in a module, a variable of a function."""
     for names in gc.get_referrers(thing):
         if isinstance(names, FrameType):
             continue
@@ -512,7 +511,7 @@ def _name_of(thing: Any) -> str:
 
 
 def _closed_over(cell: CellType) -> str:
-    """How a function calls what it has from the one that it is written in."""
+    """The name of a cell in the function that closes over it."""
     for cells in gc.get_referrers(cell):
         for function in gc.get_referrers(cells) if isinstance(cells, tuple) else ():
             if isinstance(function, FunctionType) and function.__closure__:
@@ -523,7 +522,7 @@ def _closed_over(cell: CellType) -> str:
 
 
 def _variable(thing: Any) -> str:
-    """The variable of a function at work that has it; functions of torch's and hotlap's own are not looked at."""
+    """The variable of a running function of the user that holds it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if is_users_file(frame.f_code.co_filename):

@@ -11,10 +11,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from hotlap.core.job import Job
+from hotlap.core.terminal import Say as Say
 from hotlap.recipes.tables import Table, table_in_memory
 
-Say = Callable[[str], None]
-"""Shows a line to the user."""
 Numbers = np.ndarray[Any, Any]
 
 
