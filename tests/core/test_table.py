@@ -1,5 +1,6 @@
 """The table says what was tried, what it gave and what became of it, whoever wrote the ledger."""
 
+import dataclasses
 import json
 import math
 
@@ -91,7 +92,7 @@ def test_a_table_without_figures_has_no_header_and_no_column_has_one_without_fig
 
 
 def test_what_a_move_cannot_do_here_is_named_in_one_line():
-    unfit = [entry(name, "not tried", unfit=1.0) for name in ("tf32", "cuDNN")]
+    unfit = [dataclasses.replace(entry(name, "not tried"), unfit=True) for name in ("tf32", "cuDNN")]
     assert "does not apply here: tf32, cuDNN" in table(ledger_of(BASELINE, *unfit, TUNED), 80)
 
 
