@@ -6,13 +6,16 @@ import shutil
 import zipfile
 
 import pytest
+import torch
 from recipe_data import texts_file, tiny_config
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import hotlap
 from hotlap.cli import app
 from hotlap.core.errors import DataError
 from hotlap.recipes import encoders
+from hotlap.recipes.library_models import loaded
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -139,3 +142,18 @@ def test_help_behind_the_name_of_a_recipe_lists_its_options(asked):
     assert "--most INTEGER Tokens of a text at most. [default: 192]" in text
     assert "--ahead" not in text
     assert "hotlap train text --help" in " ".join(said("train", "--help").split())
+
+
+def test_no_bars_and_reports_of_the_library_are_shown_where_weights_are_loaded(finished, tmp_path, capfd):
+    run, *_ = finished
+    model = hotlap.load(run)
+    config = model.reader.encoder.config
+    folder = tmp_path / "encoder"
+    model.network.encoder.save_pretrained(folder)
+    capfd.readouterr()
+    loaded("AutoModel", config, folder, "an encoder", add_pooling_layer=False)
+    (folder / "model.safetensors").unlink()
+    save_file({"embeddings.LayerNorm.weight": torch.ones(config["hidden_size"])}, folder / "model.safetensors")
+    _, missing = loaded("AutoModel", config, folder, "an encoder", add_pooling_layer=False)
+    assert missing
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,122 @@
+"""A new recipe is one file: this one predicts a number from columns of numbers, and inherits all else."""
+
+import csv
+import json
+import random
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
+
+from hotlap.core.errors import DataError
+from hotlap.recipes import answers
+from hotlap.recipes.options import Options, option, options_of
+from hotlap.recipes.recipe import Asked, Reader
+from hotlap.recipes.tables import read_table
+from hotlap.recipes.tabular import TabularRecipe
+from hotlap.recipes.training import train
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmountOptions(Options):
+    width: int = option(8, "numbers in the hidden layer")
+
+
+class AmountReader(Reader):
+    def __init__(self, columns, width):
+        self.columns, self.width = tuple(columns), width
+
+    def table(self, data):
+        return read_table(data)
+
+    def state(self):
+        return {"columns": list(self.columns), "width": self.width}
+
+    def model(self, name):
+        return nn.Sequential(nn.Linear(len(self.columns), self.width), nn.ReLU(), nn.Linear(self.width, 1))
+
+    def inputs(self, table):
+        return torch.from_numpy(np.stack([table[name].values for name in self.columns], 1).astype(np.float32))
+
+    def asked(self, table, say):
+        return Asked(data=Subset(TensorDataset(self.inputs(table)), range(len(table))), rows=np.arange(len(table)))
+
+
+class AmountRecipe(TabularRecipe):
+    name, summary, expects = "amount", "a number from columns of numbers", "columns of numbers"
+    options_type = AmountOptions
+
+    def is_number(self):
+        return True
+
+    def reader_of(self):
+        return AmountReader(self.columns, self.options.width)
+
+    def data_of(self, side):
+        return TensorDataset(self.reader.inputs(side.table), torch.from_numpy(side.target).float().unsqueeze(1))
+
+    def job(self, name, data, held):
+        torch.manual_seed(self.options.seed)
+        scored = {"metrics": {"mse": nn.MSELoss(reduction="none")}, "monitor": "mse", "better": "lower"}
+        model = self.reader.model(name)
+        return self.adamw_job(model, data, held, lr=0.05, epochs=20, loss=nn.MSELoss(), **scored)
+
+    @classmethod
+    def revive(cls, state, folder):
+        return AmountReader(state["columns"], state["width"])
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(answers, "recipe_named", {"amount": AmountRecipe}.__getitem__)
+    chance, path = random.Random(0), tmp_path / "train.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["a", "b", "target"])
+        for _ in range(120):
+            a, b = chance.random(), chance.random()
+            writer.writerow([a, b, 2 * a - b])
+    return path
+
+
+def test_a_new_recipe_trains_answers_and_is_scored_with_what_it_inherits(data, tmp_path):
+    given = {"data": str(data), "plan": "off", "device": "cpu", "batch_size": 16, "patience": 20}
+    options = options_of(AmountRecipe.options_type, None, given)
+    run = train(AmountRecipe, options, out=tmp_path / "run", retrain=True, say=(said := []).append, progress=False)
+    assert "split     96 rows to train on, 24 held out" in said
+    report = json.loads((run / "report.json").read_text())
+    assert report["models"]["amount"]["mae"] < 0.3 * report["baselines"]["the mean"]["mae"]
+    found = answers.answer(run, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
+    assert (found.rows, found.report["rows"]) == (120, 120)
+    (one,) = answers.Model(run).predict({"a": [0.5], "b": [0.25]}, device="cpu")
+    assert one == pytest.approx(0.75, abs=0.2)
+
+
+def test_it_inherits_messages_and_the_check_of_a_file_to_judge_by(data, tmp_path):
+    prepare = partial(AmountRecipe.prepare, say=lambda line: None)
+    with pytest.raises(DataError, match=r"which column of .* is to be predicted"):
+        other = tmp_path / "other.csv"
+        other.write_text("x,z\n1,2\n3,4\n")
+        prepare(AmountOptions(data=str(other)))
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text("a,b,target\n1,2,none\n3,4,5\n")
+    with pytest.raises(DataError, match=r"the target 'target' is missing in 1 of 2 rows \(row 1\)"):
+        prepare(AmountOptions(data=str(data), valid=str(wrong)))
+
+
+def test_a_group_and_copies_are_split_as_in_every_recipe(data):
+    class Copied(AmountRecipe):
+        def keys(self, table, rows):
+            return [int(row) // 2 for row in rows]
+
+    said = []
+    recipe = Copied(AmountOptions(data=str(data)), said.append)
+    recipe.look()
+    recipe.split()
+    assert "copies    60 rows are copies of one before: all copies are on one side" in said
+    assert not {row // 2 for row in recipe.train.rows} & {row // 2 for row in recipe.held.rows}
