@@ -25,10 +25,10 @@ from hotlap.engine.assists.attention import (
     Call,
     Choice,
     alike,
-    as_finite,
     candidates,
     fastest,
     in_words,
+    is_finite_where,
     masks_of,
     own_kernel,
 )
@@ -364,7 +364,7 @@ def test_cudnn_is_a_candidate_only_where_nothing_is_dropped(monkeypatch, dropout
     monkeypatch.setattr(attention, "allowed", lambda: [FLASH, EFFICIENT, CUDNN, MATH])
     monkeypatch.setattr(attention, "_numbers", lambda call, kernel: [torch.ones(3)])
     call = SimpleNamespace(query=SimpleNamespace(device=torch.device("cuda")), dropout=dropout)
-    call.made_up, call.blind = lambda: call, lambda: None
+    call.on_random_numbers, call.with_nothing_to_see = lambda: call, lambda: None
     assert candidates(call, FLASH) == others
 
 
@@ -508,22 +508,22 @@ def test_numbers_that_round_differently_are_alike_and_others_are_not():
 
 def test_a_blind_place_has_to_be_finite_where_torchs_own_is():
     call = call_of(*tensors(), torch.ones(2, 1, 1, 6, dtype=torch.bool))
-    blind = call.blind()
+    blind = call.with_nothing_to_see()
     assert blind.mask.shape == (2, 1, 6, 6)
     assert not blind.mask[:, :, 0].any()
     assert blind.mask[:, :, 1:].all()
     good, bad = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])
-    assert as_finite([good], [good])
-    assert as_finite([bad], [good])
-    assert not as_finite([good], [bad])
-    assert call_of(*tensors()).blind() is None
-    assert call_of(*tensors(), torch.zeros(6, 6)).blind() is None
+    assert is_finite_where([good], [good])
+    assert is_finite_where([bad], [good])
+    assert not is_finite_where([good], [bad])
+    assert call_of(*tensors()).with_nothing_to_see() is None
+    assert call_of(*tensors(), torch.zeros(6, 6)).with_nothing_to_see() is None
 
 
 def test_what_is_timed_shares_memory_with_the_call_and_not_its_graph():
     given = tensors(grad=True)
     scaled = [tensor * 2 for tensor in given]
-    apart = call_of(*scaled).apart()
+    apart = call_of(*scaled).detached()
     torch.autograd.grad(apart.by(None).sum(), apart.inputs)
     assert [t.data_ptr() for t in apart.inputs] == [t.data_ptr() for t in scaled]
     assert all(tensor.grad is None for tensor in given)

@@ -294,7 +294,7 @@ def test_a_replay_that_does_not_do_what_the_plain_loop_does_is_found_out(what):
     recorded, plain = (twin_of(made("AdamW")) for _ in range(2))
     for number in range(3):
         for twin in (recorded, plain):
-            optimizers._give(twin, 0 if what == "gradients" and twin is recorded else number, None)
+            optimizers._set_rate_and_gradients(twin, 0 if what == "gradients" and twin is recorded else number, None)
             twin.step()
     if what == "count":
         next(iter(recorded.state.values()))["step"].sub_(1)

@@ -179,7 +179,7 @@ def test_all_uses_of_a_weight_are_added_up_in_torchs_order(dtype):
 def test_weights_that_the_loss_depends_on_by_a_gradient_too_are_not_made_beside_it(monkeypatch):
     overlap, forked = Overlap(CPU, None), []
     monkeypatch.setattr(overlap, "_stream", object())
-    monkeypatch.setattr(overlap, "beside", lambda *read: forked.append(len(read)) or nullcontext())
+    monkeypatch.setattr(overlap, "on_second_stream", lambda *read: forked.append(len(read)) or nullcontext())
     monkeypatch.setattr(overlap, "_join", lambda: None)
     linear = sum(isinstance(module, nn.Linear) for module in layers())
     gradients_of(layers, None, overlap)
@@ -201,8 +201,8 @@ def test_groups_of_all_sizes_do(group, monkeypatch):
 def test_from_the_second_pass_on_weights_are_cast_at_once():
     model, casts = layers(), []
     overlap = Overlap(CPU, torch.bfloat16)
-    made_of = overlap.made_of
-    overlap.made_of = lambda weights: casts.append(len(weights)) or made_of(weights)
+    cast = overlap.cast
+    overlap.cast = lambda weights: casts.append(len(weights)) or cast(weights)
     for _ in range(PASSES):
         with overlap, torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(torch.randn(12, 8)).float().sum()
@@ -213,8 +213,8 @@ def test_from_the_second_pass_on_weights_are_cast_at_once():
 def test_where_weights_are_not_cast_together_each_is_cast_by_itself():
     model, casts = layers(), []
     overlap = Overlap(CPU, torch.bfloat16, casts_together=False)
-    made_of = overlap.made_of
-    overlap.made_of = lambda weights: casts.append(len(weights)) or made_of(weights)
+    cast = overlap.cast
+    overlap.cast = lambda weights: casts.append(len(weights)) or cast(weights)
     for _ in range(PASSES):
         with overlap, torch.autocast("cpu", dtype=torch.bfloat16):
             overlap.backward(model(torch.randn(12, 8)).float().sum())
@@ -307,5 +307,5 @@ def test_a_use_that_comes_only_while_a_step_is_recorded_ends_the_recording(monke
         step(0.0)
     monkeypatch.setattr(room, "is_recording", lambda: True)
     step(0.0)
-    with pytest.raises(RuntimeError, match="used elsewhere too"):
+    with pytest.raises(RuntimeError, match="has another use"):
         step(0.1)

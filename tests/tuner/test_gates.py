@@ -551,9 +551,11 @@ def test_rows_that_are_gathered_wrongly_in_the_step_alone_are_caught(monkeypatch
     from hotlap.engine.step import EagerStep
 
     rig = training()
-    honest = EagerStep._here
+    honest = EagerStep._on_device
     monkeypatch.setattr(
-        EagerStep, "_here", lambda self, batch: honest(self, batch.shifted(16) if type(batch) is PendingRows else batch)
+        EagerStep,
+        "_on_device",
+        lambda self, batch: honest(self, batch.shifted(16) if type(batch) is PendingRows else batch),
     )
     assert not judged(rig, kind="resident").ok
 

@@ -99,11 +99,11 @@ class Checkpointing:
 
     def __enter__(self) -> None:
         for block in self._blocks:
-            block.put_on()
+            block.apply()
 
     def __exit__(self, *_: object) -> None:
         for block in self._blocks:
-            block.take_off()
+            block.undo()
 
     def during(self, work: Callable[_P, _T]) -> Callable[_P, _T]:
         """The work, with these blocks checkpointed while it runs."""
@@ -126,12 +126,12 @@ class _Block:
         self._drawn_from: Sequence[HostGenerator] | None = None
         """Generators that the block draws from and torch does not restore; None before they are known."""
 
-    def put_on(self) -> None:
+    def apply(self) -> None:
         """Checkpoint calls of the block."""
         inside = vars(self._block)
         self._given, inside["forward"] = inside.get("forward"), self._forward
 
-    def take_off(self) -> None:
+    def undo(self) -> None:
         """Restore the block."""
         if self._given is None:
             del vars(self._block)["forward"]
@@ -145,7 +145,7 @@ class _Block:
         if keeps_nothing or any(_is_filled(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
         names, count = tuple(kwargs), len(args)
-        then = _Start(block, HOST_GENERATORS[:2] if self._drawn_from is None else self._drawn_from)
+        then = _StartState(block, HOST_GENERATORS[:2] if self._drawn_from is None else self._drawn_from)
         is_again = False
 
         def run(*values: Any) -> Any:
@@ -163,7 +163,7 @@ class _Block:
         return made
 
 
-class _Start:
+class _StartState:
     """The state that a pass through a block starts from, except for its inputs and torch's generators.
 
     A batch norm updates its statistics, a spectral norm its vectors. If the second pass started from their new values,

@@ -232,11 +232,11 @@ class CompiledStep(EagerStep):
         # A watch sees layers through hooks, for which code would have to be compiled.
         if self._is_rare(key, tuple(sizes)) if is_new else self.look is not None:
             return plainly()
-        before = _Before(self.modules, self._device) if is_new else None
+        before = _ForwardState(self.modules, self._device) if is_new else None
         watch, reason, began = CompilerWatch(), None, time.perf_counter()
         self._is_new = is_new
         try:
-            with _unseen() if is_new else nullcontext(), compiling.put_in(what), watch:
+            with _unwatched() if is_new else nullcontext(), compiling.put_in(what), watch:
                 made = plainly()
         except (Exception, TooLongError) as error:
             if not watch.compiles and not _is_compilers(error):
@@ -267,8 +267,8 @@ class CompiledStep(EagerStep):
             why = f"it was recompiled {self._recompiles} times for known shapes"
             self._compiling.give_up(self._what, why)
 
-    def _here(self, batch: Batch) -> tuple[Batch, bool]:
-        ready, same_target = super()._here(batch)
+    def _on_device(self, batch: Batch) -> tuple[Batch, bool]:
+        ready, same_target = super()._on_device(batch)
         if self._is_recording():
             # Nothing can be compiled during a recording.
             if _shape(ready) not in self._batches:
@@ -309,7 +309,7 @@ def _shape(batch: Batch) -> Hashable:
         return None
 
 
-class _Before:
+class _ForwardState:
     """What a forward pass changes besides gradients: buffers and generators."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -325,7 +325,7 @@ class _Before:
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
+def _unwatched() -> Iterator[None]:
     """Inside, a `Watch` sees nothing: its hooks must not be compiled, and the compiler is no part of the step."""
     everywhere = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
     found = [(hooks, number, hook) for hooks in everywhere for number, hook in hooks.items()]
@@ -374,7 +374,7 @@ class CompilerWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._be_still()
+        self._clear_alarm()
         self._handler.remove_start_callback(self._begins)
         self._handler.remove_end_callback(self._ends)
         self._set(self._settings)
@@ -413,10 +413,10 @@ class CompilerWatch:
         self._alarm.set(max(1e-3, MOST_S - self._spent_s))
 
     def _ends(self, _: Any) -> None:
-        self._be_still()
+        self._clear_alarm()
         self._spent_s += time.perf_counter() - self._began
 
-    def _be_still(self) -> None:
+    def _clear_alarm(self) -> None:
         self._alarm.clear()
         if self._quiet is not None:
             self._quiet.__exit__(None, None, None)
@@ -438,7 +438,7 @@ class _Alarm:
             return
         if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL or signal.getitimer(signal.ITIMER_REAL)[0]:
             return  # the user has an alarm
-        signal.signal(signal.SIGALRM, self._rings)
+        signal.signal(signal.SIGALRM, self._raise_error)
         signal.setitimer(signal.ITIMER_REAL, seconds, self.AGAIN_S)
         self._is_set = True
 
@@ -449,7 +449,7 @@ class _Alarm:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             self._is_set = False
 
-    def _rings(self, number: int, frame: FrameType | None) -> None:
+    def _raise_error(self, number: int, frame: FrameType | None) -> None:
         raise TooLongError
 
 

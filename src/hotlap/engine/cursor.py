@@ -231,9 +231,9 @@ class Cursor:
         if isinstance(feeding, ResidentFeeding):
             yield from self._held_windows(feeding, epoch, plan, steps, room)
             return
-        yield from self._brought(feeding, epoch, number, range(self.place.window, len(epoch)), micro)
+        yield from self._fetched(feeding, epoch, number, range(self.place.window, len(epoch)), micro)
 
-    def _brought(
+    def _fetched(
         self, feeding: Feeding, epoch: Epoch, number: int, windows: Iterable[int], micro: int | None
     ) -> Iterator[Window]:
         """These windows of an epoch, by a feed that brings pieces."""
@@ -340,6 +340,6 @@ class Cursor:
             return
         own = self._new(plan.feed)
         try:
-            yield from self._brought(own, epoch, number, windows, micro)
+            yield from self._fetched(own, epoch, number, windows, micro)
         finally:
             own.close()

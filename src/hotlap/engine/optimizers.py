@@ -306,34 +306,34 @@ def why_not_captured(optimizer: Optimizer) -> str | None:
         return f"{name} has parameters on {elsewhere}, and steps are recorded on a GPU"
     try:
         with torch.cuda.device(next(iter(places))), no_trace_of_twins(optimizer):
-            return _tried(twin_of(optimizer, capturable=True), twin_of(optimizer, capturable=False, fused=False))
+            return _trial(twin_of(optimizer, capturable=True), twin_of(optimizer, capturable=False, fused=False))
     except Exception as error:  # the error is the answer
         return f"{name} cannot be recorded: {first_line(error)}"
 
 
-def _tried(recorded: Optimizer, plain: Optimizer) -> str | None:
+def _trial(recorded: Optimizer, plain: Optimizer) -> str | None:
     rates = [torch.zeros((), device=group["params"][0].device) for group in recorded.param_groups]
     # The first step may create state and wait for it.
-    _give(recorded, 0, None)
+    _set_rate_and_gradients(recorded, 0, None)
     recorded.step()
     # A wait while recording breaks more than the recording: torch's generator cannot be used afterwards.
-    _give(recorded, 1, rates)
+    _set_rate_and_gradients(recorded, 1, rates)
     with recording(recorded, rates), _NoWaiting():  # type: ignore[no-untyped-call]
         recorded.step()
     graph = torch.cuda.CUDAGraph()
     with recording(recorded, rates), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         recorded.step()
     for number in range(2, len(_TRIED_RATES)):
-        _give(recorded, number, rates)
+        _set_rate_and_gradients(recorded, number, rates)
         graph.replay()
     for number in range(len(_TRIED_RATES)):
-        _give(plain, number, None)
+        _set_rate_and_gradients(plain, number, None)
         plain.step()
     return _difference(recorded, plain)
 
 
 @torch.no_grad()
-def _give(twin: Optimizer, number: int, rates: Sequence[Tensor] | None) -> None:
+def _set_rate_and_gradients(twin: Optimizer, number: int, rates: Sequence[Tensor] | None) -> None:
     """Set the learning rate and the gradients of the trial's next step."""
     for place, group in enumerate(twin.param_groups):
         if rates is None:

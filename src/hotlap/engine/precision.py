@@ -49,7 +49,7 @@ def precision_context(
         compile_kernels(modules, device, dtype)
     if dtype is None:  # TF32 is a switch of the process, set around the whole step
         return convolving
-    kept = _Kept(modules)
+    kept = _KeptTensors(modules)
 
     @contextmanager
     def cast() -> Iterator[None]:
@@ -63,7 +63,7 @@ def precision_context(
     return cast
 
 
-class _Kept:
+class _KeptTensors:
     """The tensors that modules keep in their attributes and buffers."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

@@ -152,7 +152,7 @@ class Rates:
                     group["lr"] = new
         if not self._written or self._asked + updates > AHEAD:
             self.settle()
-            self._send(self._drawn_up(max(AHEAD, updates)))
+            self._send(self._rates_ahead(max(AHEAD, updates)))
         self._asked += updates
 
     def given(self, update: int) -> AbstractContextManager[None]:
@@ -181,10 +181,10 @@ class Rates:
     def _now(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
-    def _drawn_up(self, count: int) -> list[list[float]]:
+    def _rates_ahead(self, count: int) -> list[list[float]]:
         """The rates of the next updates, from a schedule that is restored afterwards."""
         rows = []
-        with _PutBack(self._optimizer, self._schedule.scheduler):
+        with _Restored(self._optimizer, self._schedule.scheduler):
             for _ in range(count):
                 rows.append(self._now())
                 try:
@@ -207,7 +207,7 @@ def moves_rates_only(schedule: Schedule, optimizer: Optimizer) -> bool:
     """Whether a schedule changes learning rates only. Some change the momentum too."""
     if not schedule.moves_per_update:
         return True
-    with _PutBack(optimizer, schedule.scheduler):
+    with _Restored(optimizer, schedule.scheduler):
         before = [_others(group) for group in optimizer.param_groups]
         for _ in range(LOOKED_AT):
             try:
@@ -227,7 +227,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-class _PutBack:
+class _Restored:
     """Restores the schedule, whatever it does inside."""
 
     def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:

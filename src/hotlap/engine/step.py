@@ -166,7 +166,7 @@ class EagerStep:
             loss, scores = self._whole(pieces[0], sizes[0], all_count)
         else:
             loss, scores = self._in_pieces(pieces, sizes)
-        self._tame()
+        self._unscale_and_clip()
         return loss, scores
 
     def finish(self, scores: list[Scored]) -> bool:
@@ -200,7 +200,7 @@ class EagerStep:
             return bool(found)
 
     def _whole(self, piece: Batch, samples: int, all_count: bool) -> tuple[Tensor, list[Scored]]:
-        batch, same_target = self._here(piece)
+        batch, same_target = self._on_device(piece)
         if self._has_context:
             with self._context():
                 scored = self._objective.whole(batch, samples, all_count=all_count and same_target)
@@ -220,7 +220,7 @@ class EagerStep:
         count: Tensor | float = 0
         scores = []
         for piece, samples in zip(pieces, sizes, strict=True):
-            batch, _ = self._here(piece)
+            batch, _ = self._on_device(piece)
             with self._context():
                 scored = self._objective.piece(batch, samples)
             if scored.counted:
@@ -249,7 +249,7 @@ class EagerStep:
             count = count.to(grads[0].device, torch.promote_types(grads[0].dtype, torch.float32))
         torch._foreach_div_(grads, count)
 
-    def _tame(self) -> None:
+    def _unscale_and_clip(self) -> None:
         """Unscale, clip, then check whether all gradients are finite."""
         if self._scaled and self._scale is not None:
             self._scale.unscale_(self._gradients())
@@ -260,7 +260,7 @@ class EagerStep:
         if self._scale is not None and not self._scaled:
             self._scale.look_at(norm)
 
-    def _here(self, batch: Batch) -> tuple[Batch, bool]:
+    def _on_device(self, batch: Batch) -> tuple[Batch, bool]:
         """The batch on the device as the model takes it, and whether its target is unchanged."""
         if type(batch) is PendingRows:
             batch = batch.gathered()

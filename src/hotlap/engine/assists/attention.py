@@ -70,16 +70,16 @@ class GoodMasks:
 
     def __enter__(self) -> None:
         # If user code or a library has replaced the function, keep that.
-        if vars(F)[_NAME] in (TORCHS_OWN, _answered):
+        if vars(F)[_NAME] in (TORCHS_OWN, _attention_function):
             _in_force.append(self)
-            setattr(F, _NAME, _answered)
+            setattr(F, _NAME, _attention_function)
 
     def __exit__(self, *_: object) -> None:
         places = [number for number, one in enumerate(_in_force) if one is self]
         if not places:
             return
         del _in_force[places[-1]]
-        if not _in_force and vars(F)[_NAME] is _answered:
+        if not _in_force and vars(F)[_NAME] is _attention_function:
             setattr(F, _NAME, TORCHS_OWN)
 
 
@@ -144,7 +144,7 @@ def in_words(choices: Iterable[Choice]) -> str:
 # --- one call ------------------------------------------------------------------------------------------
 
 
-def _answered(
+def _attention_function(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -293,7 +293,7 @@ class Call:
             device,
         )
 
-    def apart(self) -> Call:
+    def detached(self) -> Call:
         """The same call on separate leaves that share its memory, so that it leaves no trace."""
         query, key, value = (tensor.detach() for tensor in self.inputs)
         if self.is_differentiated:
@@ -301,12 +301,12 @@ class Call:
                 leaf.requires_grad_(given.requires_grad)
         return dataclasses.replace(self, query=query, key=key, value=value)
 
-    def made_up(self) -> Call:
+    def on_random_numbers(self) -> Call:
         """The same call on random numbers, without dropout."""
         query, key, value = (torch.randn_like(tensor).detach() for tensor in self.inputs)
         return dataclasses.replace(self, query=query, key=key, value=value, dropout=0.0)
 
-    def blind(self) -> Call | None:
+    def with_nothing_to_see(self) -> Call | None:
         """The same call with a mask that hides everything from the first query; None if there is no boolean mask."""
         if self.mask is None or self.mask.dtype is not torch.bool:
             return None
@@ -353,20 +353,20 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
     others = [kernel for kernel in allowed() if kernel not in left_out]
     if call.query.device.type != "cuda" or not others:
         return []
-    made_up = call.made_up()
-    blind = made_up.blind()
+    probe = call.on_random_numbers()
+    blind = probe.with_nothing_to_see()
     try:
         # By torch's choice for this call: without its dropout torch may choose another.
-        truth = _numbers(made_up, own)
+        truth = _numbers(probe, own)
         blind_truth = None if blind is None else _numbers(blind, own)
     except RuntimeError:
         return []
     found: list[SDPBackend] = []
     for kernel in others:
         try:
-            fits = alike(truth, _numbers(made_up, kernel))
+            fits = alike(truth, _numbers(probe, kernel))
             if blind is not None and blind_truth is not None:
-                fits = fits and as_finite(blind_truth, _numbers(blind, kernel))
+                fits = fits and is_finite_where(blind_truth, _numbers(blind, kernel))
         except RuntimeError:  # the kernel does not support this shape or GPU
             continue
         if fits:
@@ -417,7 +417,7 @@ def alike(truth: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
     return True
 
 
-def as_finite(truth: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+def is_finite_where(truth: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
     """Whether all of these are finite where the first are."""
     pairs = zip(truth, made, strict=True)
     return all(bool((other.isfinite() | ~right.isfinite()).all()) for right, other in pairs)
@@ -429,11 +429,11 @@ def timed(call: Call, kernels: Sequence[SDPBackend]) -> dict[SDPBackend | None, 
     They are recorded and replayed, as in the step, so that launch time does not count. A kernel that cannot be recorded
     has no time.
     """
-    device, apart = call.query.device, call.apart()
+    device, detached = call.query.device, call.detached()
     recorder = Recorder(device)
     graphs: dict[SDPBackend | None, torch.cuda.CUDAGraph] = {}
     for kernel in (None, *kernels):
-        work = functools.partial(_passes, apart, kernel)
+        work = functools.partial(_passes, detached, kernel)
         try:
             with recorder.aside():
                 work()  # warm-up

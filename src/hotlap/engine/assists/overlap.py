@@ -68,14 +68,14 @@ class Overlap:
         for name, original in self._patched.items():
             setattr(F, name, original)
         self._patched.clear()
-        self._let_go()
+        self._release()
 
     def forget(self) -> None:
         """Forget all weights."""
         self._groups.clear()
         self._group_of.clear()
         self._alone.clear()
-        self._let_go()
+        self._release()
 
     @contextmanager
     def leaving(self, room: Room | None) -> Iterator[None]:
@@ -91,11 +91,11 @@ class Overlap:
         self._is_last = True
         try:
             torch.autograd.backward(loss)
-            self._see_late()
+            self._check_later_gradients()
         finally:
             self._is_last = False
             self._join()
-            self._let_go()
+            self._release()
 
     # --- weights ---------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Overlap:
     def _linear(self, original: Any) -> Any:
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 -- torch's name
             made: Tensor
-            if not (self._may_answer(input) and input.dim() > 1 and self._knows(weight, bias)):
+            if not (self._is_ordinary_call(input) and input.dim() > 1 and self._are_grouped(weight, bias)):
                 made = original(input, weight, bias)
                 return made
             given = input if self._dtype is None else input.to(self._dtype)
@@ -125,14 +125,14 @@ class Overlap:
             *more: Any,
             **named: Any,
         ) -> Tensor:
-            if self._may_answer(input) and self._knows(weight, bias):
+            if self._is_ordinary_call(input) and self._are_grouped(weight, bias):
                 weight, bias = self._cast(weight, bias)
             made: Tensor = original(input, weight, bias, *more, **named)
             return made
 
         return convolution
 
-    def _may_answer(self, x: Tensor) -> bool:
+    def _is_ordinary_call(self, x: Tensor) -> bool:
         """Whether a call is ordinary: nothing observes it, and nothing of it will be computed again."""
         if type(x) not in (Tensor, nn.Parameter) or x.device != self._device or not torch.is_grad_enabled():
             return False
@@ -146,7 +146,7 @@ class Overlap:
             return False
         return not is_observed()
 
-    def _knows(self, *weights: Tensor | None) -> bool:
+    def _are_grouped(self, *weights: Tensor | None) -> bool:
         """Whether all of them are in groups; from the next pass on they are."""
         there = [weight for weight in weights if weight is not None]
         if not all(map(_is_usual, there)):
@@ -156,11 +156,11 @@ class Overlap:
         is_known = all(id(weight) in self._group_of and id(weight) not in self._new for weight in there)
         if not is_known and not is_recording():
             for weight in there:
-                self._learn(weight)
+                self._add_to_group(weight)
         # A group that has grown since it was cast is cast in its new size at the next pass.
         return is_known and all(id(w) in self._ready or self._group_is_fresh(w) for w in there)
 
-    def _learn(self, weight: Tensor) -> None:
+    def _add_to_group(self, weight: Tensor) -> None:
         if id(weight) in self._group_of:
             return
         if not self._groups or sum(one.nbytes for one in self._groups[-1]) + weight.nbytes > self._group_bytes:
@@ -183,7 +183,7 @@ class Overlap:
                 self._ready.update(zip(map(id, group), made, strict=True))
         return self._ready[id(weight)], None if bias is None else self._ready[id(bias)]
 
-    def made_of(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def cast(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The weights of a group as operations take them."""
         if self._dtype is None:
             return tuple(weight.detach() for weight in weights)
@@ -193,7 +193,7 @@ class Overlap:
 
     # --- gradients -------------------------------------------------------------------------------------
 
-    def forks(self, weights: tuple[int, ...]) -> bool:
+    def may_overlap(self, weights: tuple[int, ...]) -> bool:
         """Whether weights' gradients may be computed on the second stream: nothing reads them before all are ready."""
         if torch.is_grad_enabled():  # a gradient that is part of the loss, which then depends on the weights once more
             self._uses.update(weights)
@@ -203,7 +203,7 @@ class Overlap:
         return all(self._uses[weight] <= 1 for weight in weights)  # otherwise torch adds up the gradients of all uses
 
     @contextmanager
-    def beside(self, *read: Tensor) -> Iterator[None]:
+    def on_second_stream(self, *read: Tensor) -> Iterator[None]:
         """Inside, work runs on the second stream, after everything on this one. The tensors that it reads are kept
         until then."""
         assert self._stream is not None
@@ -220,14 +220,14 @@ class Overlap:
             oldest = self._behind.popleft()
             here.wait_event(oldest[0])
 
-    def returned(self, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def gradients_for_autograd(self, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What torch has to add to the weights' gradients: nothing, if they are added here."""
         if torch.is_grad_enabled() or not self._is_last:
             return [None if grad is None else grad.to(w.dtype) for w, grad in zip(weights, grads, strict=True)]
         there = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if grad is not None]
         if not there:
             return [None] * len(weights)
-        with self.beside(*(grad for _, grad in there)) if self._stream is not None else nullcontext():
+        with self.on_second_stream(*(grad for _, grad in there)) if self._stream is not None else nullcontext():
             for (weight, _), grad in zip(there, self._cast_back(there), strict=True):
                 weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
                 self._given.append((weight, weight.grad, weight.grad._version))
@@ -248,7 +248,7 @@ class Overlap:
         torch._foreach_copy_(made, grads)
         return made
 
-    def _see_late(self) -> None:
+    def _check_later_gradients(self) -> None:
         """Find the weights that got more gradients after those that were computed here."""
         for weight, grad, version in self._given:
             is_alone = weight.grad is grad and grad._version == version
@@ -262,7 +262,7 @@ class Overlap:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._is_forked = False
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._behind.clear()
         self._given.clear()
         self._ready.clear()
@@ -278,11 +278,11 @@ class _Weights(torch.autograd.Function):
     def forward(ctx: Any, overlap: Overlap, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.overlap, ctx.weights = overlap, weights
         ctx.set_materialize_grads(False)
-        return overlap.made_of(weights)
+        return overlap.cast(weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.overlap.returned(ctx.weights, grads))
+        return (None, *ctx.overlap.gradients_for_autograd(ctx.weights, grads))
 
 
 class _Linear(torch.autograd.Function):
@@ -308,8 +308,8 @@ class _Linear(torch.autograd.Function):
             of_weight = rows.t().mm(x.reshape(-1, x.shape[-1])) if wants_weight else None
             return of_weight, rows.sum(0) if wants_bias else None
 
-        if ctx.overlap.forks(ctx.keys):
-            with ctx.overlap.beside(rows, x):
+        if ctx.overlap.may_overlap(ctx.keys):
+            with ctx.overlap.on_second_stream(rows, x):
                 of_weight, of_bias = of_weights()
         else:
             of_weight, of_bias = of_weights()

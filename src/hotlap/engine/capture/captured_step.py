@@ -31,7 +31,7 @@ MOST_GRAPHS = 16
 """Recorded shapes at a time. One more replaces the one that was not used for longest."""
 PATIENCE = 200
 """Consecutive windows that are all new, by shape or by the model's state, before hotlap gives capturing up."""
-BLINKS = 3
+MOST_FALSE_ALARMS = 3
 """Consecutive quick checks that found a change although nothing had changed, before hotlap stops making them."""
 MOST_AHEAD = 8
 """Replays that may be launched and not yet done."""
@@ -65,10 +65,10 @@ class CapturedStep:
         self._modules = eager.modules
         self._graphs: dict[Hashable, StepGraph] = {}
         self._made_for: tuple[Any, ...] = ()
-        self._glance: tuple[Any, ...] | None = None
-        self._blinks = 0
+        self._quick_check: tuple[Any, ...] | None = None
+        self._false_alarms = 0
         self._frozen: tuple[Any, ...] = ()
-        self._restless = 0
+        self._setting_changes = 0
         self._seen: Counter[Hashable] = Counter()
         self._warm = False
         self._in_vain = 0
@@ -76,7 +76,7 @@ class CapturedStep:
         self._recorder, self._outputs = recorder, outputs
         self._norms = NormCounts(self._modules if COUNTED_NORMS not in without else ())
         self._gathers_together = GATHERED_TOGETHER not in without
-        self._behind: deque[torch.cuda.Event] = deque()
+        self._in_flight: deque[torch.cuda.Event] = deque()
         self.warmup_steps = 0
         """Warm-up windows: those that were not replayed, for shapes that may still be recorded."""
         self.given_up: str | None = None
@@ -122,11 +122,11 @@ class CapturedStep:
             graph = self._recorded(window, key)
             if graph is None:
                 return self._eager(window)
-            self._make_place()
+            self._evict()
         self._graphs[key] = graph  # keep them in the order of their last use
         return self._replay(graph, window)
 
-    def _make_place(self) -> None:
+    def _evict(self) -> None:
         if len(self._graphs) < MOST_GRAPHS:
             return
         del self._graphs[next(iter(self._graphs))]
@@ -154,40 +154,40 @@ class CapturedStep:
                 made_for += tuple(places_in(list(eager.optimizer.state.values())))
             if made_for != self._made_for:
                 self.forget()
-                self._made_for, self._blinks = made_for, 0
-            if self._blinks < BLINKS:
-                self._blinks += 1
-                self._look()
+                self._made_for, self._false_alarms = made_for, 0
+            if self._false_alarms < MOST_FALSE_ALARMS:
+                self._false_alarms += 1
+                self._prepare_check()
         frozen = () if self.split else frozen_hyperparameters(eager.optimizer)
         if frozen != self._frozen:
-            self._restless = self._restless + 1 if self._frozen else 0
+            self._setting_changes = self._setting_changes + 1 if self._frozen else 0
             self.forget()
             self._frozen = frozen
-            if self._restless == 3:
+            if self._setting_changes == 3:
                 self.split = True
                 self._note("the optimizer's step stays outside the capture: settings other than its rate keep changing")
         else:
-            self._restless = 0
+            self._setting_changes = 0
 
-    def _look(self) -> None:
+    def _prepare_check(self) -> None:
         """Prepare a quick check for the next replay. It takes a fraction of the time of a full one."""
         eager = self._eager
         state = None if self.split else StateCheck(eager.optimizer)
-        self._glance = (QuickCheck(self._modules), fingerprint((), eager.functions), eager.parameters(), state)
+        self._quick_check = (QuickCheck(self._modules), fingerprint((), eager.functions), eager.parameters(), state)
 
     def _is_untouched(self) -> bool:
         """Whether nothing has changed that recordings depend on. If False, they may still hold."""
-        if self._glance is None:
+        if self._quick_check is None:
             return False
-        glance, functions, parameters, state = self._glance
-        eager, self._glance = self._eager, None
+        glance, functions, parameters, state = self._quick_check
+        eager, self._quick_check = self._eager, None
         if (
             glance.still_holds()
             and fingerprint((), eager.functions) == functions
             and eager.parameters() is parameters
             and (state is None or self.split or state.still_holds())
         ):
-            self._glance, self._blinks = (glance, functions, parameters, state), 0
+            self._quick_check, self._false_alarms = (glance, functions, parameters, state), 0
             return True
         return False
 
@@ -253,14 +253,14 @@ class CapturedStep:
             self._outputs.expected = first.start + window.samples
         # Launching a replay is so cheap that the host would run seconds ahead. A signal or a checkpoint would have to
         # wait for all of it.
-        event = self._behind.popleft() if len(self._behind) == MOST_AHEAD else None
+        event = self._in_flight.popleft() if len(self._in_flight) == MOST_AHEAD else None
         if event is None:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         else:
             event.synchronize()
         loss = graph.replay(window)
         event.record(torch.cuda.current_stream(self._device))
-        self._behind.append(event)
+        self._in_flight.append(event)
         return loss
 
 
@@ -357,13 +357,13 @@ class StepGraph:
                     with eager.rates.given(number):
                         eager.finish(self._scores)
             if self._whole:
-                self._leave_gradients()
+                self._store_gradients()
             self._outputs.loss.copy_(loss)
         self._outputs.loss_dtype = loss.dtype
         if window.is_held:
             self._outputs.place.add_(window.samples)
 
-    def _leave_gradients(self) -> None:
+    def _store_gradients(self) -> None:
         with_grad = [parameter for parameter in self._parameters if parameter.grad is not None]
         buffers = [self._outputs.grad_of(parameter) for parameter in with_grad]
         moves = [(buffer, p.grad) for buffer, p in zip(buffers, with_grad, strict=True) if p.grad is not buffer]

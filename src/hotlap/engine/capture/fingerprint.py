@@ -47,10 +47,10 @@ def fingerprint(modules: Sequence[nn.Module], functions: Sequence[Callable[..., 
     found: list[Any] = []
     seen: set[int] = set()
     for module in modules:
-        _print_module(module, found, seen)
+        _add_module(module, found, seen)
     for function in functions:
         if function is not None:
-            _print_function(function, found, seen)
+            _add_function(function, found, seen)
     return tuple(found)
 
 
@@ -71,13 +71,13 @@ def places_in(state: Any) -> Iterator[int]:
             yield from places_in(part)
 
 
-def _print_module(module: nn.Module, found: list[Any], seen: set[int]) -> None:
+def _add_module(module: nn.Module, found: list[Any], seen: set[int]) -> None:
     inside = module.__dict__
     found += (id(module), type(module), inside["training"])
     if len(inside) > len(INSIDE):
         for name, value in inside.items():
             if name not in INSIDE:
-                _print(value, found, seen)
+                _add_value(value, found, seen)
     for parameter in inside["_parameters"].values():
         if parameter is not None:
             hooks = parameter._backward_hooks
@@ -90,10 +90,10 @@ def _print_module(module: nn.Module, found: list[Any], seen: set[int]) -> None:
     found += (len(inside["_backward_hooks"]), len(inside["_backward_pre_hooks"]))
     for child in inside["_modules"].values():
         if child is not None:
-            _print_module(child, found, seen)
+            _add_module(child, found, seen)
 
 
-def _print_function(function: Any, found: list[Any], seen: set[int]) -> None:
+def _add_function(function: Any, found: list[Any], seen: set[int]) -> None:
     found.append(id(function))
     if isinstance(function, types.MethodType):
         function = function.__self__
@@ -103,9 +103,9 @@ def _print_function(function: Any, found: list[Any], seen: set[int]) -> None:
         except ValueError:  # not filled yet
             continue
         if not isinstance(held, nn.Module):
-            _print(held, found, seen)
+            _add_value(held, found, seen)
     if not isinstance(function, (*_CODE, nn.Module)):
-        _print(function, found, seen)
+        _add_value(function, found, seen)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _print(value: Any, found: list[Any], seen: set[int]) -> None:
+def _add_value(value: Any, found: list[Any], seen: set[int]) -> None:
     kind = type(value)
     if kind in _PLAIN:
         found.append(value)
@@ -262,9 +262,9 @@ def memory(modules: Sequence[nn.Module]) -> dict[tuple[str, str], Any]:
             owner = f"{type(layer).__name__} {name}".strip()
             for attribute, value in layer.__dict__.items():
                 if attribute not in INSIDE or attribute == "training":
-                    found[owner, attribute] = _remembered(value)
+                    found[owner, attribute] = _comparable(value)
             for attribute, buffer in layer._buffers.items():
-                found[owner, attribute] = _This(buffer)
+                found[owner, attribute] = _SameObject(buffer)
     return found
 
 
@@ -276,7 +276,7 @@ def what_changed(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str
     return None
 
 
-class _This:
+class _SameObject:
     """Equal only to one of the very same object."""
 
     __slots__ = ("_object",)
@@ -285,12 +285,12 @@ class _This:
         self._object = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _This) and other._object is self._object
+        return isinstance(other, _SameObject) and other._object is self._object
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _remembered(value: Any, depth: int = 0) -> Any:
+def _comparable(value: Any, depth: int = 0) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, random.Random):
@@ -300,13 +300,13 @@ def _remembered(value: Any, depth: int = 0) -> Any:
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
     if isinstance(value, (Tensor, nn.Module, *_CODE)) or depth == 3:
-        return _This(value)
+        return _SameObject(value)
     if isinstance(value, (tuple, list, deque, set, frozenset)):
-        return (len(value), *(_remembered(part, depth + 1) for part in list(value)[: 4 * _FEW]))
+        return (len(value), *(_comparable(part, depth + 1) for part in list(value)[: 4 * _FEW]))
     if isinstance(value, Mapping):
         parts = list(value.items())[: 4 * _FEW]
-        return (len(value), *((key, _remembered(part, depth + 1)) for key, part in parts))
+        return (len(value), *((key, _comparable(part, depth + 1)) for key, part in parts))
     inner = getattr(value, "__dict__", None)
     if not inner:
-        return _This(value)
-    return (_This(value), *((key, _remembered(part, depth + 1)) for key, part in list(inner.items())[: 4 * _FEW]))
+        return _SameObject(value)
+    return (_SameObject(value), *((key, _comparable(part, depth + 1)) for key, part in list(inner.items())[: 4 * _FEW]))

@@ -24,7 +24,7 @@ from hotlap.engine.capture.fingerprint import memory, what_changed
 
 _WAITED = "called a synchronizing CUDA operation"
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-_meant = 0
+_intended_waits = 0
 
 
 class Watch:
@@ -48,13 +48,16 @@ class Watch:
         self._watcher = sys._getframe(1)
         self._before = HostRandomness()
         self._memory = memory(self._modules)
-        self._hooks = [register_module_forward_pre_hook(self._enters), register_module_forward_hook(self._leaves)]
+        self._hooks = [
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward),
+        ]
         self._caught = warnings.catch_warnings()
         self._caught.__enter__()
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         warnings.filterwarnings("always", message=_WAITED)
         self._shown = warnings.showwarning
-        warnings.showwarning = self._hears
+        warnings.showwarning = self._on_warning
         if self._on_gpu:
             self._mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("warn")
@@ -74,18 +77,18 @@ class Watch:
                 self.reason = "the loss, or a function on batches, draws from the host's randomness"
             self.reason = self.reason or changed
 
-    def _hears(self, message: Any, category: Any, *rest: Any, **more: Any) -> None:
+    def _on_warning(self, message: Any, category: Any, *rest: Any, **more: Any) -> None:
         if _WAITED not in str(message):
             self._shown(message, category, *rest, **more)
-        elif self.reason is None and not _meant:
-            self.reason = f"a value is read back from the device{_at(_users_line(self._watcher))}"
+        elif self.reason is None and not _intended_waits:
+            self.reason = f"a value is read back from the device{_location(_users_line(self._watcher))}"
 
-    def _enters(self, module: nn.Module, _: Any) -> None:
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._open.append(HostRandomness())
 
-    def _leaves(self, module: nn.Module, _: Any, __: Any) -> None:
+    def _after_forward(self, module: nn.Module, _: Any, __: Any) -> None:
         if self._open and not self._open.pop().same_as(HostRandomness()) and self.reason is None:
-            self.reason = f"{type(module).__name__} draws from the host's randomness{_at(_forward_line(module))}"
+            self.reason = f"{type(module).__name__} draws from the host's randomness{_location(_forward_line(module))}"
 
 
 def unknown_leaf(loss: Tensor, known: Sequence[Tensor], *, parameters_only: bool = True) -> str | None:
@@ -123,18 +126,18 @@ def why_recording_failed(error: BaseException) -> str:
     message = text[0] if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     line = next(((f.filename, f.lineno or 0) for f in reversed(frames) if not f.filename.startswith(_OWN)), None)
-    return f"{message}{_at(line)}"
+    return f"{message}{_location(line)}"
 
 
 @contextmanager
 def intended_wait() -> Iterator[None]:
     """Inside, hotlap waits for the device on purpose, in a part of the step that is not recorded."""
-    global _meant
-    _meant += 1
+    global _intended_waits
+    _intended_waits += 1
     try:
         yield
     finally:
-        _meant -= 1
+        _intended_waits -= 1
 
 
 def _users_line(watcher: types.FrameType | None) -> tuple[str, int] | None:
@@ -154,7 +157,7 @@ def _forward_line(module: nn.Module) -> tuple[str, int] | None:
         return None
 
 
-def _at(line: tuple[str, int] | None) -> str:
+def _location(line: tuple[str, int] | None) -> str:
     return f" ({Path(line[0]).name}:{line[1]})" if line else ""
 
 
