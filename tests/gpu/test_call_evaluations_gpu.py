@@ -225,7 +225,7 @@ def test_an_evaluation_in_the_middle_of_a_step_leaves_its_backward_pass_alone():
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
     assert model.recorded == 1, model.evaluations.refused
     assert model.call._way.recorded >= 1
-    training = {graph._forward.pool() for graph in model.call._way._now.graphs.values()}
+    training = {graph._forward.pool() for graph in model.call._way._recordings.graphs.values()}
     assert evaluation_graph(model)._graph.pool() not in training
 
 

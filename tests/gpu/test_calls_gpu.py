@@ -184,8 +184,8 @@ def test_shapes_that_come_often_are_recorded_and_the_others_are_not():
     assert model.recorded == 2
     assert model.call.warmup_steps == 2 * 4 + 2
     assert_like(mine, theirs)
-    pools = {graph._forward.pool() for graph in model.call._way._now.graphs.values()}
-    pools |= {graph._backward.pool() for graph in model.call._way._now.graphs.values()}
+    pools = {graph._forward.pool() for graph in model.call._way._recordings.graphs.values()}
+    pools |= {graph._backward.pool() for graph in model.call._way._recordings.graphs.values()}
     assert len(pools) == 1  # all of them in one memory
 
 

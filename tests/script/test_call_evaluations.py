@@ -163,7 +163,7 @@ def test_a_way_that_lends_no_gradients_any_more_keeps_its_evaluations():
         model.module.zero_grad()
         model(x).sum().backward()
         kept.append(model.module[0].weight.grad)
-    assert model.call._way._lends is False
+    assert model.call._way._lends_buffers is False
     assert model.evaluations.recorded == 1
 
 

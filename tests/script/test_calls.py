@@ -933,7 +933,7 @@ def test_nothing_recorded_outlives_its_plan_though_the_script_keeps_outputs():
     for _ in range(6):
         kept.append(call(own, (torch.randn(4, 6),), {}))
         kept[-1][0].sum().backward()
-    graphs = [weakref.ref(graph) for graph in call._way._now.graphs.values()]
+    graphs = [weakref.ref(graph) for graph in call._way._recordings.graphs.values()]
     assert [len(graph().outputs) for graph in graphs] == [2]  # also where one of them is given back twice
     gc.disable()
     try:

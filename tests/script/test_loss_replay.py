@@ -28,7 +28,7 @@ class Scripted(calling.Scripted):
 
     @property
     def graphs(self):
-        return list(self.call._way._now.graphs.values())
+        return list(self.call._way._recordings.graphs.values())
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ def test_calls_obey_the_names_of_steps_too(without):
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     call = CapturedCall(None, encoder, torch.device("cpu"), SimpleNamespace(make_recorder=None), without=without)
-    assert (call._adapted is None) == (REWIRED_LAYERS in without)
+    assert (call._rewiring is None) == (REWIRED_LAYERS in without)
     assert call._counts_norms == (COUNTED_NORMS not in without)
 
 

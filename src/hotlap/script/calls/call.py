@@ -198,7 +198,7 @@ class ModuleCall:
         except Exception as error:
             if before is not None:
                 before.restore()
-            return self._fallen_back(error, original, args, kwargs)
+            return self._fall_back(error, original, args, kwargs)
         finally:
             self._inside = False
 
@@ -212,7 +212,7 @@ class ModuleCall:
             self._forms.note(args, kwargs, outputs)
         return outputs
 
-    def _fallen_back(self, error: Exception, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _fall_back(self, error: Exception, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the script's own call, which fails again if the script is at fault."""
         outputs = original(*args, **kwargs)
         self._failed[self._plan] = first_line(error)
@@ -238,12 +238,12 @@ class ModuleCall:
         make = self._noted if way is None else functools.partial(self._made, way, trains=True)
         outputs = make(original, args, kwargs)
         try:
-            return self._kept(outputs)
+            return self._with_kept_gradients(outputs)
         except Exception:
             self.forget_inputs()
             return outputs
 
-    def _kept(self, outputs: Any) -> Any:
+    def _with_kept_gradients(self, outputs: Any) -> Any:
         """The outputs of the remembered call, with hooks that keep their gradients."""
         self._last_autocast = self._autocast
         wanting = [number for number, output in enumerate(leaves(outputs)) if output.requires_grad]
@@ -272,13 +272,13 @@ class ModuleCall:
         the GPU's generator once recurrent layers with dropout are recorded. Raises NotRecordedError, or what the module
         raises.
         """
-        with self._aside():
+        with self._isolated():
             way = self._way_of(numerics, execution)
             if way is not None:
                 with ModuleState(self.module, self.device):
                     self._prepare(way, args, kwargs, grad_outputs)
             args, kwargs = map_tensors((args, kwargs), copied)
-            made = self._directly(*args, **kwargs) if way is None else way(self._directly, args, kwargs)
+            made = self._own_call(*args, **kwargs) if way is None else way(self._own_call, args, kwargs)
             wanting = _wanting(made)
             pairs = [(out, grad) for out, grad in zip(wanting, grad_outputs, strict=True) if grad is not None]
             parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -296,14 +296,14 @@ class ModuleCall:
     ) -> None:
         """Prepare recordings and statistics, so that such a call runs at full speed."""
         given = map_tensors((args, kwargs), copied)
-        outputs = leaves(self._directly(*given[0], **given[1]))
+        outputs = leaves(self._own_call(*given[0], **given[1]))
         self._forms.note(args, kwargs, outputs)
         numbers = [number for number, output in enumerate(outputs) if output.requires_grad]
         used = [number for number, grad in zip(numbers, grad_outputs, strict=True) if grad is not None]
         args, kwargs = map_tensors((args, kwargs), copied)
-        way.prepare(self._directly, args, kwargs, used)
+        way.prepare(self._own_call, args, kwargs, used)
 
-    def _directly(self, *args: Any, **kwargs: Any) -> Any:
+    def _own_call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own call, even if other code has replaced it by one that returns here."""
         before, self._inside = self._inside, True
         try:
@@ -312,7 +312,7 @@ class ModuleCall:
             self._inside = before
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _isolated(self) -> Iterator[None]:
         """Inside, calls run as the remembered one did, and nothing of them remains."""
         enabled, dtype = self._last_autocast
         untouched = ModuleState(self.module, self.device)

@@ -47,26 +47,26 @@ class MemorySlots:
         self.make_recorder = make_recorder
         """Creates another recorder, with memory separate from the slots."""
         self._recorders: list[GraphRecorder] = []
-        self._turns: list[weakref.ref[ReplayedCall] | None] = []
+        self._waiting: list[weakref.ref[ReplayedCall] | None] = []
 
     def free(self) -> int | None:
         """The number of a slot where no call waits for its backward pass; None if there is none."""
-        for number, replayed in enumerate(self._turns):
+        for number, replayed in enumerate(self._waiting):
             waiting = replayed() if replayed is not None else None
             if waiting is None or waiting.done:
                 return number
-        return len(self._turns) if len(self._turns) < MOST_SLOTS else None
+        return len(self._waiting) if len(self._waiting) < MOST_SLOTS else None
 
     def recorder(self, slot: int) -> GraphRecorder:
         """The recorder of a slot."""
         if slot == len(self._recorders):
             self._recorders.append(self.make_recorder())
-            self._turns.append(None)
+            self._waiting.append(None)
         return self._recorders[slot]
 
     def take(self, slot: int, replayed: ReplayedCall) -> None:
         """Let a call wait in a slot."""
-        self._turns[slot] = weakref.ref(replayed)
+        self._waiting[slot] = weakref.ref(replayed)
 
 
 @dataclass
@@ -121,17 +121,17 @@ class CapturedCall:
         self._eager, self._module, self._device, self._slots = eager, module, device, slots
         self._loss_replay = loss_replay
         self._key = functools.partial(_key_of, device)
-        self._adapted = rewire(module) if REWIRED_LAYERS not in without else None
+        self._rewiring = rewire(module) if REWIRED_LAYERS not in without else None
         self._counts_norms = COUNTED_NORMS not in without
         self._evaluations = Evaluations(eager, module, device, self._key, slots.make_recorder)
-        self._now = Recordings()
-        self._before: Recordings | None = None
+        self._recordings = Recordings()
+        self._earlier: Recordings | None = None
         self._buffers: GradientBuffers | None = None
-        self._lends = GRADIENTS_IN_PLACE not in without
+        self._lends_buffers = GRADIENTS_IN_PLACE not in without
         self._replays_evaluations = REPLAYED_EVALUATION not in without
         self._calls = 0
         self._is_warm = False
-        self._in_vain = 0
+        self._new_in_a_row = 0
         self._recomputes = 0
         self._changes = 0
         self._warmup_steps = 0
@@ -150,7 +150,7 @@ class CapturedCall:
     @property
     def recorded(self) -> int:
         """Number of graphs held."""
-        return len(self._now.graphs)
+        return len(self._recordings.graphs)
 
     def __call__(self, original: Original, args: Any, kwargs: Any) -> Any:
         """Make a call that will be differentiated."""
@@ -160,24 +160,24 @@ class CapturedCall:
         try:
             key, tensors = self._key(args, kwargs)
         except BatchError as error:
-            self._give_up(_words(error))
+            self._give_up(_reason(error))
             return self._eager(original, args, kwargs)
         self._check_validity()
-        if self._buffers is not None and not self._buffers.pay:
-            self._lends, self._buffers = False, None
+        if self._buffers is not None and not self._buffers.pay_off:
+            self._lends_buffers, self._buffers = False, None
             self._drop()
         slot = self._slots.free()
         if slot is None:
             return self._eager(original, args, kwargs)
-        graph = self._now.graphs.get((slot, key))
+        graph = self._recordings.graphs.get((slot, key))
         if graph is not None:
-            self._in_vain = 0
+            self._new_in_a_row = 0
         else:
             output_use = self._output_use_of(key)
             if not output_use.are_known:
                 self._warmup_steps += 1
-                return self._run_eagerly(original, args, kwargs, output_use)
-            graph = self._recorded_if_it_may(slot, key, original, args, kwargs, output_use)
+                return self._watched_call(original, args, kwargs, output_use)
+            graph = self._record_if_possible(slot, key, original, args, kwargs, output_use)
             if graph is None:
                 return self._eager(original, args, kwargs)
         if graph.wants_loss(SEEN_LOSSES):
@@ -206,15 +206,15 @@ class CapturedCall:
         try:
             key, _ = self._key(args, kwargs)
         except BatchError as error:
-            raise NotRecordedError(_words(error)) from None
+            raise NotRecordedError(_reason(error)) from None
         slot = self._slots.free()
         if slot is None:
             raise NotRecordedError("calls of the script wait for their backward pass")
-        graph = self._now.graphs.get((slot, key))
+        graph = self._recordings.graphs.get((slot, key))
         if graph is None or graph.used != tuple(used):
             output_use = OutputUse()
             output_use.used = tuple(used)
-            self._recorded(slot, key, original, args, kwargs, output_use)
+            self._record(slot, key, original, args, kwargs, output_use)
 
     def forget(self) -> None:
         """Drop all recordings."""
@@ -223,7 +223,7 @@ class CapturedCall:
 
     def _drop(self) -> None:
         """Drop the recordings of training calls."""
-        self._now, self._before = Recordings(self._now.made_for, self._now.glance), None
+        self._recordings, self._earlier = Recordings(self._recordings.made_for, self._recordings.glance), None
 
     def _give_up(self, reason: str) -> None:
         self.forget()
@@ -235,54 +235,54 @@ class CapturedCall:
         A trial changes a module only for a while, for example to turn dropout off. Recordings from before stay until
         the module changes again.
         """
-        if not self._now.still_hold():
-            before, self._before = self._before, None
+        if not self._recordings.still_hold():
+            before, self._earlier = self._earlier, None
             if before is not None and before.still_hold():
-                self._now = before
-            elif not self._now.are_of(self._module):
-                self._before = self._now if for_trial else None
-                self._now = Recordings(fingerprint([self._module]), QuickCheck([self._module]))
-        if self._now.was_set_back():
+                self._recordings = before
+            elif not self._recordings.are_of(self._module):
+                self._earlier = self._recordings if for_trial else None
+                self._recordings = Recordings(fingerprint([self._module]), QuickCheck([self._module]))
+        if self._recordings.was_set_back():
             self._drop()
 
     def _output_use_of(self, key: Hashable) -> OutputUse:
-        self._in_vain = 0 if key in self._now.output_use else self._in_vain + 1
-        if self._in_vain > PATIENCE:
+        self._new_in_a_row = 0 if key in self._recordings.output_use else self._new_in_a_row + 1
+        if self._new_in_a_row > PATIENCE:
             self._give_up("the shapes of arguments keep changing")
-        return self._now.output_use.setdefault(key, OutputUse())
+        return self._recordings.output_use.setdefault(key, OutputUse())
 
-    def _recorded_if_it_may(
+    def _record_if_possible(
         self, slot: int, key: Hashable, original: Original, args: Any, kwargs: Any, output_use: OutputUse
     ) -> CallGraph | None:
         if output_use.refused is not None:
-            if not self._now.graphs:
+            if not self._recordings.graphs:
                 self._give_up(output_use.refused)
             return None
-        if not self._has_place():
+        if not self._may_record_more():
             return None
         self._warmup_steps += 1
         try:
-            return self._recorded(slot, key, original, args, kwargs, output_use)
+            return self._record(slot, key, original, args, kwargs, output_use)
         except NotRecordedError as error:
             self._give_up(f"it cannot be recorded: {error}")
             return None
 
-    def _has_place(self) -> bool:
+    def _may_record_more(self) -> bool:
         """Whether one more may be recorded, if need be in place of one that has not been used for long."""
-        if len(self._now.graphs) < MOST_GRAPHS:
+        if len(self._recordings.graphs) < MOST_GRAPHS:
             return True
-        oldest = min(self._now.graphs, key=lambda key: self._now.graphs[key].last_used)
-        if self._calls - self._now.graphs[oldest].last_used <= PATIENCE:
+        oldest = min(self._recordings.graphs, key=lambda key: self._recordings.graphs[key].last_used)
+        if self._calls - self._recordings.graphs[oldest].last_used <= PATIENCE:
             return False
-        del self._now.graphs[oldest]
+        del self._recordings.graphs[oldest]
         return True
 
-    def _run_eagerly(self, original: Original, args: Any, kwargs: Any, output_use: OutputUse) -> Any:
+    def _watched_call(self, original: Original, args: Any, kwargs: Any, output_use: OutputUse) -> Any:
         """Make a call eagerly and watch it, except the first one, in which libraries wait for the GPU to initialise.
 
         With dropout in recurrent layers, cuDNN waits whenever the generator was set; then only the rehearsal watches.
         """
-        original = self._fit_to_record(original)
+        original = self._rewired(original)
         if not self._is_warm or drops_in_recurrence(self._module, self._device):
             outputs = self._eager(original, args, kwargs)
             self._is_warm = True
@@ -307,14 +307,14 @@ class CapturedCall:
         output_use.used, output_use.kept = graph.used, graph.kept
         self._warmup_steps += 1
         try:
-            made = self._recorded(slot, key, original, args, kwargs, output_use, loss_call)
+            made = self._record(slot, key, original, args, kwargs, output_use, loss_call)
         except NotRecordedError:
-            made = self._now.graphs[slot, key] = graph
+            made = self._recordings.graphs[slot, key] = graph
         if made.loss_call is None:
             made.leave_loss()
         return made
 
-    def _recorded(
+    def _record(
         self,
         slot: int,
         key: Hashable,
@@ -327,7 +327,7 @@ class CapturedCall:
         reason = why_not_captured(self._module, self._device)
         if reason is not None:
             raise NotRecordedError(reason)
-        recorder, original = self._slots.recorder(slot), self._fit_to_record(original)
+        recorder, original = self._slots.recorder(slot), self._rewired(original)
         with ModuleState(self._module, self._device):
             graph = CallGraph(
                 functools.partial(self._eager.computed, original),
@@ -339,40 +339,40 @@ class CapturedCall:
                 switches=self._eager.switches,
                 scale=self._eager.scale,
                 recorder=recorder,
-                buffers=self._buffers_now(),
+                buffers=self._current_buffers(),
                 loss_call=loss_call,
                 counts_norms=self._counts_norms,
             )
-            if fingerprint([self._module]) != self._now.made_for:
+            if fingerprint([self._module]) != self._recordings.made_for:
                 raise NotRecordedError("the call changes the state of the module")
             if drops_in_recurrence(self._module, self._device):
                 note_recorded(graph)
-                self._now.drawn = GeneratorState(generator_of(self._device))
-        self._now.graphs[slot, key] = graph
+                self._recordings.drawn = GeneratorState(generator_of(self._device))
+        self._recordings.graphs[slot, key] = graph
         graph.last_used = self._calls
         return graph
 
-    def _buffers_now(self) -> GradientBuffers | None:
+    def _current_buffers(self) -> GradientBuffers | None:
         """The buffers for gradients; None if the script holds on to its gradients."""
         parameters = ParameterAliases(self._module).parameters
-        if self._lends and (self._buffers is None or not self._buffers.are_for(parameters)):
+        if self._lends_buffers and (self._buffers is None or not self._buffers.are_for(parameters)):
             self._buffers = GradientBuffers(parameters)
         return self._buffers
 
-    def _fit_to_record(self, original: Original) -> Original:
-        return original if self._adapted is None else self._adapted.during(original)
+    def _rewired(self, original: Original) -> Original:
+        return original if self._rewiring is None else self._rewiring.during(original)
 
     def _recomputed_call(self, slot: int, key: Hashable) -> None:
         """A call had to be recomputed; watch anew how the script uses such calls."""
-        self._now.graphs.pop((slot, key), None)
-        self._now.output_use.pop(key, None)
+        self._recordings.graphs.pop((slot, key), None)
+        self._recordings.output_use.pop(key, None)
         self._recomputes += 1
         if self._recomputes > MOST_RECOMPUTES:
             self._give_up("the script keeps changing how it uses the outputs")
 
 
 def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
-    """A key that identifies kinds of calls, and the tensors in this one. Raises Unfit if it cannot be recorded."""
+    """A key of this kind of call, and the tensors in it. Raises BatchError if it cannot be recorded."""
     values = [*args, *kwargs.values()] if kwargs else args
     tensors = [value for value in values if isinstance(value, Tensor)]
     shape: Hashable = tuple(kwargs)
@@ -392,7 +392,7 @@ def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, lis
     return (shape, tuple(facts), autocast), tensors
 
 
-def _words(error: BatchError) -> str:
+def _reason(error: BatchError) -> str:
     return str(error) or "its arguments are more than tensors and plain values"
 
 

@@ -48,7 +48,7 @@ LEAST_FREE = 0.1
 """Share of GPU memory that must stay free beside a recording: evaluation must not cause an out-of-memory error."""
 
 KeyOf = Callable[[Any, Any], tuple[Hashable, list[Tensor]]]
-"""Returns a key of a call's arguments and autocast, and the tensors in them. Raises Unfit."""
+"""Returns a key of a call's arguments and autocast, and the tensors in them. Raises BatchError."""
 
 
 @dataclasses.dataclass
@@ -105,7 +105,7 @@ class Evaluations:
         self._kinds: dict[Hashable, _Kind] = {}
         self._snapshot: _Snapshot | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._calls = self._in_vain = self._moved = self._lost = 0
+        self._calls = self._new_in_a_row = self._moved = self._lost = 0
         self.given_up: str | None = None
         """Why nothing is recorded any more."""
 
@@ -127,8 +127,8 @@ class Evaluations:
         if kind.is_recorded:
             return self._replayed(kind, tensors, original, args, kwargs)
         if kind.graph is not None:
-            return self._recorded(kind, tensors, original, args, kwargs)
-        return self._looked_at(kind, original, args, kwargs)
+            return self._record(kind, tensors, original, args, kwargs)
+        return self._watched_call(kind, original, args, kwargs)
 
     def forget(self) -> None:
         """Drop all recordings and the recorder."""
@@ -144,9 +144,9 @@ class Evaluations:
                 return None, []
             key, tensors = self._key(args, kwargs)
             kind = self._kind_of(key)
-            if kind.calls < SEEN or kind.refused is not None or not self._holds():
+            if kind.calls < SEEN or kind.refused is not None or not self._is_unchanged():
                 return None, []
-            return (kind, tensors) if kind.is_recorded or self._has_place() else (None, [])
+            return (kind, tensors) if kind.is_recorded or self._may_record_more() else (None, [])
         except BatchError:
             return None, []
         except Exception as error:  # weights or arguments of unusual types may raise when inspected
@@ -154,7 +154,7 @@ class Evaluations:
             return None, []
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Hashable, list[Tensor]]:
-        """A key that identifies kinds of calls, and the tensors in this one. Raises Unfit if it cannot be recorded."""
+        """A key of this kind of call, and the tensors in it. Raises BatchError if it cannot be recorded."""
         key, tensors = self._key_of(args, kwargs)
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         # Attention, for example, takes another path if its arguments are the same tensor.
@@ -165,15 +165,15 @@ class Evaluations:
         return (key, same, stream, torch.is_inference_mode_enabled(), *(get() for get in _SETTINGS)), tensors
 
     def _kind_of(self, key: Hashable) -> _Kind:
-        self._in_vain = 0 if key in self._kinds else self._in_vain + 1
-        if self._in_vain > PATIENCE:
+        self._new_in_a_row = 0 if key in self._kinds else self._new_in_a_row + 1
+        if self._new_in_a_row > PATIENCE:
             self._give_up("the shapes of arguments keep changing")
         kind = self._kinds.setdefault(key, _Kind())
         kind.calls += 1
         self._calls += 1
         return kind
 
-    def _holds(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """Whether all layers are in evaluation mode and unchanged; else drops the recordings."""
         if self._snapshot is not None and self._snapshot.still_holds():
             return True
@@ -198,7 +198,7 @@ class Evaluations:
         self._kinds.clear()
         self.forget()
 
-    def _has_place(self) -> bool:
+    def _may_record_more(self) -> bool:
         """Whether one more may be recorded, if need be in place of one that has not been used for long."""
         if self.recorded < MOST_RECORDED:
             return True
@@ -220,31 +220,31 @@ class Evaluations:
             self._give_up(first_line(error))
             return self._eager.in_own_precision(original, args, kwargs)
 
-    def _looked_at(self, kind: _Kind, original: Original, args: Any, kwargs: Any) -> Any:
+    def _watched_call(self, kind: _Kind, original: Original, args: Any, kwargs: Any) -> Any:
         """Make a call while watching it; if nothing speaks against it, the next one of its kind is recorded."""
         given = (args, kwargs)
-        with self._refusing(kind):
+        with self._refuse_on_error(kind):
             kind.refused = _why_not_recorded(self._module, self._device)
             if kind.refused is None:
-                graph, before = EvaluationGraph(given, self._device), self._traces(given)
+                graph, before = EvaluationGraph(given, self._device), self._side_effects(given)
         if kind.refused is not None:
             return self._eager.in_own_precision(original, args, kwargs)
         with Watch([self._module], self._device) as watch, _detects_output() as said:
             outputs = self._eager.in_own_precision(original, args, kwargs)
-        with self._refusing(kind):
+        with self._refuse_on_error(kind):
             kind.refused = watch.reason or ("it prints" if said else None) or graph.why_unfit_for(given, outputs)
-            if kind.refused is None and before != self._traces(given):
+            if kind.refused is None and before != self._side_effects(given):
                 kind.refused = "it draws random numbers, or writes to its arguments or its own tensors"
             if kind.refused is None:
                 kind.graph = graph
         return outputs
 
-    def _recorded(self, kind: _Kind, tensors: list[Tensor], original: Original, args: Any, kwargs: Any) -> Any:
+    def _record(self, kind: _Kind, tensors: list[Tensor], original: Original, args: Any, kwargs: Any) -> Any:
         """Make a call eagerly, record its kind, and compare the first replay with it."""
         graph, kind.graph = kind.graph, None
         assert graph is not None
         outputs = self._eager.in_own_precision(original, args, kwargs)
-        with self._refusing(kind):
+        with self._refuse_on_error(kind):
             kind.refused = graph.why_unfit_for(None, outputs)
             if kind.refused is None:
                 self._check_memory()
@@ -259,7 +259,7 @@ class Evaluations:
             self._stream = current_stream(self._device) if self._device.type == "cuda" else None
         return outputs
 
-    def _traces(self, given: Any) -> Any:
+    def _side_effects(self, given: Any) -> Any:
         """A value that changes if a call writes to something, except to tensors that do not count writes."""
         grads = [p.grad for p in self._module.parameters() if p.grad is not None]
         arguments = [tensor for tensor in tensors_in(given) if not tensor.is_inference()]
@@ -274,7 +274,7 @@ class Evaluations:
                 raise torch.OutOfMemoryError("too little GPU memory is free")
 
     @contextmanager
-    def _refusing(self, kind: _Kind) -> Iterator[None]:
+    def _refuse_on_error(self, kind: _Kind) -> Iterator[None]:
         """Inside, a failure means that such calls are not recorded; running out of memory means that none are."""
         try:
             yield
@@ -384,7 +384,7 @@ class EvaluationGraph:
     """
 
     def __init__(self, given: tuple[Any, Any], device: torch.device) -> None:
-        """Create it in the inference mode of the calls. Raises Unfit if it cannot copy arguments with their layout."""
+        """Create it in the inference mode of the calls. Raises BatchError if an argument cannot be copied."""
         self._device = device
         made: dict[int, Tensor] = {}
         self._given = map_tensors(given, lambda tensor: made.setdefault(id(tensor), _static(tensor)))
@@ -392,7 +392,7 @@ class EvaluationGraph:
             raise BatchError("an argument is a container that cannot be copied")
         self._static = tensors_in(self._given)
         self._infers = torch.is_inference_mode_enabled()
-        self._shown: Any = None
+        self._structure: Any = None
         self._compute: Compute | None = None
         self._graph: Graph | None = None
         self._tree: Any = None
@@ -412,10 +412,10 @@ class EvaluationGraph:
         kind = unknown_type_in(outputs)
         if kind is not None:
             return f"its outputs hold a {kind}"
-        shown = _shown(outputs)
-        if self._shown not in (None, shown):
+        shown = _structure(outputs)
+        if self._structure not in (None, shown):
             return "its outputs hold values that change from call to call"
-        self._shown = shown
+        self._structure = shown
         return _why_not_given(outputs, self._device)
 
     def record(self, compute: Compute, module: nn.Module, recorder: GraphRecorder) -> None:
@@ -482,7 +482,7 @@ class EvaluationGraph:
 
 def why_other(theirs: Any, mine: Any) -> str | None:
     """How the result of a replay differs from that of the eager call; None if it does not."""
-    if _shown(theirs) != _shown(mine):
+    if _structure(theirs) != _structure(mine):
         return "a replay returns other containers or values"
     for right, made in zip(leaves(theirs), leaves(mine), strict=True):
         if _form_of(right) != _form_of(made):
@@ -494,7 +494,7 @@ def why_other(theirs: Any, mine: Any) -> str | None:
 
 def _why_not_given(outputs: Any, device: torch.device) -> str | None:
     """Why outputs of an eager call cannot come from a replay on this device; None if they can."""
-    if any(_is_idle(part) for part in _within(outputs)):
+    if any(_is_empty_container(part) for part in _within(outputs)):
         return "its outputs hold a container without tensors"  # the script might fill it
     found = leaves(outputs)
     if not found:
@@ -556,7 +556,7 @@ def _storage_of(tensor: Tensor) -> int:
     return storage.data_ptr() or storage._cdata  # an empty storage has no address
 
 
-def _shown(tree: Any) -> Any:
+def _structure(tree: Any) -> Any:
     """The parts of outputs that are not values in a tensor: containers, dtypes and plain values."""
     plain = [part for part in _within(tree) if not isinstance(part, Tensor) and not is_container(part)]
     return kind_of(tree), plain, len(leaves(tree))
@@ -569,6 +569,6 @@ def _within(tree: Any) -> Iterator[Any]:
         yield from _within(part)
 
 
-def _is_idle(part: Any) -> bool:
+def _is_empty_container(part: Any) -> bool:
     """Whether it is a mutable container without tensors, which replays would share."""
     return is_container(part) and not isinstance(part, tuple) and not leaves(part)

@@ -138,7 +138,7 @@ class CallGraph:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._forward = recorder.record(self._make_outputs)
-        self._backward = recorder.record(self._leave_gradients)
+        self._backward = recorder.record(self._store_gradients)
         if loss_call is not None and self._may_start_at_loss:
             self._record_loss(loss_call, recorder)
         # Without the autograd graph, which holds memory that others may use from now on.
@@ -182,7 +182,7 @@ class CallGraph:
         """Whether a backward pass may be recorded from the loss on."""
         return self._buffers is not None and self._scale is None and not self.wants and len(self.used) == 1
 
-    def saw(self, loss_call: LossCall) -> None:
+    def loss_seen(self, loss_call: LossCall) -> None:
         """A backward pass began at this loss; if that repeats, the loss becomes `wanted_loss`."""
         if self.loss_call is not None or not self._may_start_at_loss or self._sightings < 0:
             return
@@ -212,32 +212,32 @@ class CallGraph:
 
     def replay_loss(self, tensors: list[Tensor]) -> None:
         """Replay the backward pass of a loss computed with these other tensors; sets the parameters' gradients."""
-        _copy(tensors, self._beside)
-        self._from_loss.replay()
-        for parameter, buffer in self._own:
+        _copy(tensors, self._loss_inputs)
+        self._loss_graph.replay()
+        for parameter, buffer in self._owned:
             parameter.grad = buffer.data
 
     def _record_loss(self, loss_call: LossCall, recorder: GraphRecorder) -> None:
         buffers, before = self._buffers, [grad is None for grad in self._grads]
         assert buffers is not None
         given = (loss_call.args, loss_call.kwargs)
-        self._beside = [tensor.detach().clone() for tensor in tensors_in(given)]
-        statics = iter(self._beside)
+        self._loss_inputs = [tensor.detach().clone() for tensor in tensors_in(given)]
+        statics = iter(self._loss_inputs)
         args, kwargs = map_tensors(given, lambda _: next(statics))
         self._loss_of = functools.partial(_called_with, loss_call.function, args, kwargs)
         try:
-            self._from_loss = recorder.record(self._leave_from_loss)
+            self._loss_graph = recorder.record(self._store_gradients_from_loss)
         except NotRecordedError:
             return
         pairs = zip(self.aliases.parameters, buffers.buffers, self._grads, strict=True)
-        self._own = [(parameter, buffer) for parameter, buffer, grad in pairs if grad is not None]
+        self._owned = [(parameter, buffer) for parameter, buffer, grad in pairs if grad is not None]
         if before == [grad is None for grad in self._grads]:
             self.loss_call = LossCall(loss_call.key, loss_call.function, (), {})
 
-    def _leave_from_loss(self) -> None:
+    def _store_gradients_from_loss(self) -> None:
         with torch.enable_grad():
             loss = self._loss_of(self.outputs[self.used[0]])
-        self._leave_gradients(loss)
+        self._store_gradients(loss)
 
     # --- recorded work -----------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class CallGraph:
         pairs = zip(self._leaves, found, strict=True)
         self._grads = [None if grad is None else laid_out_as(leaf, grad) for leaf, grad in pairs]
 
-    def _leave_gradients(self, loss: Tensor | None = None) -> None:
+    def _store_gradients(self, loss: Tensor | None = None) -> None:
         """Compute gradients, and put those of parameters into the buffers."""
         self._make_gradients(loss)
         if self._buffers is None:
@@ -434,7 +434,7 @@ class GradientBuffers:
         )
 
     @property
-    def pay(self) -> bool:
+    def pay_off(self) -> bool:
         """Whether the script usually releases its gradients."""
         return self._crowded <= PATIENCE + (self._passes - self._crowded) // PATIENCE
 

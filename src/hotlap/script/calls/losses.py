@@ -349,7 +349,7 @@ class LossReplay:
             return False
         graph = replayed.graph
         if graph.loss_call is None or graph.loss_call.key != observed.loss_call.key:
-            graph.saw(observed.loss_call)
+            graph.loss_seen(observed.loss_call)
             return False
         if self._script_keeps_losses() or not graph.can_replay_loss():
             return False
