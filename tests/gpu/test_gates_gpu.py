@@ -244,7 +244,7 @@ def test_a_replay_that_reads_elsewhere_in_the_epoch_is_caught(replay_steps, monk
     rig = training()
 
     def rewind(graph, window):
-        graph._left.place.fill_(0)
+        graph._outputs.place.fill_(0)
         return window
 
     before_each_replay(monkeypatch, rewind)
