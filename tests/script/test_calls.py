@@ -1362,7 +1362,7 @@ def test_what_was_recorded_is_there_again_after_trials_without_dropout():
         replays = model.replays
         model(x).sum().backward()
         assert model.replays == replays + 1
-        assert model.call._way._before is None
+        assert model.call._way._earlier is None
         assert sum(len(recorder.graphs) for recorder in model.recorders) == 2 * (2 + number)
     assert model.call.warmup_steps == 0
     module[3].p = 0.1
