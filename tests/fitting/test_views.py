@@ -241,7 +241,7 @@ def test_the_bar_stands_below_the_lines_while_it_lives():
     assert "step 5/10" in bar
 
 
-def test_a_line_is_shown_as_it_is_and_never_broken():
+def test_a_line_is_shown_as_it_is_and_broken_between_words_alone():
     line = "[red] :x: /a/path [/] " + "long " * 60 + "end"
     with terminal() as (stream, received):
         view = TerminalView(stream)
@@ -250,7 +250,10 @@ def test_a_line_is_shown_as_it_is_and_never_broken():
         view.say(line)
         view.close()
         stream.close()
-    assert screen(received) == [line, line]
+    shown = screen(received)
+    assert " ".join(" ".join(shown).split()) == f"{line} {line}"
+    assert len(shown) > 2
+    assert max(map(len, shown)) <= 80
 
 
 def test_a_view_that_showed_no_reading_closes_without_a_trace():
