@@ -253,7 +253,7 @@ def test_a_line_is_shown_as_it_is_and_broken_between_words_alone():
     shown = screen(received)
     assert " ".join(" ".join(shown).split()) == f"{line} {line}"
     assert len(shown) > 2
-    assert max(map(len, shown)) <= 80
+    assert max(map(len, shown)) <= 100
 
 
 def test_a_view_that_showed_no_reading_closes_without_a_trace():
