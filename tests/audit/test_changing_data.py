@@ -189,7 +189,7 @@ def test_a_feed_that_was_left_is_told_in_the_table(session, tmp_path):
     ledger = RunFolder.open(tmp_path / "run").read_ledger()
     (told,) = [row for row in rows(ledger) if row.what == "data changed"]
     assert told.sign == "!"
-    assert told.why.startswith("'scale' is another one by now")
+    assert told.why.startswith("'scale' has changed")
     assert list(ledger)[-1].plan.feed.kind == "loader"
     assert any("data changed" in line for line in table(ledger))
 

@@ -153,11 +153,11 @@ SERIES = torch.zeros(10, 2)
     [
         ({"series": torch.zeros(10)}, [r"series has shape \(10,\); give \(time, features\)"]),
         ({"series": [SERIES, torch.zeros(10, 3)]}, [r"series\[1\] has rows of float32 \(3,\), series\[0\] rows of"]),
-        ({"series": [SERIES, SERIES.numpy()], "length": 11}, ["it takes 11 rows .* the longest series has 10"]),
+        ({"series": [SERIES, SERIES.numpy()], "length": 11}, ["one needs 11 rows .* the longest series has 10"]),
         ({"series": []}, ["series is an empty list"]),
         ({"series": "a.csv"}, ["series is str 'a.csv'"]),
         ({"series": np.zeros((4, 2), dtype="U3")}, ["which torch cannot hold"]),
-        ({"ahead": 8}, ["it takes 11 rows"]),
+        ({"ahead": 8}, ["one needs 11 rows"]),
         ({"target": torch.zeros(9)}, ["target has 9 rows; give 10, one for each row .* or 8, one for each window"]),
         ({"target": torch.zeros(9), "ahead": 1}, ["give 10, one for each row of the series$"]),
         ({"target": torch.zeros(8), "ahead": 1}, ["ahead=1 needs a target with a row for each row"]),

@@ -1083,7 +1083,7 @@ def test_data_that_changed_is_seen_before_another_feed_is_used():
     next(iterator)
     proxy.use(proxy.own)
     loader.dataset.epoch = 1
-    with pytest.raises(PlanError, match="the data changed during the run: 'epoch' is another one by now"):
+    with pytest.raises(PlanError, match="the data changed during the run: 'epoch' has changed"):
         proxy.use(GATHER)
     assert len(list(iterator)) == 5
 
@@ -1372,7 +1372,7 @@ def test_an_attribute_that_flips_within_an_epoch_is_seen_in_the_next_batch(prete
         if number == 4:
             loader.dataset.epoch = 1
     assert number == 11
-    assert told == [(kind, "'epoch' is another one by now")]
+    assert told == [(kind, "'epoch' has changed")]
     assert proxy.feed == proxy.own
     proxy.close()
 

@@ -1,4 +1,4 @@
-"""Sequences of several lengths: stored one behind the other, batched by length, padded to a few widths."""
+"""Sequences of several lengths: stored joined, batched by length, padded to a few widths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hotlap.data.order import Epoch, Order, mix
 from hotlap.data.sources import Allocate, Columns, PlaceRows, Selection, Source, as_tensor, holds, select_rows
 
 MULTIPLE = 8
-"""Widths are multiples of it: what tensor cores and attention kernels like."""
+"""Widths are multiples of it, which suits tensor cores and attention kernels."""
 Numbers = np.ndarray[Any, Any]
 
 
@@ -32,13 +32,14 @@ class Sequences(Dataset[Any]):
 
         data = Sequences({"input_ids": ids}, columns={"labels": labels})
 
-    `fields` are by name a list with a sequence for each sample; or all of them joined, with `offsets` where each begins
-    and, as its last number, the end. All fields of a sample have one length. `columns` have a row for each sample.
-    A batch holds the fields padded by `pad` (a number, or one for each field), the columns, and a `mask` of 1 for each
-    place that is no padding (under that name; None makes none).
+    Each of `fields` is a list with a sequence for each sample; or all sequences joined, with `offsets` of their starts
+    and the end as the last number. All fields of a sample have the same length. `columns` have a row for each sample.
+    A batch holds the fields, padded with `pad` (a number, or one for each field), the columns, and a mask with 1 for
+    each entry that is not padding, under the name `mask` (None for no mask).
 
-    How wide a batch is follows from its longest sequence: one of `widths`, which are found from the data where they are
-    not given. Whole numbers are kept in 32 bits where they fit, and come as int64. Raises DataError with all mistakes.
+    The width of a batch is the smallest of `widths` that fits its longest sequence; without `widths`, hotlap chooses
+    them from the data. Integers are stored in 32 bits if they fit, and come as int64. Raises DataError with all
+    mistakes.
     """
 
     def __init__(
@@ -58,15 +59,19 @@ class Sequences(Dataset[Any]):
         lengths = {name: said for name, said in counted.items() if not isinstance(said, str)}
         _refuse(_fit_problems(lengths, columns))
         self.host_lengths: Numbers = next(iter(lengths.values()))
-        """Of each sequence; on the host, wherever the rest is."""
+        """The length of each sequence, always on the host."""
         _refuse([problem for name, field in fields.items() if (problem := _kind_problem(name, field))])
         self.fields = {name: _joined(field) for name, field in fields.items()}
-        """Each with its sequences one behind the other."""
+        """The joined sequences of each field."""
         self.columns = columns
         self.pad = {name: pad[name] if isinstance(pad, Mapping) else pad for name in fields}
         whole = [name for name, field in self.fields.items() if not field.is_floating_point()]
         _refuse(
-            [f"pad={self.pad[name]} is no whole number, as field {name!r} has" for name in whole if self.pad[name] % 1]
+            [
+                f"pad={self.pad[name]} must be a whole number, like field {name!r}"
+                for name in whole
+                if self.pad[name] % 1
+            ]
         )
         self.mask = mask if mask not in fields else None
         self.longest = int(self.host_lengths.max())
@@ -76,7 +81,7 @@ class Sequences(Dataset[Any]):
         self.lengths = torch.from_numpy(self.host_lengths).to(device)
         ends = np.cumsum(self.host_lengths)
         self.starts = torch.from_numpy(ends - self.host_lengths).to(device)
-        """Where each sequence begins in its field."""
+        """The start of each sequence in its field."""
 
     def __len__(self) -> int:
         return len(self.host_lengths)
@@ -96,11 +101,11 @@ class Sequences(Dataset[Any]):
 
     @property
     def stored_columns(self) -> dict[str, Tensor]:
-        """What goes into the model and the loss, as it is stored."""
+        """The stored inputs of the model and the loss."""
         return {**self.fields, **self.columns}
 
     def placed(self, place: PlaceRows, rows: Tensor | None) -> Sequences:
-        """These sequences, or some of them, with every tensor where `place` puts it; the joined fields stay whole."""
+        """These sequences or some rows, each tensor moved by `place`; the joined fields stay whole."""
         other = copy.copy(self)
         other.fields = {name: place(field, None) for name, field in self.fields.items()}
         other.columns = {name: place(column, rows) for name, column in self.columns.items()}
@@ -111,9 +116,9 @@ class Sequences(Dataset[Any]):
 
 
 class SequenceColumns(Columns):
-    """Sequences gathered as a whole: on a GPU by a few kernels, which also pad them and make their mask.
+    """Sequences gathered as whole batches: on a GPU by a few kernels, which also pad them and make the mask.
 
-    How wide, a batch's indices say, where they are on the host; else `at_width_of` has to be asked.
+    Indices on the host decide the width of a batch; for others, call `at_width_of` first.
     """
 
     packs = False
@@ -132,19 +137,19 @@ class SequenceColumns(Columns):
         self.on_host = self._device.type == "cpu"
         self._shape = "dict"
         self.widths = tuple(widths or sequences.widths or [round_up(sequences.longest)])
-        """How wide batches are; the last one takes the longest sequence."""
+        """The widths of batches; the last one fits the longest sequence."""
         self._bounds = np.asarray(self.widths)
         self._places = torch.arange(self.widths[-1], device=self._device)
         self._views: dict[int, SequenceColumns] = {}
         self._all: ReferenceType[SequenceColumns] | None = None
-        """The columns that this is a view of, where it is one.
+        """The columns of which this is a view, or None.
 
-        Not to be kept alive: a cycle would keep a GPU's memory until somebody collects it.
+        A weak reference: a cycle would keep GPU memory until garbage collection.
         """
 
     @property
     def tensors(self) -> dict[Any, Tensor]:  # type: ignore[override]
-        """What makes the samples: the joined sequences, where each begins, and how they are padded."""
+        """Everything that decides the samples: the joined sequences, their starts and lengths, and the widths."""
         data = self.sequences
         cut = {"starts": data.starts, "lengths": data.lengths, "widths": torch.tensor(self.widths)}
         return {**{("field", name): field for name, field in data.fields.items()}, **data.columns, **cut}
@@ -156,7 +161,7 @@ class SequenceColumns(Columns):
         return self.sequences[index]
 
     def never_holds(self, value: int) -> bool:
-        """Whether no column or field of whole numbers holds `value`, not as padding either."""
+        """Whether no integer column or field holds `value`, nor as padding."""
         data = self.sequences
         fields = ((field, data.pad[name]) for name, field in data.fields.items() if not field.is_floating_point())
         return not (
@@ -166,21 +171,21 @@ class SequenceColumns(Columns):
         )
 
     def with_widths(self, widths: Sequence[int]) -> SequenceColumns:
-        """The same sequences in batches of other widths."""
+        """The same sequences with other widths of batches."""
         return SequenceColumns(self.sequences, self.own_collate, widths=widths)
 
     def width_of(self, indices: Tensor) -> int:
-        """How wide a batch of these sequences is; the indices are on the host."""
+        """The width of a batch of these sequences; the indices are on the host."""
         longest = self.sequences.host_lengths[indices.numpy()].max()
         return self.widths[int(self._bounds.searchsorted(longest))]
 
     def at_width_of(self, indices: Tensor) -> Columns:
-        """The columns whose batches have the width that these samples need; always the same ones for a width."""
+        """The columns whose batches have the width of these samples; the same object for each width."""
         return self._view(self.width_of(indices))
 
     @property
     def widest(self) -> Columns:
-        """The columns whose batches are as wide as the widest."""
+        """The columns whose batches have the largest width."""
         whole = self._all() if self._all is not None else self
         return whole._view(self.widths[-1]) if whole is not None else self
 
@@ -211,23 +216,23 @@ class SequenceColumns(Columns):
         return found | {name: select_rows(column, indices, allocate) for name, column in data.columns.items()}
 
     def fetch(self, tickets: Sequence[int], seed: int, epoch: int) -> Batch:
-        """The samples of these tickets; one by one where the user makes the batches."""
+        """The samples of these tickets; one by one if the job has a collate function."""
         if self.own_collate:
             return Source.fetch(self, tickets, seed, epoch)
         return self.gather(torch.tensor([ticket % len(self) for ticket in tickets]))
 
     def sent(self, place: PlaceRows, rows: Tensor | None = None) -> Columns:
-        """These sequences, or some of them, with every tensor where `place` puts it."""
+        """These sequences or some rows, each tensor moved by `place`."""
         return SequenceColumns(self.sequences.placed(place, rows), widths=self.widths)
 
 
 def round_up(length: int) -> int:
-    """The least multiple that takes a sequence of this length."""
+    """The smallest multiple of `MULTIPLE` that fits this length."""
     return -(-length // MULTIPLE) * MULTIPLE
 
 
 def _wide(field: Tensor) -> Tensor:
-    """Whole numbers as models take them."""
+    """Integers as int64, as models take them."""
     return field.to(torch.int64) if field.dtype in _NARROW else field
 
 
@@ -242,7 +247,7 @@ def _as_column(column: Any) -> Tensor:
 
 
 def _joined(field: Any) -> Tensor:
-    """The sequences of a field one behind the other, as narrow as whole numbers fit."""
+    """The joined sequences of a field; integers in 32 bits if they fit."""
     if isinstance(field, (Tensor, np.ndarray)):
         found = as_tensor(field)
     elif isinstance(field[0], (Tensor, np.ndarray)):
@@ -257,10 +262,10 @@ def _joined(field: Any) -> Tensor:
 
 
 def _lengths(name: str, field: Any, offsets: Any) -> Numbers | str:
-    """The length of each sequence of a field, or what is wrong with them."""
+    """The length of each sequence of a field, or the problem with them."""
     if isinstance(field, (Tensor, np.ndarray)):
         if offsets is None:
-            return f"field {name!r} is {kind_of(field)}, whose sequences nobody can tell apart; give offsets too"
+            return f"field {name!r} is {kind_of(field)}, whose sequences hotlap cannot separate; give offsets too"
         bounds = np.asarray(offsets.cpu() if isinstance(offsets, Tensor) else offsets)
         right = bounds.ndim == 1 and bounds.dtype.kind in "iu" and len(bounds) > 1
         if not right or bounds[0] != 0 or bounds[-1] != len(field) or (np.diff(bounds) < 0).any():
@@ -272,7 +277,7 @@ def _lengths(name: str, field: Any, offsets: Any) -> Numbers | str:
         return f"field {name!r} is empty"
     empty = np.flatnonzero(found == 0)
     if len(empty):
-        return f"sequence {empty[0]} of field {name!r} is empty ({len(empty)} are); leave such samples out"
+        return f"sequence {empty[0]} of field {name!r} is empty (in all {len(empty)}); leave such samples out"
     return found
 
 
@@ -290,7 +295,7 @@ def _outer_problems(fields: Any, columns: Any, pad: Any) -> list[str]:
     elif columns:
         found += [f"{name!r} is a field and a column" for name in columns if name in fields]
     if isinstance(pad, Mapping):
-        found += [f"pad says nothing of field {name!r}" for name in fields if name not in pad]
+        found += [f"pad has no number for field {name!r}" for name in fields if name not in pad]
     elif not isinstance(pad, (int, float)) or isinstance(pad, bool):
         found.append(f"pad={shown(pad)} must be a number, or one for each field")
     return found
@@ -315,7 +320,7 @@ def _fit_problems(lengths: Mapping[str, Numbers], columns: Mapping[str, Tensor])
 
 
 def _kind_problem(name: str, field: Any) -> str | None:
-    """What is wrong with the entries of a field."""
+    """The problem with the entries of a field, or None."""
     if isinstance(field, (Tensor, np.ndarray)):
         return dtype_problem(f"field {name!r}", field)
     for at, one in enumerate(field):
@@ -348,40 +353,40 @@ def _refuse(wrong: list[str]) -> None:
 
 
 MOST_WIDTHS = 12
-"""Each is a shape that has to be recorded, or compiled, by itself."""
+"""Widths at most: hotlap captures or compiles each of them separately."""
 WASTE = 0.02
-"""How much more may be computed with fewer widths."""
+"""Fewer widths may cost this much more computation."""
 WINDOW = 50
-"""Batches out of whose samples batches of similar length are made."""
+"""Batches whose samples hotlap sorts by length together."""
 MIXED = 8
-"""Batches in a row that are of all lengths together."""
+"""Consecutive batches that together cover all lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """How much of what goes through a model in an epoch is padding."""
+    """The share of padding in an epoch."""
 
     widths: tuple[int, ...]
     entries: int
-    """Of the sequences themselves."""
+    """Entries of the sequences."""
     padded: int
-    """With what the batches are padded by."""
+    """Entries with padding."""
     at_one_width: int
-    """The same, were every batch as wide as the longest sequence."""
+    """Entries if every batch had the width of the longest sequence."""
 
     @property
     def share(self) -> float:
-        """Of all that goes through the model."""
+        """The share of padding in the model's inputs."""
         return 1 - self.entries / self.padded
 
     @property
     def share_at_one_width(self) -> float:
-        """Of all that would go through the model."""
+        """The share of padding at a single width."""
         return 1 - self.entries / self.at_one_width
 
     @property
     def line(self) -> str:
-        """For people."""
+        """A summary in one line."""
         widths = f"{len(self.widths)} widths ({', '.join(map(str, self.widths))})"
         if len(self.widths) == 1:
             return f"all batches are {self.widths[0]} wide, {self.share:.0%} of which is padding"
@@ -391,11 +396,11 @@ class Padding:
 
 
 class LengthOrder(Order):
-    """Shuffled, but so that a batch holds samples of similar length; from seed and epoch, as every order.
+    """Shuffled with samples of similar length in each batch; from seed and epoch, like every order.
 
-    Out of `WINDOW` batches of the shuffled order, which are sorted, others are cut. These are shuffled, but so that of
-    each `MIXED` in a row one belongs to the shortest, one to the next longer, and so on: whatever is timed over some
-    steps then takes about as long everywhere in an epoch. The last, shorter batch of an epoch is drawn from all.
+    hotlap sorts the samples of `WINDOW` shuffled batches by length and cuts new batches. It shuffles these so that each
+    `MIXED` consecutive batches cover all lengths from short to long: timings over some steps then do not depend on the
+    place in the epoch. The last, shorter batch of an epoch is drawn from all samples.
     """
 
     def __init__(self, lengths: Numbers, *, batch_size: int, **settings: Any) -> None:
@@ -406,13 +411,13 @@ class LengthOrder(Order):
         order, size = super()._indices(epoch).numpy(), self._batch_size
         whole = len(order) - len(order) % size
         windows = np.arange(whole) // (WINDOW * size)
-        # By window, then by length; samples as long as each other stay as they were drawn.
+        # By window, then by length; samples of equal length keep their drawn order.
         batches = order[:whole][np.lexsort((self._lengths[order[:whole]], windows))].reshape(-1, size)
         mixed = self._mixed(batches, np.random.default_rng(mix(self._seed, epoch, 1)))
         return torch.from_numpy(np.concatenate([mixed.reshape(-1), order[whole:]]))
 
     def _mixed(self, batches: Numbers, chance: np.random.Generator) -> Numbers:
-        """The batches in another order, short and long ones in turn."""
+        """The batches in an order that alternates short and long ones."""
         count = len(batches)
         by_length = np.lexsort((chance.random(count), self._lengths[batches].max(axis=1, initial=0)))
         row = np.empty(count, dtype=np.int64)
@@ -422,7 +427,7 @@ class LengthOrder(Order):
 
 
 def lengths_in(source: Source) -> Numbers | None:
-    """The length of each sample, where they are sequences."""
+    """The length of each sample; None if samples are not sequences."""
     if isinstance(source, Selection):
         inner = lengths_in(source.inner)
         return None if inner is None else inner[source.rows.numpy()]
@@ -430,9 +435,9 @@ def lengths_in(source: Source) -> Numbers | None:
 
 
 def with_chosen_widths(source: Source, order: Order) -> tuple[Source, Padding | None]:
-    """The source whose batches have the widths that suit this order, and what is padded then; as it is without lengths.
+    """The source with widths that suit this order, and its padding; unchanged for samples without lengths.
 
-    Widths that the user has given stay.
+    Widths from the user stay.
     """
     lengths = lengths_in(source)
     if lengths is None or source.own_collate:
@@ -451,18 +456,18 @@ def with_chosen_widths(source: Source, order: Order) -> tuple[Source, Padding | 
 
 
 def choose_widths(longest: Numbers, sizes: Numbers, most: int) -> tuple[int, ...]:
-    """The fewest widths, up to `most`, with which batches are padded little more than with as many as there may be.
+    """The fewest widths, up to `most`, that need hardly more padding than `MOST_WIDTHS` of them.
 
-    `longest` is the longest sequence of each batch, `sizes` how many it holds.
+    `longest` is the longest sequence of each batch, `sizes` the size of each batch.
     """
     steps = np.unique([*map(round_up, np.unique(longest).tolist()), most])
     weights = np.bincount(steps.searchsorted(longest), weights=sizes, minlength=len(steps))
     before = np.concatenate([[0.0], np.cumsum(weights)])
-    # costs[k][j]: the least that is computed for all batches up to step j, with k + 1 widths of which step j is one.
+    # costs[k][j]: the least computation for all batches up to step j, with k + 1 widths of which step j is the last.
     costs, cuts = [steps * before[1:]], [np.full(len(steps), -1)]
     for _ in range(min(MOST_WIDTHS, len(steps)) - 1):
         last = costs[-1]
-        # With step i as the width before it, step j pads all batches between them.
+        # With step i as the previous width, step j pads all batches between them.
         table = last[:, None] + steps[None, :] * (before[1:][None, :] - before[1:][:, None])
         table[np.tril_indices(len(steps))] = np.inf
         cuts.append(table.argmin(0))
@@ -477,7 +482,7 @@ def choose_widths(longest: Numbers, sizes: Numbers, most: int) -> tuple[int, ...
 
 
 def _batches_of(epoch: Epoch, lengths: Numbers) -> tuple[Numbers, Numbers]:
-    """The longest sequence of each batch of an epoch, and how many it holds."""
+    """The longest sequence of each batch of an epoch, and the size of each batch."""
     ends = epoch.ends
     starts = np.asarray([0, *ends[:-1]])
     in_order = lengths[epoch.indices.numpy()[: ends[-1]]]

@@ -1,4 +1,4 @@
-"""Windows of a long series: stored once as the series, gathered as windows."""
+"""Windows of a long series: stored once as a series, gathered as windows."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Series = Tensor | np.ndarray[Any, Any]
 
 
 class Windows(Dataset[Any]):
-    """A dataset whose samples are windows of one long series, or of several: (length × features), and a target.
+    """A dataset of windows (length × features) of one long series or of several, with an optional target.
 
-    Sample k is `series[k * stride : k * stride + length]`. Of several series in a list no window crosses from one
-    into the next. With `target`, samples are (window, target). It has a row for each row of the series (in a list
-    where the series are), of which a window gets the one `ahead` rows after its own last row; or a row for each
-    window. Without, `ahead` of 1 or more makes the series' own row the target: a forecast.
+    Sample k is `series[k * stride : k * stride + length]`. With a list of series, no window crosses from one into the
+    next. With `target`, samples are (window, target). A target has a row for each row of the series (a list like the
+    series): a window gets the row `ahead` rows after its last. Or it has a row for each window. Without a target,
+    `ahead` of 1 or more makes that row of the series the target: a forecast.
 
-    Memory is the series', not windows × length; several series are joined, which copies them once. Samples are
-    views of it. Raises DataError with all mistakes at once.
+    Memory holds the series once, not windows × length; joining several series copies them once. Samples are views.
+    Raises DataError with all mistakes.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Windows(Dataset[Any]):
             *_part_problems("series", several, least_dims=2),
             *([] if target is None else _part_problems("target", target, least_dims=1)),
         ]
-        # Whether they fit each other is asked of parts that are right by themselves.
+        # Only valid parts are compared with each other.
         _refuse(wrong or _fit_problems(several, target, length, stride, ahead))
         counts = _counts(several, length, stride, ahead)
-        length, stride, ahead = int(length), int(stride), int(ahead)  # of numpy, too
+        length, stride, ahead = int(length), int(stride), int(ahead)  # also from numpy integers
         self.length, self.stride, self.ahead = length, stride, ahead
         self.series = _joined(several)
         self.per_window = target is not None and not _is_by_row(several, target)
@@ -62,7 +62,7 @@ class Windows(Dataset[Any]):
         elif ahead:
             self.target = self.series
         self.starts: Tensor | None = None
-        """The first row of each window; None where they begin every `stride` rows from the first on."""
+        """The first row of each window; None if a window begins every `stride` rows."""
         if len(several) > 1:
             offsets = np.cumsum([0, *(len(one) for one in several[:-1])])
             parts = [int(at) + stride * torch.arange(n) for at, n in zip(offsets, counts, strict=True)]
@@ -88,13 +88,13 @@ class Windows(Dataset[Any]):
 
     @property
     def stored_columns(self) -> dict[str, Tensor]:
-        """What goes into the model and the loss, as it is stored."""
+        """The stored inputs of the model and the loss."""
         if self.target is None or self.target is self.series:
             return {"series": self.series}
         return {"series": self.series, "target": self.target}
 
     def placed(self, place: PlaceRows, rows: Tensor | None) -> Windows:
-        """These windows, or some of them, with every tensor where `place` puts it; the series stays whole."""
+        """These windows or some of them, each tensor moved by `place`; the series stays whole."""
         other = copy.copy(self)
         other.series = place(self.series, None)
         if self.target is not None:
@@ -109,10 +109,10 @@ class Windows(Dataset[Any]):
 
 
 class WindowColumns(Columns):
-    """Windows gathered as a whole: each tensor of a batch is indexed out of a view in which windows overlap.
+    """Windows gathered as whole batches, out of a view in which windows overlap.
 
-    On a GPU that is a kernel for the windows and one for the targets; for several series, and for a selection of
-    windows, one more that looks up where they begin.
+    On a GPU this takes one kernel for the windows and one for the targets, and one more to look up the starts if there
+    are several series or a selection of windows.
     """
 
     packs = False
@@ -131,7 +131,7 @@ class WindowColumns(Columns):
 
     @property
     def tensors(self) -> dict[Any, Tensor]:  # type: ignore[override]
-        """What makes the samples: the series, not its windows, and how they are cut."""
+        """Everything that decides the samples: the series and how it is cut."""
         windows = self._windows
         cut = torch.tensor([windows.length, windows.stride, windows.ahead])
         starts = {} if windows.starts is None else {"starts": windows.starts}
@@ -144,7 +144,7 @@ class WindowColumns(Columns):
         return self._windows[index]
 
     def never_holds(self, value: int) -> bool:
-        """Whether no target of whole numbers, of at most one number a window, is `value`."""
+        """Whether no integer target with one number a window holds `value`."""
         target = self._windows.target
         return not self.own_collate and (target is None or not holds(target, value))
 
@@ -160,7 +160,7 @@ class WindowColumns(Columns):
         return found, select_rows(self._targets, indices if self._windows.per_window else places, allocate)
 
     def sent(self, place: PlaceRows, rows: Tensor | None = None) -> Columns:
-        """These windows, or some of them, with series and target where `place` puts them."""
+        """These windows or some of them, series and target moved by `place`."""
         return WindowColumns(self._windows.placed(place, rows))
 
 
@@ -170,12 +170,12 @@ def _joined(parts: Sequence[Any]) -> Tensor:
 
 
 def _counts(several: Sequence[Any], length: int, stride: int, ahead: int) -> list[int]:
-    """Windows in each series."""
+    """The number of windows in each series."""
     return [max(0, (len(one) - length - ahead) // stride + 1) for one in several]
 
 
 def _is_by_row(several: Sequence[Any], target: Any) -> bool:
-    """Whether a target that was found right has a row for each row of the series."""
+    """Whether a valid target has a row for each row of the series."""
     return isinstance(target, (list, tuple)) or (len(several) == 1 and len(target) == len(several[0]))
 
 
@@ -193,7 +193,7 @@ def _number_problems(length: Any, stride: Any, ahead: Any) -> list[str]:
 
 
 def _part_problems(name: str, parts: Any, *, least_dims: int) -> list[str]:
-    """What is wrong with the series or the targets by themselves, and with joining them."""
+    """Problems of the series or the targets alone, and of joining them."""
     parts = parts if isinstance(parts, (list, tuple)) else [parts]
     if not parts:
         return [f"{name} is an empty list; give a tensor or an array, or several"]
@@ -208,11 +208,11 @@ def _part_problems(name: str, parts: Any, *, least_dims: int) -> list[str]:
 
 
 def _fit_problems(several: Sequence[Any], target: Any, length: int, stride: int, ahead: int) -> list[str]:
-    """Why series, lengths and target do not go together."""
+    """Problems between series, lengths and target."""
     windows = sum(_counts(several, length, stride, ahead))
     if not windows:
         longest, needed = max(len(one) for one in several), length + ahead
-        return [f"there is no window: it takes {needed} rows (length + ahead), and the longest series has {longest}"]
+        return [f"there is no window: one needs {needed} rows (length + ahead), and the longest series has {longest}"]
     if target is None:
         return []
     if isinstance(target, (list, tuple)):
@@ -252,7 +252,7 @@ def _tensor_problem(label: str, value: Any, least_dims: int) -> str | None:
 
 
 def _unlike(labelled: Sequence[tuple[str, Any]]) -> list[str]:
-    """Parts that cannot be joined with the first one."""
+    """Parts that cannot be joined with the first."""
     if not labelled:
         return []
     name, first = labelled[0]

@@ -1,4 +1,4 @@
-"""What calls give: of functions that are known to compute and do nothing else, and of code that is followed."""
+"""The results of calls: of functions that are known to only compute, and of code that hotlap follows."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ from hotlap.data.pure.values import (
     NEW,
     NOTHING,
     NUMBER,
+    Arguments,
     Atom,
-    Attr,
-    Box,
+    Attribute,
+    Concrete,
+    Container,
     Data,
-    Given,
-    Local,
+    LocalFunction,
     Method,
     Objects,
     RefusedError,
     Super,
-    Thing,
     Value,
-    boxed,
-    joined,
-    kind_of,
-    kinds_in,
-    only,
-    thing,
+    concrete,
+    make_container,
+    single,
+    type_of,
+    types_in,
+    union,
 )
 
 SYSTEMS = "draws from the system's randomness"
 _SPREADS = ("extend", "update")
 _ADDING = (*_SPREADS, "append", "insert", "setdefault", "add")
 MOST_ROUNDS = 8
-"""Rounds of a loop until nothing new comes."""
+"""Rounds of a loop before hotlap gives up on a stable result."""
 
 
 class Calls(Objects):
@@ -82,71 +82,71 @@ class Calls(Objects):
         super().__init__()
         self._may_draw = may_draw
         self.is_seeded = False
-        """Whether torch's generator was seeded by the code that is followed: what it draws is the same every time."""
+        """Whether the followed code seeded torch's generator, so that it draws the same numbers every time."""
         self.seedings = 0
-        """How many times it was seeded, or put back."""
+        """How often the code seeded or restored it."""
 
     def seed(self) -> None:
-        """The code seeds torch's generators, those of devices too."""
+        """The code seeds torch's generators, also those of devices."""
         self.is_seeded = not self._may_draw
         self.seedings += 1
 
     def unseed(self) -> None:
-        """The code puts the host's generator back to where it was."""
+        """The code restores the host's generator."""
         self.is_seeded = False
         self.seedings += 1
 
     @abstractmethod
-    def run(self, function: types.FunctionType, given: Given) -> Value:
-        """What a function gives that is written in Python."""
+    def run(self, function: types.FunctionType, given: Arguments) -> Value:
+        """The result of a Python function."""
 
     @abstractmethod
-    def run_local(self, local: Local, given: Given) -> Value:
-        """What a function gives that the followed code has written."""
+    def run_local(self, local: LocalFunction, given: Arguments) -> Value:
+        """The result of a function that the followed code defines."""
 
     def written_to(self, value: Value, what: str) -> None:
-        """Refuse where something is written to that was there before the call."""
+        """Refuse a write to anything that existed before the call."""
         for atom in value:
-            is_own = isinstance(atom, (Data, Box)) and atom.fresh
-            is_own |= isinstance(atom, Attr) and atom.owner.fresh
-            is_own |= isinstance(atom, Thing) and isinstance(atom.value, LEAVES)
+            is_own = isinstance(atom, (Data, Container)) and atom.fresh
+            is_own |= isinstance(atom, Attribute) and atom.owner.fresh
+            is_own |= isinstance(atom, Concrete) and isinstance(atom.value, LEAVES)
             if not is_own:
                 raise RefusedError(what)
 
     @abstractmethod
-    def grow(self, box: Box, added: Value) -> None:
-        """A container holds more from here on."""
+    def grow(self, container: Container, added: Value) -> None:
+        """A container holds more from now on."""
 
-    def call(self, function: Value, given: Given) -> Value:
-        """What a call gives that may be made any number of times, as those of `map` are."""
+    def call(self, function: Value, given: Arguments) -> Value:
+        """The result of a call that may happen any number of times, as in `map`."""
         was_seeded = self.is_seeded
-        found = joined(self._call(atom, given) for atom in function)
+        found = union(self._call(atom, given) for atom in function)
         self.left_as(was_seeded)
         return found
 
     def left_as(self, was_seeded: bool) -> None:
-        """Refuse where torch's generator may be seeded or not, or stays seeded."""
+        """Refuse code that may leave torch's generator seeded."""
         if self.is_seeded != was_seeded:
             raise RefusedError(f"seeds {TORCHS} and does not always put it back")
 
-    def _call(self, atom: Atom, given: Given) -> Value:
+    def _call(self, atom: Atom, given: Arguments) -> Value:
         match atom:
-            case Local():
+            case LocalFunction():
                 return self.run_local(atom, given)
             case Method():
-                return self._call(Thing(atom.function), given.before(frozenset({atom.owner})))
-            case Attr():
+                return self._call(Concrete(atom.function), given.before(frozenset({atom.owner})))
+            case Attribute():
                 return self._call_of_data(atom, given)
             case Data() if atom.kind is not None and computes_pictures(atom.kind):
                 return frozenset({Data(self.plain(given.all, f"hands {atom.kind.__name__}"))})
-            case Thing():
+            case Concrete():
                 return self._call_thing(atom, given)
         raise RefusedError("calls a value that cannot be followed")
 
-    def _call_thing(self, atom: Thing, given: Given) -> Value:
+    def _call_thing(self, atom: Concrete, given: Arguments) -> Value:
         function = atom.value
         if function is torch.manual_seed:
-            function = torch.random.manual_seed  # for which dynamo puts another in torch
+            function = torch.random.manual_seed  # dynamo replaces torch.manual_seed
         special = _SPECIAL.get(id(function))
         if special is not None:
             return special[1](self, given)
@@ -169,12 +169,12 @@ class Calls(Objects):
             case types.FunctionType():
                 return self.run(function, given)
             case types.MethodType():
-                return self._call(Thing(function.__func__), given.before(thing(function.__self__)))
+                return self._call(Concrete(function.__func__), given.before(concrete(function.__self__)))
             case functools.partial():
                 names = {name: self.read(one) for name, one in function.keywords.items()}
                 places = [self.read(one) for one in function.args]
-                more = Given([*places, *given.places], {**names, **given.names}, given.rest, given.more)
-                return self._call(Thing(function.func), more)
+                more = Arguments([*places, *given.places], {**names, **given.names}, given.rest, given.more)
+                return self._call(Concrete(function.func), more)
             case type():
                 return self._made(function, given)
             case _ if is_deterministic(function):
@@ -192,7 +192,7 @@ class Calls(Objects):
             return self.call(self.attribute(frozenset({atom}), "__call__"), given)
         raise RefusedError(f"calls {_called_name(function)}, which is not known to compute and do nothing else")
 
-    def _computed(self, function: Any, known: Known, given: Given) -> Value:
+    def _computed(self, function: Any, known: Known, given: Arguments) -> Value:
         self.written_to(_written_by(function, given), f"writes with {known.name}")
         if _is_in_place(function, given):
             self.written_to(given.all, f"writes to its data with {known.name}")
@@ -205,7 +205,7 @@ class Calls(Objects):
             return frozenset({Data(True, getattr(builtins, known.name))})
         return frozenset({Data((known.makes_new and "copy" not in given.names) or is_fresh)})
 
-    def _call_of_data(self, atom: Attr, given: Given) -> Value:
+    def _call_of_data(self, atom: Attribute, given: Arguments) -> Value:
         name, owner = atom.name, atom.owner
         if isinstance(owner, Data) and owner.kind in GENERATORS:
             if name not in (*DRAWING, "manual_seed", "seed"):
@@ -215,8 +215,8 @@ class Calls(Objects):
                 _written_by(getattr(owner.kind, name, None), given.before(NOTHING)), f"writes with .{name}()"
             )
             return frozenset({owner}) if name == "manual_seed" else NEW
-        if isinstance(owner, Box):
-            found = self._call_of_box(atom.name, owner, given)
+        if isinstance(owner, Container):
+            found = self._call_of_container(atom.name, owner, given)
             if found is not None:
                 return found
         if is_drawn(name) and not ((self._may_draw or self.is_seeded) and owner.fresh):
@@ -230,7 +230,7 @@ class Calls(Objects):
                 raise RefusedError("opens a file to write to it")
             self.reads_files = True
             return NEW
-        # `tensor.add` computes; of sets, which `add` writes to, the way above is taken.
+        # `tensor.add` only computes; for sets, whose `add` writes, the code above decides.
         is_writing = name in MUTATORS - {"add"} or (name.endswith("_") and not name.startswith("_"))
         is_writing |= name == "resize" and isinstance(owner, Data) and owner.kind is np.ndarray
         if is_writing or "refcheck" in given.names:
@@ -240,40 +240,40 @@ class Calls(Objects):
         if name in METHODS_NEW:
             may_share = "copy" in given.names or (name == "astype" and len(given.places) > 1)
             found = frozenset({Data(not may_share or is_fresh)})
-            return found | thing(None) if name in MAY_GIVE_NONE else found
+            return found | concrete(None) if name in MAY_GIVE_NONE else found
         if name in METHODS_SAME:
             found = frozenset({Data(is_fresh)})
-            return found | thing(None) if name in MAY_GIVE_NONE else found
+            return found | concrete(None) if name in MAY_GIVE_NONE else found
         raise RefusedError(f"calls .{name}(), which is not known to compute and do nothing else")
 
-    def _call_of_box(self, name: str, box: Box, given: Given) -> Value | None:
-        """A method of a container; None where it is one that data has too."""
+    def _call_of_container(self, name: str, container: Container, given: Arguments) -> Value | None:
+        """The result of a container's method; None for methods that data has too."""
         if name == "sort" and given.names:
             raise RefusedError("sorts by a function")
         if name in MUTATORS or name == "rotate":
-            if not box.fresh:
-                raise RefusedError(f"writes to a {box.kind.__name__} with .{name}()")
-            added = joined([given.all, *(self.iterate(one) for one in given.places if name in _SPREADS)])
+            if not container.fresh:
+                raise RefusedError(f"writes to a {container.kind.__name__} with .{name}()")
+            added = union([given.all, *(self.iterate(one) for one in given.places if name in _SPREADS)])
             if name in _ADDING:
-                self.grow(box, added)
-            return box.parts | added if name in ("pop", "setdefault") else thing(None)
+                self.grow(container, added)
+            return container.parts | added if name in ("pop", "setdefault") else concrete(None)
         if name in ("items", "keys", "values"):
-            return boxed(list, boxed(tuple, box.parts) if name == "items" else box.parts)
+            return make_container(list, make_container(tuple, container.parts) if name == "items" else container.parts)
         if name in ("get", "__getitem__"):
-            return joined([box.parts, thing(None), *given.places[1:]])
+            return union([container.parts, concrete(None), *given.places[1:]])
         if name == "copy":
-            return frozenset({Box(box.kind, box.parts)})
+            return frozenset({Container(container.kind, container.parts)})
         return None
 
-    def _transformed(self, atom: Thing, given: Given) -> Value:
-        """What a transform gives that hangs on its settings alone."""
+    def _transformed(self, atom: Concrete, given: Arguments) -> Value:
+        """The result of a transform that depends on its settings only."""
         if isinstance(atom.value, nn.Module):
             self._refuse_hooks(atom.value)
         for name in vars(atom.value):
             self.attribute(frozenset({atom}), name)
         return frozenset({Data(self.plain(given.all, f"hands {type(atom.value).__name__}"))})
 
-    def _forward(self, atom: Thing, given: Given) -> Value:
+    def _forward(self, atom: Concrete, given: Arguments) -> Value:
         module = atom.value
         own = self.of_class(module, "__call__")
         if own is not vars(nn.Module)["__call__"] or isinstance(module, torch.jit.ScriptModule):
@@ -289,7 +289,7 @@ class Calls(Objects):
             if held is not None:
                 self.state.content(held)
 
-    def _made(self, kind: type, given: Given) -> Value:
+    def _made(self, kind: type, given: Arguments) -> Value:
         """A new object of a class."""
         if issubclass(kind, (list, set, frozenset, dict, tuple, deque)):
             return self._container(kind, given)
@@ -309,220 +309,225 @@ class Calls(Objects):
             return frozenset({Data(True, kind)})
         raise RefusedError(f"makes an object of {kind.__name__}, which is not known")
 
-    def generator(self, kind: type, given: Given) -> Value:
+    def generator(self, kind: type, given: Arguments) -> Value:
         self.plain(given.all, f"hands {kind.__name__}")
-        # Without a seed, which none of these may be, it begins anywhere.
-        if kind is random.SystemRandom or (kind is not torch.Generator and thing(None) & given.all):
+        # Without a seed, or with None, a generator starts anywhere.
+        if kind is random.SystemRandom or (kind is not torch.Generator and concrete(None) & given.all):
             raise RefusedError(SYSTEMS)
         if kind is not torch.Generator and not given.all:
             raise RefusedError(SYSTEMS)
         return frozenset({Data(True, kind)})
 
-    def _container(self, kind: type, given: Given) -> Value:
+    def _container(self, kind: type, given: Arguments) -> Value:
         if kind in (list, set, frozenset, tuple, deque, dict, OrderedDict, Counter):
             spread = [self.iterate(one) for one in given.places]
             if issubclass(kind, dict):
                 # Pairs, or another dict.
                 spread += [self.entries_of(one) for one in spread]
             bases: dict[type, type] = {frozenset: set, deque: list, OrderedDict: dict, Counter: dict}
-            return boxed(bases.get(kind, kind), joined([*spread, *given.names.values(), given.rest, given.more]))
+            return make_container(
+                bases.get(kind, kind), union([*spread, *given.names.values(), given.rest, given.more])
+            )
         if issubclass(kind, tuple) and hasattr(kind, "_fields") and "__new__" in vars(kind):
             if not is_library(kind.__module__):
                 self.state.name(vars(kind), "__new__", vars(kind)["__new__"])
-            return boxed(tuple, given.all)
+            return make_container(tuple, given.all)
         raise RefusedError(f"makes an object of {kind.__name__}, which is not known")
 
 
-# --- calls that take functions or look at kinds --------------------------------------------------------
+# --- calls that take functions or check types ---------------------------------------------------------
 
 
-def _call_len(follows: Calls, given: Given) -> Value:
+def _call_len(follows: Calls, given: Arguments) -> Value:
     return follows.length(given.all)
 
 
-def _call_isinstance(follows: Calls, given: Given) -> Value:
+def _call_isinstance(follows: Calls, given: Arguments) -> Value:
     if len(given.places) != 2:
         return NEW
     value, kinds = given.places
-    wanted = kinds_in(kinds)
+    wanted = types_in(kinds)
     if wanted is None:
         return NEW
     found = set()
     for atom in value:
-        kind = kind_of(atom)
+        kind = type_of(atom)
         found.add(None if kind is None else issubclass(kind, wanted))
-    return thing(found.pop()) if len(found) == 1 and None not in found else NEW
+    return concrete(found.pop()) if len(found) == 1 and None not in found else NEW
 
 
-def _call_type(follows: Calls, given: Given) -> Value:
-    kinds = {kind_of(atom) for atom in given.all}
+def _call_type(follows: Calls, given: Arguments) -> Value:
+    kinds = {type_of(atom) for atom in given.all}
     kind = kinds.pop() if len(kinds) == 1 and len(given.places) == 1 else None
-    return NEW if kind is None else thing(kind)
+    return NEW if kind is None else concrete(kind)
 
 
-def _call_is_tensor(follows: Calls, given: Given) -> Value:
-    return _call_isinstance(follows, Given([given.all, thing(Tensor)]))
+def _call_is_tensor(follows: Calls, given: Arguments) -> Value:
+    return _call_isinstance(follows, Arguments([given.all, concrete(Tensor)]))
 
 
-def _call_callable(follows: Calls, given: Given) -> Value:
+def _call_callable(follows: Calls, given: Arguments) -> Value:
     found = {
-        callable(atom.value) if isinstance(atom, Thing) else isinstance(atom, (Method, Local)) for atom in given.all
+        callable(atom.value) if isinstance(atom, Concrete) else isinstance(atom, (Method, LocalFunction))
+        for atom in given.all
     }
-    return thing(found.pop()) if len(found) == 1 else NEW
+    return concrete(found.pop()) if len(found) == 1 else NEW
 
 
-def _call_getattr(follows: Calls, given: Given) -> Value:
-    name = only(given.places[1]) if len(given.places) > 1 else None
+def _call_getattr(follows: Calls, given: Arguments) -> Value:
+    name = single(given.places[1]) if len(given.places) > 1 else None
     if not isinstance(name, str):
         raise RefusedError("reads attributes by names that are not known")
     found = follows.attribute(given.places[0], name)
     if found or len(given.places) < 3:
-        is_sure = all(isinstance(atom, (Thing, Method, Super)) for atom in given.places[0])
-        return found if is_sure or len(given.places) < 3 else joined([found, given.places[2]])
+        is_sure = all(isinstance(atom, (Concrete, Method, Super)) for atom in given.places[0])
+        return found if is_sure or len(given.places) < 3 else union([found, given.places[2]])
     return given.places[2]
 
 
-def _call_hasattr(follows: Calls, given: Given) -> Value:
-    name = only(given.places[1]) if len(given.places) == 2 else None
-    if not isinstance(name, str) or not all(isinstance(atom, Thing) for atom in given.places[0]):
+def _call_hasattr(follows: Calls, given: Arguments) -> Value:
+    name = single(given.places[1]) if len(given.places) == 2 else None
+    if not isinstance(name, str) or not all(isinstance(atom, Concrete) for atom in given.places[0]):
         return NEW
     found = {bool(follows.attribute(frozenset({atom}), name)) for atom in given.places[0]}
-    return thing(found.pop()) if len(found) == 1 else NEW
+    return concrete(found.pop()) if len(found) == 1 else NEW
 
 
-def _call_enumerate(follows: Calls, given: Given) -> Value:
+def _call_enumerate(follows: Calls, given: Arguments) -> Value:
     parts = follows.iterate(given.places[0])
-    return boxed(ITERATOR, boxed(tuple, NUMBER | parts, [NUMBER, parts]))
+    return make_container(ITERATOR, make_container(tuple, NUMBER | parts, [NUMBER, parts]))
 
 
-def _call_zip(follows: Calls, given: Given) -> Value:
+def _call_zip(follows: Calls, given: Arguments) -> Value:
     parts = [follows.iterate(one) for one in given.places]
     if given.rest:
-        return boxed(ITERATOR, boxed(tuple, joined([*parts, follows.iterate(given.rest)])))
-    return boxed(ITERATOR, boxed(tuple, joined(parts), parts))
+        return make_container(ITERATOR, make_container(tuple, union([*parts, follows.iterate(given.rest)])))
+    return make_container(ITERATOR, make_container(tuple, union(parts), parts))
 
 
-def _call_map(follows: Calls, given: Given) -> Value:
+def _call_map(follows: Calls, given: Arguments) -> Value:
     function, *rows = given.places
-    return boxed(ITERATOR, follows.call(function, Given([follows.iterate(one) for one in rows])))
+    return make_container(ITERATOR, follows.call(function, Arguments([follows.iterate(one) for one in rows])))
 
 
-def _call_filter(follows: Calls, given: Given) -> Value:
+def _call_filter(follows: Calls, given: Arguments) -> Value:
     function, rows = given.places
     parts = follows.iterate(rows)
-    follows.call(frozenset(atom for atom in function if atom != Thing(None)), Given([parts]))
-    return boxed(ITERATOR, parts)
+    follows.call(frozenset(atom for atom in function if atom != Concrete(None)), Arguments([parts]))
+    return make_container(ITERATOR, parts)
 
 
-def _call_sorted(follows: Calls, given: Given) -> Value:
+def _call_sorted(follows: Calls, given: Arguments) -> Value:
     parts = follows.iterate(given.places[0])
     if "key" in given.names:
-        follows.call(given.names["key"], Given([parts]))
+        follows.call(given.names["key"], Arguments([parts]))
     else:
         follows.plain(parts, "sorts")
-    return boxed(list, parts)
+    return make_container(list, parts)
 
 
-def _call_reversed(follows: Calls, given: Given) -> Value:
-    return boxed(ITERATOR, follows.iterate(given.all))
+def _call_reversed(follows: Calls, given: Arguments) -> Value:
+    return make_container(ITERATOR, follows.iterate(given.all))
 
 
-def _call_reduce(follows: Calls, given: Given) -> Value:
+def _call_reduce(follows: Calls, given: Arguments) -> Value:
     function, rows, *first = given.places
     parts = follows.iterate(rows)
-    found = joined(first or [parts])
+    found = union(first or [parts])
     for _ in range(MOST_ROUNDS):
-        more = joined([found, follows.call(function, Given([found, parts]))])
+        more = union([found, follows.call(function, Arguments([found, parts]))])
         if more == found:
             return found
         found = more
     raise RefusedError("has a loop that cannot be followed")
 
 
-def _call_next(follows: Calls, given: Given) -> Value:
-    if not all(isinstance(atom, Box) and atom.fresh for atom in given.places[0]):
+def _call_next(follows: Calls, given: Arguments) -> Value:
+    if not all(isinstance(atom, Container) and atom.fresh for atom in given.places[0]):
         raise RefusedError("takes from an iterator that it keeps")
-    return joined([follows.iterate(given.places[0]), *given.places[1:]])
+    return union([follows.iterate(given.places[0]), *given.places[1:]])
 
 
-def _call_any(follows: Calls, given: Given) -> Value:
+def _call_any(follows: Calls, given: Arguments) -> Value:
     follows.plain(follows.iterate(given.all), "looks at")
     return NEW
 
 
-def _call_chain(follows: Calls, given: Given) -> Value:
-    return boxed(ITERATOR, joined(follows.iterate(one) for one in (*given.places, given.rest)))
+def _call_chain(follows: Calls, given: Arguments) -> Value:
+    return make_container(ITERATOR, union(follows.iterate(one) for one in (*given.places, given.rest)))
 
 
-def _call_default_rng(follows: Calls, given: Given) -> Value:
+def _call_default_rng(follows: Calls, given: Arguments) -> Value:
     return follows.generator(np.random.Generator, given)
 
 
-def _call_get_state(follows: Calls, given: Given) -> Value:
+def _call_get_state(follows: Calls, given: Arguments) -> Value:
     if follows.is_seeded:
         raise RefusedError(f"seeds {TORCHS} within what is seeded")
     return frozenset({Data(True, _SavedState)})
 
 
-def _call_seed(follows: Calls, given: Given) -> Value:
+def _call_seed(follows: Calls, given: Arguments) -> Value:
     follows.plain(given.all, "seeds with")
     follows.seed()
     return NEW
 
 
-def _call_set_state(follows: Calls, given: Given) -> Value:
-    if any(kind_of(atom) is not _SavedState for atom in given.all) or not given.all:
+def _call_set_state(follows: Calls, given: Arguments) -> Value:
+    if any(type_of(atom) is not _SavedState for atom in given.all) or not given.all:
         raise RefusedError(f"sets {TORCHS}")
     follows.unseed()
-    return thing(None)
+    return concrete(None)
 
 
-def _call_deepcopy(follows: Calls, given: Given) -> Value:
+def _call_deepcopy(follows: Calls, given: Arguments) -> Value:
     follows.plain(given.all, "copies")
     return NEW
 
 
-def _call_copy(follows: Calls, given: Given) -> Value:
-    """A copy of a container holds the very things that it holds, and that of a tensor lies in the same memory."""
+def _call_copy(follows: Calls, given: Arguments) -> Value:
+    """A copy of a container holds the same objects, and that of a tensor shares its memory."""
     found = Data(follows.plain(given.all, "copies"))
-    boxes = [
-        Box(atom.kind, atom.parts) if isinstance(atom, Box) else Box(type(atom.value), follows.elements_of(atom.value))
+    containers = [
+        Container(atom.kind, atom.parts)
+        if isinstance(atom, Container)
+        else Container(type(atom.value), follows.elements_of(atom.value))
         for atom in given.all
-        if isinstance(atom, Box)
-        or (isinstance(atom, Thing) and is_content(atom.value) and not isinstance(atom.value, (Tensor, np.ndarray)))
+        if isinstance(atom, Container)
+        or (isinstance(atom, Concrete) and is_content(atom.value) and not isinstance(atom.value, (Tensor, np.ndarray)))
     ]
-    return frozenset({found, *boxes})
+    return frozenset({found, *containers})
 
 
-def _call_most(follows: Calls, given: Given) -> Value:
-    parts = follows.iterate(given.places[0]) if len(given.places) == 1 else joined(given.places)
+def _call_most(follows: Calls, given: Arguments) -> Value:
+    parts = follows.iterate(given.places[0]) if len(given.places) == 1 else union(given.places)
     if "key" in given.names:
-        follows.call(given.names["key"], Given([parts]))
+        follows.call(given.names["key"], Arguments([parts]))
     else:
         follows.plain(parts, "compares")
-    return joined([parts, given.names.get("default", NOTHING), given.rest, follows.entries_of(given.rest)])
+    return union([parts, given.names.get("default", NOTHING), given.rest, follows.entries_of(given.rest)])
 
 
-def _call_collate(follows: Calls, given: Given) -> Value:
+def _call_collate(follows: Calls, given: Arguments) -> Value:
     follows.plain(given.all, "collates")
-    # Of texts lists, of dicts dicts, of pairs lists; all of it is made anew.
-    return joined([NEW, boxed(list, NEW), boxed(dict, NEW)])
+    # Lists of texts, dicts of dicts, lists of pairs; everything is new.
+    return union([NEW, make_container(list, NEW), make_container(dict, NEW)])
 
 
-def _call_worker_info(follows: Calls, given: Given) -> Value:
+def _call_worker_info(follows: Calls, given: Arguments) -> Value:
     raise RefusedError("asks which worker it runs in")
 
 
-def _call_getenv(follows: Calls, given: Given) -> Value:
-    return joined([follows.iterate(follows.read(os.environ)), thing(None), *given.places[1:]])
+def _call_getenv(follows: Calls, given: Arguments) -> Value:
+    return union([follows.iterate(follows.read(os.environ)), concrete(None), *given.places[1:]])
 
 
-def _call_pad_sequence(follows: Calls, given: Given) -> Value:
+def _call_pad_sequence(follows: Calls, given: Arguments) -> Value:
     follows.plain(given.all, "pads")
     return NEW
 
 
-def _special() -> dict[Any, Callable[[Calls, Given], Value]]:
+def _special() -> dict[Any, Callable[[Calls, Arguments], Value]]:
     return {
         len: _call_len,
         isinstance: _call_isinstance,
@@ -560,11 +565,11 @@ def _special() -> dict[Any, Callable[[Calls, Given], Value]]:
 
 
 class _SavedState:
-    """The kind of what `torch.get_rng_state()` gives."""
+    """The type that stands for the result of `torch.get_rng_state()`."""
 
 
 _SPECIAL = {id(function): (function, followed) for function, followed in _special().items()}
-"""By identity: some functions of libraries cannot be told by anything else."""
+"""By identity, since nothing else identifies some library functions."""
 _CONTEXTS = (torch.no_grad, torch.enable_grad, torch.inference_mode)
 _TENSORS = (
     torch.FloatTensor,
@@ -584,45 +589,45 @@ def _called_name(function: Any) -> str:
 
 @functools.lru_cache(maxsize=512)
 def _parameters(function: Any) -> tuple[str, ...]:
-    """The names of a function's parameters in their order, as far as it tells."""
+    """The names of a function's parameters in order, if they are known."""
     if isinstance(function, np.ufunc):
         return ("x",) * function.nin + ("out",) * function.nout
     try:
         return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of torch's functions, which take `out` by name alone
+    except (TypeError, ValueError):  # torch's functions take `out` by name only
         return ()
 
 
-def _written_by(function: Any, given: Given) -> Value:
-    """What a call may write to since it is to put its result there."""
+def _written_by(function: Any, given: Arguments) -> Value:
+    """The arguments into which a call puts its result."""
     names = _parameters(function)
     found = [value for name, value in zip(names, given.places, strict=False) if name == "out"]
     found += [value for name, value in given.names.items() if name in ("out", "dst")]
     found += [given.rest] if "out" in names else []
-    flat = joined([*found, given.more])
-    return joined([flat, *(atom.parts for atom in flat if isinstance(atom, Box))])
+    flat = union([*found, given.more])
+    return union([flat, *(atom.parts for atom in flat if isinstance(atom, Container))])
 
 
 _IN_PLACE = {"inplace": False, "in_place": False, "overwrite_input": False, "max_norm": None}
-"""Parameters by which functions are asked to write to what they are given, and what leaves it alone."""
+"""Parameters that make a function write to its arguments, and the value that does not."""
 
 
-def _is_in_place(function: Any, given: Given) -> bool:
-    """Whether a function may write to what it is given, since it is asked to."""
+def _is_in_place(function: Any, given: Arguments) -> bool:
+    """Whether the arguments tell a function to write to its input."""
     names, harmless = _parameters(function), dict(_IN_PLACE)
     if function is np.nan_to_num:
         harmless["copy"] = True
     placed = dict(zip(names, given.places, strict=False))
     for name, value in harmless.items():
         asked = given.names.get(name) or placed.get(name)
-        if asked is not None and asked != thing(value):
+        if asked is not None and asked != concrete(value):
             return True
         if asked is None and name in names and (given.rest or given.more):
             return True
     return False
 
 
-def _reads_only(given: Given) -> bool:
-    """Whether a file is opened to be read."""
+def _reads_only(given: Arguments) -> bool:
+    """Whether the arguments open a file for reading only."""
     modes = [*given.places[1:2], *([given.names["mode"]] if "mode" in given.names else [])]
-    return all(isinstance(only(mode), str) and not re.search("[wax+]", only(mode)) for mode in modes)
+    return all(isinstance(single(mode), str) and not re.search("[wax+]", single(mode)) for mode in modes)

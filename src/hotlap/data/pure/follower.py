@@ -1,9 +1,9 @@
 """Following the code of a dataset without running it: statements, expressions and functions.
 
-Every value is followed as one of a few kinds: an object that is there (`Thing`), plain data such as numbers, tensors
-and pictures (`Data`), and containers (`Box`). What the code reads is noted with the value it has now; where a branch
-hangs on such a value, only that branch is followed. Code that writes to anything that outlives the call, draws random
-numbers, or calls what is not known ends the proof.
+hotlap follows every value as one of a few kinds: an existing object (`Concrete`), plain data such as numbers, tensors
+and pictures (`Data`), or a container (`Container`). It notes what the code reads, with the current value; if a branch
+depends on such a value, hotlap follows only that branch. The proof ends at code that writes to anything that outlives
+the call, draws random numbers, or calls unknown functions.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from hotlap.data.pure.values import (
     NEW,
     NOTHING,
     NUMBER,
+    Arguments,
     Atom,
-    Attr,
-    Box,
+    Attribute,
+    Concrete,
+    Container,
     Data,
-    Given,
-    Local,
+    LocalFunction,
     RefusedError,
     Scope,
     Super,
-    Thing,
     Value,
     Written,
-    boxed,
+    concrete,
     is_leaf,
-    joined,
+    make_container,
     may_be_none,
     merged,
-    only,
-    thing,
+    single,
     tree_of,
+    union,
 )
 
 MOST_CALLS, MOST_DEPTH = 2000, 40
-"""Calls that are followed, in all and within each other."""
+"""Limits: calls that hotlap follows in all, and their depth."""
 
 
 class Follower(Calls):
@@ -70,18 +70,18 @@ class Follower(Calls):
         self._known: dict[Any, Value] = {}
 
     def fetched(self, samples: Any) -> Value:
-        """What the samples are."""
-        self.length(thing(samples))
-        found = self.subscript(thing(samples), NUMBER)
-        at_once = NOTHING if is_content(samples) else self.attribute(thing(samples), "__getitems__")
+        """The samples as a value."""
+        self.length(concrete(samples))
+        found = self.subscript(concrete(samples), NUMBER)
+        at_once = NOTHING if is_content(samples) else self.attribute(concrete(samples), "__getitems__")
         if at_once:
-            found = joined([found, self.iterate(self.call(at_once, Given([boxed(list, NUMBER)])))])
+            found = union([found, self.iterate(self.call(at_once, Arguments([make_container(list, NUMBER)])))])
         self.plain(found, "gives")
         return found
 
     # --- functions -------------------------------------------------------------------------------
 
-    def run(self, function: types.FunctionType, given: Given) -> Value:
+    def run(self, function: types.FunctionType, given: Arguments) -> Value:
         key = (id(function), tuple(given.places), tuple(sorted(given.names.items(), key=lambda row: row[0])),
                given.rest, given.more, self.is_seeded)  # fmt: skip
         if key in self._known:
@@ -110,16 +110,16 @@ class Follower(Calls):
             self._depth -= 1
             self._running.discard(key)
         self.where = was
-        holds_more = self._growths != growths and not all(isinstance(atom, (Data, Thing)) for atom in given.all)
-        if not holds_more:  # else the next call may fill another container
+        holds_more = self._growths != growths and not all(isinstance(atom, (Data, Concrete)) for atom in given.all)
+        if not holds_more:  # otherwise the next call may fill another container
             self._known[key] = found
-        # It stays as it is as long as it has this code and these defaults.
+        # The result holds as long as the function has this code and these defaults.
         self.state.slot(function, "__code__", function.__code__)
         self.state.slot(function, "__defaults__", function.__defaults__)
         self.state.slot(function, "__kwdefaults__", function.__kwdefaults__)
         return found
 
-    def run_local(self, local: Local, given: Given) -> Value:
+    def run_local(self, local: LocalFunction, given: Arguments) -> Value:
         if id(local.node) in self._running:
             raise RefusedError("calls a function within itself")
         scope = local.scope.inner(local.node)
@@ -144,14 +144,16 @@ class Follower(Calls):
             found, ends = self.value(node.body, scope), True
         else:
             ends = self._block(node.body, scope)
-            found = joined([*scope.returned, thing(None) if ends else NOTHING])
+            found = union([*scope.returned, concrete(None) if ends else NOTHING])
         self._live.pop()
         if ends:
             self.left_as(scope.is_seeded)
         self.is_seeded = scope.is_seeded
         return found
 
-    def _bind(self, scope: Scope, node: Written, given: Given, defaults: list[Value], named: dict[str, Value]) -> None:
+    def _bind(
+        self, scope: Scope, node: Written, given: Arguments, defaults: list[Value], named: dict[str, Value]
+    ) -> None:
         arguments = node.args
         places = [*arguments.posonlyargs, *arguments.args]
         by_default = dict(zip([one.arg for one in places][len(places) - len(defaults) :], defaults, strict=True))
@@ -163,21 +165,21 @@ class Follower(Calls):
             elif one.arg in left:
                 value = left.pop(one.arg)
             else:
-                value = joined([by_default.get(one.arg, NOTHING), given.rest, given.more])
+                value = union([by_default.get(one.arg, NOTHING), given.rest, given.more])
             scope.set(one.arg, value)
         for one in arguments.kwonlyargs:
-            scope.set(one.arg, left.pop(one.arg, NOTHING) or joined([by_default.get(one.arg, NOTHING), given.more]))
+            scope.set(one.arg, left.pop(one.arg, NOTHING) or union([by_default.get(one.arg, NOTHING), given.more]))
         if arguments.vararg is not None:
             extra = given.places[len(places) :]
             items = extra if not given.rest else None
-            scope.set(arguments.vararg.arg, boxed(tuple, joined([*extra, given.rest]), items))
+            scope.set(arguments.vararg.arg, make_container(tuple, union([*extra, given.rest]), items))
         if arguments.kwarg is not None:
-            scope.set(arguments.kwarg.arg, boxed(dict, joined([NEW, *left.values(), given.more])))
+            scope.set(arguments.kwarg.arg, make_container(dict, union([NEW, *left.values(), given.more])))
 
     # --- statements ------------------------------------------------------------------------------
 
     def _block(self, body: Sequence[ast.stmt], scope: Scope) -> bool:
-        """Follow statements; whether what comes after them is reached."""
+        """Follow statements; return whether the code after them is reached."""
         for statement in body:
             self.where = _place(scope.function, statement)
             if not self._statement(statement, scope):
@@ -187,7 +189,7 @@ class Follower(Calls):
     def _statement(self, node: ast.stmt, scope: Scope) -> bool:
         match node:
             case ast.Return():
-                scope.returned.append(thing(None) if node.value is None else self.value(node.value, scope))
+                scope.returned.append(concrete(None) if node.value is None else self.value(node.value, scope))
                 self.left_as(scope.is_seeded)
                 return False
             case ast.Raise():
@@ -226,7 +228,7 @@ class Follower(Calls):
             case ast.FunctionDef():
                 if node.decorator_list or any(isinstance(one, (ast.Yield, ast.YieldFrom)) for one in ast.walk(node)):
                     raise RefusedError(f"writes a function {node.name} that cannot be followed")
-                scope.set(node.name, frozenset({Local(node, scope)}))
+                scope.set(node.name, frozenset({LocalFunction(node, scope)}))
             case ast.Import() | ast.ImportFrom():
                 self._imported(node, scope)
             case ast.Delete():
@@ -287,7 +289,7 @@ class Follower(Calls):
             raise RefusedError(f"seeds {TORCHS} where an error may be caught")
         ways = [scope.names] if goes_on else []
         broken = dict(before)
-        for name, value in scope.log[start:]:  # it may have been broken off behind any of them
+        for name, value in scope.log[start:]:  # an error may occur after any of them
             broken[name] = broken.get(name, NOTHING) | value
         for handler in node.handlers:
             scope.names = dict(broken)
@@ -307,10 +309,10 @@ class Follower(Calls):
             if module is None or (isinstance(node, ast.ImportFrom) and alias.name == "*"):
                 raise RefusedError(f"imports {name or alias.name}")
             if isinstance(node, ast.ImportFrom):
-                scope.set(alias.asname or alias.name, self.attribute(thing(module), alias.name))
+                scope.set(alias.asname or alias.name, self.attribute(concrete(module), alias.name))
             else:
                 root = sys.modules[name.partition(".")[0]]
-                scope.set(alias.asname or name.partition(".")[0], thing(module if alias.asname else root))
+                scope.set(alias.asname or name.partition(".")[0], concrete(module if alias.asname else root))
 
     def _entered(self, value: Value) -> Value:
         if all(isinstance(atom, Data) for atom in value):
@@ -349,37 +351,37 @@ class Follower(Calls):
                 raise RefusedError(f"writes to {_shown(target)}")
 
     def _unpacked(self, target: ast.Tuple | ast.List, value: Value, scope: Scope) -> None:
-        counts = [len(atom.items) for atom in value if isinstance(atom, Box) and atom.items is not None]
+        counts = [len(atom.items) for atom in value if isinstance(atom, Container) and atom.items is not None]
         is_known = len(counts) == len(value) and all(count == len(target.elts) for count in counts)
         if is_known and not any(isinstance(one, ast.Starred) for one in target.elts):
             for number, one in enumerate(target.elts):
-                found = [atom.items[number] for atom in value if isinstance(atom, Box) and atom.items is not None]
-                self._assign(one, joined(found), scope)
+                found = [atom.items[number] for atom in value if isinstance(atom, Container) and atom.items is not None]
+                self._assign(one, union(found), scope)
             return
         parts = self.iterate(value)
         for one in target.elts:
             if isinstance(one, ast.Starred):
-                self._assign(one.value, boxed(list, parts), scope)
+                self._assign(one.value, make_container(list, parts), scope)
             else:
                 self._assign(one, parts, scope)
 
     def _put(self, node: ast.expr, owner: Value, value: Value) -> None:
-        """A container that the code has made holds more from here on."""
-        if not any(isinstance(atom, Box) for atom in owner):
+        """A container that the code made holds more from now on."""
+        if not any(isinstance(atom, Container) for atom in owner):
             self.plain(value, "stores")
             return
         if not isinstance(node, ast.Name):
             raise RefusedError("writes into a container within another")
         for atom in owner:
-            if isinstance(atom, Box):
+            if isinstance(atom, Container):
                 self.grow(atom, value)
 
-    def grow(self, box: Box, added: Value) -> None:
-        """A container holds more from here on: for every name, in whatever function, that may stand for it."""
-        if added <= box.parts:
+    def grow(self, container: Container, added: Value) -> None:
+        """A container holds more from now on, under every name in every function that may mean it."""
+        if added <= container.parts:
             return
         self._growths += 1
-        grown = Box(box.kind, box.parts | added)
+        grown = Container(container.kind, container.parts | added)
         scopes: dict[int, Scope] = {}
         for one in self._live:
             at: Scope | None = one
@@ -388,7 +390,7 @@ class Follower(Calls):
                 at = at.outer
         for scope in scopes.values():
             for name, known in list(scope.names.items()):
-                more = joined([known, *(_regrown(atom, box, grown) for atom in known)])
+                more = union([known, *(_regrown(atom, container, grown) for atom in known)])
                 if more != known:
                     scope.set(name, more)
 
@@ -407,7 +409,7 @@ class Follower(Calls):
     # --- expressions -----------------------------------------------------------------------------
 
     def value(self, node: ast.expr, scope: Scope) -> Value:
-        """What an expression may be."""
+        """The value of an expression."""
         was_seeded = self.is_seeded
         found = self._value(node, scope)
         if not isinstance(node, ast.Call):
@@ -417,7 +419,7 @@ class Follower(Calls):
     def _value(self, node: ast.expr, scope: Scope) -> Value:
         match node:
             case ast.Constant():
-                return thing(node.value)
+                return concrete(node.value)
             case ast.Name():
                 return self._named(node.id, scope)
             case ast.Attribute():
@@ -437,7 +439,7 @@ class Follower(Calls):
             case ast.IfExp():
                 is_true = self.truth(self.value(node.test, scope))
                 ways = [node.body, node.orelse] if is_true is None else [node.body if is_true else node.orelse]
-                return joined(self.value(way, scope) for way in ways)
+                return union(self.value(way, scope) for way in ways)
             case ast.Tuple() | ast.List() | ast.Set():
                 return self._display(node, scope)
             case ast.Dict():
@@ -446,11 +448,11 @@ class Follower(Calls):
                 spread = [
                     self.entries_of(one) if key is None else one for key, one in zip(node.keys, held, strict=True)
                 ]
-                return boxed(dict, joined([*keys, *spread]))
+                return make_container(dict, union([*keys, *spread]))
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 return self._comprehended(node, scope)
             case ast.Lambda():
-                return frozenset({Local(node, scope)})
+                return frozenset({LocalFunction(node, scope)})
             case ast.JoinedStr():
                 for part in node.values:
                     if isinstance(part, ast.FormattedValue):
@@ -498,7 +500,7 @@ class Follower(Calls):
         kind = {ast.Tuple: tuple, ast.List: list, ast.Set: set}[type(node)]
         items = [self.value(one, scope) for one in node.elts]
         is_open = kind is set or any(isinstance(one, ast.Starred) for one in node.elts)
-        return boxed(kind, joined(items), None if is_open or kind is list else items)
+        return make_container(kind, union(items), None if is_open or kind is list else items)
 
     def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope) -> Value:
         within = scope.inner()
@@ -508,10 +510,10 @@ class Follower(Calls):
             for test in one.ifs:
                 self.truth(self.value(test, within))
         if isinstance(node, ast.DictComp):
-            found = boxed(dict, joined([self.value(node.key, within), self.value(node.value, within)]))
+            found = make_container(dict, union([self.value(node.key, within), self.value(node.value, within)]))
         else:
             kinds: dict[type, type] = {ast.ListComp: list, ast.SetComp: set, ast.GeneratorExp: ITERATOR}
-            found = boxed(kinds[type(node)], self.value(node.elt, within))
+            found = make_container(kinds[type(node)], self.value(node.elt, within))
         self._live.pop()
         return found
 
@@ -519,25 +521,25 @@ class Follower(Calls):
         value = self.value(node.operand, scope)
         if isinstance(node.op, ast.Not):
             is_true = self.truth(value)
-            return NUMBER if is_true is None else thing(not is_true)
-        number = only(value)
+            return NUMBER if is_true is None else concrete(not is_true)
+        number = single(value)
         if isinstance(node.op, ast.USub) and type(number) in (int, float):
-            return thing(-number)
+            return concrete(-number)
         is_fresh = self.plain(value, "computes with")
         return frozenset({Data(is_fresh)}) if isinstance(node.op, ast.UAdd) else NEW
 
     def _combined(self, left: Value, right: Value) -> Value:
-        boxes = [atom for atom in left | right if isinstance(atom, Box)]
-        lists = [atom.value for atom in left | right if isinstance(atom, Thing) and is_content(atom.value)]
-        if boxes or any(not isinstance(one, (Tensor, np.ndarray)) for one in lists):
+        containers = [atom for atom in left | right if isinstance(atom, Container)]
+        lists = [atom.value for atom in left | right if isinstance(atom, Concrete) and is_content(atom.value)]
+        if containers or any(not isinstance(one, (Tensor, np.ndarray)) for one in lists):
             # `list + list`, `[0] * n`, `dict | dict`, and arrays computed with lists.
-            kinds = {atom.kind for atom in boxes} | {type(one) for one in lists} or {list}
+            kinds = {atom.kind for atom in containers} | {type(one) for one in lists} or {list}
             parts = [self.entries_of(frozenset({atom})) for atom in left | right if not is_leaf(atom)]
-            found = [boxed(kind, joined(parts)) for kind in kinds if kind in (list, tuple, dict, set)]
+            found = [make_container(kind, union(parts)) for kind in kinds if kind in (list, tuple, dict, set)]
             with contextlib.suppress(RefusedError):
                 self.plain(left | right, "computes with")
                 found.append(NEW)
-            return joined(found)
+            return union(found)
         self.plain(left | right, "computes with")
         return NEW
 
@@ -546,24 +548,28 @@ class Follower(Calls):
         if len(values) == 2:
             folded = self._folded(node.ops[0], *values)
             if folded is not None:
-                return thing(folded)
+                return concrete(folded)
         if not all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
             for value in values:
                 self.plain(value, "compares")
         return NEW
 
     def _folded(self, op: ast.cmpop, left: Value, right: Value) -> bool | None:
-        """A comparison that is known."""
+        """The result of a comparison, if it is known."""
         if isinstance(op, (ast.Is, ast.IsNot)):
             if len(left) == len(right) == 1:
                 (a,), (b,) = left, right
-                if isinstance(a, Thing) and isinstance(b, Thing):
+                if isinstance(a, Concrete) and isinstance(b, Concrete):
                     return (a.value is b.value) == isinstance(op, ast.Is)
-                if None in (only(left, 0), only(right, 0)) and not isinstance(a, Attr) and not isinstance(b, Attr):
+                if (
+                    None in (single(left, 0), single(right, 0))
+                    and not isinstance(a, Attribute)
+                    and not isinstance(b, Attribute)
+                ):
                     is_none = all(may_be_none(atom) for atom in (a, b))
                     return None if is_none else isinstance(op, ast.IsNot)
             return None
-        a, b = only(left), only(right)
+        a, b = single(left), single(right)
         if type(a) in (int, str, bool, float) and type(b) in (int, str, bool, float):
             if isinstance(op, ast.Eq):
                 return bool(a == b)
@@ -582,12 +588,12 @@ class Follower(Calls):
                 found.append(value)
             if ends:
                 break
-        return joined(found)
+        return union(found)
 
     def _called(self, node: ast.Call, scope: Scope) -> Value:
         if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args:
             return self._super(scope)
-        function, given = self.value(node.func, scope), Given()
+        function, given = self.value(node.func, scope), Arguments()
         for one in node.args:
             if not isinstance(one, ast.Starred):
                 value = self.value(one, scope)
@@ -598,17 +604,17 @@ class Follower(Calls):
                 continue
             spread = self.value(one.value, scope)
             (atom,) = spread if len(spread) == 1 else (None,)
-            if isinstance(atom, Box) and atom.items is not None and not given.rest:
+            if isinstance(atom, Container) and atom.items is not None and not given.rest:
                 given.places += atom.items
             else:
-                given.rest = joined([given.rest, self.iterate(spread)])
+                given.rest = union([given.rest, self.iterate(spread)])
         for keyword in node.keywords:
             value = self.value(keyword.value, scope)
             if keyword.arg is None:
-                given.more = joined([given.more, self.entries_of(value)])
+                given.more = union([given.more, self.entries_of(value)])
             else:
                 given.names[keyword.arg] = value
-        # One function alone, called once, may seed for what comes after it.
+        # A single function, called once, may seed for the code after it.
         found = self._call(next(iter(function)), given) if len(function) == 1 else self.call(function, given)
         self.where = _place(scope.function, node)
         return found
@@ -621,7 +627,7 @@ class Follower(Calls):
             raise RefusedError("calls super() in a way that cannot be followed")
         kind = (scope.function.__closure__ or ())[code.co_freevars.index("__class__")].cell_contents
         owners = at.names[code.co_varnames[0]]
-        return frozenset(Super(kind, atom) for atom in owners if isinstance(atom, Thing))
+        return frozenset(Super(kind, atom) for atom in owners if isinstance(atom, Concrete))
 
 
 # --- small questions ---------------------------------------------------------------------------------
@@ -634,7 +640,7 @@ def _declared_in(node: Written) -> frozenset[str]:
 
 
 def _loaded(target: ast.expr) -> ast.expr:
-    """A target of an assignment, to be read."""
+    """The target of an assignment as an expression to read."""
     match target:
         case ast.Name():
             return ast.copy_location(ast.Name(target.id, ast.Load()), target)
@@ -643,22 +649,22 @@ def _loaded(target: ast.expr) -> ast.expr:
     return target
 
 
-def _regrown(atom: Atom, box: Box, grown: Box) -> Value:
-    """What an atom may be once a container has grown: that one, what holds it, or a method of it."""
-    if atom == box:
+def _regrown(atom: Atom, container: Container, grown: Container) -> Value:
+    """An atom after a container has grown: that container, one that holds it, or its method."""
+    if atom == container:
         return frozenset({grown})
     match atom:
-        case Box():
-            parts = joined([atom.parts, *(_regrown(one, box, grown) for one in atom.parts)])
-            return frozenset({Box(atom.kind, parts, atom.fresh)}) if parts != atom.parts else NOTHING
-        case Attr() if isinstance(atom.owner, Box):
-            owners = _regrown(atom.owner, box, grown)
-            return frozenset(Attr(atom.name, owner) for owner in owners if isinstance(owner, Box))
+        case Container():
+            parts = union([atom.parts, *(_regrown(one, container, grown) for one in atom.parts)])
+            return frozenset({Container(atom.kind, parts, atom.fresh)}) if parts != atom.parts else NOTHING
+        case Attribute() if isinstance(atom.owner, Container):
+            owners = _regrown(atom.owner, container, grown)
+            return frozenset(Attribute(atom.name, owner) for owner in owners if isinstance(owner, Container))
     return NOTHING
 
 
 def _mangled(name: str, function: types.FunctionType) -> str:
-    """A name with two underscores as it is within its class."""
+    """A name with two underscores as Python mangles it in its class."""
     if not name.startswith("__") or name.endswith("__"):
         return name
     homes = function.__qualname__.split(".")[:-1]

@@ -1,4 +1,4 @@
-"""Calls of Python, torch, numpy, Pillow and torchvision that compute a value and do nothing else."""
+"""Calls in Python, torch, numpy, Pillow and torchvision that compute a value and do nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-"""Kinds of generators of random numbers."""
+"""Types of random generators."""
 
 OWN_GENERATOR = "a generator of its own"
 TORCHS = "torch's generator"
@@ -34,7 +34,7 @@ class Known:
 
     name: str
     makes_new: bool = False
-    """Whether its result lies in memory of its own, whatever it was given."""
+    """Whether its result always has new memory."""
     reads_files: bool = False
 
 
@@ -84,7 +84,7 @@ _PATHS_READ = _words("exists isfile isdir getsize")
 
 @functools.cache
 def _table(loaded: frozenset[str]) -> dict[int, Known]:
-    """The calls by the identity of their functions; `loaded` are the optional packages that are there."""
+    """The calls by the id of their functions; `loaded` are the optional packages that are imported."""
     found: dict[int, Known] = {}
 
     def put(home: Any, names: Iterable[str], prefix: str, **facts: bool) -> None:
@@ -106,7 +106,7 @@ def _table(loaded: frozenset[str]) -> dict[int, Known]:
     put(operator, ("index", "add", "sub", "mul", "truediv", "neg"), "operator.", makes_new=True)
     put(os.path, _PATHS, "os.path.", makes_new=True)
     put(os.path, _PATHS_READ, "os.path.", makes_new=True, reads_files=True)
-    put(time, ("sleep",), "time.", makes_new=True)  # which takes time, and does nothing
+    put(time, ("sleep",), "time.", makes_new=True)  # takes time only
     put(np, ("load", "loadtxt", "genfromtxt"), "numpy.", makes_new=True, reads_files=True)
     put(builtins, ("open",), "", makes_new=True, reads_files=True)
     if "PIL.Image" in loaded:
@@ -121,7 +121,7 @@ def _table(loaded: frozenset[str]) -> dict[int, Known]:
         elif name.startswith("torchvision.io"):
             put(module, ("read_image", "decode_image", "decode_jpeg", "decode_png", "read_file"), f"{name}.",
                 makes_new=True, reads_files=True)  # fmt: skip
-        else:  # of these modules every function computes; what is random draws in classes
+        else:  # every function of these modules computes; random transforms are classes
             put(module, [n for n, f in vars(module).items() if isinstance(f, types.FunctionType)], f"{name}.")
     return found
 
@@ -140,7 +140,7 @@ _OPTIONAL = (
 
 
 def known_call(function: Any) -> Known | None:
-    """What is known of a function of a library; None where nothing is."""
+    """The entry for a library function; None if it is not known."""
     loaded = frozenset(name for name in _OPTIONAL if name in sys.modules)
     if isinstance(function, np.ufunc):
         return Known(f"numpy.{function.__name__}", makes_new=True)
@@ -154,12 +154,12 @@ _DETERMINISTIC = _words("""
 
 
 def is_deterministic(transform: Any) -> bool:
-    """Whether an object is a transform of torchvision's that computes a picture out of a picture and its settings."""
+    """Whether an object is a torchvision transform that only computes a picture from a picture and its settings."""
     return computes_pictures(type(transform)) and not getattr(transform, "inplace", False)
 
 
 def computes_pictures(kind: type) -> bool:
-    """Whether objects of a class are such transforms, unless they are asked to write to the picture itself."""
+    """Whether objects of a class are such transforms, unless they work in place."""
     return kind.__module__.startswith("torchvision.transforms.") and kind.__name__ in _DETERMINISTIC
 
 
@@ -179,7 +179,7 @@ METHODS_NEW = _words("""
     isidentifier ge gt le lt match fullmatch search findall group groups groupdict start end span
     isoformat strftime timestamp weekday total_seconds with_suffix with_name as_posix is_absolute
     """)
-"""Methods of numbers, texts, tensors, arrays and pictures whose result lies in memory of its own."""
+"""Methods of numbers, texts, tensors, arrays and pictures whose result has new memory."""
 
 METHODS_SAME = _words("""
     bfloat16 bool byte char chunk conjugate contiguous cpu crop dim diagonal detach double element_size expand expand_as
@@ -189,16 +189,16 @@ METHODS_SAME = _words("""
     unflatten unfold unsqueeze values view view_as to_dense getdata load close read readline readlines seek tell
     exists is_file __len__ __getitem__ __contains__
     """)
-"""Methods whose result may be a view of what it was called on."""
+"""Methods whose result may be a view of their object."""
 
 FILE_METHODS = _words("exists is_file is_dir stat read_text read_bytes open iterdir glob")
-"""Methods of paths that look at files."""
+"""Methods of paths that access files."""
 
 MUTATORS = _words("append extend insert remove pop clear update setdefault add discard sort reverse fill")
-"""Methods that write to what they are called on."""
+"""Methods that write to their object."""
 
 MAY_GIVE_NONE = _words("match fullmatch search group get getbbox")
-"""Methods of patterns, matches and pictures that give None where they find nothing."""
+"""Methods of patterns, matches and pictures that return None if they find nothing."""
 
 _RANDOM_METHODS = _words("""
     random_ normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ bernoulli multinomial
@@ -207,13 +207,13 @@ DRAWING = _words("""
     random rand randn randint random_sample integers normal standard_normal uniform choice choices sample permutation
     permuted gauss randrange getrandbits betavariate binomial poisson exponential beta gamma bytes triangular
     """)
-"""Methods of generators that draw and do nothing else."""
+"""Methods of generators that only draw."""
 
 LEAVES = (
     int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, np.generic, np.dtype, torch.dtype,
     torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
-"""Kinds of values that nobody can change."""
+"""Types of immutable values."""
 
 
 def is_drawn(name: str) -> bool:
@@ -228,7 +228,7 @@ _TORCH_RANDOM = _words("""
 
 
 def drawn_from(function: Any) -> str | None:
-    """The generator that a function draws from or seeds; None where it is not known to."""
+    """The generator that a function draws from or seeds; None if it is not known to."""
     owner = getattr(function, "__self__", None)
     if owner is torch.default_generator:
         return TORCHS
@@ -248,7 +248,7 @@ def drawn_from(function: Any) -> str | None:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether a value is a tensor without ways of its own."""
+    """Whether a value is a plain tensor, not of a subclass."""
     return type(value) in (Tensor, torch.nn.Parameter)
 
 

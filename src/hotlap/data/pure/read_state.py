@@ -1,4 +1,4 @@
-"""The state that the code of a dataset reads, and whether it has changed since."""
+"""The state that the code of a dataset reads, and whether it changed since."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from hotlap.data.pure.known_calls import LEAVES, is_library, is_plain_tensor
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """Stands for a name that has no value."""
 LOOKED_AT = 4096
-"""Bytes of content that each look pays for: once all are paid for, all of it is read again."""
+"""Each check pays for so many bytes of content; once all bytes are paid for, hotlap reads them all again."""
 ENTRY_BYTES = 32
-"""What an entry of a list counts as."""
+"""Bytes that an entry of a list counts."""
 FEW = 32
-"""Tensors whose version counters are read at every look; of more, with the contents."""
+"""hotlap reads the version counters of up to so many tensors in every check; of more, together with the contents."""
 PIECE = 8 * MIB
 HASHERS = 8
 MOST_ENTRIES = 5_000_000
-"""Entries of lists and dicts beyond which nothing is proven: to look at them again would take too long."""
+"""With more entries in lists and dicts there is no proof: checking them would take too long."""
 
 _SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
 _LISTS = (list, tuple, set, frozenset, deque)
@@ -41,26 +41,26 @@ _FIXED = (*LEAVES, enum.Enum, re.Pattern, pathlib.PurePath, datetime.date, datet
 
 
 class UnreadableError(Exception):
-    """Something that cannot be watched; its text says why."""
+    """A value that hotlap cannot watch; the text says why."""
 
 
 def is_fixed(value: Any) -> bool:
-    """Whether nobody can change a value, and it computes as Python does: a class of the user's own may do anything."""
+    """Whether a value is immutable and of a known class; a user's class may do anything."""
     kind = type(value)
     return isinstance(value, _FIXED) and (kind in LEAVES or isinstance(value, enum.Enum) or is_library(kind.__module__))
 
 
 def is_content(value: Any) -> bool:
-    """Whether a value is data that may be written to in place."""
+    """Whether a value is data that can change in place."""
     kind = type(value)
     return is_plain_tensor(value) or kind in (np.ndarray, np.memmap) or kind in _LISTS or kind in _DICTS
 
 
 class ReadState:
-    """Names, tensors, arrays, lists and dicts that were read, as they were then.
+    """Names, tensors, arrays, lists and dicts as they were when read.
 
-    Names, and the version counters of up to 32 tensors, are looked at each time. The contents of arrays, lists and
-    dicts are looked at when `thorough` is asked for, and each time enough looks have paid for it.
+    Each check compares names and the version counters of up to 32 tensors. It compares the contents of arrays, lists
+    and dicts if `thorough`, and whenever enough checks have paid for that.
     """
 
     def __init__(self) -> None:
@@ -79,27 +79,27 @@ class ReadState:
     # --- what was read ---------------------------------------------------------------------------
 
     def name(self, space: Any, name: Any, value: Any) -> None:
-        """A name in a namespace was read; MISSING where it had no value."""
+        """Note that a name in a namespace was read; MISSING if it had no value."""
         if (id(space), name) not in self._known:
             self._known.add((id(space), name))
             self._names.append((space, name, value))
 
     def slot(self, owner: Any, name: str, value: Any) -> None:
-        """An attribute that is in no namespace was read."""
+        """Note that an attribute outside of namespaces was read."""
         if (id(owner), name) not in self._known:
             self._known.add((id(owner), name))
             self._slots.append((owner, name, value))
 
     def cell(self, cell: types.CellType, value: Any) -> None:
-        """A variable of an enclosing function was read."""
+        """Note that a variable of an enclosing function was read."""
         if (id(cell), "") not in self._known:
             self._known.add((id(cell), ""))
             self._cells.append((cell, value))
 
     def content(self, value: Any) -> None:
-        """The content of a tensor, array, list or dict was read, and of all that is in it.
+        """Note that the content of a tensor, array, list or dict was read, with everything in it.
 
-        Raises UnreadableError where it cannot be watched.
+        Raises UnreadableError if hotlap cannot watch it.
         """
         waiting = [value]
         while waiting:
@@ -116,7 +116,7 @@ class ReadState:
                 self._entries += len(entries)
                 if self._entries > MOST_ENTRIES:
                     raise UnreadableError(f"holds more than {MOST_ENTRIES:,} entries in lists")
-                if type(one) not in (tuple, frozenset):  # of which only what is in them can change
+                if type(one) not in (tuple, frozenset):  # only their entries can change
                     self._lists.append((one, entries))
                     self._bytes += ENTRY_BYTES * len(entries)
                 waiting += [entry for entry in entries if type(entry) not in _SCALARS]
@@ -124,11 +124,11 @@ class ReadState:
     def _add_tensor(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             raise UnreadableError(f"holds a tensor of layout {tensor.layout}")
-        if tensor.is_inference():  # of which torch counts no writes
+        if tensor.is_inference():  # torch counts no writes to these
             self._add_array(tensor)
             return
         self._tensors.append((tensor, tensor._version, tensor.data_ptr(), tensor.requires_grad))
-        # Memory of an array's: who writes to the array is not counted.
+        # The memory of an array: torch does not count writes to the array.
         if tensor.device.type == "cpu" and tensor.numel() and not tensor.untyped_storage().resizable():
             self._add_array(tensor)
 
@@ -146,22 +146,22 @@ class ReadState:
         return any(needs for _, _, _, needs in self._tensors)
 
     def why_changed(self, *, thorough: bool = False, live: bool = False) -> str | None:
-        """What is no longer as it was read, or None where nothing is seen to be.
+        """What changed since it was read; None if hotlap sees no change.
 
-        `live` where tensors and arrays are read anew where they lie, so that what is written to them is no change.
+        `live` if batches read tensors and arrays in place, so that writes to them are no change.
         """
         for space, name, value in self._names:
             now = space.get(name, MISSING)
             if now is not value and not _is_equal(now, value):
-                return f"{name!r} is another one by now"
+                return f"{name!r} has changed"
         for cell, value in self._cells:
             now = _contents(cell)
             if now is not value and not _is_equal(now, value):
-                return "a variable of an enclosing function is another one by now"
+                return "a variable of an enclosing function has changed"
         for owner, name, value in self._slots:
             now = getattr(owner, name, MISSING)
             if now is not value and not _is_equal(now, value):
-                return f"{name!r} is another one by now"
+                return f"{name!r} has changed"
         if len(self._tensors) <= FEW and self._is_tensor_other(live):
             return "a tensor was written to"
         if not self._lists and not self._arrays and len(self._tensors) <= FEW:
@@ -200,7 +200,7 @@ def _are_same(now: list[Any], was: list[Any]) -> bool:
 
 
 def _is_equal(now: Any, was: Any) -> bool:
-    """Whether two different objects are one value that nobody can change."""
+    """Whether two objects are equal immutable values."""
     return type(now) is type(was) and isinstance(now, (int, float, complex, str, bytes)) and repr(now) == repr(was)
 
 
@@ -215,7 +215,7 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _digest(array: Any) -> Any:
-    """What tells the content of an array from other contents: a checksum of every byte, in their order."""
+    """A checksum of the content of an array, over every byte in order."""
     kind = (array.shape, array.dtype)
     if type(array) is np.ndarray and array.nbytes <= PIECE and array.flags.c_contiguous and array.dtype.kind in "biufc":
         return kind, zlib.crc32(array.data)
@@ -223,11 +223,11 @@ def _digest(array: Any) -> Any:
     if len(pieces) < 4:
         return kind, [zlib.crc32(piece) for piece in pieces]
     with ThreadPoolExecutor(min(HASHERS, torch.get_num_threads(), len(pieces))) as threads:
-        return kind, list(threads.map(zlib.crc32, pieces))  # which lets other threads work meanwhile
+        return kind, list(threads.map(zlib.crc32, pieces))  # crc32 releases the GIL
 
 
 def _pieces(array: Any) -> Iterator[Any]:
-    """Its bytes, some megabytes at a time."""
+    """The bytes of an array, some megabytes at a time."""
     if isinstance(array, Tensor):
         found = array.detach().resolve_conj().resolve_neg().cpu().contiguous()
         flat = found.reshape(-1).view(torch.uint8).numpy() if found.numel() else np.empty(0, np.uint8)

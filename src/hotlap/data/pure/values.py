@@ -1,4 +1,4 @@
-"""The kinds of values in code that hotlap follows, and reading them: every value that the code reads is noted."""
+"""The kinds of values in followed code, and reading them; hotlap notes every value that the code reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Written = ast.FunctionDef | ast.Lambda
 
 
 def tree_of(function: types.FunctionType) -> Written | None:
-    """The tree of a function; None where there is no text of it, or the text is no longer what runs."""
+    """The syntax tree of a function; None without source text, or if the text is not what runs."""
     code = function.__code__
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename, function.__globals__)
@@ -44,7 +44,7 @@ def tree_of(function: types.FunctionType) -> Written | None:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str, file: str) -> tuple[dict[tuple[int, str], list[Written]], set[str]] | None:
-    """The functions of a file by line and name, and what each of them compiles to."""
+    """The functions of a file by line and name, and the keys of their compiled code."""
     try:
         tree, code = ast.parse(text), compile(text, file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
@@ -71,7 +71,7 @@ def _key(code: types.CodeType) -> str:
 
 
 def _holds(node: Written, code: types.CodeType) -> bool:
-    """Whether all of a function's code was written in a node: one line may have several lambdas."""
+    """Whether a node contains all of a function's code: one line may hold several lambdas."""
     if isinstance(node, ast.FunctionDef):
         return True
     start, end = (node.body.lineno, node.body.col_offset), (node.body.end_lineno or 0, node.body.end_col_offset or 0)
@@ -88,68 +88,68 @@ def _length(node: Written) -> tuple[int, int]:
 
 
 MOST_CASES = 64
-"""Values that a name may stand for."""
+"""Values that a name may have, at most."""
 
 
 class RefusedError(Exception):
-    """The proof ends: what the code does, as the rest of a sentence that begins with the dataset's name."""
+    """The end of a proof; the text says what the code does, after the name of the dataset."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """A number, text, tensor, array or picture; `fresh` where its memory is the call's own."""
+    """A number, text, tensor, array or picture; `fresh` if the call itself made its memory."""
 
     fresh: bool
     kind: type | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Thing:
-    """An object that is there."""
+class Concrete:
+    """An object that existed before the call."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Thing) and self.value is other.value
+        return isinstance(other, Concrete) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
 @dataclass(frozen=True)
-class Box:
+class Container:
     """A container or an iterator."""
 
     kind: type
     parts: Value
-    """What may be in it."""
+    """Its possible entries."""
     fresh: bool = True
     items: tuple[Value, ...] | None = None
-    """What is in it, one by one, where that is known."""
+    """Its entries in order, if they are known."""
 
 
 @dataclass(frozen=True)
-class Attr:
+class Attribute:
     """An attribute of data, or a method of it or of a container."""
 
     name: str
-    owner: Data | Box
+    owner: Data | Container
 
 
 @dataclass(frozen=True)
 class Method:
-    """A function with the object that it is called on."""
+    """A function bound to an object."""
 
     function: Any
-    owner: Thing
+    owner: Concrete
 
     def __hash__(self) -> int:
         return hash((id(self.function), self.owner))
 
 
 @dataclass(frozen=True, eq=False)
-class Local:
-    """A function that the code itself writes."""
+class LocalFunction:
+    """A function that the followed code defines."""
 
     node: Written
     scope: Scope
@@ -160,10 +160,10 @@ class Super:
     """`super()`."""
 
     kind: type
-    owner: Thing
+    owner: Concrete
 
 
-Atom = Data | Thing | Box | Attr | Method | Local | Super
+Atom = Data | Concrete | Container | Attribute | Method | LocalFunction | Super
 Value = frozenset[Atom]
 
 NEW: Value = frozenset({Data(True)})
@@ -173,15 +173,15 @@ NOTHING: Value = frozenset()
 ITERATOR = type(iter(()))
 
 
-def thing(value: Any) -> Value:
-    return frozenset({Thing(value)})
+def concrete(value: Any) -> Value:
+    return frozenset({Concrete(value)})
 
 
-def boxed(kind: type, parts: Value, items: Sequence[Value] | None = None) -> Value:
-    return frozenset({Box(kind, parts, items=None if items is None else tuple(items))})
+def make_container(kind: type, parts: Value, items: Sequence[Value] | None = None) -> Value:
+    return frozenset({Container(kind, parts, items=None if items is None else tuple(items))})
 
 
-def joined(values: Iterable[Value]) -> Value:
+def union(values: Iterable[Value]) -> Value:
     found = frozenset(itertools.chain.from_iterable(values))
     if len(found) > MOST_CASES:
         raise RefusedError("has too many cases to be followed")
@@ -189,27 +189,27 @@ def joined(values: Iterable[Value]) -> Value:
 
 
 @dataclass
-class Given:
+class Arguments:
     """The arguments of a call."""
 
     places: list[Value] = field(default_factory=list)
     names: dict[str, Value] = field(default_factory=dict)
     rest: Value = NOTHING
-    """What may come behind the places, unknown how many."""
+    """Further positional arguments, of unknown number."""
     more: Value = NOTHING
-    """What may come by names that are not known."""
+    """Keyword arguments with unknown names."""
 
     @property
     def all(self) -> Value:
-        return joined([*self.places, *self.names.values(), self.rest, self.more])
+        return union([*self.places, *self.names.values(), self.rest, self.more])
 
-    def before(self, first: Value) -> Given:
-        return Given([first, *self.places], self.names, self.rest, self.more)
+    def before(self, first: Value) -> Arguments:
+        return Arguments([first, *self.places], self.names, self.rest, self.more)
 
 
 @dataclass
 class Scope:
-    """The variables of a function while it is followed."""
+    """The variables of a function that hotlap follows."""
 
     function: types.FunctionType
     node: Written
@@ -218,7 +218,7 @@ class Scope:
     returned: list[Value] = field(default_factory=list)
     loops: list[list[dict[str, Value]]] = field(default_factory=list)
     is_seeded: bool = False
-    """Whether torch's generator was when the function was called: it has to be so again when it ends."""
+    """Whether torch's generator was seeded when the function began; at its end it must be the same."""
     loops_seeded: list[bool] = field(default_factory=list)
     log: list[tuple[str, Value]] = field(default_factory=list)
 
@@ -227,49 +227,49 @@ class Scope:
         self.log.append((name, value))
 
     def inner(self, node: Written | None = None) -> Scope:
-        """A scope within this one: it sees these variables as they are when it asks."""
+        """An inner scope; it sees the current variables of this one."""
         return Scope(self.function, node or self.node, outer=self)
 
 
 # --- small questions ---------------------------------------------------------------------------------
 
 
-def only(value: Value, other: Any = MISSING) -> Any:
-    """The object that a value is, where it is one alone; else `other`, or None."""
+def single(value: Value, other: Any = MISSING) -> Any:
+    """The object, if the value is exactly one; else `other` or None."""
     if len(value) == 1:
         (atom,) = value
-        if isinstance(atom, Thing):
+        if isinstance(atom, Concrete):
             return atom.value
     return None if other is MISSING else other
 
 
 def is_leaf(atom: Atom) -> bool:
-    return isinstance(atom, (Data, Attr)) or (isinstance(atom, Thing) and is_fixed(atom.value))
+    return isinstance(atom, (Data, Attribute)) or (isinstance(atom, Concrete) and is_fixed(atom.value))
 
 
 def may_be_none(atom: Atom) -> bool:
-    return isinstance(atom, Thing) and atom.value is None
+    return isinstance(atom, Concrete) and atom.value is None
 
 
-def kind_of(atom: Atom) -> type | None:
+def type_of(atom: Atom) -> type | None:
     match atom:
-        case Thing():
+        case Concrete():
             return type(atom.value)
-        case Data() | Box():
+        case Data() | Container():
             return atom.kind
     return None
 
 
-def kinds_in(value: Value) -> tuple[type, ...] | None:
-    """Classes that are asked for."""
+def types_in(value: Value) -> tuple[type, ...] | None:
+    """The classes in the second argument of `isinstance`."""
     found: list[type] = []
     for atom in value:
-        if isinstance(atom, Thing) and isinstance(atom.value, type):
+        if isinstance(atom, Concrete) and isinstance(atom.value, type):
             found.append(atom.value)
-        elif isinstance(atom, Thing) and isinstance(atom.value, tuple):
+        elif isinstance(atom, Concrete) and isinstance(atom.value, tuple):
             found += [one for one in atom.value if isinstance(one, type)]
-        elif isinstance(atom, Box):
-            inner = kinds_in(atom.parts)
+        elif isinstance(atom, Container):
+            inner = types_in(atom.parts)
             if inner is None:
                 return None
             found += inner
@@ -279,7 +279,7 @@ def kinds_in(value: Value) -> tuple[type, ...] | None:
 
 
 def merged(a: dict[str, Value], b: dict[str, Value]) -> dict[str, Value]:
-    return {name: joined([a.get(name, NOTHING), b.get(name, NOTHING)]) for name in {**a, **b}}
+    return {name: union([a.get(name, NOTHING), b.get(name, NOTHING)]) for name in {**a, **b}}
 
 
 _PLAIN_LOOKUPS = (object.__getattribute__, types.FunctionType.__getattribute__, types.SimpleNamespace.__getattribute__)
@@ -289,7 +289,7 @@ _SIMPLE = frozenset({int, float, bool, str, bytes, _NONE, Tensor, np.ndarray})
 
 
 class Objects(ABC):
-    """Reads values and notes what it reads."""
+    """Reads values, and notes what it reads."""
 
     def __init__(self) -> None:
         self.state = ReadState()
@@ -297,105 +297,105 @@ class Objects(ABC):
         self._elements: dict[int, tuple[Any, Value]] = {}
 
     @abstractmethod
-    def call(self, function: Value, given: Given) -> Value:
-        """What a call gives."""
+    def call(self, function: Value, given: Arguments) -> Value:
+        """The result of a call."""
 
     def read(self, value: Any) -> Value:
-        """A value that was there before the call."""
+        """An object that existed before the call, as a value."""
         if value is os.environ:
             self.state.content(vars(value)["_data"])
-            return frozenset({Box(dict, NEW, fresh=False)})
+            return frozenset({Container(dict, NEW, fresh=False)})
         if isinstance(value, np.memmap):
             self.reads_files = True
             return SHARED
         if is_content(value):
             self.state.content(value)
-        return thing(value)
+        return concrete(value)
 
     def plain(self, value: Value, verb: str) -> bool:
-        """Whether data is all fresh; refuses what is no data, nor a container of it."""
+        """Whether all data is fresh; refuses anything but data and containers of data."""
         is_fresh = True
         for atom in value:
             match atom:
                 case Data():
                     is_fresh &= atom.fresh
-                case Attr():
+                case Attribute():
                     is_fresh &= atom.owner.fresh
-                case Box():
+                case Container():
                     is_fresh &= self.plain(atom.parts, verb)
-                case Thing() if is_content(atom.value):
+                case Concrete() if is_content(atom.value):
                     if not is_plain_tensor(atom.value) and not isinstance(atom.value, np.ndarray):
                         self.plain(self.elements_of(atom.value), verb)
                     is_fresh = False
-                case Thing() if is_fixed(atom.value) or isinstance(atom.value, type):
+                case Concrete() if is_fixed(atom.value) or isinstance(atom.value, type):
                     pass
-                case Thing() if isinstance(atom.value, GENERATORS):
+                case Concrete() if isinstance(atom.value, GENERATORS):
                     raise RefusedError(f"draws from {OWN_GENERATOR}")
-                case Thing():
+                case Concrete():
                     raise RefusedError(f"{verb} an object of {type(atom.value).__name__}, which is not known")
                 case _:
                     raise RefusedError(f"{verb} a function")
         return is_fresh
 
     def truth(self, value: Value) -> bool | None:
-        """Whether a value is true, where that is known."""
+        """Whether a value is true; None if that is not known."""
         found = {self._truth(atom) for atom in value}
         return found.pop() if len(found) == 1 else None
 
     def _truth(self, atom: Atom) -> bool | None:
         match atom:
-            case Thing() if atom.value is None or type(atom.value) in (bool, int, float, str, list, tuple, dict):
+            case Concrete() if atom.value is None or type(atom.value) in (bool, int, float, str, list, tuple, dict):
                 return bool(atom.value)
-            case Thing() if isinstance(atom.value, (type, types.FunctionType, types.MethodType, types.ModuleType)):
+            case Concrete() if isinstance(atom.value, (type, types.FunctionType, types.MethodType, types.ModuleType)):
                 return True
-            case Thing() if is_content(atom.value) or is_fixed(atom.value):
+            case Concrete() if is_content(atom.value) or is_fixed(atom.value):
                 return None
-            case Thing():
+            case Concrete():
                 for name in ("__bool__", "__len__"):
                     if self.of_class(atom.value, name) is not MISSING:
-                        self.call(self.attribute(frozenset({atom}), name), Given())
+                        self.call(self.attribute(frozenset({atom}), name), Arguments())
                         return None
                 return True
-            case Method() | Local():
+            case Method() | LocalFunction():
                 return True
         return None
 
     def iterate(self, value: Value) -> Value:
-        """What comes out of going through a value."""
-        return joined(self._iterated(atom) for atom in value)
+        """The items of a value."""
+        return union(self._iterated(atom) for atom in value)
 
     def _iterated(self, atom: Atom) -> Value:
         match atom:
             case Data():
                 return frozenset({Data(atom.fresh)})
-            case Attr():
+            case Attribute():
                 return frozenset({Data(atom.owner.fresh)})
-            case Box():
+            case Container():
                 return atom.parts
-            case Thing() if isinstance(atom.value, (range, str, bytes)):
+            case Concrete() if isinstance(atom.value, (range, str, bytes)):
                 return NEW
-            case Thing() if is_plain_tensor(atom.value) or isinstance(atom.value, np.ndarray):
+            case Concrete() if is_plain_tensor(atom.value) or isinstance(atom.value, np.ndarray):
                 return SHARED
-            case Thing() if type(atom.value) in (nn.Sequential, nn.ModuleList):
+            case Concrete() if type(atom.value) in (nn.Sequential, nn.ModuleList):
                 self.state.name(vars(atom.value), "_modules", atom.value._modules)
                 self.state.content(atom.value._modules)
-                return frozenset(Thing(one) for one in atom.value)
-            case Thing() if is_content(atom.value):
+                return frozenset(Concrete(one) for one in atom.value)
+            case Concrete() if is_content(atom.value):
                 return self.elements_of(atom.value)
-            case Thing() if atom.value is None:
+            case Concrete() if atom.value is None:
                 return NOTHING
-            case Thing() if isinstance(atom.value, type) and issubclass(atom.value, enum.Enum):
+            case Concrete() if isinstance(atom.value, type) and issubclass(atom.value, enum.Enum):
                 return NEW
-            case Thing() if hasattr(type(atom.value), "__next__"):
+            case Concrete() if hasattr(type(atom.value), "__next__"):
                 raise RefusedError(f"takes from a {type(atom.value).__name__} that it keeps")
         raise RefusedError("goes through an object that is not known")
 
     def entries_of(self, value: Value) -> Value:
-        """What is in containers, keys and values alike."""
+        """The entries of containers: keys and values."""
         return self.iterate(frozenset(atom for atom in value if not is_leaf(atom)))
 
     def elements_of(self, container: Any) -> Value:
-        """What is in a container that is there."""
+        """The entries of an existing container."""
         if id(container) not in self._elements:
             simple = _simple(container)
             if simple is not None:
@@ -413,46 +413,46 @@ class Objects(ABC):
         if type(value) is tuple:
             simple = _simple(value)
             if simple is not None:
-                return Box(tuple, simple)
+                return Container(tuple, simple)
         if is_plain_tensor(value) or isinstance(value, np.ndarray):
             return Data(False)
         if is_content(value):
-            # Many alike make one case.
-            return Box(type(value), self.elements_of(value), fresh=type(value) is tuple)
-        return Data(True) if value is not None and is_fixed(value) else Thing(value)
+            # Many similar ones become one case.
+            return Container(type(value), self.elements_of(value), fresh=type(value) is tuple)
+        return Data(True) if value is not None and is_fixed(value) else Concrete(value)
 
     def subscript(self, value: Value, index: Value) -> Value:
-        """What `value[index]` is."""
-        return joined(self._subscripted(atom, index) for atom in value)
+        """The result of `value[index]`."""
+        return union(self._subscripted(atom, index) for atom in value)
 
     def _subscripted(self, atom: Atom, index: Value) -> Value:
         match atom:
-            case Thing() if is_content(atom.value):
+            case Concrete() if is_content(atom.value):
                 if not isinstance(atom.value, np.ndarray):
                     self.state.content(atom.value)
                 return self._of_container(atom.value, index)
-            case Thing() if isinstance(atom.value, (str, bytes, range, torch.Size)):
+            case Concrete() if isinstance(atom.value, (str, bytes, range, torch.Size)):
                 return NEW
-            case Thing() if atom.value is None:
+            case Concrete() if atom.value is None:
                 return NOTHING
-            case Thing() if isinstance(atom.value, type):  # `list[int]`
-                return thing(atom.value)
-            case Thing():
-                return self.call(self.attribute(frozenset({atom}), "__getitem__"), Given([index]))
-            case Data() | Attr():
+            case Concrete() if isinstance(atom.value, type):  # `list[int]`
+                return concrete(atom.value)
+            case Concrete():
+                return self.call(self.attribute(frozenset({atom}), "__getitem__"), Arguments([index]))
+            case Data() | Attribute():
                 self.plain(index, "looks up by")
                 return frozenset({Data(atom.fresh if isinstance(atom, Data) else atom.owner.fresh)})
-            case Box():
-                return self._of_box(atom, index)
+            case Container():
+                return self._of_new_container(atom, index)
         raise RefusedError("looks something up in a function")
 
-    def _of_box(self, box: Box, index: Value) -> Value:
+    def _of_new_container(self, container: Container, index: Value) -> Value:
         self.plain(index, "looks up by")
-        at = only(index)
-        if box.items is not None and type(at) is int and -len(box.items) <= at < len(box.items):
-            return box.items[at]
+        at = single(index)
+        if container.items is not None and type(at) is int and -len(container.items) <= at < len(container.items):
+            return container.items[at]
         is_slice = any(isinstance(atom, Data) and atom.kind is slice for atom in index)
-        return frozenset({Box(box.kind, box.parts)}) if is_slice else box.parts
+        return frozenset({Container(container.kind, container.parts)}) if is_slice else container.parts
 
     def _of_container(self, container: Any, index: Value) -> Value:
         self.plain(index, "looks up by")
@@ -462,7 +462,7 @@ class Objects(ABC):
         if isinstance(container, (Tensor, np.ndarray)):
             self.state.content(container)
             return SHARED
-        at = only(index)
+        at = single(index)
         if type(container) is defaultdict:
             raise RefusedError("looks something up in a defaultdict, which may add to it")
         if at is not None and isinstance(at, (int, str)):
@@ -472,58 +472,58 @@ class Objects(ABC):
                 return NOTHING
         parts = self.elements_of(container)
         is_slice = any(isinstance(atom, Data) and atom.kind is slice for atom in index)
-        return frozenset({Box(type(container), parts)}) if is_slice else parts
+        return frozenset({Container(type(container), parts)}) if is_slice else parts
 
     def length(self, value: Value) -> Value:
-        """What `len(value)` is."""
+        """The result of `len(value)`."""
         for atom in value:
-            if isinstance(atom, Thing) and not is_content(atom.value) and not is_fixed(atom.value):
-                self.call(self.attribute(frozenset({atom}), "__len__"), Given())
+            if isinstance(atom, Concrete) and not is_content(atom.value) and not is_fixed(atom.value):
+                self.call(self.attribute(frozenset({atom}), "__len__"), Arguments())
         return NUMBER
 
     # --- attributes ------------------------------------------------------------------------------
 
     def attribute(self, value: Value, name: str) -> Value:
-        """What `value.name` is."""
-        return joined(self._attribute(atom, name) for atom in value)
+        """The result of `value.name`."""
+        return union(self._attribute(atom, name) for atom in value)
 
     def _attribute(self, atom: Atom, name: str) -> Value:
         match atom:
-            case Box() if atom.kind is tuple and not hasattr(tuple, name):  # a field of a named one
+            case Container() if atom.kind is tuple and not hasattr(tuple, name):  # a field of a named one
                 return atom.parts
-            case Data() | Box():
-                return frozenset({Attr(name, atom)})
-            case Attr():
-                return frozenset({Attr(name, Data(atom.owner.fresh))})
+            case Data() | Container():
+                return frozenset({Attribute(name, atom)})
+            case Attribute():
+                return frozenset({Attribute(name, Data(atom.owner.fresh))})
             case Super():
                 kinds = type(atom.owner.value).__mro__
                 for kind in kinds[kinds.index(atom.kind) + 1 :]:
                     if name in vars(kind):
                         return self._bound(atom.owner, vars(kind)[name], name)
                 return NOTHING
-            case Thing() if name == "__class__":
-                return thing(type(atom.value))
-            case Thing() if atom.value is None and not hasattr(None, name):
+            case Concrete() if name == "__class__":
+                return concrete(type(atom.value))
+            case Concrete() if atom.value is None and not hasattr(None, name):
                 return NOTHING  # which raises
-            case Thing() if is_content(atom.value):
+            case Concrete() if is_content(atom.value):
                 is_array = isinstance(atom.value, (Tensor, np.ndarray))
                 kind = type(atom.value)
-                owner = Data(False, kind) if is_array else Box(kind, self.elements_of(atom.value), fresh=False)
-                return frozenset({Attr(name, owner)})
-            case Thing() if isinstance(atom.value, enum.Enum):
-                return thing(getattr(atom.value, name))
-            case Thing() if is_fixed(atom.value):
-                return frozenset({Attr(name, Data(True, type(atom.value)))})
-            case Thing() if isinstance(atom.value, types.ModuleType):
+                owner = Data(False, kind) if is_array else Container(kind, self.elements_of(atom.value), fresh=False)
+                return frozenset({Attribute(name, owner)})
+            case Concrete() if isinstance(atom.value, enum.Enum):
+                return concrete(getattr(atom.value, name))
+            case Concrete() if is_fixed(atom.value):
+                return frozenset({Attribute(name, Data(True, type(atom.value)))})
+            case Concrete() if isinstance(atom.value, types.ModuleType):
                 found = getattr(atom.value, name, MISSING)
                 if not is_library(atom.value.__name__):
                     self.state.name(vars(atom.value), name, found)
                 return NOTHING if found is MISSING else self.read(found)
-            case Thing() if isinstance(atom.value, type) and name in ("__name__", "__qualname__"):
+            case Concrete() if isinstance(atom.value, type) and name in ("__name__", "__qualname__"):
                 return NEW
-            case Thing() if isinstance(atom.value, type):
+            case Concrete() if isinstance(atom.value, type):
                 return self._of_type(atom.value, name)
-            case Thing():
+            case Concrete():
                 return self._of_object(atom, name)
         raise RefusedError(f"reads {name} of a function")
 
@@ -534,9 +534,9 @@ class Objects(ABC):
                 if not is_library(one.__module__):
                     self.state.name(vars(one), name, found)
                 if isinstance(found, classmethod):
-                    return frozenset({Method(found.__func__, Thing(kind))})
+                    return frozenset({Method(found.__func__, Concrete(kind))})
                 if isinstance(found, staticmethod):
-                    return thing(found.__func__)
+                    return concrete(found.__func__)
                 return self.read(getattr(kind, name) if hasattr(type(found), "__get__") else found)
         found = getattr(kind, name, MISSING)
         if found is MISSING:
@@ -546,10 +546,10 @@ class Objects(ABC):
         raise RefusedError(f"reads {name} of the class {kind.__name__}")
 
     def of_class(self, value: Any, name: str) -> Any:
-        """What the class of an object has for a name; MISSING where nothing."""
+        """The entry of an object's class for a name, or MISSING."""
         return next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), MISSING)
 
-    def _of_object(self, atom: Thing, name: str) -> Value:
+    def _of_object(self, atom: Concrete, name: str) -> Value:
         value, own = atom.value, getattr(atom.value, "__dict__", None)
         if isinstance(value, GENERATORS):
             raise RefusedError(f"draws from {OWN_GENERATOR}")
@@ -582,33 +582,33 @@ class Objects(ABC):
     def _foreign(self, value: Any, name: str) -> NoReturn:
         raise RefusedError(f"reads {name} of an object of {type(value).__name__}, which answers in a way of its own")
 
-    def _bound(self, owner: Thing, found: Any, name: str) -> Value:
-        """What an entry of a class is to an object of it."""
+    def _bound(self, owner: Concrete, found: Any, name: str) -> Value:
+        """The entry of a class as an object of the class sees it."""
         match found:
             case types.FunctionType():
                 return frozenset({Method(found, owner)})
             case property() if isinstance(found.fget, types.FunctionType):
-                return self.call(frozenset({Method(found.fget, owner)}), Given())
+                return self.call(frozenset({Method(found.fget, owner)}), Arguments())
             case staticmethod():
                 return self.read(found.__func__)
             case classmethod():
-                return frozenset({Method(found.__func__, Thing(type(owner.value)))})
+                return frozenset({Method(found.__func__, Concrete(type(owner.value)))})
             case types.MemberDescriptorType():
                 value = getattr(owner.value, name, MISSING)
                 self.state.slot(owner.value, name, value)
                 return NOTHING if value is MISSING else self.read(value)
         if hasattr(type(found), "__get__") and not isinstance(found, (type, types.BuiltinFunctionType)):
-            if inspect.ismethoddescriptor(found):  # of a class that is written in C
+            if inspect.ismethoddescriptor(found):  # of a class written in C
                 raise RefusedError(f"calls {name} of {type(owner.value).__name__}, which is not known")
             raise RefusedError(f"reads {name} of {type(owner.value).__name__}, which is computed")
         return self.read(found)
 
 
 def _simple(container: Any) -> Value | None:
-    """What is in a list or tuple of numbers, texts, tensors and arrays alone; None for others. Data may be many."""
+    """The entries of a list or tuple with only numbers, texts, tensors and arrays; None for others."""
     if type(container) not in (list, tuple):
         return None
     kinds = set(map(type, container))
     if not _SIMPLE.issuperset(kinds):
         return None
-    return frozenset(Thing(None) if kind is _NONE else Data(kind not in (Tensor, np.ndarray)) for kind in kinds)
+    return frozenset(Concrete(None) if kind is _NONE else Data(kind not in (Tensor, np.ndarray)) for kind in kinds)
