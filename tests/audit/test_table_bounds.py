@@ -14,7 +14,7 @@ from hotlap.core.errors import DataError
 from hotlap.recipes import csv_files, tables
 from hotlap.recipes.csv_files import TextFile
 from hotlap.recipes.kinds import Cells, recognised
-from hotlap.recipes.tables import columns_told, plain_cells, read_table
+from hotlap.recipes.tables import column_lines, plain_cells, read_table
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_many_columns_are_named_in_one_pass_and_shown_in_part(tmp_path):
     (tmp_path / "wide.csv").write_text("\n".join([",".join(names), *(",".join("1" * 5000) for _ in range(3))]) + "\n")
     table = read_table(tmp_path / "wide.csv")
     assert len(table.columns) == 5000
-    assert columns_told(table)[-1] == "and 4,800 more columns"
+    assert column_lines(table)[-1] == "and 4,800 more columns"
     # What asks of each name how often it comes would compare strings 25 million times.
     compared = []
 
@@ -104,7 +104,7 @@ def test_many_columns_are_named_in_one_pass_and_shown_in_part(tmp_path):
             compared.append(1)
             return str.__eq__(self, other)
 
-    TextFile._named(SimpleNamespace(file=tmp_path, has_names=True), list(map(Name, names)), told=True)
+    TextFile._named(SimpleNamespace(file=tmp_path, has_names=True), list(map(Name, names)), is_given=True)
     assert len(compared) < 20_000
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import zipfile
 
@@ -50,10 +51,11 @@ def said(*words, code=0):
 def test_a_baseline_that_wins_is_named_first_and_again_at_the_end_with_advice(finished):
     run, _, lines = finished
     (first, last) = (at for at, line in enumerate(lines) if line.startswith("result "))
-    assert "no model is better than TF-IDF + logistic regression: begin with a pretrained encoder" in lines[first]
+    # A tokenizer comes out a little different each time, and so does the encoder: other baselines may win, too.
+    assert re.search(r"no model is better than .*TF-IDF \+ logistic regression: begin with a pretrain", lines[first])
     assert lines[first + 1].endswith("accuracy  macro-F1")  # the table comes below
     assert last == len(lines) - 2
-    assert "encoder gives the answers of this run, though TF-IDF + logistic regression did at least" in lines[last]
+    assert re.search(r"encoder gives the answers of this run, though .*TF-IDF .* did at least as well; ", lines[last])
     assert "pip install hotlap[minilm]" in lines[last]
     assert "TF-IDF + logistic regression" in json.loads((run / "recipe.json").read_text())["beaten_by"]
 
@@ -139,7 +141,7 @@ def test_resume_says_in_a_line_what_is_no_run(tmp_path):
 @pytest.mark.parametrize("asked", [("--help",), ("-h",), ("--data", "x.csv", "--help")])
 def test_help_behind_the_name_of_a_recipe_lists_its_options(asked):
     text = " ".join(said("train", "text", *asked).split())
-    assert "--most INTEGER Tokens of a text at most. [default: 192]" in text
+    assert "--most INTEGER Most tokens of a text. [default: 192]" in text
     assert "--ahead" not in text
     assert "hotlap train text --help" in " ".join(said("train", "--help").split())
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hotlap.core.errors import DataError
 from hotlap.recipes.kinds import MISSING
-from hotlap.recipes.tables import Table, columns_told, read_table
+from hotlap.recipes.tables import Table, column_lines, read_table
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_rows_are_taken_by_their_numbers(written):
 
 def test_what_was_understood_is_told_in_a_line_a_column(written):
     rows = "".join(f"{n},{'ab'[n % 2]},{'' if n % 4 else n / 2},2024-01-{n + 1:02}\n" for n in range(8))
-    lines = columns_told(read_table(written("id,grade,,day\n" + rows)))
+    lines = column_lines(read_table(written("id,grade,,day\n" + rows)))
     assert lines == [
         "id        whole number                   e.g. 0",
         "grade     category of 2                  e.g. 'a'",
@@ -295,7 +295,7 @@ def test_what_was_understood_is_told_in_a_line_a_column(written):
 
 
 def test_infinite_numbers_are_told(written):
-    assert "number, 1 infinite" in columns_told(read_table(written("a\n1.5\ninf\n")))[0]
+    assert "number, 1 infinite" in column_lines(read_table(written("a\n1.5\ninf\n")))[0]
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0\r", exclude_categories=("Cs",)), max_size=6)

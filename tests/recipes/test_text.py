@@ -71,7 +71,7 @@ def test_from_a_file_to_predictions_and_again_from_the_cache(tmp_path):
 
 
 def test_what_takes_long_before_the_training_shows_that_it_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(tabular, "TOLD_S", 0.0)
+    monkeypatch.setattr(tabular, "PROGRESS_S", 0.0)
     monkeypatch.setattr(tokenising, "CHUNK", 20)
     monkeypatch.setattr(parallel, "GROUP_S", 0.0)
     lines = []

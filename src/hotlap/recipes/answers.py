@@ -1,4 +1,4 @@
-"""A finished run: its model read back, its answers for a file or for values in memory, and what is written of them."""
+"""A finished run: its model read back, its answers for a file or for values in memory, and the files of answers."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def answer(
     while any(column in names for column in judge.written(name, answers[:0], None, all_of_it=probabilities)):
         name = f"predicted_{name}"
     if name != model.target:
-        say(f"answers   are in {name!r}, since {data} has a column of its own for {model.target!r}")
+        say(f"answers   are in {name!r}, since {data} has its own column for {model.target!r}")
     columns = judge.written(name, answers, model.threshold, all_of_it=probabilities)
     write_answers(out, data, table, names, asked.rows, columns)
     if embeddings is not None and model.reader.embedded is not None:
@@ -342,16 +342,16 @@ class Answered:
 
 
 def answered(table: Table, names: Sequence[str], rows: Numbers, report: Report | None = None) -> Answered:
-    """What is told of a file of which these rows were answered; the first of the others is shown by its first cell."""
+    """How many rows of a file have answers; the first row without one is named by its first cell."""
     empty = np.setdiff1d(np.arange(len(table)), rows)
-    said = ""
+    missing = ""
     if len(empty):
         cell = shown(table[names[0]].rows(empty[:1]).texts()[0])
-        said = (
+        missing = (
             f"{len(empty):,} of {len(table):,} rows have no answer: their cells are empty, the first in row "
             f"{empty[0] + 1:,} below the header, where {names[0]} is {cell}; fill them in before you hand the file in"
         )
-    return Answered(rows=len(rows), of=len(table), missing=said, report=report)
+    return Answered(rows=len(rows), of=len(table), missing=missing, report=report)
 
 
 def write_answers(

@@ -18,7 +18,7 @@ from hotlap.recipes.tables import SUFFIXES, Table
 
 Numbers = np.ndarray[Any, Any]
 Place = Callable[[int], str]
-"""How a row is told, which is counted from 0."""
+"""Names a row, given its number from 0, in a message."""
 
 PRICES = ("open", "high", "low", "close")
 NAMES = {
@@ -30,28 +30,28 @@ NAMES = {
     "volume": ("volume", "vol", "v", "tickvolume", "tickvol"),
     "symbol": ("symbol", "ticker", "pair"),
 }
-"""What columns are called, without case, spaces and signs; of several that are there, the first one counts."""
+"""Usual names of columns, without case, spaces and signs; the first one that exists counts."""
 SYMBOLS_TOO = ("instrument", "asset", "coin", "stock", "code", "isin", "name")
-"""What symbols are called where nothing says so more clearly: columns of words that come again."""
+"""Names of columns that hold symbols only if their words repeat."""
 UNITS = ((1e11, 1), (1e14, 10**3), (1e17, 10**6), (np.inf, 10**9))
 """Times below each number are counted in so many parts of a second."""
 
 
 def place_in(files: Sequence[tuple[str, int]]) -> Place:
-    """Tells rows as people count them, from 1 below the header; with their file where these are several.
+    """Names rows as people count them, from 1 below the header; with their file where there are several.
 
     `files` are the names of files and how many rows each has.
     """
     ends = np.cumsum([count for _, count in files])
 
-    def told(row: int) -> str:
+    def name(row: int) -> str:
         if len(files) < 2:
             return f"row {row + 1}"
         at = int(np.searchsorted(ends, row, side="right"))
-        name, count = files[at]
-        return f"{name} row {row + 1 - (int(ends[at]) - count)}"
+        file, count = files[at]
+        return f"{file} row {row + 1 - (int(ends[at]) - count)}"
 
-    return told
+    return name
 
 
 def by_meaning(columns: Mapping[str, Any]) -> dict[str, Numbers]:
@@ -106,7 +106,7 @@ def _come_again(column: Numbers) -> bool:
 
 
 def numbers_in(name: str, column: Numbers, place: Place, wrong: list[str]) -> Numbers:
-    """The column as numbers, with NaN for what is missing; mistakes are added to those that are wrong."""
+    """The column as numbers, NaN where missing; mistakes are appended to `wrong`."""
     try:
         return column.astype(np.float64)
     except (TypeError, ValueError):
@@ -122,7 +122,7 @@ def numbers_in(name: str, column: Numbers, place: Place, wrong: list[str]) -> Nu
 
 
 def times_in(column: Numbers, place: Place, wrong: list[str]) -> Numbers:
-    """The column as seconds since 1970; mistakes are added to those that are wrong."""
+    """The column as seconds since 1970; mistakes are appended to `wrong`."""
     if column.dtype.kind == "M":
         column = column.astype("datetime64[s]")
         missing = np.isnat(column)
@@ -168,7 +168,7 @@ log = logger(__name__)
 LEAST, MOST = 1e-15, 1e15
 """Between these a price is one; their ratios fit into 32 bits."""
 ENOUGH = 50
-"""Bars by which it is known how long they are: what lies between a few may be a weekend."""
+"""Bars that show how long a bar is: the gap between a few may be a weekend."""
 MONTH = 28 * 86400
 """Seconds of the shortest one."""
 MONDAY = 4 * 86400
@@ -177,7 +177,7 @@ MONDAY = 4 * 86400
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Bars:
-    """The bars of one symbol, one behind the other; DataError where they are not what they should be."""
+    """The bars of one symbol in order; DataError where prices or times are impossible."""
 
     times: Numbers
     """int64: when each bar begins, in seconds since 1970, UTC; rising by at least `seconds`."""
@@ -307,7 +307,7 @@ def frame_name(seconds: int) -> str:
 
 
 def _usual_gap(times: Numbers) -> int:
-    """What lies between most bars, which is how long one is; 0 where there is none to tell by."""
+    """The most common gap between bars, which is their length; 0 for a single bar."""
     gaps, counts = np.unique(np.diff(times), return_counts=True)
     return int(gaps[counts.argmax()]) if len(gaps) else 0
 
@@ -395,7 +395,7 @@ def with_symbols(table: Table, *, at_once: bool = False) -> Table:
     """
     try:
         found = by_meaning(_values_in(table))
-    except DataError:  # it is raised where the bars are read, behind all that was understood of the table
+    except DataError:  # it is raised again where the bars are read, once the table is shown
         return table
     if SYMBOL in found or not table.files or not (at_once or _share_times(found["time"], table.files)):
         return table
@@ -452,7 +452,7 @@ def simulated_bars(rows: int, symbols: int = 1, seed: int = 0, signal: float = 0
     """So many bars of 15 minutes of each symbol, from Monday to Friday; the same for the same seed.
 
     `signal` is the correlation of the return from one bar to the next with the sign of the return over the 12 bars
-    before: what a model can find, and all that it can find. With 0 the direction of prices is pure chance. Returns have
+    before: nothing else can be learned. With 0 the direction of prices is pure chance. Returns have
     fat tails and a spread of 0.0006, so that over 4 bars some nine in ten stay within a threshold of 0.002.
     """
     wrong = [

@@ -1,4 +1,4 @@
-"""What to look for in a table before hours are spent on it: targets that teach nothing, columns that give them away.
+"""Checks of a table before the training: targets that cannot be learned, columns that give them away.
 
 What ends in `problems`, and `leaks`, makes a training senseless; what ends in `warnings`, and `suspects`, may be right
 and should be looked at. Each line says what was seen and what to do. Rows are counted from 1, below the header.
@@ -16,16 +16,16 @@ from hotlap.recipes.kinds import Column, Values, in_order
 from hotlap.recipes.tables import Table
 
 NOTHING = "NA, none, null or -"
-"""Some of the words that mean that there is nothing."""
+"""Some of the words that mean a missing value."""
 
 LEAST = 2
 """Rows of a class: one to train on, and one to judge by."""
 MOST_CLASSES = 20
-"""So many different whole numbers at most are taken for classes; more are amounts."""
+"""Most different whole numbers that count as classes; more are amounts."""
 LISTED = 5
 """Rows or names that a line shows before it counts the rest."""
 CHANCE = 1e-6
-"""What comes about by chance more often than this, over all columns of a table, is no sign of a leak."""
+"""A pattern that chance brings about more often than this, over all columns, is no sign of a leak."""
 ALIKE = ({"number", "whole number"}, {"flag", "category", "text"}, {"date"})
 """Kinds that one column may have in two files: a small file shows fewer of its values."""
 NUMBERS = ("number", "whole number", "date")
@@ -75,7 +75,7 @@ def target_problems(column: Column, *, to_learn: bool = True) -> list[str]:
 
 
 def target_warnings(column: Column) -> list[str]:
-    """Classes of too few rows to be split, and such as may be one class that is written in two ways: a line each."""
+    """Classes with too few rows to split, and pairs that may be one class in two spellings: a line each."""
     return [*_single_rows(column), *_spellings(column)]
 
 
@@ -111,17 +111,17 @@ def _spellings(column: Column) -> list[str]:
 
 
 def leaks(table: Table, target: str, *, but: Collection[str] = ()) -> list[str]:
-    """Columns that are the target once more: equal to it, or its classes under other names."""
+    """Columns that repeat the target: equal to it, or its classes under other names."""
     return [f"{line}; leave it out" for line, is_sure in _telltales(table, target, but) if is_sure]
 
 
 def unread_leaks(table: Table, target: str, *, but: Collection[str] = ()) -> list[str]:
-    """The same of columns that nobody reads: nothing is wrong with them, and who reads them later should know."""
+    """The same for columns that the recipe does not read."""
     return [f"{line}; it is not read" for line, is_sure in _telltales(table, target, but) if is_sure]
 
 
 def suspects(table: Table, target: str, *, but: Collection[str] = ()) -> list[str]:
-    """Columns from which alone the target can be told in every row, which is more than chance allows."""
+    """Columns that determine the target in every row, more often than chance allows."""
     cure = "leave it out if it is not known before the target is"
     return [f"{line}; {cure}" for line, is_sure in _telltales(table, target, but) if not is_sure]
 
@@ -149,7 +149,7 @@ def _telltales(table: Table, target: str, but: Collection[str]) -> Iterator[tupl
     """A line for each column that gives the target away, and whether that is sure."""
     goal = table[target]
     others = [column for name, column in table.columns.items() if name != target and name not in but]
-    # In logarithms: how much rarer than all that chance may bring it has to be.
+    # A logarithm: a pattern must be this much rarer than chance.
     least = math.log(max(1, len(others)) / CHANCE)
     for column in others:
         both = goal.present & column.present

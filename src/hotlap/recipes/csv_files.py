@@ -1,4 +1,8 @@
-"""CSV files as they are written: names of columns, and cells of text, each with its line."""
+"""CSV files read exactly: column names, and cells as text. Messages name the line.
+
+pandas and pyarrow read faster and lose what this file promises: space at the beginning of a cell, quotes behind such
+space, leading zeros, and the line of a quote that is never closed, of a broken row or of a wrong byte.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +27,15 @@ from hotlap.store.files import read_bytes
 SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _DELIMITERS = ",;\t|"
 _SAMPLE = 64 * 1024
-"""Characters by which the delimiter is found."""
+"""Characters that show the delimiter."""
 _BLOCK = 256 * 1024
-"""Bytes of a file that are made into cells at a time, at least."""
+"""Least bytes that become cells at a time."""
 _ROWS = 10_000
 """Rows that csv reads at a time."""
 MEMORY_A_BYTE = 4
-"""How much memory reading takes for each byte of a file, about."""
+"""Approximate bytes of memory that reading takes for each byte of a file."""
 MOST_RATIO, SMALL_BYTES = 100, 100 * MIB
-"""A table is not larger than its gzip file by more than this, but for small ones."""
+"""hotlap refuses a gzip file that unpacks to more than this many times its size, unless it is small."""
 _LONGEST_FIELD = 2**31 - 1
 _NO_TEXT = {
     b"PK\x03\x04": "a zip archive or an Excel file",
@@ -49,11 +53,11 @@ _LISTED = 4
 
 
 class _OddError(ValueError):
-    """A file whose rows have to be looked at one by one."""
+    """The fast way of reading does not suit this file."""
 
 
 class TextFile:
-    """A CSV file. Raises DataError in one line, with file, line and value, where it is none."""
+    """A CSV file. Raises DataError in one line, with file, line and value, where it is broken."""
 
     def __init__(self, file: Path, header: bool | None) -> None:
         self.file, self._header = file, header
@@ -79,7 +83,7 @@ class TextFile:
         return self._cells[name]
 
     def _columns(self, content: bytes) -> list[Cells]:
-        """All columns, the header's cells first; never more than some rows are in memory as rows."""
+        """All columns, header first; only a block of rows is in memory as rows at any time."""
         parts: list[list[str]] = []
         count = 0
         for columns in self._quoted(content) if b'"' in content else self._plain(content):
@@ -92,7 +96,7 @@ class TextFile:
         return [Cells(those, count) for those in parts]
 
     def _plain(self, content: bytes) -> Iterator[list[list[str]]]:
-        """The columns of some rows at a time, in a file without quotes: every delimiter parts two cells."""
+        """The columns of a file without quotes, block by block: every delimiter separates two cells."""
         for block in _blocks(content):
             text = block.decode()
             if "\r" in text:
@@ -108,7 +112,7 @@ class TextFile:
             yield [cells[place::width] for place in range(width)]
 
     def _quoted(self, content: bytes) -> Iterator[list[Sequence[str]]]:
-        """The same of any file, by csv."""
+        """The same for any file, read by csv."""
         readers = [self._reader(_lines_in(content))]
         if any(f"{before} ".encode() in content for before in (self._delimiter, "\n", "\r")) or content[:1] == b" ":
             # A second reading shows whether a cell has lost the space that it begins with.
@@ -129,7 +133,7 @@ class TextFile:
             csv.field_size_limit(limit)
 
     def _in_rows(self, content: bytes) -> list[Cells]:
-        """All columns, by way of all rows; DataError where the file is broken."""
+        """All columns, read row by row; DataError where the file is broken."""
         text = _decoded(self.file, content)
         rows = self._records(text)
         if len(set(map(len, rows))) > 1:
@@ -149,7 +153,7 @@ class TextFile:
         return csv.reader(lines, delimiter=self._delimiter, skipinitialspace=skips, strict=skips)
 
     def _records(self, text: str) -> list[list[str]]:
-        """All rows but empty lines, with the space around their cells."""
+        """All rows except empty lines, with the space around their cells."""
         limit = csv.field_size_limit(_LONGEST_FIELD)
         try:
             rows = [row for row in self._reader(_lines_of(text)) if row]
@@ -164,13 +168,13 @@ class TextFile:
             csv.field_size_limit(limit)
 
     def _is_exact(self, rows: list[list[str]], text: str) -> bool:
-        """Whether no cell lost the space that it begins with; a second reading costs less than to look at each."""
+        """Whether no cell lost its leading space; reading twice costs less than checking each cell."""
         if f"{self._delimiter} " not in text and "\n " not in text and "\r " not in text and text[:1] != " ":
             return True
         return rows == [row for row in self._reader(_lines_of(text), skips=False) if row]
 
     def _with_space(self, text: str) -> list[list[str]]:
-        """All rows with the space that cells begin with: csv skips it, so that a quote behind it is one."""
+        """All rows with the leading space of their cells, which csv skips to see a quote behind it."""
         found, taken = [], list[str]()
         before_quote = re.compile(rf'(^|{re.escape(self._delimiter)}) +(?=")')
         for row in self._reader(_noted(_lines_of(text), taken)):
@@ -196,15 +200,15 @@ class TextFile:
             line = reader.line_num + 1
 
     def _name(self, first: list[str], cells: Callable[[int], Iterable[str]]) -> None:
-        """Give columns their names, from the first row; `cells` gives those of the column at a place."""
+        """Name the columns after the first row; `cells` returns the cells of a column."""
         self.has_names = self._header if self._header is not None else _are_names(first, cells)
-        self.notes, self.names = self._named(first, told=self._header is not None)
+        self.notes, self.names = self._named(first, is_given=self._header is not None)
 
-    def _named(self, first: list[str], *, told: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _named(self, first: list[str], *, is_given: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Notes and names of columns, from the first row."""
         numbered = tuple(f"column_{place}" for place in range(len(first)))
         if not self.has_names:
-            why = "" if told else f" (its first row is data: {listed_names(first)})"
+            why = "" if is_given else f" (its first row is data: {listed_names(first)})"
             last = f" … {numbered[-1]}" if len(first) > 1 else ""
             return (f"{self.file.name} has no header{why}; its columns are called {numbered[0]}{last}",), numbered
         names = tuple(name or number for name, number in zip(first, numbered, strict=True))
@@ -242,12 +246,12 @@ def _lines_of(text: str) -> Iterable[str]:
 
 
 def _lines_in(content: bytes) -> Iterable[str]:
-    """The lines of a file, each decoded when its turn comes."""
+    """The lines of a file, decoded one by one."""
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
 
 
 def _blocks(content: bytes) -> Iterator[bytes]:
-    """A file in blocks of whole lines, without the mark at its beginning."""
+    """A file in blocks of whole lines, without a byte order mark."""
     start = 3 * content.startswith(b"\xef\xbb\xbf")
     size = max(_BLOCK, 1000 * (content.find(b"\n", start) - start))  # of many columns each has some cells in a block
     while start < len(content):
@@ -257,14 +261,14 @@ def _blocks(content: bytes) -> Iterator[bytes]:
 
 
 def _noted(lines: Iterable[str], taken: list[str]) -> Iterator[str]:
-    """Lines, each put into a list as it is taken."""
+    """Lines, each appended to a list as the reader takes it."""
     for line in lines:
         taken.append(line)
         yield line
 
 
 def _are_names(first: list[str], cells: Callable[[int], Iterable[str]]) -> bool:
-    """Whether the first row holds names: not all numbers, no number that comes again below it, no picture's name."""
+    """Whether the first row is a header: not all numbers, no number that recurs in its column, no picture's name."""
     if are_numbers(first) or any(cell.lower().endswith(PICTURES) for cell in first):
         return False
     numbers = [place for place, cell in enumerate(first) if cell and are_numbers([cell])]
@@ -272,7 +276,7 @@ def _are_names(first: list[str], cells: Callable[[int], Iterable[str]]) -> bool:
 
 
 def _content(file: Path) -> bytes:
-    """All bytes of a text file, unpacked."""
+    """All bytes of a text file, decompressed."""
     most = read_memory().free_bytes // MEMORY_A_BYTE
     try:
         content = read_bytes(file, most)
@@ -290,7 +294,7 @@ def _content(file: Path) -> bytes:
 
 
 def _unpacked(file: Path, packed: bytes, most: int) -> bytes:
-    """What a gzip file holds. A table is not a hundred times as large as its file, and fits into the memory."""
+    """The content of a gzip file; DataError where it is far larger than the file, or does not fit in memory."""
     most = min(most, max(SMALL_BYTES, MOST_RATIO * len(packed)))
     pieces, size = [], 0
     with gzip.GzipFile(fileobj=io.BytesIO(packed)) as opened:
@@ -309,17 +313,17 @@ def _decoded(file: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # Bytes are counted in the file; the mark at its beginning is not part of what is decoded.
+        # Positions count from the start of the file, and decoding leaves out a byte order mark.
         at = error.start + 3 * content.startswith(b"\xef\xbb\xbf")
         line = content.count(b"\n", 0, at) + 1
         raise DataError(
             f"{file} is not UTF-8: byte {content[at]:#04x} at position {at:,}, on line {line:,}; "
-            f"save it as UTF-8, for one by: iconv -f cp1252 -t utf-8 {file.name} > utf8.csv"
+            f"save it as UTF-8, for example with: iconv -f cp1252 -t utf-8 {file.name} > utf8.csv"
         ) from None
 
 
 def _delimiter(content: bytes) -> str:
-    """Of those that part the header, the one by which most rows have as many fields as it."""
+    """The delimiter with which most rows have as many fields as the header."""
     text = content[: 4 * _SAMPLE + 4].decode("utf-8-sig", errors="ignore")[: _SAMPLE + 1]
     best, most = ",", (0.0, 1)
     for delimiter in _DELIMITERS:

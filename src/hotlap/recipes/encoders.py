@@ -1,4 +1,4 @@
-"""Encoders of texts: a local folder with weights, the small pretrained one of an extra, or a config from scratch."""
+"""Encoders of texts: from a local folder, from the extra minilm, or from scratch by a config."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCRATCH = {
     "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1,
 }
-"""What is trained from scratch where nothing else is said: small enough for some thousand texts."""
+"""The default encoder from scratch: small enough for a few thousand texts."""
 NEEDED_BY, PACKAGE = "the recipe text", "hotlap[text]"
 MOST_GROWTH, MOST_STEPS, MOST_ADDED = 64, 32, 64
 """Of a tokenizer: how many times longer it may make a text, in so many steps, and tokens that it adds to each."""
@@ -55,10 +55,10 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 class EncoderOptions(Options):
     """The options that decide which encoder it is."""
 
-    weights: str = option("", "minilm, scratch, or a folder with an encoder; minilm where it is installed")
-    config: str = option("", "the config.json of an encoder to train from scratch")
-    most: int = option(192, "tokens of a text at most", most=65_536)
-    vocabulary: int = option(8000, "words and pieces of the tokenizer that is made from the texts, from scratch")
+    weights: str = option("", "the encoder: minilm, scratch, or a folder; the default is minilm where it is installed")
+    config: str = option("", "a config.json of an encoder to train from scratch")
+    most: int = option(192, "most tokens of a text", most=65_536)
+    vocabulary: int = option(8000, "words and pieces of a tokenizer built from the texts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,7 +171,7 @@ class Encoder:
 
 def encoder_for(wanted: EncoderOptions, texts: Sequence[str], say: Say) -> Encoder:
     """The encoder that the options name; from scratch, with a tokenizer made from the texts."""
-    library("transformers", NEEDED_BY, PACKAGE)  # what is missing is said before minutes are spent on tokens
+    library("transformers", NEEDED_BY, PACKAGE)  # a missing package must show before minutes are spent on tokens
     if wanted.config and wanted.weights not in ("", "scratch"):
         raise StoreError(f"config={wanted.config} is for training from scratch, and weights={wanted.weights} are named")
     if wanted.config:

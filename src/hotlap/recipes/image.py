@@ -66,7 +66,7 @@ class ImageOptions(Options):
     data: str = option("", "a folder with a folder of pictures for each class, or a CSV or Parquet file of paths")
     target: str = option("", "the column to predict; in folders the class")
     path: str = option("", "the column of paths; found by itself where its values are named .jpg, .jpeg or .png")
-    root: str = option("", "the folder that paths begin at; as a rule that of the file")
+    root: str = option("", "the folder that paths begin at; the default is that of the file")
     header: str = option("auto", "whether the first row holds names: yes, no, or auto to find out")
     task: str = option("auto", "classes, numbers, or auto: numbers where the target has decimals or many values")
     size: int = option(224, "pixels along a side")
@@ -77,15 +77,15 @@ class ImageOptions(Options):
         2, "blocks of each of the resnet's four stages; the vit has three times as many layers", most=256
     )
     weights: str = option("", "a .safetensors file of the model, or a folder with one of transformers, to begin with")
-    patience: int = option(5, "evaluations without improvement before it stops")
+    patience: int = option(5, "evaluations without improvement before the training stops")
     flip: bool = option(True, "mirror pictures at random; not for letters and digits")
     crop: float = option(0.2, "cut off up to this share of each side at random")
     colour: float = option(0.2, "change brightness, contrast and saturation at random, by up to this share")
     mixup: float = option(0.0, "mix pictures with others, by shares drawn from Beta of this number; 0.2 is usual")
     cutmix: float = option(0.0, "put boxes of others into them, of areas drawn from Beta of this number; 1 is usual")
     tta: int = option(1, "views of each picture that an answer is the mean of: itself, mirrored, corners; up to 10")
-    smoothing: float = option(0.1, "of labels")
-    weight_decay: float = option(0.05, "of AdamW")
+    smoothing: float = option(0.1, "label smoothing")
+    weight_decay: float = option(0.05, "weight decay of AdamW")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -399,12 +399,12 @@ class PictureReader(Reader):
         return made(name, self.network)
 
     def pictures(self, table: Table, say: Say, *, is_asked: bool = False) -> Pictures:
-        """The pictures that a table names, decoded, a row each; those that are none are told."""
+        """The pictures that a table names, decoded, a row each; a warning counts the broken ones."""
         pillow()
         paths = table[self.path_in(table)].texts()
         files = files_named(paths, table.path, self.root, say, is_asked=is_asked)
-        told = now_and_then(say, "pictures  {done:,} of {total:,} decoded")
-        found = decoded(files, size=self.network.size, fit=self.fit, progress=told)
+        progress = now_and_then(say, "pictures  {done:,} of {total:,} decoded")
+        found = decoded(files, size=self.network.size, fit=self.fit, progress=progress)
         say(f"pictures  {found.line}")
         if found.broken:
             named = [path or "(no path)" for path in paths]
@@ -496,9 +496,9 @@ def _folder_problems(table: Table) -> list[str]:
     names = checks.classes_of(table[CLASS])[0]
     parts = {name: PARTS[name.lower()] for name in names if name.lower() in PARTS}
     if len(parts) == len(names) and "data" in parts.values():
-        said = " ".join(f"--{part} {shlex.quote(str(table.path / name))}" for name, part in sorted(parts.items()))
+        words = " ".join(f"--{part} {shlex.quote(str(table.path / name))}" for name, part in sorted(parts.items()))
         return [
-            f"the folders of {table.path} are {', '.join(names)}, which are parts of the data, no classes; say {said}"
+            f"the folders of {table.path} are {', '.join(names)}, which are parts of the data, no classes; say {words}"
         ]
     inner = {Path(path).parts[1] for path in table[PATH].texts() if len(Path(path).parts) > 2}
     if len(names) == 1 and len(inner) > 1:

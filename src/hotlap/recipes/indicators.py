@@ -1,4 +1,4 @@
-"""What a bar and those before it tell: features that never look ahead, and the direction that is to be foretold.
+"""Features of bars that never look ahead, and the direction to predict.
 
 Every sum here adds numbers in an order that does not depend on how many rows there are, so that what is known at a bar
 stays the same to the last bit, whatever comes after it.
@@ -23,9 +23,9 @@ SWING = 3
 SWINGS = 4
 """Swings of a kind that structure is counted over."""
 LONG_AGO = 50
-"""Bars after which a swing is no longer news."""
+"""Bars after which a swing no longer counts."""
 NEGLIGIBLE = 1e-18
-"""What weighs less in a running average is left out."""
+"""hotlap leaves out smaller weights in a running average."""
 
 DOWN, FLAT, UP, UNKNOWN = 0, 1, 2, -1
 
@@ -86,7 +86,7 @@ def direction(bars: Bars, ahead: int, threshold: float, *, volatility_over: int 
 
 @dataclass(frozen=True, eq=False)
 class Standard:
-    """Shifts and stretches features as the training rows demand: to mean 0 and spread 1 there."""
+    """Scales features to mean 0 and standard deviation 1 on the training rows."""
 
     mean: Numbers
     spread: Numbers
@@ -116,7 +116,7 @@ class Standard:
 
 
 def standardised(train_values: Numbers) -> Standard:
-    """What makes features of mean 0 and spread 1 of these rows: give those of the training only."""
+    """The scaling that gives these rows mean 0 and standard deviation 1; pass training rows only."""
     if not isinstance(train_values, np.ndarray) or train_values.ndim != 2 or not len(train_values):
         raise DataError(f"training rows must be an array of rows × features, not {kind_of(train_values)}")
     rows = train_values.astype(np.float64)
@@ -283,7 +283,7 @@ OWN: dict[str, Callable[[Bars], Numbers]] = {
     "weekday_sin": partial(of_week, wave=np.sin),
     "weekday_cos": partial(of_week, wave=np.cos),
 }
-"""What is asked of the bars themselves."""
+"""The features of the bars themselves."""
 
 OF_LONGER: dict[str, Callable[[Bars], Numbers]] = {
     "return_1": OWN["return_1"],
@@ -291,7 +291,7 @@ OF_LONGER: dict[str, Callable[[Bars], Numbers]] = {
     "ema_20": OWN["ema_20"],
     "atr_14": OWN["atr_14"],
 }
-"""What is asked of longer bars."""
+"""The features of longer bars."""
 
 
 def smoothed(values: Numbers, over: int, share: float) -> Numbers:

@@ -1,4 +1,4 @@
-"""What the cells of a column are: numbers, flags, dates, categories or text, read off the way they are written."""
+"""The kind of a column, recognised from its cells: numbers, flags, dates, categories or text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NOTHING = (
 MISSING = frozenset(
     form for word in _NOTHING for form in (word, word.upper(), word.capitalize(), word.replace("nan", "NaN"))
 ) | {"NaT", "<Na>"}
-"""How people write that there is nothing."""
+"""How people write a missing value."""
 LONG = 50
-"""Characters of a mean value from which on a column is text, however often its values come back."""
+"""Mean number of characters above which a column is text, even if its values repeat."""
 
 # A word and a line end, as often as they come: all words of a column are matched in one go.
 _WHOLES = re.compile(r"(?:[-+]?(?:0|[1-9][0-9]*+)\n)*+")
@@ -48,14 +48,14 @@ _NO_OFFSET = np.timedelta64(0, "s")
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 _PAIRS = (("false", "true"), ("no", "yes"))
 MOST_FLAGS = 12
-"""Ways to write two words."""
+"""Most spellings of two words."""
 
 
 class Cells:
-    """The cells of a column as a file writes them, in a few long texts: strings would take ten times the memory."""
+    """The cells of a column as the file writes them, in a few long strings: single ones take ten times the memory."""
 
     END = "\0"
-    """What parts a cell from the next: no text file holds it."""
+    """Separates cells: no text file contains it."""
 
     def __init__(self, parts: Sequence[str], count: int) -> None:
         """`parts` hold `count` cells in all, with END between them."""
@@ -85,7 +85,7 @@ class Cells:
 
 
 class UnfitError(ValueError):
-    """A word that is not of the kind that its column was said to be."""
+    """A word that does not fit the kind asked for."""
 
     def __init__(self, word: str) -> None:
         self.word = word
@@ -127,12 +127,12 @@ class Column:
         )
 
     def texts(self) -> list[str]:
-        """The cells as a file has them; nothing where nothing is."""
+        """The cells as a file has them; empty where a value is missing."""
         match self.kind:
             case "category" | "flag":
                 words = np.asarray([*self.categories, ""], dtype=object)[self.values.astype(np.int64)]
             case "date":
-                words = _told_dates(self.values)
+                words = _date_texts(self.values)
             case _:
                 words = np.asarray(list(map(str, self.values.tolist())), dtype=object)
         if self.missing is not None:
@@ -141,15 +141,15 @@ class Column:
         return found
 
 
-def recognised(name: str, texts: Cells | Sequence[str], told: Kind | None = None) -> Column:
-    """A column of these cells, of the kind that all of them fit, or of the kind that it is told to be.
+def recognised(name: str, texts: Cells | Sequence[str], wanted: Kind | None = None) -> Column:
+    """A column of these cells, of the kind that all of them fit, or of the `wanted` kind.
 
     Space around a cell does not count. Numbers with leading zeros, and those that 64 bits do not hold, are names of
-    things and no amounts: categories or text. Whole numbers are dates only where told: seconds since 1970.
-    Raises UnfitError where a cell is not of the kind told.
+    things and no amounts: categories or text. Whole numbers are dates only if wanted: seconds since 1970.
+    Raises UnfitError where a cell does not fit the wanted kind.
     """
-    if isinstance(texts, Cells) and told in (None, "empty", "number", "whole number"):
-        amounts = _amounts(name, texts, told)
+    if isinstance(texts, Cells) and wanted in (None, "empty", "number", "whole number"):
+        amounts = _amounts(name, texts, wanted)
         if amounts is not None:
             return amounts
     words = _Words.of(texts)
@@ -158,9 +158,9 @@ def recognised(name: str, texts: Cells | Sequence[str], told: Kind | None = None
     present = [word for word in words.distinct if word not in blank]
     if not present:
         return Column(name=name, kind="empty", values=np.full(len(words), np.nan), missing=missing)
-    if told in ("category", "text"):
-        return _in_words(name, words, present, blank, told)
-    kind, values = _told(present, told) if told and told != "empty" else _found(present)
+    if wanted in ("category", "text"):
+        return _in_words(name, words, present, blank, wanted)
+    kind, values = _as_kind(present, wanted) if wanted and wanted != "empty" else _found(present)
     if kind is None:
         return _in_words(name, words, present, blank)
     nothing, dtype = _STORED[kind]
@@ -172,13 +172,13 @@ def recognised(name: str, texts: Cells | Sequence[str], told: Kind | None = None
 
 
 def in_words(name: str, words: Sequence[str]) -> Column:
-    """A column of words that are never anything else: categories where few come back often, else text."""
+    """A column of words: categories where few words repeat often, else text."""
     found = _Words.of(words, strip=False)
     return _in_words(name, found, [word for word in found.distinct if word], {""})
 
 
 def in_seconds(dates: Values) -> Values:
-    """Dates by the second, or by the nanosecond where there are parts of seconds that it can hold."""
+    """Dates to the second, or to the nanosecond where they have fractions and the range allows it."""
     whole = dates.astype("datetime64[s]")
     years = whole[~np.isnat(whole)].astype("datetime64[Y]").astype(np.int64) + 1970
     in_range = bool(((years >= 1678) & (years < 2262)).all())
@@ -193,7 +193,7 @@ def are_numbers(words: Iterable[str]) -> bool:
 
 
 def check_kinds(kinds: Mapping[str, str], names: Collection[str], path: object) -> None:
-    """Refuse kinds of columns that are not there, and kinds that there are not."""
+    """Refuse kinds for missing columns, and unknown kinds."""
     for name, kind in kinds.items():
         if name not in names:
             raise DataError(f"{path} has no column {name!r}{did_you_mean(name, names)}")
@@ -204,11 +204,11 @@ def check_kinds(kinds: Mapping[str, str], names: Collection[str], path: object) 
 # --- columns of numbers --------------------------------------------------------------------------------
 
 
-def _amounts(name: str, cells: Cells, told: Kind | None) -> Column | None:
+def _amounts(name: str, cells: Cells, wanted: Kind | None) -> Column | None:
     """A column of numbers, read part by part: its words are never all in memory. None where it may be anything else."""
     texts: list[str] = []
     blanks: list[Values | None] = []
-    is_whole = told != "number"
+    is_whole = wanted != "number"
     for part in cells.parts:
         found = _numbers_in(part)
         if found is None:
@@ -217,7 +217,7 @@ def _amounts(name: str, cells: Cells, told: Kind | None) -> Column | None:
         is_whole = is_whole and (not text or _WHOLES.fullmatch(text) is not None)
         texts.append(text)
         blanks.append(blank)
-    if not any(texts) or (told == "whole number" and not is_whole):
+    if not any(texts) or (wanted == "whole number" and not is_whole):
         return None
     kind: Kind = "whole number" if is_whole else "number"
     nothing, dtype = _STORED[kind]
@@ -237,7 +237,7 @@ def _amounts(name: str, cells: Cells, told: Kind | None) -> Column | None:
 
 
 def _numbers_in(part: str) -> tuple[str, Values | None] | None:
-    """The numbers among the cells of a part, a line each, and where there is nothing; None where there is more."""
+    """The numbers of a part, a line each, and where values are missing; None where other cells are among them."""
     if "\n" in part or "\r" in part:
         return None
     text = part.replace(Cells.END, "\n") + "\n"
@@ -261,7 +261,7 @@ _STORED: dict[str, tuple[Any, Any]] = {
     "flag": (False, np.bool_),
     "date": (np.iinfo(np.int64).min, np.int64),
 }
-"""What stands where nothing is, and the type of all; dates are microseconds at first, and the least of them is NaT."""
+"""The value for a missing cell, and the dtype; dates are microseconds at first, and the smallest one is NaT."""
 
 
 def _found(words: Collection[str]) -> tuple[Kind | None, Parsed]:
@@ -281,15 +281,15 @@ def _found(words: Collection[str]) -> tuple[Kind | None, Parsed]:
     return None, {}
 
 
-def _told(words: Collection[str], kind: Kind) -> tuple[Kind, Parsed]:
-    """What these words mean as the kind that they are told to be."""
+def _as_kind(words: Collection[str], kind: Kind) -> tuple[Kind, Parsed]:
+    """The values of these words as the kind asked for."""
     if kind == "date" and _match(_WHOLES, words):
         seconds = _wholes(words)
         for word, value in seconds.items():
             if abs(value) > 2**63 // 1_000_000 - 1:
                 raise UnfitError(word)
         return kind, {word: value * 1_000_000 for word, value in seconds.items()}
-    readers = {"number": _numbers, "whole number": _told_wholes, "flag": _flags, "date": _dates}
+    readers = {"number": _numbers, "whole number": _lenient_wholes, "flag": _flags, "date": _dates}
     return kind, readers[kind](words)
 
 
@@ -302,7 +302,7 @@ def _are_amounts(words: Collection[str]) -> bool:
 
 
 def _have_decimal_commas(words: Collection[str]) -> bool:
-    """Whether commas part whole from broken; where three digits follow every one they may part thousands."""
+    """Whether commas are decimal points; where three digits follow every one, they may separate thousands."""
     if not _match(_DECIMAL_COMMAS, words):
         return False
     behind = {len(word.partition(",")[2]) for word in words if "," in word}
@@ -324,8 +324,8 @@ def _wholes(words: Collection[str]) -> Parsed:
     return found
 
 
-def _told_wholes(words: Collection[str]) -> Parsed:
-    """Also such as 3.0, as which they are written where some were missing."""
+def _lenient_wholes(words: Collection[str]) -> Parsed:
+    """Also values such as 3.0, which other programs write where some are missing."""
     bare = {word: word.removesuffix(".0") for word in words}
     values = _wholes(list(dict.fromkeys(bare.values())))
     return {word: values[other] for word, other in bare.items()}
@@ -389,7 +389,7 @@ def _parsed(words: Collection[str], read: Callable[[str], Any]) -> Parsed:
         found = dict(zip(words, map(read, words), strict=True))
     except (ValueError, LookupError):
         raise UnfitError(next(word for word in words if not _reads(read, word))) from None
-    if "_" in "".join(words):  # Python reads 1_000; nobody writes that in a file
+    if "_" in "".join(words):  # Python reads 1_000, and files do not write it
         raise UnfitError(next(word for word in words if "_" in word))
     return found
 
@@ -438,11 +438,11 @@ class _Words:
 
 
 def _in_words(
-    name: str, words: _Words, present: Collection[str], blank: Collection[str], told: Kind | None = None
+    name: str, words: _Words, present: Collection[str], blank: Collection[str], wanted: Kind | None = None
 ) -> Column:
     missing = words.where(blank)
     count = len(words) - (0 if missing is None else int(missing.sum()))
-    if (told or _kind_of_words(present, count)) == "text":
+    if (wanted or _kind_of_words(present, count)) == "text":
         texts = words.each({word: "" if word in blank else word for word in words.distinct}, object)
         return Column(name=name, kind="text", values=texts, missing=missing)
     categories = in_order(present)
@@ -452,7 +452,7 @@ def _in_words(
 
 
 def _kind_of_words(distinct: Collection[str], count: int) -> Kind:
-    """Categories are few against the rows, and short."""
+    """Categories are short, and few compared with the rows."""
     few = max(count // 5, min(20, count // 2))
     is_long = sum(map(len, distinct)) > LONG * len(distinct)
     return "text" if is_long or len(distinct) > few else "category"
@@ -474,7 +474,7 @@ def _flag_words(words: Sequence[str]) -> tuple[str, str]:
     return first.get(pair[0], pair[0]), first.get(pair[1], pair[1])
 
 
-def _told_dates(dates: Values) -> Values:
+def _date_texts(dates: Values) -> Values:
     """Days as days, others with their time."""
     days = dates.astype("datetime64[D]")
     same = np.array_equal(days.astype(dates.dtype), dates, equal_nan=True)

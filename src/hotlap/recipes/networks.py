@@ -167,12 +167,12 @@ def begun(name: str, plan: NetworkPlan, weights: str, say: Say) -> PictureNetwor
         raise StoreError(f"{weights} has {len(given):,} tensors, and none of them fits {name}; name its own model")
     model.load_state_dict(fits, strict=False)
     missing = [key for key in own if key not in fits and not key.startswith("normalise.")]
-    say(_told(name, weights, len(fits), missing))
+    say(_weights_line(name, weights, len(fits), missing))
     return model
 
 
-def _told(name: str, weights: str, fitting: int, missing: Sequence[str]) -> str:
-    rest = f"; {len(missing)} begin anew, as {missing[-1]}" if missing else ""
+def _weights_line(name: str, weights: str, fitting: int, missing: Sequence[str]) -> str:
+    rest = f"; {len(missing)} begin at random, as {missing[-1]}" if missing else ""
     return f"weights   {fitting:,} tensors of {name} from {weights}{rest}"
 
 
@@ -217,7 +217,7 @@ def _of_transformers(name: str, plan: NetworkPlan, folder: str = "", say: Say = 
     if not folder:
         return library_models.made(CLASSIFIER, config, name, labels=plan.outputs)
     found, missing = library_models.loaded(CLASSIFIER, config, Path(folder), name, labels=plan.outputs)
-    say(_told(name, folder, len(found.state_dict()) - len(missing), missing))
+    say(_weights_line(name, folder, len(found.state_dict()) - len(missing), missing))
     return found
 
 

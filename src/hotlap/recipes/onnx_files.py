@@ -1,4 +1,4 @@
-"""A trained network as an ONNX file with all that it takes to use it, held against the network itself."""
+"""A trained network as an ONNX file that describes its inputs, compared with the network's own answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe can be told: by options of the command, or by a file; every run writes the file that repeats it."""
+"""The options of a recipe, from the command line or a file; each run writes the file that repeats it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hotlap.core.units import MIB
 from hotlap.store.files import read_text
 
 MOST, MOST_WHOLE = 1e30, 1_000_000
-"""What a number, and a whole number, may be at most, where an option says nothing else."""
+"""Most that a number, and a whole number, may be, unless the option has its own bound."""
 OPTIONS = "options.toml"
 """In the folder of a recipe's run: what was asked for."""
 MOST_FILE_BYTES = MIB
@@ -36,24 +36,24 @@ def option(default: Any, words: str, *, most: float | None = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every recipe can be told. A recipe's own options build upon it; all are words, numbers or lists of words."""
+    """The options of every recipe; each recipe extends them. All are words, numbers or lists of words."""
 
     data: str = option("", "a CSV or Parquet file, or a folder of them")
     target: str = option("", "the column to predict")
-    valid: str = option("", "a file to judge by; without it a part of the data is held out")
-    valid_share: float = option(0.2, "the part that is held out")
-    group: str = option("", "a column: rows of one group are all trained on, or all held out")
+    valid: str = option("", "a file to judge by; the default is to hold out a part of the data")
+    valid_share: float = option(0.2, "the share of the rows to hold out")
+    group: str = option("", "a column; rows of one group are all trained on, or all held out")
     test: str = option("", "a file to predict at the end")
-    epochs: int = option(0, "times through the data; 0 leaves it to the recipe")
-    batch_size: int = option(64, "samples an update")
+    epochs: int = option(0, "passes over the data; 0 leaves it to the recipe")
+    batch_size: int = option(64, "samples in an update")
     lr: float = option(0.0, "the highest learning rate; 0 leaves it to the recipe")
-    patience: int = option(3, "evaluations without improvement before it stops")
-    seed: int = option(0, "decides first weights, order and what is held out", most=2**63 - 1)
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
-    plan: str = option("auto", "as for fit: auto, off, max, a plan file, or a run to replay")
+    patience: int = option(3, "evaluations without improvement before the training stops")
+    seed: int = option(0, "seed of the first weights, the order and the held-out rows", most=2**63 - 1)
+    device: str = option("auto", "device: auto, cpu, cuda or cuda:N")
+    plan: str = option("auto", "auto, off, max, a plan file, or a run folder to replay")
     warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
-    weight_decay: float = option(0.01, "of AdamW")
-    balance: bool = option(True, "weigh classes by how rare they are")
+    weight_decay: float = option(0.01, "weight decay of AdamW")
+    balance: bool = option(True, "give rare classes a higher weight")
     onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ def outside(options: Options, **ranges: tuple[float, float]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Calling:
-    """What `hotlap train` can be told beside a recipe's options; a file may say it, and that of a run never does."""
+    """The options of `hotlap train` itself, which a file may set; the file of a run does not."""
 
     out: str = ""
     retrain: bool = False
@@ -159,12 +159,12 @@ def _parted(file: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     return parts[0], parts[1]
 
 
-def _values(kind: type[Any], said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _values(kind: type[Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The values of fields by their names, and what is wrong with them."""
     kinds, wrong = get_type_hints(kind), list[str]()
     known = [one.name for one in fields(kind)]
     values: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in given.items():
         plain = name.replace("-", "_")
         if plain not in known:
             wrong.append(f"no option is called {shown(name)}{did_you_mean(plain, known)}")

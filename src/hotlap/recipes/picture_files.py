@@ -1,4 +1,4 @@
-"""Where pictures lie: folders with one folder for each class, and paths that a table names, none of them elsewhere."""
+"""Where pictures lie: folders of classes, and the paths of a table, which may not lead elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATH, CLASS = "path", "class"
 LOOKED_AT = 20
 """Paths by which it is found where all of them begin."""
 LEVELS, MOST_ENTRIES = 2, 20_000
-"""How deep, and at how much, is looked for a folder that nobody named."""
+"""How many levels and entries hotlap searches for a folder that is not named."""
 
 
 def folder_columns(folder: Path) -> tuple[dict[str, list[str]], list[str]] | None:
@@ -91,7 +91,7 @@ def placed(paths: Sequence[str], table: Path, root: str, *, is_asked: bool = Fal
 
 
 def folder_of(table: Path) -> Path:
-    """Where the paths of a table begin, unless it is said."""
+    """Where the paths of a table begin, without --root."""
     return table if table.is_dir() else table.parent
 
 
@@ -184,10 +184,10 @@ def _found(base: Path, path: str) -> Path | None:
     return next((one for one in names if is_file(one)), None)
 
 
-def _within(folder: Path, told: Callable[[OSError], None] | None = None) -> list[Path]:
-    """All files of a folder and of those in it, in order of name; of folders that cannot be read, `told` is."""
+def _within(folder: Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
+    """All files of a folder and below, in order of name; `on_error` is called for unreadable folders."""
     found = []
-    for here, folders, names in os.walk(folder, onerror=told):
+    for here, folders, names in os.walk(folder, onerror=on_error):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(here) / name for name in sorted(names) if not name.startswith(".")]
     return found

@@ -1,4 +1,4 @@
-"""What a recipe makes of its data, and what reads tables for its models."""
+"""What a recipe makes of its data (`Prepared`), and the base of what reads tables for its models (`Reader`)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Reader:
         raise NotImplementedError
 
     def keep_files(self, folder: Path) -> None:
-        """Write what is no JSON, such as a tokenizer: nothing."""
+        """Write files beside the JSON, such as a tokenizer: none."""
 
     def model(self, name: str) -> nn.Module:
         """A model of this name with random weights."""
@@ -79,7 +79,7 @@ class Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A model to be trained; the job is made when its turn comes, so that no two are in memory at once."""
+    """A model to train; its job is built when its turn comes, so that only one is in memory."""
 
     name: str
     job: Callable[[], Job]
@@ -87,7 +87,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """One more split of the same data, on which the best model is trained and judged once more."""
+    """Another split of the same data, on which the best model is trained and judged again."""
 
     name: str
     job: Callable[[], Job]

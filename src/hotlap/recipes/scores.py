@@ -294,7 +294,7 @@ class ByNumber:
         return found
 
     def threshold(self, answers: Numbers, target: Numbers) -> None:
-        """There is none."""
+        """Numbers have none."""
 
     def report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
         """All scores of numbers."""

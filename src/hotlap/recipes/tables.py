@@ -1,4 +1,4 @@
-"""Tables as files have them: CSV and Parquet, read into columns whose kinds are recognised and shown."""
+"""Tables as files have them: CSV and Parquet, read into columns whose types hotlap recognises and shows."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from hotlap.store.files import write_bytes
 
 PARQUET = (".parquet", ".pq")
 MEMORY_A_VALUE = 16
-"""Bytes that a value takes while it is read, at least: in the file's own form, and in numpy's."""
+"""Least bytes for a value while it is read: once as the file has it, once as numpy has it."""
 
 
 def libraries(file: Path) -> tuple[Any, Any]:
-    """What reads and writes Parquet files; DataError where it is missing."""
+    """The libraries that read and write Parquet files; DataError where they are missing."""
     try:
         return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
@@ -39,7 +39,7 @@ def libraries(file: Path) -> tuple[Any, Any]:
 
 
 def _read(file: Path) -> Any:
-    """The table in a file, texts as numbers of different ones; DataError where it is none, or more than memory holds.
+    """The table in a file, texts encoded as a dictionary; DataError where it cannot be read or does not fit in memory.
 
     A file of some kilobytes can say that a value comes a billion times: it is asked how many there are before it is
     read, and texts that come again are kept once.
@@ -78,7 +78,7 @@ def _is_text(types: Any, kind: Any) -> bool:
 
 
 def _text_bytes(column: Any) -> int:
-    """How long the texts of a column are in all, those that come again counted each time."""
+    """The total length of the texts of a column, repeats included."""
     arrow, total = import_module("pyarrow"), 0
     if not arrow.types.is_dictionary(column.type) or not _is_text(arrow.types, column.type.value_type):
         return 0
@@ -90,7 +90,7 @@ def _text_bytes(column: Any) -> int:
 
 
 class ParquetFile:
-    """A Parquet file. Raises DataError in one line where it is none, or where pyarrow is missing."""
+    """A Parquet file. Raises DataError in one line where it cannot be read, or where pyarrow is missing."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -115,12 +115,12 @@ class ParquetFile:
         return self._count
 
     def column(self, name: str) -> Column:
-        """A column by its own type."""
+        """A column by its type in the file."""
         return self._columns[name]
 
 
 def _from_arrow(name: str, array: Any) -> Column | None:
-    """A column of the kind that Parquet says; None for one that is no list of single values."""
+    """A column of the type that Parquet gives it; None where its cells are not single values."""
     types = import_module("pyarrow").types
     kind, absent = array.type, np.asarray(array.is_null())
     missing = absent if absent.any() else None
@@ -152,7 +152,7 @@ def _from_arrow(name: str, array: Any) -> Column | None:
 
 
 def as_they_are(files: Sequence[Path]) -> dict[str, Any]:
-    """The columns that all files have, one below the other, of the types that they have; none where these differ."""
+    """The columns that all files share, concatenated with their types; empty where the types differ."""
     arrow, parquet = libraries(files[0])
     tables = [_read(file) for file in files]
     known = [set(table.column_names) for table in tables]
@@ -166,7 +166,7 @@ def as_they_are(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def exact_texts(column: Any) -> list[str] | None:
-    """The cells of a column whose type holds more than numbers do, as it writes them; None for all others."""
+    """The exact texts of a column of decimals, which floats would round; None for other types."""
     if import_module("pyarrow").types.is_decimal(column.type):
         return ["" if value is None else str(value) for value in column.to_pylist()]
     return None
@@ -178,7 +178,7 @@ def write_parquet(
     more: Mapping[str, Sequence[Any]],
     given: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write columns by their kinds, and more of them behind, in which None is nothing.
+    """Write columns by their kinds, and `more` behind them, in which None is a missing value.
 
     Those that are `given` are written as they are, with those among them that are none of the others.
     """
@@ -199,7 +199,7 @@ def _to_arrow(arrow: Any, column: Column) -> Any:
 
 
 def joined(columns: list[Column]) -> Column:
-    """The columns of several files below each other: of their kind, or of what their texts are."""
+    """The columns of several files concatenated; where their kinds differ, recognised anew from their texts."""
     first = columns[0]
     if len(columns) == 1:
         return first
@@ -216,13 +216,13 @@ def joined(columns: list[Column]) -> Column:
     return recognised(first.name, [text for column in columns for text in column.texts()])
 
 
-__all__ = ["Column", "Kind", "Table", "arrow_columns", "columns_told", "named_columns", "plain_cells", "read_table"]
+__all__ = ["Column", "Kind", "Table", "arrow_columns", "column_lines", "named_columns", "plain_cells", "read_table"]
 
 SUFFIXES = csv_files.SUFFIXES + PARQUET
 FILE = "file"
-"""The column that says from which file of a folder a row is."""
-MOST_TOLD = 200
-"""Columns that are shown, of which most tables have fewer."""
+"""The column with the file that each row comes from."""
+MOST_SHOWN = 200
+"""Columns that hotlap shows; most tables have fewer."""
 LONGEST_NAME = 40
 """Characters of a name that a line shows."""
 
@@ -234,11 +234,11 @@ class Table:
     path: Path
     columns: dict[str, Column]
     notes: tuple[str, ...] = ()
-    """What was out of the ordinary when it was read, one line each."""
+    """What was unusual in the file, one line each."""
     has_header: bool = True
-    """Whether its file names the columns."""
+    """Whether the file has a header."""
     files: tuple[tuple[str, int], ...] = ()
-    """The files it was read from, one below the other: their names, and how many rows each has."""
+    """The files that hotlap concatenated: their names, and how many rows each has."""
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -258,7 +258,7 @@ class Table:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """The kind of each column: give it to `read_table` for a file that is to be read as this one was."""
+        """The kind of each column: pass it to `read_table` to read another file in the same way."""
         return {name: column.kind for name, column in self.columns.items()}
 
 
@@ -346,7 +346,7 @@ def table_in_memory(data: Any, columns: Sequence[str], kind: Kind | None = None)
 
 
 def plain_cells(path: Path, table: Table) -> dict[str, Cells | Sequence[str]]:
-    """The cells of a table's columns as the file writes them, not as they were understood."""
+    """The cells of a table's columns exactly as the file writes them."""
     exact: dict[str, Cells | Sequence[str]] = {}
     if not _lists_pictures(path):
         files = _files(path)
@@ -360,7 +360,7 @@ def plain_cells(path: Path, table: Table) -> dict[str, Cells | Sequence[str]]:
 
 
 def arrow_columns(path: Path) -> dict[str, Any]:
-    """The columns of Parquet files as they are, those that a table cannot hold among them; of other files none."""
+    """All columns of Parquet files with their own types, also those that a table cannot hold; empty for other files."""
     if _lists_pictures(path):
         return {}
     files = _files(path)
@@ -368,26 +368,26 @@ def arrow_columns(path: Path) -> dict[str, Any]:
 
 
 def _lists_pictures(path: Path) -> bool:
-    """Whether what was read there are the names of pictures, which no file writes down."""
+    """Whether the table lists the pictures of a folder, so that there is no file of cells."""
     return is_picture(path) or (path.is_dir() and not _tables_in(path))
 
 
-def columns_told(table: Table) -> list[str]:
-    """What was understood of each column, one line each: name, kind, how much is missing, an example; then notes."""
-    cells = [_told(column) for column in islice(table.columns.values(), MOST_TOLD)]
+def column_lines(table: Table) -> list[str]:
+    """Each column as hotlap understands it, a line each: name, kind, share missing, an example; then notes."""
+    cells = [_described(column) for column in islice(table.columns.values(), MOST_SHOWN)]
     widths = [max(map(len, part)) for part in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    more = [f"and {len(table.columns) - MOST_TOLD:,} more columns"] if len(table.columns) > MOST_TOLD else []
-    return [*lines, *more, *(f"note: {note}" for note in table.notes[:MOST_TOLD])]
+    more = [f"and {len(table.columns) - MOST_SHOWN:,} more columns"] if len(table.columns) > MOST_SHOWN else []
+    return [*lines, *more, *(f"note: {note}" for note in table.notes[:MOST_SHOWN])]
 
 
 def named_columns(table: Table) -> str:
-    """The names of columns with their kinds, for a question about them."""
-    named = [f"{name} ({column.kind})" for name, column in islice(table.columns.items(), MOST_TOLD)]
-    return ", ".join([*named, *(["…"] if len(table.columns) > MOST_TOLD else [])])
+    """The columns with their kinds, for a message that asks for one."""
+    named = [f"{name} ({column.kind})" for name, column in islice(table.columns.items(), MOST_SHOWN)]
+    return ", ".join([*named, *(["…"] if len(table.columns) > MOST_SHOWN else [])])
 
 
-def _told(column: Column) -> tuple[str, str, str, str]:
+def _described(column: Column) -> tuple[str, str, str, str]:
     kind: str = column.kind
     if column.kind == "category":
         kind = f"category of {len(column.categories)}"
@@ -439,7 +439,7 @@ def _is_parquet(file: Path) -> bool:
 
 
 def _check(path: Path, files: Sequence[TextFile] | Sequence[ParquetFile], kinds: Mapping[str, Kind] | None) -> None:
-    """Refuse files that do not have the same columns (in whichever order), or have no rows, and kinds of no column."""
+    """Refuse files with different columns (in any order) or without rows, and kinds for columns that are missing."""
     first = files[0]
     wanted = set(first.names)
     for file in files[1:]:
@@ -457,25 +457,25 @@ def _check(path: Path, files: Sequence[TextFile] | Sequence[ParquetFile], kinds:
     check_kinds(kinds or {}, first.names, path)
 
 
-def _typed_column(name: str, files: Sequence[ParquetFile], told: Kind | None) -> Column:
+def _typed_column(name: str, files: Sequence[ParquetFile], wanted: Kind | None) -> Column:
     column = joined([file.column(name) for file in files])
-    if told in (None, "empty", column.kind):
+    if wanted in (None, "empty", column.kind):
         return column
     try:
-        return recognised(name, column.texts(), told)
+        return recognised(name, column.texts(), wanted)
     except UnfitError as error:
-        raise DataError(f"{files[0].file}: {shown(error.word)} in column {name!r} is no {told}") from None
+        raise DataError(f"{files[0].file}: {shown(error.word)} in column {name!r} is no {wanted}") from None
 
 
-def _written_column(name: str, files: Sequence[TextFile], told: Kind | None) -> Column:
+def _written_column(name: str, files: Sequence[TextFile], wanted: Kind | None) -> Column:
     try:
-        return recognised(name, Cells.below([file.cells(name) for file in files]), told)
+        return recognised(name, Cells.below([file.cells(name) for file in files]), wanted)
     except UnfitError as error:
         for file in files:
             row = next((row for row, cell in enumerate(file.cells(name)) if cell.strip() == error.word), None)
             if row is not None:
                 line = f"{file.file} line {file.line_of(row)}"
-                raise DataError(f"{line}: {shown(error.word)} in column {name!r} is no {told}") from None
+                raise DataError(f"{line}: {shown(error.word)} in column {name!r} is no {wanted}") from None
         raise
 
 

@@ -1,4 +1,4 @@
-"""Reading a recipe's table, splitting its rows, and what else recipes on tables share."""
+"""What all recipes on tables share: `TabularRecipe`, reading, and splits into training and held-out rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hotlap.recipes import checks
 from hotlap.recipes.options import Options
 from hotlap.recipes.recipe import Candidate, Fold, Numbers, Prepared, Reader, Say
 from hotlap.recipes.scores import class_weights
-from hotlap.recipes.tables import Table, columns_told, named_columns, read_table
+from hotlap.recipes.tables import Table, column_lines, named_columns, read_table
 from hotlap.store.weights import bytes_of
 
 TRAINED = 4
@@ -36,18 +36,18 @@ STRATA = 10
 """Parts of equal number, by their target, of which each gives its share of the rows to hold out."""
 HEADERS = {"auto": None, "yes": True, "no": False}
 """Whether the first row holds names, as an option says it."""
-TOLD_S = 5.0
-"""How often it is said that something goes on."""
+PROGRESS_S = 5.0
+"""Seconds between two lines of progress."""
 
 
 def shown_table(path: str, say: Say, *, header: bool | None = None, needs_names: bool = False) -> Table:
-    """The table in a file or folder, with what was understood of its columns shown.
+    """The table in a file or folder; its columns are shown as hotlap understands them.
 
     Where it has no header, `--header` is named, unless that is no option, as where columns are known by their names.
     """
     table = read_table(Path(path), header=header)
     say(f"data      {path}: {len(table):,} rows")
-    for line in columns_told(table):
+    for line in column_lines(table):
         say(f"          {line}")
     if not table.has_header and header is None and not needs_names:
         say("          note: say --header yes if its first row holds names")
@@ -55,7 +55,7 @@ def shown_table(path: str, say: Say, *, header: bool | None = None, needs_names:
 
 
 def refuse_pictures(table: Table) -> None:
-    """Raise DataError for a folder of pictures, of which only the recipe `image` makes anything."""
+    """Raise DataError for a folder of pictures, which only the recipe `image` reads."""
     if table.path.is_dir() and not table.files:
         command = shlex.join(["hotlap", "train", "image", "--data", str(table.path)])
         raise DataError(f"{table.path} is a folder of pictures; train on it with: {command}")
@@ -89,17 +89,17 @@ def refuse_too_large(make: Callable[[], nn.Module], source: str, device: str, cu
 
 
 def now_and_then(say: Say, words: str) -> Callable[[int, int], None]:
-    """Told how much of something is done, says so in these words every few seconds until all of it is."""
+    """A callback for progress, which shows these words every few seconds until the end."""
     began = last = time.perf_counter()
 
-    def told(done: int, total: int) -> None:
+    def progress(done: int, total: int) -> None:
         nonlocal last
         now = time.perf_counter()
-        if now - last >= TOLD_S and done < total:
+        if now - last >= PROGRESS_S and done < total:
             last = now
             say(f"{words.format(done=done, total=total)}, {done / (now - began):,.0f} a second")
 
-    return told
+    return progress
 
 
 # --- the recipe ------------------------------------------------------------------------------------------

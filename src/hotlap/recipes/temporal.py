@@ -35,17 +35,17 @@ from hotlap.store.cache import Cache, key_of
 MODELS = ("lstm", "transformer", "mlp")
 UNITS = {"m": 60, "h": 3600, "d": 86400}
 LONGEST_S = 400 * 86400
-"""A frame of more seconds is none: that is longer than a year."""
+"""Most seconds in a frame: more than a year."""
 AUTO = "auto"
 """In place of frames."""
 JUDGED_BARS = 2**17
 """Of all windows together that are answered at a time, unless four batches have more."""
 CLASSES = ("down", "flat", "up")
 LEAST = 50
-"""Windows that each side of a split needs, for anything to be said."""
+"""Least windows on each side of a split."""
 OWN_BARS, FRAME_BARS = 50, 20
 """That features look back over: of the bars themselves, and of the longest frame."""
-TOLD = 3
+NAMED = 3
 """Symbols that a line names before it counts the rest."""
 USUAL = (3600, 14400)
 """Longer bars that are made where none are named: h1 and h4."""
@@ -70,9 +70,9 @@ class TemporalOptions(Options):
     threshold: float = option(1.0, "how far is up or down: a multiple of the volatility, or a share of the price")
     volatility: int = option(96, "bars over which the volatility is taken; 0: the threshold is a share of the price")
     models: tuple[str, ...] = option(MODELS, "which to train; the best is kept")
-    batch_size: int = option(256, "samples an update")
-    patience: int = option(5, "evaluations without improvement before it stops")
-    smoothing: float = option(0.05, "of labels")
+    batch_size: int = option(256, "samples in an update")
+    patience: int = option(5, "evaluations without improvement before the training stops")
+    smoothing: float = option(0.05, "label smoothing")
     clip: float = option(0.5, "the largest norm of all gradients together")
     folds: int = option(0, "walk forward: as many times train on what came before, judge on what comes next", most=1000)
 
@@ -166,7 +166,7 @@ class TemporalRecipe(TabularRecipe):
             train = [side_of(options, *one, 0, cut - options.ahead) for one, cut in zip(known, cuts, strict=True)]
             held = [side_of(options, *one, cut, len(one[0])) for one, cut in zip(known, cuts, strict=True)]
         refuse_few(options, options.data, "to train on", known, train, self.frames, self.say)
-        # Of one file the same symbols are short, and were said.
+        # In a single file the same symbols are short: one warning is enough.
         say = self.say if later else None
         refuse_few(options, options.valid or options.data, "to hold out", later or known, held, self.frames, say)
         self.train, self.held = (Windowed(list(filter(None, parts)), options.length) for parts in (train, held))
@@ -307,7 +307,7 @@ class BarReader(Reader):
         return Served(model, mean, spread), windows * spread + mean
 
     def asked(self, table: Table, say: Say) -> Asked:
-        """The bars that have enough before them; the others are said."""
+        """The bars that have enough before them; a line counts the others."""
         series, rows, most, before = [], [], 0, 0
         for one, found in zip(*known_features(table, self._frames, say, seconds=self._seconds), strict=True):
             if len(one) > most:
@@ -400,7 +400,7 @@ def refuse_few(
     frames: Sequence[int],
     say: Say | None,
 ) -> None:
-    """Refuse too few windows, with how many bars make enough of them; symbols that give none are said."""
+    """Refuse too few windows, with how many bars make enough of them; a line names symbols that give none."""
     count = sum(len(side.naive) for side in sides if side is not None)
     warm_up = _warm_up(known, frames)
     if count < LEAST:
@@ -412,10 +412,10 @@ def refuse_few(
         )
     short = [one for (one, _), side in zip(known, sides, strict=True) if side is None]
     if short and say is not None:
-        told = ", ".join(f"{one.symbol or 'one without a name'} with {len(one):,}" for one in short[:TOLD])
-        more = f" and {len(short) - TOLD:,} more" if len(short) > TOLD else ""
+        names = ", ".join(f"{one.symbol or 'one without a name'} with {len(one):,}" for one in short[:NAMED])
+        more = f" and {len(short) - NAMED:,} more" if len(short) > NAMED else ""
         needed = f"a window {what} needs {_bars_for(options, warm_up, 1):,} of a symbol"
-        say(f"warning   left out: bars of {told}{more}: {needed}")
+        say(f"warning   left out: bars of {names}{more}: {needed}")
 
 
 def _warm_up(known: Sequence[tuple[Bars, Features]], frames: Sequence[int]) -> int:
@@ -543,7 +543,7 @@ def _features_of(bars: Sequence[Bars], frames: Sequence[int], path: Path, say: S
 
 
 def seconds_of(frame: str) -> int | None:
-    """How long a bar of a frame is, as traders write it; None where it is none."""
+    """The seconds in a frame such as h4; None where it is no frame."""
     found = re.fullmatch(r"([mhd])(\d+)|(\d+)([mhd])", frame.strip().lower())
     if not found:
         return None

@@ -47,12 +47,12 @@ _SPACE = re.compile(r"\s")
 class TextOptions(EncoderOptions):
     """The options of the recipe."""
 
-    text: tuple[str, ...] = option((), "one or two columns of text; without it all that there are, but for ids")
+    text: tuple[str, ...] = option((), "one or two columns of text; the default is all of them, except ids")
     header: str = option("auto", "whether the first row holds names: yes, no, or auto to find out")
-    batch_size: int = option(16, "samples an update")
-    patience: int = option(2, "evaluations without improvement before it stops")
+    batch_size: int = option(16, "samples in an update")
+    patience: int = option(2, "evaluations without improvement before the training stops")
     warm_up: float = option(0.06, "the share of updates in which the learning rate rises")
-    dropout: float = option(0.1, "before the last layer")
+    dropout: float = option(0.1, "dropout before the last layer")
 
     def __post_init__(self) -> None:
         super().__post_init__()

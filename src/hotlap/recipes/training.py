@@ -1,4 +1,4 @@
-"""Running a recipe: every candidate trained and judged on what was held out, the best kept, all of it written down."""
+"""Run a recipe: train each model, judge it on the held-out rows, keep the best, and write everything down."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Recipe = type[TabularRecipe]
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A trained candidate and how it did on what was held out."""
+    """A trained model, and its scores on the held-out rows."""
 
     name: str
     weights: dict[str, Tensor]
@@ -55,9 +55,9 @@ class Judged:
     history: list[dict[str, Any]]
     train_s: float
     was_kept: bool
-    """Whether it was trained before, and read from the cache."""
+    """Whether the model comes from the cache."""
     bytes_left: int
-    """Of the device's memory, still taken once it was let go of."""
+    """Bytes of the device's memory that stay taken after the model is freed."""
 
 
 def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, say: Say, progress: bool) -> Path:
@@ -68,10 +68,10 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
     choose_device(options.device)
     check_installed()
     if getattr(options, "onnx", False):
-        onnx_files.libraries()  # what is missing is said before anything is trained
+        onnx_files.libraries()  # a missing package must show before the training
     prepared = recipe.prepare(options, say)
     if options.test:
-        # A mistake in it is to be known now, not after the training.
+        # A mistake in it must show now, not after the training.
         table = prepared.reader.table(Path(options.test))
         say(f"test      {options.test}: {len(table):,} rows")
         prepared.reader.asked(table, say)
@@ -108,8 +108,8 @@ def _trained(
         say(line)
     if options.test:
         answers = folder / PREDICTIONS
-        said = answer(folder, Path(options.test), answers, say=say, device=options.device, was_shown=True)
-        say(f"predictions of {options.test} in {answers}: {said.line}")
+        answered = answer(folder, Path(options.test), answers, say=say, device=options.device, was_shown=True)
+        say(f"predictions of {options.test} in {answers}: {answered.line}")
     if beaten_by:
         names, advice = " and ".join(beaten_by), f"; {prepared.advice}" if prepared.advice else ""
         say(f"result    {best.name} gives the answers of this run, though {names} did at least as well{advice}")
@@ -129,7 +129,7 @@ def resume(folder: Path, given: Mapping[str, Any], *, retrain: bool = False, say
 def _compete(
     prepared: Prepared, options: Options, folder: Path, *, retrain: bool, say: Say, progress: bool
 ) -> list[Judged]:
-    """All candidates, trained and judged; one that diverges is told and left out, unless all do."""
+    """All models, trained and judged; hotlap warns of one that diverges and leaves it out, unless all do."""
     found, diverged = [], []
     for one in prepared.candidates:
         out = folder / "models" / one.name
@@ -145,7 +145,7 @@ def _compete(
 
 
 def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
-    """Refuse what is not there, or is there already, before anything is read."""
+    """Refuse files that are missing and folders that are taken, before anything is read."""
     plan = Path(options.plan)
     if options.plan not in (TUNED, EVERYTHING, OFF) and not exists(plan):
         raise PlanError(f"unknown plan {shown(options.plan)}: use auto, off, max, a plan file or a run folder")
@@ -291,7 +291,7 @@ def _held_out_answers(name: str, run: Run, prepared: Prepared, held_out: Any, op
 
 
 def _bytes_left() -> int:
-    """Of the device's memory, once all that is no longer used has been let go of."""
+    """Bytes taken on the device, after unused memory is freed."""
     gc.collect()
     if not torch.cuda.is_available():
         return 0
@@ -335,7 +335,7 @@ def _compared(found: list[Judged], rules: dict[str, Report], prepared: Prepared)
 
 
 def _more_often_right(best: Judged, rules: dict[str, Report]) -> list[str]:
-    """Told where a rule, such as the most frequent class, is right more often than what is best by macro-F1."""
+    """A line where a baseline is right more often than the best model by macro-F1."""
     often = max(rules, key=lambda name: rules[name]["accuracy"], default=None)
     if often is None or rules[often]["accuracy"] <= best.report["accuracy"]:
         return []
@@ -344,8 +344,8 @@ def _more_often_right(best: Judged, rules: dict[str, Report]) -> list[str]:
     return [f"by accuracy {often} is better than {best.name}: {figures}; {why}"]
 
 
-def _told(one: Judged) -> dict[str, Any]:
-    """What a report says of a training beside its scores."""
+def _about(one: Judged) -> dict[str, Any]:
+    """What a report holds of a training beside its scores."""
     return {"train_s": one.train_s, "from_cache": one.was_kept, "device_bytes_left": one.bytes_left}
 
 
@@ -384,14 +384,14 @@ def _write(
     }
     write_text(folder / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
     prepared.reader.keep_files(folder)
-    told = {
+    report = {
         "best": best.name,
-        "models": {one.name: {**one.report, **_told(one)} for one in found},
+        "models": {one.name: {**one.report, **_about(one)} for one in found},
         "baselines": rules,
         "folds": folds,
         "worst": judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
     }
-    write_text(folder / REPORT, json.dumps(finite(told), indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / REPORT, json.dumps(finite(report), indent=1, ensure_ascii=False) + "\n")
     plots.curves({one.name: one.history for one in found}, folder / CURVES)
     if prepared.reader.classes:
         counts = np.asarray(best.report["confusion"])

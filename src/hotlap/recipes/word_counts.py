@@ -1,4 +1,4 @@
-"""A simple rule for texts: a logistic regression over TF-IDF, fitted here or in a process of its own.
+"""The baseline for texts: a logistic regression over TF-IDF, fitted here or in another process.
 
 Run as a file, it reads texts and classes from its input as JSON and writes its answers, so that it takes a core beside
 a training on a GPU instead of seconds before it. It imports nothing of hotlap.
@@ -42,7 +42,7 @@ def is_there() -> bool:
 
 
 def version() -> str:
-    """Of all that the answers hang on beside the texts."""
+    """The version of all that decides the answers beside the texts."""
     return f"{FORMAT}, scikit-learn {importlib.metadata.version('scikit-learn')}"
 
 
@@ -64,7 +64,7 @@ def fitted(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> 
 
 
 def begun(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> Counting:
-    """Begin it in a process of its own, on one core; the answers, which wait for it."""
+    """Fit it in another process on one core; calling the result waits for the answers."""
     with tempfile.TemporaryFile() as given:
         given.write(json.dumps([texts, labels, held]).encode())
         given.seek(0)
