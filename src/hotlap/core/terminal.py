@@ -112,10 +112,10 @@ def write(stream: TextIO, text: str) -> None:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal; one that is closed is none."""
+    """Whether a stream is a terminal; a closed stream, or one that does not say, is none."""
     try:
         return stream.isatty()
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):
         return False
 
 
