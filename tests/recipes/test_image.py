@@ -557,7 +557,7 @@ def test_local_weights_are_where_training_begins_and_what_does_not_fit_is_said(t
     found = begun("resnet", plan, str(tmp_path / "w.safetensors"), lines.append)
     assert torch.equal(found.body.blocks[0].first[0].weight, other.body.blocks[0].first[0].weight)
     assert found.body.head.weight.shape == (2, 32)
-    assert "2 begin anew, as body.head.bias" in lines[0]
+    assert "2 begin at random, as body.head.bias" in lines[0]
     with pytest.raises(StoreError, match="none of them fits vit"):
         begun("vit", plan, str(tmp_path / "w.safetensors"), lines.append)
     with pytest.raises(StoreError, match="cannot read the weights nowhere"):
@@ -578,7 +578,7 @@ def test_a_folder_of_transformers_is_where_training_begins(tmp_path):
     )
     data, lines = table_of(tmp_path, 24), []
     folder = trained(data, tmp_path / "run", lines, weights=str(tmp_path / "vit"), epochs=1)
-    assert any("2 begin anew" in line for line in lines)
+    assert any("2 begin at random" in line for line in lines)
     state, reader, model = revived(folder)
     assert state["model"] == "transformers:vit"
     assert model.normalise.mean.flatten().tolist() == [0.5, 0.5, 0.5]
