@@ -63,3 +63,25 @@ def test_json_stays_in_one_line(narrow, monkeypatch):
     show_json({"why": "because " * 20}, indent=2)
     assert json.loads(narrow.getvalue())["why"].startswith("because")
     assert len(narrow.getvalue().splitlines()) == 3
+
+
+class Bare:
+    """A stream of a user's own that can be written to, and nothing else."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("kind", [Bare, type("Odd", (Bare,), {"isatty": lambda self: True})])
+def test_a_stream_that_does_not_say_what_it_is_gets_whole_lines(kind, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    say(LINE, stream=(stream := kind()))
+    assert stream.text == f"{LINE}\n"

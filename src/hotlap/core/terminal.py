@@ -85,7 +85,7 @@ def columns(stream: TextIO | None) -> int | None:
         return None
     with contextlib.suppress(OSError, ValueError):
         return int(os.environ.get("COLUMNS", "")) or None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         return os.get_terminal_size(stream.fileno()).columns or None
     return None
 
