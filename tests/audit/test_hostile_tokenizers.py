@@ -52,6 +52,25 @@ HOSTILE = {
 }
 
 
+FAR = 4_000_000_000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"[UNK]": 0, "a": FAR}}},
+        {"model": {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"[UNK]": 0, "a": FAR}}},
+        {"model": {"type": "BPE", "merges": [], "vocab": {"[UNK]": 0, "a": FAR}}},
+        {"added_tokens": [{"id": FAR, "content": "x"}]},
+    ],
+)
+def test_a_far_token_id_is_refused_before_the_library_reads_it(tmp_path, monkeypatch, changes):
+    (tmp_path / "tokenizer.json").write_text(tokenizer(**changes))
+    monkeypatch.setattr(tokenizers, "Tokenizer", None)
+    with pytest.raises(StoreError, match=r"has a token with the id 4,000,000,000; an id is at most 10,000,000$"):
+        encoder_in(tmp_path, CONFIG)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_tokenizer_is_refused_in_one_line(tmp_path, name):
     (tmp_path / "tokenizer.json").write_text(HOSTILE[name])

@@ -7,7 +7,7 @@ from recipe_data import write_rows
 
 from hotlap.core.errors import DataError
 from hotlap.recipes.tables import read_table
-from hotlap.recipes.text import columns_of
+from hotlap.recipes.text import TextOptions, TextRecipe
 
 ROWS = 60
 
@@ -20,7 +20,9 @@ def a_table(folder, **columns):
 
 
 def read_of(table, lines, named=()):
-    return columns_of(table, named, ("label", ""), lines.append)
+    recipe = TextRecipe(TextOptions(data="train.csv", text=named), lines.append)
+    recipe.table, recipe.target = table, "label"
+    return recipe.columns_of(table)
 
 
 def a_hash(at):

@@ -21,7 +21,7 @@ from hotlap.core.terminal import logger
 from hotlap.data.sequences import MULTIPLE, round_up
 from hotlap.data.tokenising import is_panic
 from hotlap.recipes import library_models
-from hotlap.recipes.library_models import CONFIG, first_words, library, read_config
+from hotlap.recipes.library_models import CONFIG, MOST_NUMBER, first_words, library, read_config
 from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.recipe import Say
 from hotlap.recipes.tabular import refuse_too_large
@@ -199,7 +199,11 @@ def encoder_in(folder: Path, config: dict[str, Any], *, weights: bool = False) -
     library = _tokenizers()
     try:
         text = read_text(path)
-        growth = _growth(json.loads(text))
+        content = json.loads(text)
+        highest = _highest_id(content)
+        if highest > MOST_NUMBER:
+            raise StoreError(f"{path} has a token with the id {highest:,}; an id is at most {MOST_NUMBER:,}")
+        growth = _growth(content)
         if growth > MOST_GROWTH:
             raise StoreError(f"{path} makes texts {growth:,.0f} times as long; at most {MOST_GROWTH} times is taken")
         tokenizer = library.Tokenizer.from_str(text)
@@ -216,6 +220,16 @@ def encoder_in(folder: Path, config: dict[str, Any], *, weights: bool = False) -
     if added > MOST_ADDED:
         raise StoreError(f"{path} adds {added:,} tokens to every text; at most {MOST_ADDED} are taken")
     return Encoder(config=config, tokenizer=tokenizer, folder=folder if weights else None)
+
+
+def _highest_id(content: Any) -> int:
+    """The highest id of a token in a tokenizer.json: `to_str` of the library takes memory and time in proportion."""
+    parts = content if isinstance(content, dict) else {}
+    model, added = parts.get("model"), parts.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [one.get("id") for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    return max((one for one in ids if isinstance(one, int)), default=0)
 
 
 def _growth(part: Any) -> float:
