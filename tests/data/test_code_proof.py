@@ -308,7 +308,7 @@ IMPURE = {
     "the clock": (lambda: Of(lambda d, i: time.time()), r"calls time\.time"),
     "printed": (lambda: Of(lambda d, i: print(i) or i), r"calls builtins\.print"),
     "the worker": (lambda: Of(lambda d, i: X[i] + (get_worker_info() is not None)), "asks which worker"),
-    "odd": (lambda: Of(lambda d, i: d.odd.now, odd=Odd()), "answers in a way of its own"),
+    "odd": (lambda: Of(lambda d, i: d.odd.now, odd=Odd()), "has its own attribute lookup"),
     "foreign": (lambda: Of(lambda d, i: object()), "makes an object of object"),
     "eval": (lambda: Of(eval("lambda d, i: i")), "source text is not at hand"),
     "files": (lambda: Folder(Compose(ToTensor())), "reads files"),

@@ -305,10 +305,7 @@ def test_the_true_labels_of_a_file_stay_and_answers_have_a_name_of_their_own(tmp
     rows = rows_of(tmp_path / "all.csv")
     assert list(rows[0]) == ["id", "text", "label", "predicted_label"]
     assert [row["label"] for row in rows] == [row["label"] for row in rows_of(data)]
-    assert (
-        f"answers   are in 'predicted_label', since {data} has its own column for 'label'"
-        in capsys.readouterr().err
-    )
+    assert f"answers   are in 'predicted_label', since {data} has its own column for 'label'" in capsys.readouterr().err
     # A file of answers that is asked about again loses nothing either.
     hotlap.predict(run, tmp_path / "all.csv", tmp_path / "again.csv", device="cpu", progress=False)
     assert list(rows_of(tmp_path / "again.csv")[0])[-2:] == ["predicted_label", "predicted_predicted_label"]

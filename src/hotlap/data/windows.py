@@ -257,11 +257,15 @@ def _unlike(labelled: Sequence[tuple[str, Any]]) -> list[str]:
         return []
     name, first = labelled[0]
 
-    def told(one: Any) -> str:
+    def rows_of(one: Any) -> str:
         where = f" on {one.device}" if isinstance(one, Tensor) and one.device.type != "cpu" else ""
         return f"rows of {str(one.dtype).removeprefix('torch.')} {tuple(one.shape[1:])}{where}"
 
-    return [f"{label} has {told(one)}, {name} {told(first)}" for label, one in labelled[1:] if told(one) != told(first)]
+    return [
+        f"{label} has {rows_of(one)}, {name} {rows_of(first)}"
+        for label, one in labelled[1:]
+        if rows_of(one) != rows_of(first)
+    ]
 
 
 def _elsewhere(several: Sequence[Any], target: Any) -> list[str]:

@@ -74,7 +74,7 @@ def describe(value: Any, depth: int = 0) -> str:
         spread = value[:: max(1, len(value) // ENTRIES)]
         return f"{len(value)}[{','.join(describe(part, depth + 1) for part in spread)}]"
     if isinstance(value, Mapping):
-        # One order, whoever filled it.
+        # Sorted, so that the order of filling does not count.
         entries = sorted(value.items(), key=lambda entry: repr(entry[0]))[:: max(1, len(value) // ENTRIES)]
         return f"{len(value)}{{{','.join(f'{key!r}:{describe(part, depth + 1)}' for key, part in entries)}}}"
     parts = sorted(getattr(value, "__dict__", {}).items())

@@ -277,7 +277,7 @@ class Calls(Objects):
         module = atom.value
         own = self.of_class(module, "__call__")
         if own is not vars(nn.Module)["__call__"] or isinstance(module, torch.jit.ScriptModule):
-            raise RefusedError(f"calls {type(module).__name__}, which is called in a way of its own")
+            raise RefusedError(f"calls {type(module).__name__}, which overrides __call__")
         self._refuse_hooks(module)
         return self.call(self.attribute(frozenset({atom}), "forward"), given)
 

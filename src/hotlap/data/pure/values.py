@@ -580,7 +580,7 @@ class Objects(ABC):
         return self._bound(atom, found, name)
 
     def _foreign(self, value: Any, name: str) -> NoReturn:
-        raise RefusedError(f"reads {name} of an object of {type(value).__name__}, which answers in a way of its own")
+        raise RefusedError(f"reads {name} of an object of {type(value).__name__}, which has its own attribute lookup")
 
     def _bound(self, owner: Concrete, found: Any, name: str) -> Value:
         """The entry of a class as an object of the class sees it."""
