@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import hotlap.cli
 import hotlap.demo
+from hotlap.core.console import LineConsole, NotebookConsole, TerminalConsole
 from hotlap.core.errors import HotlapError, JobError, StoreError
 from hotlap.core.terminal import clean, clean_lines, logger, say
-from hotlap.fitting.progress import LineView, NotebookView, TerminalView
 from hotlap.recipes import encoders
 from hotlap.store import manifest
 from hotlap.store.cache import Cache
@@ -83,15 +83,15 @@ def test_errors_lines_views_and_logs_are_harmless(words, capsys, monkeypatch):
     for error in (StoreError(words), JobError([words, f"a{words}"]), HotlapError(f"a{words}")):
         assert_harmless(f"hotlap: {error}")
     say(f"a{words}")
-    LineView(sys.stderr).say(f"a{words}")
+    LineConsole(sys.stderr).say(f"a{words}")
     logger("hotlap.test").warning("a%s", words)
     logging.lastResort.handle(logging.LogRecord("x", 30, "", 0, "plain", None, None))
     assert_harmless("".join(capsys.readouterr()))
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    TerminalView(stream).say(f"a{words}")
+    TerminalConsole(stream).say(f"a{words}")
     assert_harmless(stream.getvalue())
-    view = NotebookView.__new__(NotebookView)
+    view = NotebookConsole.__new__(NotebookConsole)
     shown = []
     view._display, view._handle, view._lines, view._bar = lambda page, **_: shown.append(page), None, [], ""
     view.say(f"a{words}")

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 import hotlap
 from hotlap.core import terminal
+from hotlap.core.console import TerminalConsole, open_console
 from hotlap.core.job import Job
 from hotlap.data.parallel import progress_bar
-from hotlap.fitting.progress import TerminalView, open_view
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
@@ -147,7 +147,7 @@ def test_fit_goes_on_when_its_terminal_goes_away(tmp_path, monkeypatch, progress
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("HOTLAP_PROGRESS", progress)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(TerminalView, "every_s", 0.0)
+    monkeypatch.setattr(TerminalConsole, "every_s", 0.0)
     run = hotlap.fit(tiny_job(), plan="off", out=tmp_path / "run")
     monkeypatch.undo()
     assert stream.writes
@@ -173,7 +173,7 @@ def test_bars_and_lines_of_all_other_work_are_lost_alone(monkeypatch):
             show(0, 4)
             show(2, 4)
         terminal.say("a line")
-        open_view().say("a line")
+        open_console().say("a line")
     monkeypatch.undo()
 
 

@@ -21,8 +21,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
 
+from hotlap.core.console import Console, open_console
 from hotlap.core.errors import DataError, HotlapError, StoreError, first_line, shown
-from hotlap.core.terminal import is_terminal, logger, say, write
+from hotlap.core.terminal import logger
 from hotlap.core.units import show_rate, show_seconds
 from hotlap.machine.limits import most_workers, read_cpu
 
@@ -46,9 +47,8 @@ KIND = "map"
 """Kind of the cache's entries."""
 PATIENCE_S = 1.0
 """Shorter work shows no progress bar."""
-LIVE_S, LINES_S = 0.2, 15.0
-"""Seconds between two updates of the progress, in a terminal and in a log."""
-WIDTH = 30
+LIVE_S = 0.2
+"""Seconds between two updates of the bar; a log gets fewer."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -416,23 +416,18 @@ class _ResultCache:
 @contextlib.contextmanager
 def progress_bar(stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
     """Inside `with`, a function of items done and items in all that shows a bar; HOTLAP_PROGRESS=off|lines applies."""
-    stream = stream or sys.stderr
-    asked = os.environ.get("HOTLAP_PROGRESS", "").strip().lower()
-    # Under pythonw there is no stderr.
-    if asked == "off" or stream is None:
-        yield lambda done, total: None
-        return
-    live = is_terminal(stream) and asked != "lines" and os.environ.get("TERM") != "dumb"
-    bar = _Bar(stream, live=live)
+    console = open_console(stream=stream)
     try:
-        yield bar.show
+        yield _Bar(console).show
     finally:
-        bar.close()
+        console.close()
 
 
 class _Bar:
-    def __init__(self, stream: TextIO, *, live: bool) -> None:
-        self._stream, self._live, self._width = stream, live, 0
+    """Shows work over many items on a console, after some patience."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._began: tuple[float, int] | None = None
         """Time of the first call, and how many items were done by then."""
         self._next_s = 0.0
@@ -445,23 +440,8 @@ class _Bar:
         began_s, first = self._began
         if now_s < self._next_s or done == first:
             return
-        self._next_s = now_s + (LIVE_S if self._live else LINES_S)
+        self._next_s = now_s + LIVE_S
         each_s = (now_s - began_s) / (done - first)
         left_s = each_s * (total - done)
         line = f"{done:,}/{total:,} · {show_rate(1 / max(each_s, 1e-9))} a second · {show_seconds(left_s)} left"
-        if not self._live:
-            say(line, stream=self._stream)
-            return
-        filled = round(WIDTH * done / max(1, total))
-        self._draw(f"{'━' * filled}{' ' * (WIDTH - filled)} {line}")
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._width:
-            self._draw("")
-            self._draw("")
-
-    def _draw(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            write(self._stream, f"\r{line:<{self._width}}")
-        self._width = len(line)
+        self._console.show(done, total, lambda width: line)

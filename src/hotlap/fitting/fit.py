@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hotlap import machine
+from hotlap.core.console import open_console
 from hotlap.core.errors import JobError, PlanError, StoreError, TrainingError, listed, shown
 from hotlap.core.job import Job
 from hotlap.core.ledger import Entry, Ledger
@@ -22,7 +23,7 @@ from hotlap.data.order import mix, seed_host
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import why_no_gradients
-from hotlap.fitting.progress import banner, open_view
+from hotlap.fitting.progress import banner
 from hotlap.fitting.record import (
     FILE,
     LOSS,
@@ -123,7 +124,7 @@ def fit(
         raise PlanError(f"tune_s={shown(tune_s)} must be a number of seconds, 0 or more")
     if resume is not None and out is not None and Path(out).resolve() != Path(resume).resolve():
         raise StoreError(f"both out={str(out)!r} and resume={str(resume)!r} are given; a resumed run keeps its folder")
-    view = open_view(progress)
+    console = open_console(progress)
     dataset = training_dataset(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
     randomness = Randomness(device)
     seed_host(mix(job.seed))
@@ -132,7 +133,7 @@ def fit(
     task: Task | None = None
     session: RunSession | None = None
     try:
-        task = set_up(job, dataset, chosen, device, view, save_every, tune_s, on_evaluation)
+        task = set_up(job, dataset, chosen, device, console, save_every, tune_s, on_evaluation)
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)
@@ -190,11 +191,11 @@ def _plan_of_run(folder: str | Path) -> Plan | Mapping[str, Any] | Ledger | str:
 
 
 def _let_go(task: Task, session: RunSession | None) -> None:
-    """Wait for the last checkpoint, then let go of workers, view and lock, however it ended."""
+    """Wait for the last checkpoint, then let go of workers, console and lock, however it ended."""
     if session is not None:
         session.saver.finish()
     task.rig.close()
-    task.voice.view.close()
+    task.voice.console.close()
     if session is not None:
         session.lock.release()
 

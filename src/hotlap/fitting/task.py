@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from hotlap import machine
+from hotlap.core.console import Console
 from hotlap.core.data_checks import value_warnings
 from hotlap.core.errors import JobError
 from hotlap.core.job import Job
@@ -26,7 +27,7 @@ from hotlap.data.sources import Columns, Selection, Source
 from hotlap.engine.augment import Augment, check_classes
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, changes_of
-from hotlap.fitting.progress import View, Voice
+from hotlap.fitting.progress import Voice
 from hotlap.guard.identity import identity
 from hotlap.moves import everything
 from hotlap.tuner.tuner import plan_changes
@@ -162,7 +163,7 @@ def set_up(
     dataset: OrderedDataset,
     plan: Plan | Mapping[str, Any] | Ledger | str,
     device: torch.device,
-    view: View,
+    console: Console,
     save_every: int | None,
     tune_s: float | None = None,
     on_evaluation: Callable[[dict[str, Any]], object] | None = None,
@@ -201,7 +202,7 @@ def set_up(
         job=job,
         dataset=dataset,
         rig=rig,
-        voice=Voice(view),
+        voice=Voice(console),
         save_every=save_every,
         total=total,
         identity=identity(job, dataset, rig.optimizer),

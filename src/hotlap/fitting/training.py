@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from hotlap.core.errors import DivergedError, StoreError, first_line
 from hotlap.core.ledger import Entry
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
-from hotlap.fitting.progress import Pace, format_record
+from hotlap.fitting.progress import Pace, format_record, status
 from hotlap.fitting.record import resume_words
 from hotlap.fitting.rescue import Rescue, within
 from hotlap.fitting.session import ProgressState, RunSession, unfit_checkpoint
@@ -80,7 +81,7 @@ class _Loop:
         """Make all steps that are left; why it ended."""
         job, rig, saver, state, clock = self._job, self._rig, self._session.saver, self._state, time.perf_counter
         tuner, rescue = self.tuner, self._rescue
-        every_s = self._voice.view.every_s
+        every_s = self._voice.console.every_s
         next_s = clock() + every_s
         if (early := self._early_end()) is not None:
             return early
@@ -242,7 +243,7 @@ class _Loop:
             saver.finish()  # tells of a checkpoint that could not be written
         loss = rig.totals.mean()  # waits for the device, so that the rates below are true
         reading = self._pace.read(step=rig.steps, samples=rig.samples, epoch=rig.place.epoch, loss=loss)
-        self._voice.view.show(reading)
+        self._voice.console.show(reading.step, reading.total_steps, partial(status, reading))
 
     def _is_record_due(self) -> bool:
         every = self._job.eval_every

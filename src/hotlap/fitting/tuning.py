@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass
 
 from hotlap import machine
+from hotlap.core.console import open_console
 from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.table import rows
 from hotlap.data.dataset import training_dataset
 from hotlap.engine.snapshot import Modes, Randomness
-from hotlap.fitting.progress import open_view
 from hotlap.fitting.task import TUNED, Task, set_up
 from hotlap.tuner.budget import MOST_S
 from hotlap.tuner.known import KnownPlans
@@ -71,13 +71,13 @@ def tune(job: Job, *, most_s: float = MOST_S, progress: bool = True) -> Found:
     they were. Raises HotlapError where the job will not do.
     """
     device = machine.choose_device(job.device)
-    view = open_view(progress)
+    console = open_console(progress)
     dataset = training_dataset(job, workers=machine.workers_wanted(), on_gpu=device.type == "cuda")
     randomness, modes = Randomness(device), Modes([job.model])
     try:
         # A schedule made for the job's own updates may refuse to go on beyond them, and takes no time to speak of.
         task = set_up(
-            dataclasses.replace(job, schedule=None), dataset, TUNED, device, view, save_every=0, tune_s=most_s
+            dataclasses.replace(job, schedule=None), dataset, TUNED, device, console, save_every=0, tune_s=most_s
         )
         rig, before = task.rig, task.rig.snapshot()
         # For ever, as far as what pays is concerned: it is for runs to come.
@@ -101,7 +101,7 @@ def tune(job: Job, *, most_s: float = MOST_S, progress: bool = True) -> Found:
             rig.restore_layout()
             rig.close()
     finally:
-        view.close()
+        console.close()
         modes.restore()
         randomness.restore()
     return found

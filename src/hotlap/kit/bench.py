@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hotlap import machine
+from hotlap.core.console import SilentConsole
 from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.job import Job
 from hotlap.data.batches import Batch, to_device
@@ -24,7 +25,6 @@ from hotlap.data.sources import tensors_in
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import Window, is_out_of_memory
-from hotlap.fitting.progress import Silence
 from hotlap.fitting.task import OFF, set_up
 from hotlap.kit.samples import longest_first
 from hotlap.kit.tensor_memory import LiveTensors
@@ -192,7 +192,7 @@ def opened(job: Job) -> Iterator[Bench]:
     try:
         # A schedule may refuse more updates than the job has.
         try:
-            task = set_up(dataclasses.replace(job, schedule=None), dataset, OFF, device, Silence(), save_every=0)
+            task = set_up(dataclasses.replace(job, schedule=None), dataset, OFF, device, SilentConsole(), save_every=0)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

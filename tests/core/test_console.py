@@ -10,13 +10,15 @@ import sys
 import textwrap
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from hotlap.core import console
+from hotlap.core.console import LineConsole, NotebookConsole, SilentConsole, TerminalConsole, open_console
 from hotlap.core.errors import MachineError
-from hotlap.fitting import progress
-from hotlap.fitting.progress import LineView, NotebookView, Reading, Silence, TerminalView, open_view, status
+from hotlap.fitting.progress import Reading, status
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -33,6 +35,11 @@ def reading(step=5, total=10, **changes):
         "eta_s": 75.0,
     }
     return Reading(**{**given, **changes})
+
+
+def of(one):
+    """A reading as a console takes it."""
+    return one.step, one.total_steps, partial(status, one)
 
 
 @pytest.fixture(autouse=True)
@@ -117,41 +124,41 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("stream", "env", "wanted", "kind"),
     [
-        (Terminal, {}, True, TerminalView),
-        (Terminal, {"TERM": "dumb"}, True, LineView),
-        (Terminal, {"HOTLAP_PROGRESS": "lines"}, True, LineView),
-        (Terminal, {"HOTLAP_PROGRESS": "off"}, True, Silence),
-        (Terminal, {"HOTLAP_PROGRESS": " OFF"}, True, Silence),
-        (Terminal, {}, False, Silence),
-        (Terminal, {"HOTLAP_PROGRESS": "lines"}, False, Silence),
-        (io.StringIO, {}, True, LineView),
-        (io.StringIO, {"HOTLAP_PROGRESS": "lines"}, True, LineView),
-        (io.StringIO, {"HOTLAP_PROGRESS": "off"}, True, Silence),
+        (Terminal, {}, True, TerminalConsole),
+        (Terminal, {"TERM": "dumb"}, True, LineConsole),
+        (Terminal, {"HOTLAP_PROGRESS": "lines"}, True, LineConsole),
+        (Terminal, {"HOTLAP_PROGRESS": "off"}, True, SilentConsole),
+        (Terminal, {"HOTLAP_PROGRESS": " OFF"}, True, SilentConsole),
+        (Terminal, {}, False, SilentConsole),
+        (Terminal, {"HOTLAP_PROGRESS": "lines"}, False, SilentConsole),
+        (io.StringIO, {}, True, LineConsole),
+        (io.StringIO, {"HOTLAP_PROGRESS": "lines"}, True, LineConsole),
+        (io.StringIO, {"HOTLAP_PROGRESS": "off"}, True, SilentConsole),
     ],
 )
 def test_the_view_fits_where_the_output_goes_unless_told_otherwise(monkeypatch, stream, env, wanted, kind):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert type(open_view(wanted, stream())) is kind
+    assert type(open_console(wanted, stream())) is kind
 
 
 def test_without_a_stream_named_progress_goes_to_stderr(capsys):
-    open_view().say("a line")
+    open_console().say("a line")
     out, err = capsys.readouterr()
     assert (out, err) == ("", "a line\n")
 
 
 def test_without_any_stderr_nothing_is_shown(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    assert type(open_view()) is Silence
+    assert type(open_console()) is SilentConsole
 
 
 def test_in_a_notebook_the_cell_is_used_unless_a_stream_or_lines_are_asked_for(monkeypatch):
-    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
-    assert type(open_view()) is NotebookView
-    assert type(open_view(stream=io.StringIO())) is LineView
+    monkeypatch.setattr(console, "_in_notebook", lambda: True)
+    assert type(open_console()) is NotebookConsole
+    assert type(open_console(stream=io.StringIO())) is LineConsole
     monkeypatch.setenv("HOTLAP_PROGRESS", "lines")
-    assert type(open_view()) is LineView
+    assert type(open_console()) is LineConsole
 
 
 def test_ipython_in_a_terminal_is_no_notebook():
@@ -159,10 +166,10 @@ def test_ipython_in_a_terminal_is_no_notebook():
     import sys
     from IPython.core.interactiveshell import InteractiveShell
     InteractiveShell.instance()
-    from hotlap.fitting.progress import open_view
-    print(type(open_view()).__name__)
+    from hotlap.core.console import open_console
+    print(type(open_console()).__name__)
     """
-    assert run(code).stdout == "LineView\n"
+    assert run(code).stdout == "LineConsole\n"
 
 
 def run(code, **settings):
@@ -175,9 +182,9 @@ def run(code, **settings):
 
 
 def test_silence_shows_nothing_and_asks_for_no_reading(capfd):
-    view = Silence()
+    view = SilentConsole()
     view.say("x")
-    view.show(reading())
+    view.show(*of(reading()))
     view.close()
     assert capfd.readouterr() == ("", "")
     assert view.every_s == float("inf")
@@ -185,9 +192,9 @@ def test_silence_shows_nothing_and_asks_for_no_reading(capfd):
 
 def test_a_log_gets_plain_lines_and_nothing_else():
     stream = io.StringIO()
-    view = open_view(stream=stream)
+    view = open_console(stream=stream)
     view.say("[bold] :smile: a line")
-    view.show(reading())
+    view.show(*of(reading()))
     view.say("another")
     view.close()
     assert stream.getvalue() == f"[bold] :smile: a line\n{status(reading())}\nanother\n"
@@ -195,12 +202,12 @@ def test_a_log_gets_plain_lines_and_nothing_else():
 
 def test_a_log_is_not_filled_with_readings(monkeypatch):
     now = [50.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    view = LineView(stream, seldom_s=15)
+    view = LineConsole(stream, seldom_s=15)
     shown = []
     for step in range(40):
-        view.show(reading(step, 100))
+        view.show(*of(reading(step, 100)))
         if str(stream.getvalue()).count("\n") > len(shown):
             shown.append(now[0] - 50)
         now[0] += 1
@@ -212,13 +219,13 @@ def test_a_log_is_not_filled_with_readings(monkeypatch):
 
 def test_a_terminal_gets_a_bar_that_is_taken_away_while_the_lines_stay():
     with terminal() as (stream, received):
-        view = open_view(stream=stream)
-        assert type(view) is TerminalView
+        view = open_console(stream=stream)
+        assert type(view) is TerminalConsole
         view.say("first")
-        view.show(reading(2))
-        view.show(reading(5))
+        view.show(*of(reading(2)))
+        view.show(*of(reading(5)))
         view.say("second")
-        view.show(reading(9))
+        view.show(*of(reading(9)))
         view.close()
         stream.close()
     text = bytes(received).decode()
@@ -230,9 +237,9 @@ def test_a_terminal_gets_a_bar_that_is_taken_away_while_the_lines_stay():
 
 def test_the_bar_stands_below_the_lines_while_it_lives():
     with terminal() as (stream, received):
-        view = TerminalView(stream)
+        view = TerminalConsole(stream)
         view.say("first")
-        view.show(reading(5))
+        view.show(*of(reading(5)))
         view.say("second")
         stream.close()
     first, second, bar = screen(received)
@@ -244,9 +251,9 @@ def test_the_bar_stands_below_the_lines_while_it_lives():
 def test_a_line_is_shown_as_it_is_and_broken_between_words_alone():
     line = "[red] :x: /a/path [/] " + "long " * 60 + "end"
     with terminal() as (stream, received):
-        view = TerminalView(stream)
+        view = TerminalConsole(stream)
         view.say(line)
-        view.show(reading())
+        view.show(*of(reading()))
         view.say(line)
         view.close()
         stream.close()
@@ -258,7 +265,7 @@ def test_a_line_is_shown_as_it_is_and_broken_between_words_alone():
 
 def test_a_view_that_showed_no_reading_closes_without_a_trace():
     with terminal() as (stream, received):
-        view = TerminalView(stream)
+        view = TerminalConsole(stream)
         view.say("only")
         view.close()
         view.close()
@@ -268,18 +275,16 @@ def test_a_view_that_showed_no_reading_closes_without_a_trace():
 
 def test_results_on_stdout_stay_there_while_a_bar_lives_on_stderr():
     code = """
-    from hotlap.fitting.progress import Reading
-    from hotlap.fitting.progress import open_view
-    view = open_view()
-    rates = dict(steps_per_s=1.0, samples_per_s=1.0, elapsed_s=1.0, eta_s=None)
-    view.show(Reading(step=5, total_steps=10, epoch=0, loss=1.0, **rates))
+    from hotlap.core.console import open_console
+    view = open_console()
+    view.show(5, 10, lambda width: "step 5/10")
     print("a result")
     view.close()
     print(type(view).__name__)
     """
     with terminal() as (stream, received):
         done = run(code, capture_output=False, stdout=subprocess.PIPE, stderr=stream)
-    assert done.stdout == "a result\nTerminalView\n"
+    assert done.stdout == "a result\nTerminalConsole\n"
     assert "━" in bytes(received).decode()
     assert screen(received) == []
 
@@ -287,10 +292,10 @@ def test_results_on_stdout_stay_there_while_a_bar_lives_on_stderr():
 def test_a_user_who_prints_in_the_same_terminal_sees_it_above_the_bar(monkeypatch):
     with terminal() as (stream, received):
         monkeypatch.setattr(sys, "stdout", stream)
-        view = TerminalView(stream)
-        view.show(reading(3))
+        view = TerminalConsole(stream)
+        view.show(*of(reading(3)))
         print("the user's own")
-        view.show(reading(4))
+        view.show(*of(reading(4)))
         view.close()
         assert sys.stdout is stream
         stream.close()
@@ -325,9 +330,9 @@ def cell(monkeypatch):
 
 
 def test_a_notebook_gets_one_output_with_lines_and_a_bar_that_goes(cell):
-    view = NotebookView()
+    view = NotebookConsole()
     view.say("a <b> & c")
-    view.show(reading(5))
+    view.show(*of(reading(5)))
     assert cell[-1]["text/html"].startswith('<pre>a &lt;b&gt; &amp; c\n</pre><progress value="0.5000" max="1"')
     assert "step 5/10" in cell[-1]["text/html"]
     view.say("second")
@@ -340,20 +345,20 @@ def test_a_notebook_gets_one_output_with_lines_and_a_bar_that_goes(cell):
 
 
 def test_a_notebook_view_that_said_nothing_leaves_no_empty_output(cell):
-    NotebookView().close()
+    NotebookConsole().close()
     assert cell == []
 
 
 def test_a_training_of_unknown_length_has_an_empty_bar(cell):
-    NotebookView().show(reading(total=None))
+    NotebookConsole().show(*of(reading(total=None)))
     assert 'value="0.0000"' in cell[-1]["text/html"]
 
 
 FIT_CELL = """
 import torch, hotlap
 from hotlap.core.errors import MachineError
-from hotlap.fitting import progress
-progress.NotebookView.every_s = 0.0
+from hotlap.core import console
+console.NotebookConsole.every_s = 0.0
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 x = torch.randn(64, 4)
@@ -425,7 +430,7 @@ def test_in_a_narrow_terminal_what_matters_least_is_left_out(width, kept):
 def test_an_unknown_word_for_progress_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv("HOTLAP_PROGRESS", "linez")
     with pytest.raises(MachineError, match="did you mean 'lines'"):
-        open_view()
+        open_console()
 
 
 def test_a_long_training_begins_a_new_output_now_and_then():
@@ -435,7 +440,7 @@ def test_a_long_training_begins_a_new_output_now_and_then():
         def update(self, page, raw):
             shown[-1] = page
 
-    view = NotebookView()
+    view = NotebookConsole()
 
     def display(page, raw, display_id):
         shown.append(page)
@@ -444,7 +449,7 @@ def test_a_long_training_begins_a_new_output_now_and_then():
     view._display = display
     for number in range(120):
         view.say(f"line {number}")
-        view.show(reading())
+        view.show(*of(reading()))
     view.close()
     lines = [line for page in shown for line in page["text/plain"].splitlines()]
     assert lines == [f"line {number}" for number in range(120)]
