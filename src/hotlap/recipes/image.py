@@ -126,6 +126,7 @@ class ImageRecipe(TabularRecipe):
     targets = (CLASS, "label", "target", "category", "y")
     unit = "pictures"
     source = "path"
+    holder = "the pictures of "
     cure = "name a column of classes, each with several rows, or say --task numbers"
 
     pictures: dict[int, Pictures]

@@ -141,6 +141,8 @@ class TabularRecipe:
     """What messages call the samples."""
     cure: ClassVar[str] = "name a column of classes, each with several rows"
     """What to do where the target has too many different values."""
+    holder: ClassVar[str] = ""
+    """What the columns hold, for a message: the pictures of a column of paths."""
     source: ClassVar[str] = "columns"
     """The option that names the columns to predict from."""
 
@@ -294,7 +296,7 @@ class TabularRecipe:
         for line in self.warnings():
             self.say(f"warning   {line}")
         what = f"{len(self.classes)} classes" if self.classes else "a number"
-        self.say(f"task      {self.target} ({what}) from {' and '.join(self.columns)}")
+        self.say(f"task      {self.target} ({what}) from {self.holder}{' and '.join(self.columns)}")
         self.looked()
 
     def split(self) -> None:
