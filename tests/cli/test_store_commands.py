@@ -133,6 +133,14 @@ def test_a_run_is_packed_beside_itself_and_unpacked(folder, tmp_path):
     assert json.loads(said("unpack", tmp_path / "b.zip", tmp_path / "c", "--json")) == {"folder": str(tmp_path / "c")}
 
 
+def test_pack_and_unpack_name_files_as_the_command_does(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert said("pack", folder.name).startswith("run.1.zip  ")
+    assert said("unpack", "run.1.zip", "home") == "home\ngo on with: hotlap resume home\n"
+    monkeypatch.chdir("home")
+    assert said("pack", ".").startswith(f"{folder.parent / 'home.zip'}  ")
+
+
 def test_a_refusal_reaches_the_user_as_an_error_of_hotlaps_own(folder, tmp_path, monkeypatch):
     (tmp_path / "x.zip").write_bytes(pickle.dumps(1))
     monkeypatch.setenv("HOTLAP_CACHE", str(folder))

@@ -44,7 +44,8 @@ def pack(
     whole = run_of(run)
     if whole not in (None, run):
         say(f"hotlap: {run} is a single model of the run {whole}, which is packed")
-    folder = (whole or run).absolute()
+    folder = whole or run
+    folder = folder if folder.name else folder.absolute()  # the working folder has a name only there
     written = archives.pack(folder, archive or folder.with_name(f"{folder.name}.zip"), checkpoints=checkpoints)
     left = 0 if checkpoints else archives.checkpoint_bytes(folder)
     if left:
@@ -71,10 +72,10 @@ def unpack(
     if as_json:
         show_json({"folder": str(written)})
     else:
-        where = shlex.quote(str(written))
+        where = shlex.quote(str(folder))
         is_finished = (written / "recipe.json").is_file()
         predict = f"predict with: hotlap predict {where} --data FILE --out FILE"
-        show(written, predict if is_finished else f"go on with: hotlap resume {where}")
+        show(folder, predict if is_finished else f"go on with: hotlap resume {where}")
 
 
 @cache.callback(invoke_without_command=True)
