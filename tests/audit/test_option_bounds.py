@@ -58,7 +58,7 @@ def test_an_options_file_that_is_a_pipe_or_too_large_is_not_read(tmp_path):
         options_of(TextOptions, tmp_path / "pipe.toml", {})
     with (tmp_path / "large.toml").open("wb") as file:
         file.truncate(2**20 + 1)
-    with pytest.raises(StoreError, match="at most 1,048,576 are"):
+    with pytest.raises(StoreError, match="at most 1,048,576"):
         options_of(TextOptions, tmp_path / "large.toml", {})
 
 
