@@ -13,7 +13,7 @@ from recipe_data import texts_file, tiny_config, write_rows
 from hotlap.core.errors import DataError, HotlapError, MachineError, StoreError, TrainingError
 from hotlap.data import parallel, tokenising
 from hotlap.data.sequences import SequenceColumns
-from hotlap.recipes import encoders, tabular, word_counts
+from hotlap.recipes import encoders, tabular
 from hotlap.recipes.answers import answer
 from hotlap.recipes.encoders import encoder_in
 from hotlap.recipes.options import options_of
@@ -79,8 +79,7 @@ def test_what_takes_long_before_the_training_shows_that_it_goes_on(tmp_path, mon
     said = "\n".join(lines)
     assert "tokens    a tokenizer is made of 48 texts\n" in said
     assert re.search(r"tokens    of 20 of 48 texts, [\d,]+ a second\ntokens    of 40 of 48 texts", said)
-    if word_counts.is_there():
-        assert "rule      TF-IDF + logistic regression is fitted to 48 texts\n" in said
+    assert "rule      TF-IDF + logistic regression is fitted to 48 texts\n" in said
     again = []
     RECIPE.prepare(options(tmp_path, tmp_path / "train.csv"), again.append)
     assert not any(" of 48 texts" in line for line in again if line.startswith("tokens"))

@@ -7,7 +7,6 @@ a training on a GPU instead of seconds before it. It imports nothing of hotlap.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -34,11 +33,6 @@ class Counted(NamedTuple):
 
 Counting = Callable[[], Counted]
 """Waits until it is known."""
-
-
-def is_there() -> bool:
-    """Whether scikit-learn is installed, which it needs."""
-    return importlib.util.find_spec("sklearn") is not None
 
 
 def version() -> str:
