@@ -222,7 +222,7 @@ def test_whatever_is_done_to_them_all_files_are_as_before(tmp_path, aside, by, m
         (folder / name).symlink_to(target)
     monkeypatch.chdir(folder)
     before = _tree(folder)
-    for number in range(40):
+    for number in range(12):
         chance = random.Random(number)
         (part := aside / str(number)).mkdir()
 
