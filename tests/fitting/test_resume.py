@@ -930,3 +930,9 @@ def test_a_schedule_made_for_fewer_updates_is_told_of_when_more_are_asked_for(tm
     capfd.readouterr()
     fit(made(3), resume=tmp_path / "run", allow_changes=True)
     assert "the schedule was made for 6 updates" in capfd.readouterr().err
+
+    fit(made(2), out=tmp_path / "anew", save_every=0)
+    capfd.readouterr()
+    again = fit(made(3), resume=tmp_path / "anew", allow_changes=True)
+    assert "the schedule was made for" not in capfd.readouterr().err  # begun again, it spans all 9 updates
+    assert again.history[-1]["lr"] == pytest.approx(0.0, abs=1e-6)

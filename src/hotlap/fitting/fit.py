@@ -271,10 +271,10 @@ def go_on(task: Task, session: RunSession, *, allow_changes: bool, keep_plan: bo
         ended = as_it_ended(task, session, record.ended, changed)
         if ended is not None:
             return ended
-    if record is not None and record.ended is not None:
-        _say_of_schedule(task, record.ended.asked)
     if record is not None and session.checkpoints.none_completed():
         return _begin_again(task, session, record, allow_changes=allow_changes, keep_plan=keep_plan)
+    if record is not None and record.ended is not None:
+        _say_of_schedule(task, record.ended.asked)
     return _go_on_from_checkpoint(task, session, record, allow_changes=allow_changes, keep_plan=keep_plan)
 
 
