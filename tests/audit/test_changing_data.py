@@ -315,7 +315,7 @@ def test_data_that_keeps_changing_is_left_to_the_jobs_own_feed():
         rig.step(window)
         data.scale = float(number)
     assert rig.plan.feed.kind == "loader"
-    assert [entry.why for entry in rig.ledger if entry.what == "data changed"][-1].endswith("for the job's own")
+    assert [entry.why for entry in rig.ledger if entry.what == "data changed"][-1].endswith("by the job's own")
 
 
 def test_a_dataset_that_counts_its_fetches_is_not_held():

@@ -57,5 +57,5 @@ def test_numbers_that_json_does_not_have_are_not_written_again():
 def test_a_ledger_beyond_all_measure_is_refused_before_it_is_read(tmp_path):
     with (tmp_path / "ledger.jsonl").open("wb") as file:
         file.truncate(MOST_LEDGER_BYTES + 1)
-    with pytest.raises(StoreError, match=r"at most 67,108,864 are"):
+    with pytest.raises(StoreError, match=r"hotlap reads at most 67,108,864"):
         RunFolder(tmp_path).read_ledger()

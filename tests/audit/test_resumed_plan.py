@@ -46,8 +46,8 @@ def job(after=None):
 def chosen(monkeypatch):
     """Who chose the plan in each part of a training; the default is to tune, as for a user."""
     monkeypatch.setenv("HOTLAP_PLAN", "")
-    found, made = [], training.tuner_for
-    monkeypatch.setattr(training, "tuner_for", lambda task: found.append(made(task)) or found[-1])
+    found, made = [], training.chooser_for
+    monkeypatch.setattr(training, "chooser_for", lambda task: found.append(made(task)) or found[-1])
     return found
 
 

@@ -211,7 +211,8 @@ def test_the_command_tunes_and_writes_a_plan_that_is_never_written_over(tmp_path
     assert "baseline" in done.output
     assert hotlap.load_plan("p.toml").feed.kind in ("loader", "gather", "resident")
     again = CliRunner().invoke(app, ["tune", "mine:job", "--out", "p.toml", "--quiet"])
-    assert "is there already" in str(again.exception)
+    assert "p.toml" in str(again.exception)
+    assert "exists" in str(again.exception)
 
 
 def test_the_environment_names_the_default(tmp_path, monkeypatch):
