@@ -45,11 +45,11 @@ def test_a_nan_in_the_data_is_named_with_its_row_before_training(tmp_path, caplo
     with pytest.raises(TrainingError):
         quiet(job_for(data=spoilt()), tmp_path)
     first = next(record.message for record in caplog.records if record.levelno == logging.WARNING)
-    assert first.startswith("data[0] holds 1 numbers that are NaN or infinite, the first in row 7;")
+    assert first.startswith("data[0] holds 1 number that is NaN or infinite, the first in row 7;")
 
 
 def test_weights_that_are_nan_end_the_training_by_an_error_that_names_the_row(tmp_path):
-    with pytest.raises(TrainingError, match=r"weights are not finite at step 5 .*data\[0\] holds 1 numbers .* row 7"):
+    with pytest.raises(TrainingError, match=r"weights are not finite at step 5 .*data\[0\] holds 1 number .* row 7"):
         quiet(job_for(data=spoilt()), tmp_path, save_every=1)
 
 
@@ -106,7 +106,7 @@ def test_numbers_that_are_masked_may_be_nan(tmp_path):
         (torch.zeros(4, 2), []),
         (np.zeros((4, 2), "float16"), []),
         ((torch.zeros(4), torch.tensor([0.0, 1e29, 0.0, 0.0])), ["data[1] holds numbers as large as 1e+29"]),
-        (np.array([[0.0], [-np.inf]]), ["data holds 1 numbers that are NaN or infinite, the first in row 1"]),
+        (np.array([[0.0], [-np.inf]]), ["data holds 1 number that is NaN or infinite, the first in row 1"]),
         (torch.arange(4), []),
         ([1.0, math.nan], []),
     ],

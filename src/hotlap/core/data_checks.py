@@ -91,8 +91,10 @@ def _value_warning(label: str, column: torch.Tensor | np.ndarray[Any, Any]) -> s
         return f"{label} holds numbers as large as {largest:.3g}; scale it: networks train on numbers near 1"
     spoilt = ~torch.isfinite(tensor).reshape(len(tensor), -1)
     rows = spoilt.any(1).nonzero()
+    count = int(spoilt.sum())
+    numbers = "1 number that is" if count == 1 else f"{count:,} numbers that are"
     return (
-        f"{label} holds {int(spoilt.sum()):,} numbers that are NaN or infinite, the first in row {int(rows[0])}; "
+        f"{label} holds {numbers} NaN or infinite, the first in row {int(rows[0])}; "
         "unless your model or loss masks them, all weights become NaN: remove or fill them"
     )
 
