@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from hotlap.core.errors import kind_of, shown
 
 MOST_LOOKED_AT = 2**28
-"""Numbers of a column whose values are looked at: about 0.1 s."""
+"""Numbers of a column whose values are looked at: 0.2 s in fp32, on one core at 2.1 GHz."""
 ABSURD = 1e12
 """A number this large is a fault of the data: its square times a few weights overflows fp32."""
 
