@@ -459,7 +459,7 @@ def test_masks_differ_from_replay_to_replay_and_have_the_right_rate(kind):
     assert 0.6 < mine.std() / theirs.std() < 1.6
 
 
-def test_a_seed_set_in_the_middle_makes_masks_of_recurrent_layers_anew():
+def test_a_seed_set_in_the_middle_leaves_recordings_of_recurrent_layers_as_they_are():
     x = data_of(Lstm, 1, 64)[0][0].to(DEVICE)
     module = Lstm(0.5).to(DEVICE)
     model = Scripted(module, CAPTURED)
@@ -470,9 +470,11 @@ def test_a_seed_set_in_the_middle_makes_masks_of_recurrent_layers_anew():
             firsts = model.call.warmup_steps
         if number == 12:
             model(x[:7]).sum().backward()
+        if number > 12:
+            torch.cuda.empty_cache()  # the state of cuDNN's dropout has been made again elsewhere
         model(x).sum().backward()
         if number in (8, 16):
-            assert model.call.warmup_steps == firsts + 1
+            assert model.call.warmup_steps == firsts
     assert model.recorded == 1, model.call.given_up
     assert all(p.isfinite().all() for p in module.parameters())
 

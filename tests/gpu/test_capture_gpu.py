@@ -14,6 +14,7 @@ from hotlap import Job, Plan, Rig, fit
 from hotlap.data.dataset import training_dataset
 from hotlap.engine.assists.rewiring import without_waiting
 from hotlap.engine.capture.captured_step import CapturedStep
+from hotlap.engine.snapshot import Randomness, generator_of
 from hotlap.guard.saving import export_state, import_state
 
 DEVICE = "cuda"
@@ -186,6 +187,52 @@ def test_an_evaluation_leaves_recorded_masks_of_recurrent_layers_where_they_are(
         rig.evaluate((x, y), batch_size=16)
     assert recorded(rig)[0] == 3, rig.ledger.to_lines()
     assert rig.given_up is None
+
+
+def offset():
+    return generator_of(torch.device(DEVICE)).get_offset()
+
+
+def made_again():
+    """Whether cuDNN makes the state of its dropout again for the next recurrent layer; then torch draws for it."""
+    layer, place = nn.LSTM(6, 32, num_layers=2, dropout=0.5).to(DEVICE), offset()
+    layer(torch.randn(3, 2, 6).to(DEVICE))
+    return offset() != place
+
+
+def test_recorded_masks_stay_where_they_are_whatever_sets_the_generator():
+    torch.manual_seed(3)
+    x, y = torch.randn(64, 7, 6).to(DEVICE), torch.randint(3, (64,)).to(DEVICE)
+    plan = Plan().but(mode="captured", optimizer="fused")
+    rig = Rig(Lstm(0.5), lambda p: torch.optim.SGD(p, lr=0.0), nn.CrossEntropyLoss(), plan=plan, device=DEVICE)
+
+    def losses(samples=64):
+        return torch.stack([rig.step((x[:samples], y[:samples])).clone() for _ in range(40)])
+
+    assert len(losses().unique()) > 35
+    for samples in (64, 48):
+        torch.manual_seed(4)
+        assert made_again()
+        torch.cuda.empty_cache()  # what replays read would not be there any more
+        taken = [torch.zeros(2**21, device=DEVICE) for _ in range(20)]
+        found = losses(samples)
+        assert len(found.unique()) > 35
+        assert found.isfinite().all()
+        assert not any(tensor.any() for tensor in taken), "a replay has written to memory of others"
+    assert recorded(rig)[0] == 2, rig.ledger.to_lines()
+    assert rig.given_up is None
+
+
+def test_to_restore_the_generator_does_not_begin_the_masks_of_recurrent_layers_anew():
+    torch.manual_seed(3)
+    made_again()
+    assert not made_again()
+    randomness = Randomness(torch.device(DEVICE))
+    place, drawn = offset(), torch.rand(9, device=DEVICE)
+    randomness.restore()
+    assert offset() == place
+    assert not made_again()
+    torch.testing.assert_close(torch.rand(9, device=DEVICE), drawn, rtol=0, atol=0)
 
 
 OPTIMIZERS = {

@@ -154,7 +154,7 @@ def test_recurrent_layers_that_drop_out_are_refused():
         return rig.supports(rig.plan.but(checkpoint=1))
 
     assert supports(0.0) is None
-    assert "recurrent layers that drop out" in supports(0.5)
+    assert "recurrent layers with dropout" in supports(0.5)
 
 
 # --- out of memory -----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from hotlap.core.units import show_seconds
 from hotlap.data.batches import Batch
 from hotlap.engine.blocks import repeated_blocks
 from hotlap.engine.capture.captured_step import BatchError, shape_of, signature
-from hotlap.engine.capture.recording import Watch, intended_wait
+from hotlap.engine.capture.recording import Watch, intended_wait, settle_dropout
 from hotlap.engine.objective import Scored
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import EagerStep, Window
@@ -313,6 +313,7 @@ class _ForwardState:
     """What a forward pass changes besides gradients: buffers and generators."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        self._modules, self._device = modules, device
         self._buffers = [(one, one.detach().clone()) for module in modules for one in module.buffers()]
         self._randomness = Randomness(device)
 
@@ -321,6 +322,7 @@ class _ForwardState:
         """Restore it."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
+        settle_dropout(self._modules, self._device)  # torch's compiler sets the generator
         self._randomness.restore()
 
 

@@ -39,11 +39,8 @@ class Evaluator:
     loader.
     """
 
-    def __init__(
-        self, objective: Objective, device: torch.device, layout: Layout, *, draws_on: Callable[[], bool]
-    ) -> None:
-        """`draws_on` tells whether the device's generator must not be restored."""
-        self._objective, self._device, self._layout, self._draws_on = objective, device, layout, draws_on
+    def __init__(self, objective: Objective, device: torch.device, layout: Layout) -> None:
+        self._objective, self._device, self._layout = objective, device, layout
         self._kept: _Kept | None = None
         self._captured: dict[bool, tuple[Plan, CapturedOutputs]] = {}
         """For predictions and for evaluations, with the plan of the last one."""
@@ -75,7 +72,7 @@ class Evaluator:
     ) -> Any:
         objective, device = self._objective, self._device
         modules = objective.modules
-        modes, randomness = Modes(modules), Randomness(device, host_only=self._draws_on())
+        modes, randomness = Modes(modules), Randomness(device)
         for module in modules:
             module.eval()
         try:

@@ -133,13 +133,12 @@ class Rig:
         self._compiling = Compiling(self.model, self.device, steps=lambda: self.steps, write_down=self.write_down)
         self._cursor: Cursor | None = None
         self._feed_given: tuple[Any, dict[str, Any]] | None = None
-        self._evaluator = Evaluator(self.objective, self.device, self._layout, draws_on=lambda: self.draws_on)
+        self._evaluator = Evaluator(self.objective, self.device, self._layout)
         self._follows_user = plan is None
         self.plan = Plan().but(optimizer="fused" if is_fused(self.optimizer) else "plain")
         """The current plan."""
         self.settled = self.plan
         """The last plan that was chosen to stay, not just for a timed lap."""
-        self._drops_in_rnn = False
         self._steps = StepCache(
             self.objective,
             self.optimizer,
@@ -596,33 +595,15 @@ class Rig:
         """The whole state of the training, in memory."""
         self.settle()
         return RigSnapshot(
-            training=Snapshot(
-                self.modules, self.optimizer, self.schedule.scheduler, self.device, draws_on=self.draws_on
-            ),
+            training=Snapshot(self.modules, self.optimizer, self.schedule.scheduler, self.device),
             totals=self.totals.saved(),
             guards=self.guards.saved(),
             place=self.place,
             counters=(self.steps, self.samples),
         )
 
-    @property
-    def draws_on(self) -> bool:
-        """Whether the device's generator must not be restored.
-
-        cuDNN's recurrent layers keep their dropout state in torch's memory, which is allocated again after the
-        generator was set. A capture would go on reading the old memory, and cannot be recorded before the new one is
-        there.
-        """
-        if not self._drops_in_rnn:  # once it did it may again, even if its rate is 0 now
-            layers = [layer for module in self.modules for layer in module.modules()]
-            self._drops_in_rnn = any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in layers)
-        return self._drops_in_rnn and self._on_gpu and (self._pool.keeps or self._steps.has_recorded)
-
     def restore(self, snapshot: RigSnapshot) -> None:
-        """Return to a snapshot without a trace; the current plan stays.
-
-        One exception: the device's generator goes on if recurrent layers with dropout have been captured.
-        """
+        """Return to a snapshot without a trace; the current plan stays."""
         self.settle()
         snapshot.training.restore()
         self.apply_numerics()

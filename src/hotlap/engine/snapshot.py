@@ -16,22 +16,35 @@ from hotlap.data.order import HostRandomness
 from hotlap.engine.layout import laid_out_as
 
 
+def twin_of(generator: torch.Generator) -> torch.Generator:
+    """A GPU's generator to set instead of this one, which shares its state.
+
+    Once a generator itself was set, cuDNN's recurrent layers make the state of their dropout again, and draw for it.
+    """
+    return generator.graphsafe_get_state()
+
+
 class Randomness:
     """The generators of the host and of the device."""
 
-    def __init__(self, device: torch.device, *, host_only: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._host = HostRandomness()
-        self._device = device if device.type == "cuda" and not host_only else None
-        self._cuda = torch.cuda.get_rng_state(self._device) if self._device else None
+        self._generator = generator_of(device) if device.type == "cuda" else None
+        self._state = self._generator.get_state() if self._generator else None
 
     def restore(self) -> None:
-        """Restore all generators; the device's only if it was drawn from. See `Rig.draws_on` for what setting it
-        does."""
+        """Restore all generators. What cuDNN's recurrent layers drop goes on as it is."""
         self._host.restore()
-        if self._cuda is None or self._device is None:
-            return
-        if not torch.equal(torch.cuda.get_rng_state(self._device), self._cuda):
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        if self._generator is not None and self._state is not None:
+            twin_of(self._generator).set_state(self._state)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator of operations on a device."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return torch.cuda.default_generators[index]
 
 
 class Modes:
@@ -55,10 +68,7 @@ class Snapshot:
         optimizer: Optimizer,
         schedule: Any,
         device: torch.device,
-        *,
-        draws_on: bool = False,
     ) -> None:
-        """With `draws_on`, the device's generator is not restored."""
         self._modules, self._optimizer, self._schedule = modules, optimizer, schedule
         self._tensors = {name: tensor.detach().clone() for name, tensor in _tensors(modules)}
         self._flags = [(p, p.requires_grad) for m in modules for p in m.parameters()]
@@ -67,7 +77,7 @@ class Snapshot:
         self._state = {key: _copied(values) for key, values in optimizer.state.items()}
         self._groups = [_copied(_settings(group)) for group in optimizer.param_groups]
         self._schedule_state = copy.deepcopy(schedule.state_dict()) if schedule is not None else None
-        self._randomness = Randomness(device, host_only=draws_on)
+        self._randomness = Randomness(device)
 
     def restore(self) -> None:
         """Restore everything; tensors keep their addresses."""

@@ -73,11 +73,6 @@ class StepCache:
         """The steps that are kept."""
         return iter(self._made.values())
 
-    @property
-    def has_recorded(self) -> bool:
-        """Whether any step records."""
-        return self._recorder is not None
-
     def of(self, plan: Plan) -> Step:
         """The step of a plan. Steps of other plans are kept with their recordings."""
         numerics, execution, blocks = plan.numerics, plan.execution, plan.memory.checkpoint

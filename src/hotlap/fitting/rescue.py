@@ -145,7 +145,7 @@ class _Before:
         layers = [layer for module in rig.modules for layer in module.modules()]
         self._buffers = [(layer, _copied(layer._buffers)) for layer in layers if layer._buffers]
         self._remembered = rig.python_state()
-        self._randomness = Randomness(rig.device, host_only=rig.draws_on)
+        self._randomness = Randomness(rig.device)
         self._marks = _marks(rig.optimizer)
 
     def can_update_again(self, optimizer: Optimizer) -> bool:

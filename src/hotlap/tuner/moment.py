@@ -83,8 +83,6 @@ class Moment:
         self.windows = Windows(rig, baseline)
         """As the user's own plan brings them."""
         self._scale: Any = None
-        # Where the device's randomness must not be set, it must not be without dropout either, on behalf of captures.
-        self._device_draws_on = rig.draws_on
         if not rig.steps:
             rig.use(self.stepped(baseline))
             for number in range(self.first, min(self.first + FIRST_UPDATES, self.length)):
@@ -132,7 +130,7 @@ class Moment:
         check_allowed()
         rig = self._rig
         rig.use(plan)
-        randomness = Randomness(rig.device, host_only=self._device_draws_on) if draws_on else None
+        randomness = Randomness(rig.device) if draws_on else None
         rig.restore(self._start)
         self._remembered.restore(generators=not draws_on)
         if plan.numerics.precision == "fp16" and self._scale is not None:

@@ -18,7 +18,14 @@ from hotlap.data.resident import PendingRows, narrowed, sample_bytes
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
 from hotlap.engine.capture.fingerprint import QuickCheck, StateCheck, fingerprint, places_in
-from hotlap.engine.capture.recording import NotRecordedError, Recorder, Watch, unknown_leaf
+from hotlap.engine.capture.recording import (
+    NotRecordedError,
+    Recorder,
+    Watch,
+    own_dropout_memory,
+    settle_dropout,
+    unknown_leaf,
+)
 from hotlap.engine.objective import Scored
 from hotlap.engine.optimizers import frozen_hyperparameters
 from hotlap.engine.schedules import Rates
@@ -196,6 +203,7 @@ class CapturedStep:
 
         The very first update is not watched: libraries wait for the device while they set themselves up.
         """
+        settle_dropout(self._modules, self._device)
         with self._recorder.aside(), self._attention, self._overlap:
             for number in range(window.updates):
                 one = window.update(number)
@@ -334,6 +342,7 @@ class StepGraph:
             self._inputs = [map_tensors(piece, lambda t: t.detach().to(device, copy=True)) for piece in window.pieces]
             self._static = [tensor for piece in self._inputs for tensor in tensors_in(piece)]
         eager.optimizer.zero_grad(set_to_none=True)
+        self._dropout_memory = own_dropout_memory(eager.modules, device)
         torch.cuda.synchronize(device)
         before = eager.totals.host_count
         try:

@@ -8,12 +8,12 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from hotlap.data.order import HostRandomness
 from hotlap.engine.capture.fingerprint import memory, what_changed
+from hotlap.engine.snapshot import generator_of
 
 _WAITED = "called a synchronizing CUDA operation"
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -159,6 +160,73 @@ def _forward_line(module: nn.Module) -> tuple[str, int] | None:
 
 def _location(line: tuple[str, int] | None) -> str:
     return f" ({Path(line[0]).name}:{line[1]})" if line else ""
+
+
+# --- dropout of recurrent layers -----------------------------------------------------------------------
+
+
+_dropout_pools: dict[int, ref[torch.cuda.MemPool]] = {}
+"""Of each GPU, the memory that `own_dropout_memory` last made."""
+
+
+def drops_in_recurrence(modules: Iterable[nn.Module], device: torch.device) -> bool:
+    """Whether cuDNN draws dropout for one of these in its own way.
+
+    torch keeps a state for that, one for each GPU, and makes it again after the generator was set, which waits for the
+    GPU.
+    """
+    layers = (layer for module in modules for layer in module.modules())
+    return device.type == "cuda" and any(map(_drops, layers))
+
+
+def _drops(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.RNNBase) and layer.training and layer.dropout > 0
+
+
+def settle_dropout(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Make the state of cuDNN's dropout again if that is due, so that the next call does not wait for it."""
+    if drops_in_recurrence(modules, device):
+        _drop_once(device)
+
+
+def own_dropout_memory(modules: Iterable[nn.Module], device: torch.device) -> torch.cuda.MemPool | None:
+    """The memory with the state of cuDNN's dropout, if these need it; to be held as long as recordings of them.
+
+    Nothing else is ever in this memory. When anything sets the generator, such as `torch.manual_seed`, torch.compile or
+    a checkpointed layer, torch makes the state again elsewhere and releases this one. Replays go on reading and writing
+    here.
+    """
+    if not drops_in_recurrence(modules, device):
+        return None
+    generator, fresh = generator_of(device), torch.cuda.MemPool()
+    number = device.index if device.index is not None else torch.cuda.current_device()
+    with torch.cuda.use_mem_pool(fresh, number):
+        _drop_once(device)
+    if not _is_in_use(fresh):  # it was not due to be made again
+        held = _dropout_pools.get(number, lambda: None)()
+        if held is not None and _is_in_use(held):
+            return held
+        generator.set_offset(generator.get_offset())
+        with torch.cuda.use_mem_pool(fresh, number):
+            _drop_once(device)
+    _dropout_pools[number] = ref(fresh)
+    return fresh
+
+
+def _drop_once(device: torch.device) -> None:
+    """Compute a smallest recurrent layer that drops out."""
+    with torch.autocast(device.type, enabled=False), torch.no_grad(), torch.random.fork_rng(devices=()):
+        _smallest_dropping(device)(torch.zeros(1, 1, 1, device=device, dtype=torch.float32))
+
+
+@cache
+def _smallest_dropping(device: torch.device) -> nn.Module:
+    return nn.LSTM(1, 1, num_layers=2, dropout=0.5, dtype=torch.float32, device="cpu").to(device)
+
+
+def _is_in_use(pool: torch.cuda.MemPool) -> bool:
+    segments: Any = pool.snapshot()  # type: ignore[no-untyped-call]
+    return any(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"])
 
 
 # --- recording -----------------------------------------------------------------------------------------

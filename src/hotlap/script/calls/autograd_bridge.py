@@ -16,7 +16,8 @@ from hotlap.data.sources import tensors_in
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.precision import Switches
 from hotlap.engine.scaling import FLOOR, LossScale
-from hotlap.script.calls.module_state import GeneratorState, ModuleState, draws_on, generator_of
+from hotlap.engine.snapshot import generator_of
+from hotlap.script.calls.module_state import GeneratorState, ModuleState
 from hotlap.script.calls.trees import leaves, with_leaves
 
 AGAIN = (
@@ -45,8 +46,7 @@ class EagerForward:
         """The outputs of an earlier call again, with the same random state, so that autograd sees every operation."""
         enabled, dtype = self.autocast
         with ModuleState(self.module, self.device), aliases, self.switches, torch.enable_grad():
-            if not draws_on(self.device):
-                drawn.put_back()
+            drawn.put_back()
             with torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
                 return leaves(self.compute(*given))
 

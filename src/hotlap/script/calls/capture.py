@@ -16,19 +16,13 @@ from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.rewiring import rewire
 from hotlap.engine.capture.captured_step import MOST_GRAPHS, PATIENCE, WARM_UPDATES, BatchError, shape_of
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
-from hotlap.engine.capture.recording import NotRecordedError, Watch
+from hotlap.engine.capture.recording import NotRecordedError, Watch, settle_dropout
 from hotlap.script.calls.autograd_bridge import ParameterAliases, bridged_outputs
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.evaluations import Evaluations
 from hotlap.script.calls.graphs import CallGraph, GradientBuffers, GraphRecorder, LossCall, ReplayedCall
 from hotlap.script.calls.losses import SEEN_LOSSES, LossReplay
-from hotlap.script.calls.module_state import (
-    GeneratorState,
-    ModuleState,
-    drops_in_recurrence,
-    generator_of,
-    note_recorded,
-)
+from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import with_gradient_hooks, write_marks
 
 MOST_SLOTS = 2
@@ -81,19 +75,10 @@ class Recordings:
     """By slot and kind of call."""
     output_use: dict[Hashable, OutputUse] = field(default_factory=dict)
     """By kind of call."""
-    drawn: GeneratorState | None = None
-    """The generator's state, if recurrent layers use dropout: see `was_set_back`."""
 
     def still_hold(self) -> bool:
         """Whether a quick look finds the module still in that state."""
         return self.glance is not None and self.glance.still_holds()
-
-    def was_set_back(self) -> bool:
-        """Whether the generator was set back since the last check: recurrent layers then use other memory for masks."""
-        if self.drawn is None:
-            return False
-        before, self.drawn = self.drawn, self.drawn.now()
-        return self.drawn.was_set_since(before)
 
     def are_of(self, module: nn.Module) -> bool:
         """Whether they are valid for a module that was modified; if so, `still_hold` is True from now on."""
@@ -242,8 +227,6 @@ class CapturedCall:
             elif not self._recordings.are_of(self._module):
                 self._earlier = self._recordings if for_trial else None
                 self._recordings = Recordings(fingerprint([self._module]), QuickCheck([self._module]))
-        if self._recordings.was_set_back():
-            self._drop()
 
     def _output_use_of(self, key: Hashable) -> OutputUse:
         self._new_in_a_row = 0 if key in self._recordings.output_use else self._new_in_a_row + 1
@@ -278,17 +261,15 @@ class CapturedCall:
         return True
 
     def _watched_call(self, original: Original, args: Any, kwargs: Any, output_use: OutputUse) -> Any:
-        """Make a call eagerly and watch it, except the first one, in which libraries wait for the GPU to initialise.
-
-        With dropout in recurrent layers, cuDNN waits whenever the generator was set; then only the rehearsal watches.
-        """
+        """Make a call eagerly and watch it, except the first one, in which libraries wait for the GPU to initialise."""
         original = self._rewired(original)
-        if not self._is_warm or drops_in_recurrence(self._module, self._device):
+        if not self._is_warm:
             outputs = self._eager(original, args, kwargs)
             self._is_warm = True
         else:
             given = (args, kwargs)
             before = shape_of(given), write_marks(tensors_in(given))
+            settle_dropout([self._module], self._device)
             with Watch([self._module], self._device) as watch:
                 outputs = self._eager(original, args, kwargs)
             same = before == (shape_of(given), write_marks(tensors_in(given)))
@@ -345,9 +326,6 @@ class CapturedCall:
             )
             if fingerprint([self._module]) != self._recordings.made_for:
                 raise NotRecordedError("the call changes the state of the module")
-            if drops_in_recurrence(self._module, self._device):
-                note_recorded(graph)
-                self._recordings.drawn = GeneratorState(generator_of(self._device))
         self._recordings.graphs[slot, key] = graph
         graph.last_used = self._calls
         return graph

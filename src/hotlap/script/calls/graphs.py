@@ -17,11 +17,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
-from hotlap.engine.capture.recording import NotRecordedError, Watch, unknown_leaf, why_recording_failed
+from hotlap.engine.capture.recording import (
+    NotRecordedError,
+    Watch,
+    own_dropout_memory,
+    unknown_leaf,
+    why_recording_failed,
+)
 from hotlap.engine.differentiating import gradients
 from hotlap.engine.layout import laid_out_as
 from hotlap.engine.precision import Switches
 from hotlap.engine.scaling import LossScale
+from hotlap.engine.snapshot import generator_of
 from hotlap.script.calls.autograd_bridge import (
     BridgedCall,
     Compute,
@@ -31,7 +38,6 @@ from hotlap.script.calls.autograd_bridge import (
     needing_grad,
     true_gradients,
 )
-from hotlap.script.calls.module_state import generator_of
 from hotlap.script.calls.trees import copied, leaves, unknown_type_in, with_leaves, write_marks
 
 _grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
@@ -129,6 +135,7 @@ class CallGraph:
         self._found: list[Tensor] = []
         self.last_used = 0
         """The number of the call that used it last, set by the owner."""
+        self._dropout_memory = own_dropout_memory([module], device)
         try:
             self._rehearse(recorder)
         except NotRecordedError:

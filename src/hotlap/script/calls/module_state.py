@@ -2,45 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-from weakref import WeakSet
-
 import torch
 from torch import Tensor, nn
 
 from hotlap.core.object_memory import Memory, tensors_of
 from hotlap.data.order import HostRandomness
-
-_dropping: WeakSet[Any] = WeakSet()
-"""Recordings of recurrent layers with dropout, while they exist."""
-
-
-def drops_in_recurrence(module: nn.Module, device: torch.device) -> bool:
-    """Whether cuDNN draws for the module in its own way.
-
-    torch keeps the state of cuDNN's dropout, and creates it again after the generator was set, which waits for the GPU.
-    """
-    if device.type != "cuda":
-        return False
-    return any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in module.modules())
-
-
-def note_recorded(graph: Any) -> None:
-    """Register a recording of a module that `drops_in_recurrence`."""
-    _dropping.add(graph)
-
-
-def draws_on(device: torch.device) -> bool:
-    """Whether recordings forbid to set the GPU's generator back: see `Rig.draws_on`."""
-    return device.type == "cuda" and bool(_dropping)
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The generator of operations on a device."""
-    if device.type != "cuda":
-        return torch.default_generator
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return torch.cuda.default_generators[index]
+from hotlap.engine.snapshot import generator_of, twin_of
 
 
 class GeneratorState:
@@ -54,32 +21,20 @@ class GeneratorState:
         on_host = generator is torch.default_generator
         self._place = generator.get_state() if on_host else (generator.initial_seed(), generator.get_offset())
 
-    def now(self) -> GeneratorState:
-        """The generator's current state."""
-        return GeneratorState(self._generator)
-
     def put_back(self) -> None:
         """Set the generator back to this state."""
         if isinstance(self._place, Tensor):
             self._generator.set_state(self._place)
-        elif self.now()._place != self._place:
-            # Only if it has drawn: recurrent layers create their masks again after the seed was set.
-            seed, offset = self._place
-            self._generator.manual_seed(seed)
-            self._generator.set_offset(offset)
-
-    def was_set_since(self, earlier: GeneratorState) -> bool:
-        """Whether the generator has another seed than before, or has drawn less."""
-        if isinstance(self._place, Tensor) or isinstance(earlier._place, Tensor):
-            return False
-        return self._place[0] != earlier._place[0] or self._place[1] < earlier._place[1]
+        else:
+            (seed, offset), twin = self._place, twin_of(self._generator)
+            twin.manual_seed(seed)
+            twin.set_offset(offset)
 
 
 class ModuleState:
     """Buffers, gradients, attributes and random state of a module, as they were when this was created.
 
-    As a context manager, it restores them at its end. It leaves the GPU's generator alone if recordings made until then
-    require that (`draws_on`).
+    As a context manager, it restores them at its end.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -90,7 +45,6 @@ class ModuleState:
         self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
         self._memory = Memory({"module": module}, tensors_of([module]))
         self._host = HostRandomness()
-        self._device = device
         self._drawn = GeneratorState(generator_of(device)) if device.type == "cuda" else None
 
     @property
@@ -112,7 +66,7 @@ class ModuleState:
             parameter.grad = grad
         self._memory.restore()
         self._host.restore()
-        if self._drawn is not None and not draws_on(self._device):
+        if self._drawn is not None:
             self._drawn.put_back()
 
 
