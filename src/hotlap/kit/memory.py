@@ -20,7 +20,7 @@ from hotlap.engine.step import Window
 from hotlap.kit.batch import COUNTED
 from hotlap.kit.bench import Bench, count_training, opened, trained_tensors
 from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, run_probe
-from hotlap.kit.savings import ModelFacts, Saving, Tried, Update, model_facts, savings, table
+from hotlap.kit.savings import ModelFacts, Saving, Trials, Update, model_facts, savings, table
 from hotlap.kit.search import TooShortError
 from hotlap.kit.tensor_memory import KINDS, GrowingMemory, GrowthWatch, LiveTensors, UpdateWatch
 from hotlap.recipes.plots import round_marks
@@ -137,10 +137,42 @@ class MemoryFound:
 def memory_of_job(job: Job, *, name: str, say: Say) -> MemoryFound:
     """`hotlap.memory` for a job, in this process."""
     with opened(job) as bench:
-        return _Account(bench, say).found(name)
+        trials = JobTrials(bench, say)
+        return _found(name, trials.unchanged(), trials)
 
 
-class _Account:
+def _found(name: str, seen: ProbeResult, trials: Trials) -> MemoryFound:
+    """The memory of a watched training, with the savings that hotlap tries on it."""
+    on_gpu, account = seen.device != "cpu", seen.account
+    update = Update(
+        samples=seen.batch_size or seen.samples_an_update,
+        effective_batch=seen.samples_an_update,
+        peak_bytes=seen.peak_bytes if on_gpu else account["peak_bytes"],
+        step_s=seen.step_s,
+        kinds=account["kinds"],
+        layers=account["layers"],
+        outputs=account["outputs"],
+        why_whole=seen.why_fixed,
+    )
+    return MemoryFound(
+        name=name,
+        device=seen.device,
+        samples=update.samples,
+        peak_bytes=update.peak_bytes,
+        counted_bytes=account["peak_bytes"],
+        reserved_bytes=seen.taken_bytes if on_gpu else None,
+        room_bytes=seen.room_bytes,
+        kinds=update.kinds,
+        layers=update.layers,
+        course=tuple((kind, size) for kind, size in account["course"]),
+        step_s=update.step_s,
+        savings=tuple(savings(update, ModelFacts(**seen.model), trials) if seen.model else ()),
+        held=tuple(GrowingMemory(**one) for one in account["held"]),
+        notes=() if on_gpu else (COUNTED,),
+    )
+
+
+class JobTrials:
     """Counts the memory of one rig, and tries what would lower its peak."""
 
     def __init__(self, bench: Bench, say: Say) -> None:
@@ -148,69 +180,58 @@ class _Account:
         self._size = min(bench.dataset.batch_size, bench.most)
         self._window = bench.window(self._size, bench.job.accumulate)
 
-    def found(self, name: str) -> MemoryFound:
-        bench, rig = self._bench, self._rig
-        self._say(f"memory     updates of {sum(self._window.sizes):,} samples, {self._size:,} at once")
+    def unchanged(self) -> ProbeResult:
+        """Watch updates of the job as it is. Raises TrainingError if they do not fit."""
+        bench, rig, samples = self._bench, self._rig, sum(self._window.sizes)
+        self._say(f"memory     updates of {samples:,} samples, {self._size:,} at once")
         why_not = bench.trains(self._window)
         if why_not is not None:
             raise TrainingError(
                 f"an update with {self._size:,} samples at once does not fit: {why_not}; find what fits: hotlap batch"
             )
-        peak, reserved = bench.peak_bytes(self._window)
+        peak, taken = bench.peak_bytes(self._window)
         step_s = bench.step_s(self._window)
-        live, outputs = self._watched(self._window)
-        kinds = {kind: live.at_peak.get(kind, 0) for kind in KINDS}
-        on_gpu = rig.device.type == "cuda"
-        update = Update(
-            samples=self._size,
-            effective_batch=sum(self._window.sizes),
-            peak_bytes=peak if on_gpu else live.peak_bytes,
-            step_s=step_s,
-            kinds=kinds,
-            layers={layer: size for layer, size in live.layers_at_peak.items() if size},
-            outputs=outputs,
-        )
-        held = self._grows()
+        watch = self._watched()
+        live, held = watch.live, self._grows()
         for one in held:
             self._say(f"memory     grows: {one}")
-        notes = [] if on_gpu else [COUNTED]
-        return MemoryFound(
-            name=name,
+        return ProbeResult(
+            laps=[[step_s, samples]],
+            samples_an_update=samples,
+            batch_size=self._size,
             device=str(rig.device),
-            samples=self._size,
-            peak_bytes=update.peak_bytes,
-            counted_bytes=live.peak_bytes,
-            reserved_bytes=reserved if on_gpu else None,
+            peak_bytes=peak,
+            taken_bytes=taken,
             room_bytes=bench.room_bytes,
-            kinds=update.kinds,
-            layers=update.layers,
-            course=tuple(live.course),
-            step_s=step_s,
-            savings=tuple(savings(update, model_facts(rig.model, self._window.pieces[0], rig.device), self)),
-            held=tuple(held),
-            notes=tuple(notes),
+            account={
+                **watch.account,
+                "kinds": {kind: live.at_peak.get(kind, 0) for kind in KINDS},
+                "layers": {layer: size for layer, size in live.layers_at_peak.items() if size},
+                "held": [dataclasses.asdict(one) for one in held],
+            },
+            model=dataclasses.asdict(model_facts(rig.model, self._window.pieces[0], rig.device)),
         )
 
-    def _live(self, window: Window, *, lines: bool = False) -> LiveTensors:
+    def _live(self, *, lines: bool = False) -> LiveTensors:
         """Counts tensors before an update, with its batch if that is on the device already."""
         self._bench.tidy()
         live = LiveTensors(self._rig.device, lines=lines)
         live.know_libraries()
         count_training(live, self._rig)
-        live.know((tensor for piece in window.pieces for tensor in tensors_in(piece)), "batch")
+        live.know((tensor for piece in self._window.pieces for tensor in tensors_in(piece)), "batch")
         return live
 
-    def _watched(self, window: Window) -> tuple[LiveTensors, dict[str, int]]:
-        """The tensors of an update, and the bytes of each module's output."""
-        live = self._live(window)
+    def _watched(self) -> UpdateWatch:
+        """The watch of a whole update."""
+        live = self._live()
         live.forget_peak()
         with UpdateWatch(live, trained_tensors(self._rig), self._rig.modules) as watch:
-            self._rig.step(window)
+            self._rig.step(self._window)
             self._rig.wait()
-        return live, watch.outputs
+        return watch
 
     def _grows(self) -> list[GrowingMemory]:
-        turns = GrowthWatch(self._live(self._window, lines=True))
+        turns = GrowthWatch(self._live(lines=True))
         with UpdateWatch(turns.live, trained_tensors(self._rig), self._rig.modules):
             while not turns.are_done:
                 self._rig.step(self._window)
@@ -220,32 +241,32 @@ class _Account:
 
     # --- what would lower the peak -----------------------------------------------------------------
 
-    def in_pieces(self, size: int) -> Tried:
+    def in_pieces(self, size: int) -> Saving:
         """Updates of the same samples, so many at once."""
         plan, pieces = self._rig.plan.but(micro_batch=size), -(-sum(self._window.sizes) // size)
         tried = self._tried(plan, self._bench.window(size, pieces))
         return replace(tried, changes="; ".join(self._rig.cautions(plan)))
 
-    def checkpointed(self, blocks: int) -> Tried:
+    def checkpointed(self, blocks: int) -> Saving:
         """Updates with checkpointed blocks."""
         return self._tried(self._rig.plan.but(checkpoint=blocks), self._window)
 
-    def in_precision(self, precision: str) -> Tried:
+    def in_precision(self, precision: str) -> Saving:
         """Updates under autocast."""
         return self._tried(self._rig.plan.but(precision=precision), self._window)
 
-    def _tried(self, plan: Plan, window: Window) -> Tried:
+    def _tried(self, plan: Plan, window: Window) -> Saving:
         """Peak and time of real updates under a plan."""
         before = self._rig.plan
         why_not = self._rig.supports(plan)
         if why_not is not None:
-            return Tried(why_not=why_not)
+            return Saving(why_not=why_not)
         self._rig.use(plan, outcome="measured")
         try:
             why_not = self._bench.trains(window)
             if why_not is not None:
-                return Tried(why_not=why_not)
-            return Tried(peak_bytes=self._bench.peak_bytes(window)[0], step_s=self._bench.step_s(window))
+                return Saving(why_not=why_not)
+            return Saving(peak_bytes=self._bench.peak_bytes(window)[0], step_s=self._bench.step_s(window))
         finally:
             self._rig.use(before, outcome="measured")
 
@@ -267,40 +288,9 @@ def memory_of_script(target: Target, *, seconds: float = 120.0, say: Say = silen
         raise TrainingError(f"{target.name} runs out of memory unchanged: {seen.out_of_memory}; lower its batch size")
     if not seen.account:
         raise TooShortError(f"{target.name} ended before hotlap had measured its memory; let it train longer")
-    on_gpu, account = seen.device != "cpu", seen.account
-    update = Update(
-        samples=seen.batch_size or seen.samples_an_update,
-        effective_batch=seen.samples_an_update,
-        peak_bytes=seen.peak_bytes if on_gpu else account["peak_bytes"],
-        step_s=seen.step_s,
-        kinds=account["kinds"],
-        layers=account["layers"],
-        outputs=account["outputs"],
-        why_whole=seen.why_fixed,
-    )
-    found = savings(update, ModelFacts(**seen.model), ScriptTrials(target, seen, say)) if seen.model else []
-    notes = [
-        RUNS,
-        *([seen.longest] if seen.varies and seen.longest else []),
-        *how_to_write(found),
-        *([] if on_gpu else [COUNTED]),
-    ]
-    return MemoryFound(
-        name=target.name,
-        device=seen.device,
-        samples=update.samples,
-        peak_bytes=update.peak_bytes,
-        counted_bytes=account["peak_bytes"],
-        reserved_bytes=seen.taken_bytes if on_gpu else None,
-        room_bytes=seen.room_bytes,
-        kinds=update.kinds,
-        layers=update.layers,
-        course=tuple((kind, size) for kind, size in account["course"]),
-        step_s=update.step_s,
-        savings=tuple(found),
-        held=tuple(GrowingMemory(**one) for one in account["held"]),
-        notes=tuple(notes),
-    )
+    found = _found(target.name, seen, ScriptTrials(target, seen, say))
+    longest = [seen.longest] if seen.varies and seen.longest else []
+    return replace(found, notes=(RUNS, *longest, *how_to_write(found.savings), *found.notes))
 
 
 # --- memory over one update, drawn into an SVG file ----------------------------------------------------------
@@ -371,34 +361,34 @@ class ScriptTrials:
         self._target, self._own, self._say = target, own, say
         self._request = ProbeRequest(laps=LAPS, lap_s=LAP_S, counts=True, loader=own.loader, longest=own.varies)
 
-    def in_pieces(self, size: int) -> Tried:
+    def in_pieces(self, size: int) -> Saving:
         """Batches of this size with an update after each; gradients stay in memory, as in accumulation."""
         request = replace(self._request, change={"batch_size": size}, keeps_gradients=True)
         tried = self._tried(f"micro-batches of {size:,}", request)
         norms = "batch norms see micro-batches, so their statistics differ"
         return replace(tried, changes=norms) if self._own.model["least"] > 1 else tried
 
-    def checkpointed(self, blocks: int) -> Tried:
+    def checkpointed(self, blocks: int) -> Saving:
         """Updates with checkpointed blocks."""
         return self._tried(f"all {blocks} blocks checkpointed", replace(self._request, checkpoint=True))
 
-    def in_precision(self, precision: str) -> Tried:
+    def in_precision(self, precision: str) -> Saving:
         """Updates under autocast, as under `hotlap run --plan`."""
         return self._tried(f"{precision} autocast", replace(self._request, precision=precision))
 
-    def _tried(self, what: str, request: ProbeRequest) -> Tried:
+    def _tried(self, what: str, request: ProbeRequest) -> Saving:
         self._say(f"memory     tries {what}")
         try:
             seen = run_probe(self._target, request)
         except HotlapError as error:
-            return Tried(why_not=str(error).partition("\n")[0])
+            return Saving(why_not=str(error).partition("\n")[0])
         over = None if seen.peak_bytes else f"{self._target.name} ended before hotlap had measured its memory"
         why_not = seen.why_not or seen.out_of_memory or over
         if why_not is not None:
-            return Tried(why_not=why_not)
+            return Saving(why_not=why_not)
         # The time of as many smaller batches as have the samples of an update.
         step_s = seen.step_s if seen.sample_s is None else seen.sample_s * self._own.samples_an_update
-        return Tried(peak_bytes=seen.peak_bytes, step_s=step_s)
+        return Saving(peak_bytes=seen.peak_bytes, step_s=step_s)
 
 
 def how_to_write(found: Iterable[Saving]) -> list[str]:

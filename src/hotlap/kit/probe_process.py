@@ -335,14 +335,7 @@ class ScriptWatch:
                 return
             if not self._on_gpu:
                 self.seen.peak_bytes = self.seen.taken_bytes = live.peak_bytes
-            self.seen.account = {
-                "peak_bytes": live.peak_bytes,
-                "kinds": live.at_peak,
-                "layers": live.layers_at_peak,
-                "outputs": watch.outputs,
-                "course": live.course,
-                "held": [],
-            }
+            self.seen.account = watch.account
             watch.__exit__(None, None, None)
             if not self._request.watches:
                 self._end()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ CHANGES = "it changes what the model learns"
 class Saving:
     """Something that would lower the peak."""
 
-    what: str
+    what: str = ""
     predicted_bytes: int | None = None
     """None if it is impossible."""
     predicted_step_s: float | None = None
@@ -32,21 +32,11 @@ class Saving:
     peak_bytes: int | None = None
     """Measured; None if not tried."""
     step_s: float | None = None
+    """Measured seconds for the samples of an update."""
     changes: str = ""
     """What it changes in the training beyond rounding."""
     why_not: str | None = None
     """Why hotlap has not tried it, or why it is impossible."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """The measured effect on real updates, or the reason for no try."""
-
-    peak_bytes: int | None = None
-    step_s: float | None = None
-    """Seconds for the samples of an update."""
-    why_not: str | None = None
-    changes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +84,15 @@ class Update:
 
 
 class Trials(Protocol):
-    """A training on which hotlap can try things."""
+    """Tries real updates of a job or a script; each method returns the measured part of a saving."""
 
-    def in_pieces(self, size: int) -> Tried:
+    def in_pieces(self, size: int) -> Saving:
         """Updates of the same samples, so many at once."""
 
-    def checkpointed(self, blocks: int) -> Tried:
+    def checkpointed(self, blocks: int) -> Saving:
         """Updates with checkpointed blocks."""
 
-    def in_precision(self, precision: str) -> Tried:
+    def in_precision(self, precision: str) -> Saving:
         """Updates under autocast."""
 
 
@@ -147,7 +137,7 @@ def _smaller_pieces(update: Update, model: ModelFacts, trials: Trials) -> Saving
     half = max(model.least, -(-update.samples // 2))
     # All pieces but the first hold gradients of earlier pieces beside their activations.
     gradients = update.kinds.get("parameters", 0) - update.kinds.get("gradients", 0)
-    return _with(
+    return replace(
         trials.in_pieces(half),
         what=f"micro-batches of {half:,}, {-(-update.effective_batch // half):,} accumulated",
         predicted_bytes=update.peak_bytes
@@ -167,7 +157,7 @@ def _checkpointed(update: Update, model: ModelFacts, trials: Trials) -> Saving:
     kept = sum(update.outputs.get(block, 0) for block in model.blocks)
     saved = max(0, sum(inside) - kept - max(inside))
     share = sum(inside) / max(1, update.kinds.get("activations", 0))
-    return _with(
+    return replace(
         trials.checkpointed(len(model.blocks)),
         what=f"all {len(model.blocks)} blocks checkpointed",
         predicted_bytes=update.peak_bytes - saved,
@@ -180,8 +170,8 @@ def _in_half_precision(update: Update, model: ModelFacts, trials: Trials) -> Sav
         return Saving(what="autocast", why_not=model.why_no_precision)
     saved = update.kinds.get("activations", 0) // 2 - update.kinds.get("parameters", 0) // 2
     # Its speed depends on the hardware and the share of matrix products: hotlap measures it only.
-    slow = None if model.why_slow_precision is None else Tried(why_not=model.why_slow_precision)
-    return _with(
+    slow = None if model.why_slow_precision is None else Saving(why_not=model.why_slow_precision)
+    return replace(
         slow or trials.in_precision(model.precision),
         what=f"{model.precision} autocast",
         predicted_bytes=update.peak_bytes - max(0, saved),
@@ -206,18 +196,6 @@ def _smaller_samples(update: Update, model: ModelFacts) -> list[Saving]:
             why_not=CHANGES,
         )
     ]
-
-
-def _with(tried: Tried, *, what: str, predicted_bytes: int, predicted_step_s: float | None = None) -> Saving:
-    return Saving(
-        what=what,
-        predicted_bytes=predicted_bytes,
-        predicted_step_s=predicted_step_s,
-        peak_bytes=tried.peak_bytes,
-        step_s=tried.step_s,
-        changes=tried.changes,
-        why_not=tried.why_not,
-    )
 
 
 def table(found: Sequence[Saving], peak_bytes: int, step_s: float | None) -> list[str]:

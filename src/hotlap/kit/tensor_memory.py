@@ -244,6 +244,19 @@ class UpdateWatch:
         self.live.__exit__(*how)  # type: ignore[no-untyped-call]
         self._patches.take_out_all()
 
+    @property
+    def account(self) -> dict[str, Any]:
+        """The memory of the counted update in plain values, for a file."""
+        live = self.live
+        return {
+            "peak_bytes": live.peak_bytes,
+            "kinds": live.at_peak,
+            "layers": live.layers_at_peak,
+            "outputs": self.outputs,
+            "course": live.course,
+            "held": [],
+        }
+
     def _enters(self, module: nn.Module, inputs: Any) -> None:
         if module.__class__.__module__.startswith("torch.optim"):
             return
