@@ -14,7 +14,15 @@ from torch import nn
 
 from hotlap.engine.capture import recording as watch_module
 from hotlap.engine.capture.fingerprint import QuickCheck, StateCheck, fingerprint
-from hotlap.engine.capture.recording import Watch, intended_wait, unknown_leaf, why_recording_failed
+from hotlap.engine.capture.recording import (
+    NotRecordedError,
+    Watch,
+    drops_in_recurrence,
+    intended_wait,
+    own_dropout_memory,
+    unknown_leaf,
+    why_recording_failed,
+)
 
 CPU = torch.device("cpu")
 
@@ -434,3 +442,47 @@ def test_an_error_while_recording_is_told_with_the_users_line():
     except RuntimeError as error:
         told = why_recording_failed(error)
     assert told.startswith("operation not permitted (test_recording.py:")
+
+
+# --- dropout of recurrent layers ---------------------------------------------------------------------
+
+GPU = torch.device("cuda")
+
+
+def dropping(rate=0.5):
+    return nn.LSTM(3, 3, num_layers=2, dropout=rate)
+
+
+def dropped_by_cudnn(state):
+    """The output of cuDNN's recurrent layer without its numbers, as autograd records it on every machine."""
+    layer, x, h = dropping().to("meta"), torch.zeros(1, 1, 3, device="meta"), torch.zeros(2, 1, 3, device="meta")
+    return torch._cudnn_rnn(x, [*layer.parameters()], 4, None, h, h, 2, 3, 0, 2, False, 0.5, True, False, [], state)[0]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_recording_of_recurrent_layers_holds_the_state_of_their_dropout(monkeypatch, mode):
+    state = torch.zeros(8, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(watch_module, "_dropped_once", lambda _: dropped_by_cudnn(state))
+    with mode(), torch.autograd.graph.saved_tensors_hooks(torch.empty_like, torch.empty_like):
+        held = own_dropout_memory([dropping()], GPU)
+    assert held.untyped_storage()._cdata == state.untyped_storage()._cdata
+    assert own_dropout_memory([dropping(0.0)], GPU) is None
+    assert own_dropout_memory([dropping()], CPU) is None
+
+
+def test_recurrent_layers_that_hide_the_state_of_their_dropout_are_not_recorded(monkeypatch):
+    monkeypatch.setattr(watch_module, "_dropped_once", lambda _: torch.ones(1, requires_grad=True) * 2)
+    with pytest.raises(NotRecordedError, match="cuDNN"):
+        own_dropout_memory([dropping()], GPU)
+    with torch.backends.cudnn.flags(enabled=False):
+        assert own_dropout_memory([dropping()], GPU) is None  # torch's own kernels drop as other layers do
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_layers_drop_in_cudnns_way_in_training_only_and_scripted_too():
+    scripted = torch.jit.script(nn.Sequential(dropping()))
+    for model in (nn.Sequential(dropping()), scripted):
+        assert drops_in_recurrence([model], GPU)
+        assert not drops_in_recurrence([model], CPU)
+        assert not drops_in_recurrence([model.eval()], GPU)
+    assert not drops_in_recurrence([nn.Sequential(dropping(0.0), nn.Dropout(0.5))], GPU)

@@ -14,6 +14,7 @@ from hotlap import Job, Plan, Rig, fit
 from hotlap.data.dataset import training_dataset
 from hotlap.engine.assists.rewiring import without_waiting
 from hotlap.engine.capture.captured_step import CapturedStep
+from hotlap.engine.capture.recording import _smallest_dropping, dropout_state_of, own_dropout_memory
 from hotlap.engine.snapshot import Randomness, generator_of
 from hotlap.guard.saving import export_state, import_state
 
@@ -221,6 +222,20 @@ def test_recorded_masks_stay_where_they_are_whatever_sets_the_generator():
         assert not any(tensor.any() for tensor in taken), "a replay has written to memory of others"
     assert recorded(rig)[0] == 2, rig.ledger.to_lines()
     assert rig.given_up is None
+
+
+def test_a_recording_holds_the_state_of_dropout_that_cudnn_uses():
+    layer, held = nn.LSTM(6, 32, num_layers=2, dropout=0.5).to(DEVICE), []
+    for seed in (4, 5):
+        torch.manual_seed(seed)
+        used = dropout_state_of(layer(torch.randn(3, 2, 6, device=DEVICE))[0])
+        place = offset()
+        _smallest_dropping.cache_clear()
+        held.append(own_dropout_memory([layer], torch.device(DEVICE)))
+        assert held[-1].data_ptr() == used.data_ptr()
+        assert held[-1].nbytes > 2**20
+        assert offset() == place
+    assert held[0].data_ptr() != held[1].data_ptr()
 
 
 def test_to_restore_the_generator_does_not_begin_the_masks_of_recurrent_layers_anew():

@@ -13,15 +13,15 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hotlap.data.order import HostRandomness
 from hotlap.engine.capture.fingerprint import memory, what_changed
-from hotlap.engine.snapshot import generator_of
 
 _WAITED = "called a synchronizing CUDA operation"
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -165,10 +165,6 @@ def _location(line: tuple[str, int] | None) -> str:
 # --- dropout of recurrent layers -----------------------------------------------------------------------
 
 
-_dropout_pools: dict[int, ref[torch.cuda.MemPool]] = {}
-"""Of each GPU, the memory that `own_dropout_memory` last made."""
-
-
 def drops_in_recurrence(modules: Iterable[nn.Module], device: torch.device) -> bool:
     """Whether cuDNN draws dropout for one of these in its own way.
 
@@ -179,54 +175,63 @@ def drops_in_recurrence(modules: Iterable[nn.Module], device: torch.device) -> b
     return device.type == "cuda" and any(map(_drops, layers))
 
 
+_RECURRENT = frozenset(("RNN", "LSTM", "GRU"))
+"""Names of torch's recurrent layers: a scripted layer keeps nothing else of its class."""
+
+
 def _drops(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.RNNBase) and layer.training and layer.dropout > 0
+    is_recurrent = isinstance(layer, nn.RNNBase) or getattr(layer, "original_name", None) in _RECURRENT
+    rate = getattr(layer, "dropout", 0)
+    return is_recurrent and layer.training and isinstance(rate, (int, float)) and rate > 0
 
 
 def settle_dropout(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Make the state of cuDNN's dropout again if that is due, so that the next call does not wait for it."""
     if drops_in_recurrence(modules, device):
-        _drop_once(device)
+        with torch.no_grad():
+            _dropped_once(device)
 
 
-def own_dropout_memory(modules: Iterable[nn.Module], device: torch.device) -> torch.cuda.MemPool | None:
-    """The memory with the state of cuDNN's dropout, if these need it; to be held as long as recordings of them.
+def own_dropout_memory(modules: Iterable[nn.Module], device: torch.device) -> Tensor | None:
+    """The state of cuDNN's dropout, if these need it; to be held as long as recordings made next.
 
-    Nothing else is ever in this memory. When anything sets the generator, such as `torch.manual_seed`, torch.compile or
-    a checkpointed layer, torch makes the state again elsewhere and releases this one. Replays go on reading and writing
-    here.
+    When anything sets the generator, such as `torch.manual_seed`, torch.compile or a checkpointed layer, torch makes
+    another state and releases this one. Replays go on reading and writing this one. Raises NotRecordedError.
     """
     if not drops_in_recurrence(modules, device):
         return None
-    generator, fresh = generator_of(device), torch.cuda.MemPool()
-    number = device.index if device.index is not None else torch.cuda.current_device()
-    with torch.cuda.use_mem_pool(fresh, number):
-        _drop_once(device)
-    if not _is_in_use(fresh):  # it was not due to be made again
-        held = _dropout_pools.get(number, lambda: None)()
-        if held is not None and _is_in_use(held):
-            return held
-        generator.set_offset(generator.get_offset())
-        with torch.cuda.use_mem_pool(fresh, number):
-            _drop_once(device)
-    _dropout_pools[number] = ref(fresh)
-    return fresh
+    # What torch saves for the backward pass is the state itself. Outer hooks could save a copy.
+    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+        state = dropout_state_of(_dropped_once(device))
+    if state is None and torch.backends.cudnn.enabled:
+        raise NotRecordedError("a recurrent layer does not show where cuDNN keeps the state of its dropout")
+    return state
 
 
-def _drop_once(device: torch.device) -> None:
-    """Compute a smallest recurrent layer that drops out."""
-    with torch.autocast(device.type, enabled=False), torch.no_grad(), torch.random.fork_rng(devices=()):
-        _smallest_dropping(device)(torch.zeros(1, 1, 1, device=device, dtype=torch.float32))
+def dropout_state_of(output: Tensor) -> Tensor | None:
+    """The state of cuDNN's dropout that made the output of a recurrent layer; None if another library made it."""
+    state: Tensor | None = getattr(output.grad_fn, "_saved_dropout_state", None)
+    return state
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _dropped_once(device: torch.device) -> Tensor:
+    """The output of a smallest recurrent layer that drops out."""
+    place = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    with torch.autocast(device.type, enabled=False):
+        # Without the hooks that a script may have on every module.
+        output, _ = _smallest_dropping(place).forward(torch.zeros(1, 1, 1, device=place, dtype=torch.float32))
+    made: Tensor = output
+    return made
 
 
 @cache
-def _smallest_dropping(device: torch.device) -> nn.Module:
-    return nn.LSTM(1, 1, num_layers=2, dropout=0.5, dtype=torch.float32, device="cpu").to(device)
-
-
-def _is_in_use(pool: torch.cuda.MemPool) -> bool:
-    segments: Any = pool.snapshot()  # type: ignore[no-untyped-call]
-    return any(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"])
+def _smallest_dropping(device: torch.device) -> nn.LSTM:
+    with torch.inference_mode(False), torch.random.fork_rng(devices=()):
+        return nn.LSTM(1, 1, num_layers=2, dropout=0.5, dtype=torch.float32, device="cpu").to(device)
 
 
 # --- recording -----------------------------------------------------------------------------------------

@@ -422,7 +422,6 @@ class EvaluationGraph:
     def record(self, compute: Compute, module: nn.Module, recorder: GraphRecorder) -> None:
         """Record the graph. Raises NotRecordedError."""
         self._compute = compute
-        self._dropout_memory = own_dropout_memory([module], self._device)
         with recorder.aside():
             self._make()
         before, arguments = self.outputs, write_marks(self._static)
@@ -437,6 +436,7 @@ class EvaluationGraph:
             reason = reason or "its outputs are views of each other in another dtype"
         if reason is not None:
             raise NotRecordedError(reason)
+        self._dropout_memory = own_dropout_memory([module], self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         # torch creates the random state that all graphs share with the first graph, and others write to it.

@@ -135,9 +135,10 @@ class CallGraph:
         self._found: list[Tensor] = []
         self.last_used = 0
         """The number of the call that used it last, set by the owner."""
-        self._dropout_memory = own_dropout_memory([module], device)
         try:
             self._rehearse(recorder)
+            # After the last call that may make this memory elsewhere, such as one that compiles.
+            self._dropout_memory = own_dropout_memory([module], device)
         except NotRecordedError:
             raise
         except Exception as error:  # the user's code may raise anything
