@@ -5,7 +5,7 @@ import gc
 import random
 import warnings
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -254,6 +254,45 @@ def test_a_fingerprint_changes_with_whatever_voids_a_capture(name):
     CHANGES[name](model)
     assert fingerprint([model]) != before
     del kept
+
+
+MASKS = 20
+KEPT_IN = {
+    "dict": dict,
+    "ordered dict": OrderedDict,
+    "list": lambda named: [*named.values()],
+    "tuple": lambda named: (*named.values(),),
+}
+
+
+@pytest.mark.parametrize("change", ["another tensor", "another place"])
+@pytest.mark.parametrize("kind", KEPT_IN)
+def test_each_of_many_tensors_in_a_container_counts(kind, change):
+    """Masks by layer, for example: a recording reads the memory of each."""
+    model = nn.Linear(3, 3)
+    model.masks = KEPT_IN[kind]({f"mask {number}": torch.ones(3) for number in range(MASKS)})
+    last = MASKS - 1 if isinstance(model.masks, (list, tuple)) else f"mask {MASKS - 1}"
+    before, glance, kept = fingerprint([model]), QuickCheck([model]), model.masks[last].data
+    assert glance.still_holds()
+    if change == "another place":
+        model.masks[last].data = torch.zeros(3)
+    elif kind == "tuple":
+        model.masks = (*model.masks[:-1], torch.zeros(3))
+    else:
+        model.masks[last] = torch.zeros(3)
+    assert not glance.still_holds()
+    assert fingerprint([model]) != before
+    del kept
+
+
+def test_counts_and_names_in_a_container_are_left_alone():
+    model = nn.Linear(3, 3)
+    model.counts, model.names = OrderedDict(steps=1), {number: str(number) for number in range(MASKS)}
+    before, glance = fingerprint([model]), QuickCheck([model])
+    model.counts["steps"] = 2
+    assert glance.still_holds()
+    model.names[0] = "another"
+    assert fingerprint([model]) == before
 
 
 SEEN_AT_A_GLANCE = CHANGES | {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ INSIDE = frozenset(nn.Module().__dict__)
 _PLAIN = frozenset((int, float, bool, str, type(None), complex))
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 _FEW = 16
-"""Entries of a container that are compared; for a longer one, also their number."""
+"""Entries of a container that are compared; for a longer one, also their number. Of tensors, all are compared."""
 _HOLDERS = (
     "_parameters",
     "_buffers",
@@ -123,18 +123,39 @@ def _add_value(value: Any, found: list[Any], seen: set[int]) -> None:
         found += _form(value)
     elif kind in (tuple, list):
         found.append(len(value))
-        found += [part if type(part) in _PLAIN else id(part) for part in value[:_FEW]]
-    elif kind is dict:
+        _add_parts(value if _holds_tensors(value) else value[:_FEW], found)
+    elif kind is dict or (kind is OrderedDict and _holds_tensors(value)):
         found.append(len(value))
-        if len(value) <= _FEW:
-            found += [part if type(part) in _PLAIN else id(part) for part in value.values()]
+        if len(value) <= _FEW or _holds_tensors(value):
+            _add_parts(value.values(), found)
     elif id(value) not in seen:
         # All layers of a model may hold one configuration; compare it once.
         seen.add(id(value))
         found.append(id(value))
         inner = getattr(value, "__dict__", None)
         if inner and not isinstance(value, (*_CODE, nn.Module)):
-            found += [part if type(part) in _PLAIN else id(part) for part in inner.values()]
+            _add_parts(inner.values(), found)
+
+
+def _add_parts(parts: Iterable[Any], found: list[Any]) -> None:
+    found += [part if type(part) in _PLAIN else _form(part) if _is_ordinary(part) else id(part) for part in parts]
+
+
+def _is_ordinary(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether one of the first parts of a container is a tensor: a recording may read all, such as masks by layer."""
+    return any(map(_is_ordinary, islice(_parts_of(value), _FEW)))
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        parts: Iterable[Any] = value.values()
+        return parts
+    return value if kind is list or kind is tuple else ()
 
 
 # --- a quick look ------------------------------------------------------------------------------------
@@ -161,7 +182,9 @@ class QuickCheck:
         self._flags = list(map(_requires_grad, self._parameters))
         self._hooks = list(map(_hooks_of, self._parameters))
         dicts = [vars(layer)[name] for layer in self._layers for name in _HOLDERS]
+        holders = list(filter(_holds_tensors, odd))
         dicts += [value for value in odd if type(value) is dict]
+        dicts += [value for value in holders if type(value) is OrderedDict]
         dicts += [hooks for hooks in self._hooks if hooks is not None]
         self._empty = [one for one in (*self._insides, *dicts) if not one]
         self._dicts = [one for one in dicts if one]
@@ -172,6 +195,7 @@ class QuickCheck:
         self._sizes = list(map(len, self._sized))
         buffers = (buffer for layer in self._layers for buffer in layer._buffers.values() if buffer is not None)
         tensors = [*self._parameters, *buffers, *(value for value in odd if isinstance(value, Tensor))]
+        tensors += filter(_is_ordinary, chain.from_iterable(map(_parts_of, holders)))
         self._are_settled = not any(map(is_lazy, tensors))  # a lazy tensor becomes another without a trace
         self._placed = [tensor for tensor in tensors if tensor.layout is torch.strided and self._are_settled]
         self._places = list(map(Tensor.data_ptr, self._placed))
