@@ -227,6 +227,20 @@ def test_a_tested_torch_is_not_told(world, card, version):
     assert "torch-untested" not in keys(examine(world=world(cuda=Cuda(torch=version, gpus=(card("t4"),)))))
 
 
+def test_private_names_that_torch_lacks_are_listed_with_what_needs_them(world, card):
+    missing = {"torch._C._one": "captured calls", "torch._C._other": "captured calls", "torch._third": "plans in fp16"}
+    problem = by_key(examine(world=world(card("h200"), missing_names=lambda: missing)), "torch-private")
+    assert problem.what == "torch lacks private names that hotlap uses: torch._C._one, torch._C._other, torch._third"
+    assert problem.costs == "plans that need them fail: captured calls, plans in fp16"
+
+
+def test_private_names_are_not_asked_for_where_torch_cannot_be_imported(world):
+    def fail():
+        raise AssertionError
+
+    assert "torch-private" not in keys(examine(world=world(cuda=Cuda(error="no torch"), missing_names=fail)))
+
+
 def test_a_missing_compiler_is_told(world):
     problem = by_key(examine(world=world(which=lambda name: None)), "compiler")
     assert "a C compiler" in problem.what

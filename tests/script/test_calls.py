@@ -33,7 +33,7 @@ from hotlap.core.plan import Execution, Numerics, Plan
 from hotlap.engine.capture.fingerprint import fingerprint
 from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.script.calls import call as call_module
-from hotlap.script.calls import eager
+from hotlap.script.calls import eager, graphs
 from hotlap.script.calls.call import ModuleCall
 from hotlap.script.calls.capture import MOST_SLOTS
 from hotlap.script.calls.eager import leave_broken_passes, switch_in_backward
@@ -487,7 +487,7 @@ def test_gradients_become_the_parameters_own_without_a_copy(monkeypatch):
     """As long as the script lets go of them, each pass leaves them where the last one did."""
     model = warmed()
     places = {p.grad.data_ptr() for p in model.module.parameters()}
-    monkeypatch.setattr(torch, "_foreach_mul", None)
+    monkeypatch.setattr(graphs, "foreach_mul", None)
     for x, _ in batches(4, seed=2):
         model.module.zero_grad()
         model(x).sum().backward()

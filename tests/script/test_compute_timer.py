@@ -46,8 +46,9 @@ def looking(monkeypatch):
     def made(**times):
         device = Device(**times)
         monkeypatch.setattr(training.time, "perf_counter", lambda: device.now)
-        cuda = SimpleNamespace(device=lambda at: torch.inference_mode(False), _sleep=device.sleep, Event=device.event)
+        cuda = SimpleNamespace(device=lambda at: torch.inference_mode(False), Event=device.event)
         monkeypatch.setattr(training, "torch", SimpleNamespace(cuda=cuda, device=torch.device))
+        monkeypatch.setattr(training, "cuda_sleep", device.sleep)
         return device, ComputeTimer(torch.device("cuda", 0))
 
     return made

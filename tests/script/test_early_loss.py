@@ -7,6 +7,7 @@ import torch
 from calling import CAPTURED, CPU, FakeRecorder, net
 from torch import Tensor, nn
 
+from hotlap.script.calls import losses as losses_of_calls
 from hotlap.script.calls.call import ModuleCall
 from hotlap.script.calls.losses import MOST, MOST_KEPT_COPIES, SEEN_READS, EarlyLoss, LossReplay, PinnedNumber
 
@@ -117,7 +118,7 @@ def test_on_another_stream_than_the_copy_torch_reads(early_loss, monkeypatch):
     kept_samples()
     here = ["one"]
     monkeypatch.setattr(early_loss, "_stream_now", lambda: here[0])
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(losses_of_calls, "is_stream_capturing", lambda: False)
     first, second = losses(2)
     first.backward()
     here[0] = "other"

@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from hotlap.core.plan import Feed, Plan
+from hotlap.core.torch_private import CLIP_NORM, CLIP_SCALE
 from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.script.session import Session, Settings
+from hotlap.script.update import capture
 from hotlap.script.update.capture import CHECKS, FOR_GOOD, PATIENCE, WARM, CapturedUpdate, UpdateGraph
-from hotlap.script.update.clipping import MOST_LIMITS, NORM, SCALE
+from hotlap.script.update.clipping import MOST_LIMITS
 from hotlap.script.update.updates import Updates
 from hotlap.store.files import save_plan
 
@@ -158,7 +160,7 @@ def test_gradients_that_stay_where_they_are_are_read_there_and_followed_where_th
     draw = torch.Generator().manual_seed(1)
     with scripted.at_work():
         scripted.updates.use("plain", captured=True)
-        monkeypatch.setattr(torch, "_foreach_copy_", noted)
+        monkeypatch.setattr(capture, "foreach_copy_", noted)
         for step in range(steps):
             x = torch.randn(6, 4, generator=draw)
             for one, made in ((model, optimizer), (own, other)):
@@ -190,7 +192,7 @@ def test_gradients_that_lie_here_and_there_in_turn_are_read_in_both_places(monke
     draw = torch.Generator().manual_seed(1)
     with scripted.at_work():
         scripted.updates.use("plain", captured=True)
-        monkeypatch.setattr(torch, "_foreach_copy_", noted)
+        monkeypatch.setattr(capture, "foreach_copy_", noted)
         for step in range(steps):
             x = torch.randn(6, 4, generator=draw)
             for one, made in ((model, optimizer), (own, other)):
@@ -525,13 +527,13 @@ def test_a_session_makes_steps_by_replays_and_leaves_torch_as_it_was(monkeypatch
                 session._tuning.training.updates.use("fused", captured=True)
         return model
 
-    parts = getattr(clip_grad, NORM), getattr(clip_grad, SCALE)
+    parts = getattr(clip_grad, CLIP_NORM), getattr(clip_grad, CLIP_SCALE)
     own = train()
     with Session(Settings(name="test", out=tmp_path / "run", plan=str(tmp_path / "plan.toml"))) as session:
         made = train(session)
     assert_same(own, made)
     assert [sum(g.replays > 20 for g in r.graphs) for r in recorders] == [2]
-    assert parts == (getattr(clip_grad, NORM), getattr(clip_grad, SCALE))
+    assert parts == (getattr(clip_grad, CLIP_NORM), getattr(clip_grad, CLIP_SCALE))
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
@@ -662,9 +664,9 @@ def test_a_gradient_that_is_given_twice_and_sets_of_gradients():
 def test_others_that_use_the_parts_get_torchs_own():
     def clip(number, model):
         parameters = list(model.parameters())
-        total = getattr(clip_grad, NORM)([p.grad for p in parameters])
+        total = getattr(clip_grad, CLIP_NORM)([p.grad for p in parameters])
         parameters[0].grad.mul_(2)
-        getattr(clip_grad, SCALE)(parameters, 0.01, total)
+        getattr(clip_grad, CLIP_SCALE)(parameters, 0.01, total)
 
     plain, _, _ = trained(clip=clip)
     model, _, scripted = trained(plan="fused", clip=clip)

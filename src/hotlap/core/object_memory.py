@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotlap.core.code_reads import is_users, is_users_function, reads_of, writes_of
+from hotlap.core.torch_private import HOOKS_OF_ALL, LoaderIterator, or_none
 
 Path = tuple[str, ...]
 Left = Callable[[Any, Any], bool]
@@ -43,7 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OPTIMIZER = ("state", "param_groups", "defaults")
 _PLAIN = (int, float, bool, str, bytes, complex, type(None))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_DATA = (DataLoader, _BaseDataLoaderIter, Dataset)
+_DATA = (DataLoader, LoaderIterator, Dataset)
 _LEFT_ALONE = (types.ModuleType, *_DATA, LRScheduler, torch.device, torch.dtype, np.dtype, BaseException)
 _HARMLESS = ("_thread", "threading", "logging", "weakref", "_weakref", "typing", "abc", "pathlib", "enum", "datetime")
 
@@ -248,7 +247,7 @@ _NOTHING = object()
 
 def _hooks_of_all() -> list[Any]:
     """The hooks that run with every module: they belong to the process, and to no module's state."""
-    return [hook for kind in _HOOKS for hook in getattr(torch_module, f"_global{kind}", {}).values()]
+    return [hook for hooks in HOOKS_OF_ALL for hook in (or_none(hooks) or {}).values()]
 
 
 def _held(slot: Slot) -> Any:

@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hotlap.core.errors import first_line
 from hotlap.core.plan import Execution
+from hotlap.core.torch_private import COMPILED_MODULE, BatchNormBase, forward_hooks_of_all, forward_pre_hooks_of_all
 from hotlap.core.units import show_seconds
 from hotlap.data.batches import Batch
 from hotlap.engine.blocks import repeated_blocks
@@ -85,11 +84,10 @@ def why_not_compiled(model: nn.Module, what: str, device: torch.device) -> str |
 
 def _is_compiled(layer: nn.Module) -> bool:
     # By name: importing the class would load torch's compiler, which takes seconds.
-    return any((kind.__module__, kind.__name__) == _WRAPPER for kind in type(layer).__mro__)
+    return any((kind.__module__, kind.__name__) == COMPILED_MODULE for kind in type(layer).__mro__)
 
 
 _NUMBERS = itertools.count()
-_WRAPPER = ("torch._dynamo.eval_frame", "OptimizedModule")
 
 
 class Compiling:
@@ -183,10 +181,9 @@ def _made(graph: Any, inputs: list[Tensor]) -> Any:
 
     The backward pass is compiled at once. Later, an update would be half done, and on a GPU in another thread.
     """
-    from torch._dynamo import lookup_backend
-    from torch._functorch import config
+    from hotlap.core.torch_private import functorch_config, lookup_backend
 
-    with config.patch(force_non_lazy_backward_lowering=True):
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
         return lookup_backend(BACKEND)(graph, inputs)
 
 
@@ -211,7 +208,7 @@ class CompiledStep(EagerStep):
         self._is_new = False
         self._recompiles = 0
         self._since = compiling.steps()
-        layers = [layer for module in self.modules for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        layers = [layer for module in self.modules for layer in module.modules() if isinstance(layer, BatchNormBase)]
         counters = [(layer, layer.num_batches_tracked) for layer in layers]
         self._counters = [(layer, torch.zeros_like(one)) for layer, one in counters if isinstance(one, Tensor)]
 
@@ -329,7 +326,7 @@ class _ForwardState:
 @contextmanager
 def _unwatched() -> Iterator[None]:
     """Inside, a `Watch` sees nothing: its hooks must not be compiled, and the compiler is no part of the step."""
-    everywhere = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
+    everywhere = (forward_pre_hooks_of_all, forward_hooks_of_all)
     found = [(hooks, number, hook) for hooks in everywhere for number, hook in hooks.items()]
     found = [one for one in found if isinstance(getattr(one[2], "__self__", None), Watch)]
     for hooks, number, _ in found:
@@ -363,11 +360,9 @@ class CompilerWatch:
         self._quiet: warnings.catch_warnings[None] | None = None
 
     def __enter__(self) -> CompilerWatch:
-        import torch._dynamo
-        from torch._dynamo.callback import callback_handler
-        from torch._dynamo.utils import counters
+        from hotlap.core.torch_private import compile_counters, compile_handler, dynamo_config
 
-        self._handler, self._counters, self._config = callback_handler, counters, torch._dynamo.config
+        self._handler, self._counters, self._config = compile_handler, compile_counters, dynamo_config
         self._graphs, self._breaks = self._counted()
         self._settings = {name: getattr(self._config, name) for name in _SETTINGS}
         self._set(_SETTINGS)
@@ -456,7 +451,7 @@ class _Alarm:
 
 
 def _is_compilers(error: BaseException) -> bool:
-    from torch._dynamo.exc import TorchDynamoException
+    from hotlap.core.torch_private import TorchDynamoException
 
     return isinstance(error, (TorchDynamoException, TooLongError))
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotlap.core.terminal import logger
+from hotlap.core.torch_private import peek_interpreter_stack
 
 
 def depthwise_kinds(modules: Iterable[nn.Module]) -> int:
@@ -55,7 +56,7 @@ def depthwise_directly() -> Iterator[None]:
         groups: int = 1,
     ) -> Tensor:
         is_depthwise = groups > 1 and input.dim() == 4 and groups == input.shape[1]
-        is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        is_traced = torch.compiler.is_compiling() or peek_interpreter_stack() is not None
         if not is_depthwise or is_traced:
             made: Tensor = there(input, weight, bias, stride, padding, dilation, groups)
             return made
@@ -224,9 +225,11 @@ def _launch(name: str, x: Tensor, size: int, stride: int, count: int, given: lis
 def _kernels(device: torch.device, dtype: torch.dtype, size: int, stride: int) -> dict[str, Any] | None:
     """The three kernels; None if they cannot be loaded, for example since this torch has no NVRTC."""
     try:
+        from hotlap.core.torch_private import cuda_load_module
+
         with torch.cuda.device(device):
             compiled = _compiled(torch.cuda.get_device_capability(device), BITS[dtype], size, stride)
-            module = torch.cuda._utils._cuda_load_module(compiled)
+            module = cuda_load_module(compiled)
             return {name: getattr(module, name) for name in NAMES}
     except Exception as error:  # drivers and other versions of torch raise anything
         log.info("no kernels for depthwise convolutions: %s", error)
@@ -236,7 +239,9 @@ def _kernels(device: torch.device, dtype: torch.dtype, size: int, stride: int) -
 @functools.cache
 def _compiled(capability: tuple[int, int], bits: int, size: int, stride: int) -> bytes:
     """The compiled kernels for a device. torch's helper imports setuptools first, which takes longer than compiling."""
-    nvrtc, program, length = torch.cuda._utils._get_nvrtc_library(), ctypes.c_void_p(), ctypes.c_size_t()
+    from hotlap.core.torch_private import nvrtc_library
+
+    nvrtc, program, length = nvrtc_library(), ctypes.c_void_p(), ctypes.c_size_t()
 
     def ask(name: str, *given: Any) -> None:
         if getattr(nvrtc, name)(*given) != 0:

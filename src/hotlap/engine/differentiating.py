@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hotlap.core.torch_private import or_none, run_backward
+
 _CHECKS = "torch.fx.experimental.symbolic_shapes"
 """What `torch.autograd.grad` compares shapes with: loading it, and sympy, takes 0.65 s."""
-_run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_run = or_none(run_backward)
 
 
 def gradients(

@@ -14,12 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotlap.core.code_reads import is_users
 from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.object_memory import Memory
+from hotlap.core.torch_private import (
+    TorchDispatchMode,
+    aten_local_scalar_dense,
+    aten_to_copy,
+    step_post_hooks_of_all,
+    step_pre_hooks_of_all,
+)
 from hotlap.engine.layout import BufferPool
 from hotlap.engine.snapshot import Randomness
 
@@ -236,7 +241,7 @@ def settle_counts(optimizer: Optimizer, pool: BufferPool | None = None) -> None:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether the user's Python functions run with each step. A recording would not repeat them."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    everywhere = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    everywhere = (step_pre_hooks_of_all, step_post_hooks_of_all)
     return any(map(bool, (*own, *everywhere)))
 
 
@@ -371,10 +376,10 @@ class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
-        if func is aten._local_scalar_dense.default and args[0].device.type != "cpu":
+        if func is aten_local_scalar_dense.default and args[0].device.type != "cpu":
             raise RuntimeError("it reads a value back from the device, usually the learning rate")
         made = func(*args, **(kwargs or {}))
-        if func in (aten._to_copy.default, aten.copy_.default):
+        if func in (aten_to_copy.default, aten.copy_.default):
             source = args[1] if func is aten.copy_.default else args[0]
             if made.device.type == "cpu" and source.device.type != "cpu":
                 raise RuntimeError("it copies a value back from the device")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
+from hotlap.core.torch_private import get_mkldnn_enabled, set_mkldnn_enabled
 from hotlap.core.tricks import ATTENTION_MASKS
 from hotlap.engine.assists.attention import GoodMasks, WithoutPoorMasks
 from hotlap.engine.capture.fingerprint import INSIDE
@@ -170,12 +171,12 @@ class Switches:
         if self._masks is not None:
             self._masks.__enter__()
         if self._without_onednn:
-            self._before.append(torch._C._get_mkldnn_enabled())
-            torch._C._set_mkldnn_enabled(False)
+            self._before.append(get_mkldnn_enabled())
+            set_mkldnn_enabled(False)
 
     def __exit__(self, *_: object) -> None:
         if self._without_onednn:
-            torch._C._set_mkldnn_enabled(self._before.pop())
+            set_mkldnn_enabled(self._before.pop())
         if self._masks is not None:
             self._masks.__exit__(None, None, None)
         if self._autotune:

@@ -20,6 +20,7 @@ from hotlap.core.job import Job
 from hotlap.core.job_checks import is_whole, metric_problems
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import MOST_REPLAY_STEPS, PARTS, Feed, Plan
+from hotlap.core.torch_private import BatchNormBase
 from hotlap.core.tricks import FIT_TRICKS
 from hotlap.data.batches import Batch, count_samples, cut
 from hotlap.data.dataset import OrderedDataset, training_dataset
@@ -323,7 +324,7 @@ class Rig:
         if micro is None or (self._cursor is not None and micro >= self._cursor.dataset.batch_size):
             return []
         found = []
-        if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in self.model.modules()):
+        if any(isinstance(layer, BatchNormBase) and layer.training for layer in self.model.modules()):
             found.append("batch norms see micro-batches, so their statistics differ")
         if not self.objective.adds_up:
             name = getattr(self.loss, "__name__", type(self.loss).__name__)

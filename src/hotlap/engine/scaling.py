@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from hotlap.core.torch_private import foreach_unscale_, update_scale_
 from hotlap.engine.optimizers import no_trace_of_twins, twin_of
 from hotlap.engine.schedules import Schedule, moves_rates_only
 
@@ -67,7 +68,7 @@ class LossScale:
         self.found_inf.zero_()
         if grads:
             dense = [grad._values() if grad.is_sparse else grad for grad in grads]
-            torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found_inf, self.scale.reciprocal())
+            foreach_unscale_(dense, self.found_inf, self.scale.reciprocal())
 
     def look_at(self, norm: Tensor) -> None:
         """Check by their total norm whether gradients are finite: one number, where `unscale_` reads all of them."""
@@ -77,9 +78,7 @@ class LossScale:
         """After a step: count it if it was skipped, and adapt the scale."""
         self._skipped.add_(self.found_inf)
         if self.enabled:
-            torch._amp_update_scale_(
-                self.scale, self._good, self.found_inf, self._growth, self._backoff, self._interval
-            )
+            update_scale_(self.scale, self._good, self.found_inf, self._growth, self._backoff, self._interval)
             self.scale.clamp_(self._floor, self._ceiling)
 
     def overflowed(self) -> bool:

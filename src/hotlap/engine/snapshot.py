@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from hotlap.core.object_memory import Changes, Left, Memory, tensors_of
+from hotlap.core.torch_private import DropoutBase, foreach_copy_
 from hotlap.data.order import HostRandomness
 from hotlap.engine.layout import laid_out_as
 
@@ -143,7 +143,7 @@ def _put_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             of.append(saved)
     with torch.no_grad():
         for into, of in alike.values():
-            torch._foreach_copy_(into, of)
+            foreach_copy_(into, of)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +211,6 @@ def _left(modules: Sequence[nn.Module], optimizer: Optimizer | None, *, rates: b
 
 def rate_name(layer: nn.Module) -> str | None:
     """The attribute that holds the dropout rate of a torch layer; None if it has none."""
-    if isinstance(layer, _DropoutNd):
+    if isinstance(layer, DropoutBase):
         return "p"
     return "dropout" if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) else None

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from hotlap.core.plan import Execution, Numerics
+from hotlap.core.torch_private import foreach_div_
 from hotlap.data.batches import Batch, map_tensors, to_device
 from hotlap.data.resident import PendingRows
 from hotlap.engine.assists.overlap import Overlap
@@ -247,7 +248,7 @@ class EagerStep:
         grads = self._gradients()
         if isinstance(count, Tensor):
             count = count.to(grads[0].device, torch.promote_types(grads[0].dtype, torch.float32))
-        torch._foreach_div_(grads, count)
+        foreach_div_(grads, count)
 
     def _unscale_and_clip(self) -> None:
         """Unscale, clip, then check whether all gradients are finite."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Memory, Plan
+from hotlap.core.torch_private import BatchNormBase
 from hotlap.data.resident import PendingRows
 from hotlap.data.sources import tensors_in
 from hotlap.engine.blocks import checkpointed_blocks
@@ -237,7 +237,7 @@ def _smaller(rig: Rig, piece: int) -> Plan | None:
         proposed = _in(plan, dataclasses.replace(plan.memory, checkpoint=more))
         if rig.supports(proposed) is None:
             return proposed
-    norms = any(isinstance(layer, _BatchNorm) and layer.training for layer in rig.model.modules())
+    norms = any(isinstance(layer, BatchNormBase) and layer.training for layer in rig.model.modules())
     half = -(-piece // 2)
     # A batch norm has nothing to compute from one sample.
     return plan.but(micro_batch=half) if half < piece and half >= 1 + norms else None

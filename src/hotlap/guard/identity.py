@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from hotlap import __version__
 from hotlap.core.code_reads import file_of, is_library, is_users_function
 from hotlap.core.job import Job
+from hotlap.core.torch_private import backward_hooks_of_all, forward_hooks_of_all, forward_pre_hooks_of_all, or_none
 from hotlap.data.content_keys import ContentKeys, users_hooks
 from hotlap.data.dataset import OrderedDataset
 from hotlap.data.sources import Columns
@@ -308,7 +308,7 @@ def exact_identity(
 
 def _process(device: torch.device) -> dict[str, Any]:
     """Settings of torch and the process that change numbers."""
-    tables = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+    tables = (forward_hooks_of_all, forward_pre_hooks_of_all, backward_hooks_of_all)
     patched = {
         f"{space.__name__}.{name}": value
         for space in (torch, nn.functional)
@@ -325,6 +325,6 @@ def _process(device: torch.device) -> dict[str, Any]:
         "autocast": [
             (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")
         ],
-        "hooks": [hook for table in tables for hook in users_hooks(getattr(torch_module, table, None))],
+        "hooks": [hook for table in tables for hook in users_hooks(or_none(table))],
         "patched": patched,
     }

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hotlap import machine
 from hotlap.core.console import SilentConsole
 from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.job import Job
+from hotlap.core.torch_private import BatchNormBase, clear_cublas_workspaces
 from hotlap.data.batches import Batch, to_device
 from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.sources import tensors_in
@@ -68,7 +68,7 @@ class Bench:
     def least(self) -> int:
         """The smallest batch that may train: a batch norm cannot train on one sample."""
         layers = [layer for module in self.rig.modules for layer in module.modules()]
-        return 1 + any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
+        return 1 + any(isinstance(layer, BatchNormBase) and layer.training for layer in layers)
 
     def batch(self, size: int) -> Batch:
         """A batch of so many samples, the longest of the dataset."""
@@ -168,7 +168,7 @@ class Bench:
         if self.device.type == "cuda":
             for module in self.rig.modules:
                 module.to("cpu")
-            torch._C._cuda_clearCublasWorkspaces()  # made again where they are needed
+            clear_cublas_workspaces()  # made again where they are needed
             self.tidy()
             for module in self.rig.modules:
                 module.to(self.device)

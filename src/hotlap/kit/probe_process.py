@@ -32,9 +32,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotlap.core.errors import HotlapError, first_line
+from hotlap.core.torch_private import LoaderIterator
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.engine.blocks import Checkpointing, checkpointed_blocks
 from hotlap.engine.step import is_out_of_memory
@@ -112,7 +112,7 @@ class ScriptWatch:
                 put(owner, name, self.guard.before_saving)
         put(DataLoader, "__init__", self._made)
         put(DataLoader, "_get_iterator", self._iterated)
-        put(_BaseDataLoaderIter, "__next__", self._given)
+        put(LoaderIterator, "__next__", self._given)
         if self._plan_probe is not None:
             self._plan_probe.start()
             put(EpochIterator, "__next__", self._given)

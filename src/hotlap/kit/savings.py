@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hotlap import machine
+from hotlap.core.torch_private import BatchNormBase
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.data.batches import Batch
 from hotlap.engine.blocks import checkpointed_blocks, why_not_checkpointed
@@ -113,7 +113,7 @@ def model_facts(model: nn.Module, sample: Batch | None, device: torch.device) ->
         precision=precision,
         why_no_precision=None if precision is not None else reasons["bf16"],
         why_slow_precision=fact.reason if fact is not None and is_emulated else None,
-        least=1 + any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules()),
+        least=1 + any(isinstance(layer, BatchNormBase) and layer.training for layer in model.modules()),
         kind=None if kind is None else kind.name,
         size=0 if kind is None else kind.size,
     )

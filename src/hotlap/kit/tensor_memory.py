@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from hotlap.core.torch_private import TorchDispatchMode, clear_cublas_workspaces, tree_leaves
 from hotlap.core.units import show_bytes
 from hotlap.script.patches import Patches
 
@@ -97,7 +96,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         torch.cuda.synchronize(self.device)  # a workspace in use stays
         before = torch.cuda.memory_allocated(self.device)
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         self._add(LIBRARIES, "", before - torch.cuda.memory_allocated(self.device))
 
     def forget_peak(self) -> None:

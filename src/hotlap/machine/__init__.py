@@ -8,6 +8,7 @@
 Importing this room does not import torch.
 """
 
+from hotlap.core.torch_versions import TESTED_TORCH
 from hotlap.machine.catalogue import CATALOGUE, GpuModel, find_gpu
 from hotlap.machine.detect import Gpu, Machine, World, detect
 from hotlap.machine.device import choose_device, dtype_fact, dtype_facts
@@ -15,7 +16,7 @@ from hotlap.machine.doctor import Report, examine
 from hotlap.machine.dtypes import DTYPES, DtypeFact, Support
 from hotlap.machine.problems import Problem, Severity
 from hotlap.machine.variables import workers_wanted
-from hotlap.machine.versions import TESTED_TORCH, environment
+from hotlap.machine.versions import environment
 
 __all__ = [
     "CATALOGUE",

@@ -18,6 +18,13 @@ from hotlap.machine.limits import ROOT, Cpu, Memory, busy_share, read_cpu, read_
 from hotlap.machine.runtimes import Runtime, read_runtime
 
 
+def missing_names() -> dict[str, str]:
+    """Private names of torch that hotlap uses and this torch lacks, with what needs each of them."""
+    from hotlap.core.torch_private import missing
+
+    return {probe.name: probe.needed_by for probe in missing()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """Where all facts come from: by default this machine; a test brings another."""
@@ -41,6 +48,8 @@ class World:
     affinity: int | None = None
     """Cores the scheduler allows; None asks it."""
     has_module: Callable[[str], bool] | None = None
+    missing_names: Callable[[], Mapping[str, str]] = missing_names
+    """Private names that torch lacks, with what needs each of them; asked only where torch can be imported."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from hotlap.machine.limits import why_timings_are_off
 from hotlap.machine.problems import Problem, Severity, worst_first
 from hotlap.machine.runtimes import runtime_problems
 from hotlap.machine.variables import recorded, variable_problems
-from hotlap.machine.versions import Toolchain, read_toolchain, version_problems, versions
+from hotlap.machine.versions import Toolchain, private_problems, read_toolchain, version_problems, versions
 
 _CONTEXT: Final = 1024 * MIB
 """What CUDA itself may hold on an idle GPU."""
@@ -332,6 +332,7 @@ def examine(pretend: str | None = None, *, require_gpu: bool = False, world: Wor
     problems += disk_problems(disk, speed)
     problems += shm_problems(shm, expected=sys.platform == "linux")
     problems += version_problems(machine, tools)
+    problems += private_problems(world.missing_names() if machine.torch else {})
     problems += variable_problems(world.environ, machine.cpu.cores)
     names = [gpu.name for gpu in machine.gpus]
     problems += runtime_problems(machine.runtime, names, working_gpu=any(gpu.works for gpu in gpus))

@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from hotlap import __version__
+from hotlap.core.torch_versions import TESTED_TORCH
 from hotlap.machine.detect import Machine, World, detect
 from hotlap.machine.problems import Problem, Severity
 from hotlap.machine.variables import recorded
-
-TESTED_TORCH: Final = ("2.11", "2.13")
-"""The versions of torch that hotlap is tested with; hotlap uses and names others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +108,21 @@ def version_problems(machine: Machine, tools: Toolchain) -> list[Problem]:
             )
         )
     return found
+
+
+def private_problems(missing: Mapping[str, str]) -> list[Problem]:
+    """Private names of torch that are missing, given with what needs each of them."""
+    if not missing:
+        return []
+    return [
+        Problem(
+            key="torch-private",
+            severity=Severity.SLOWS,
+            what=f"torch lacks private names that hotlap uses: {', '.join(missing)}",
+            costs=f"plans that need them fail: {', '.join(sorted(set(missing.values())))}",
+            do=f"pip install 'torch=={TESTED_TORCH[-1]}.*', or train with --plan off",
+        )
+    ]
 
 
 def _untested(torch: str) -> Problem | None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from hotlap.core.torch_private import tree_leaves
 from hotlap.core.units import show_seconds
 from hotlap.monitor.calibration import Calibration
 from hotlap.monitor.census import Census

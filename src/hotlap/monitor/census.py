@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from hotlap.core.terminal import logger
+from hotlap.core.torch_private import (
+    TorchDispatchMode,
+    aten_flash_attention,
+    aten_flash_attention_backward,
+    tree_leaves,
+)
 
 log = logger(__name__)
 
@@ -219,8 +223,8 @@ def _recurrent(x: Tensor, *weights: Tensor) -> int:
     return 2 * prod(x.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
-_ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
-_ATTENTION_BACKWARD = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention_backward]
+_ATTENTION = flop_registry.get(aten_flash_attention, aten_flash_attention)
+_ATTENTION_BACKWARD = flop_registry.get(aten_flash_attention_backward, aten_flash_attention_backward)
 _OWN: dict[str, Callable[..., int]] = {
     "convolution_backward": _convolution_backward,
     "_cudnn_rnn": lambda *args: _recurrent(args[0], *args[1]),

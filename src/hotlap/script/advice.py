@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hotlap.core.terminal import logger
+from hotlap.core.torch_private import DisableTorchFunction
 from hotlap.core.units import show_seconds
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists import attention
@@ -202,7 +203,7 @@ class Waits:
         return untraced(watched)
 
     def _is_on_gpu(self, tensor: Tensor) -> bool:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._on_gpu(tensor)
 
     def _timed(self, call: _Call, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

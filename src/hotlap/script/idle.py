@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Plan
+from hotlap.core.torch_private import DYNAMO, or_none
 from hotlap.script.patches import Patches
 
 _HOOKING = torch_optimizer.__file__
@@ -129,8 +130,6 @@ def _may_nest(kind: Any) -> bool:
 # must remove its patches before torch begins to compile, and must not put them back.
 
 
-DYNAMO = "torch._dynamo"
-"""The compiler's module. Creating the first optimizer imports it, and so does `torch.compile`."""
 WHY = "the script uses torch.compile, so hotlap leaves module calls alone"
 
 
@@ -151,14 +150,14 @@ class CompileWatch:
     def watch(self, *, is_late: bool = False) -> None:
         """Begin to watch; requires `can_be_watched`. `is_late`: the script may already have compiled something."""
         try:
-            from torch._dynamo.callback import CompilationCallbackHandler as Handler
-            from torch._dynamo.utils import counters
-            from torch._dynamo.variables.optimizer import OptimizerVariable
+            from hotlap.core.torch_private import CompilationHandler, OptimizerVariable, compile_counters
 
-            self.has_begun = is_late and any(any(counts.values()) for counts in counters.values())
-            self._before(Handler, "run_start_callbacks", self._compiles)
+            if None in map(or_none, (CompilationHandler, OptimizerVariable, compile_counters)):
+                raise AttributeError
+            self.has_begun = is_late and any(any(counts.values()) for counts in compile_counters.values())
+            self._before(CompilationHandler, "run_start_callbacks", self._compiles)
             self._before(OptimizerVariable, "__init__", self._on_optimizer)
-        except (ImportError, AttributeError):  # another version of torch
+        except AttributeError:  # another version of torch
             self.has_begun = True
 
     def close(self) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
-import torch
+from hotlap.core.errors import MachineError
+from hotlap.core.torch_private import FrameAction, FrameExecStrategy, set_code_exec_strategy
 
 _NOTHING = object()
 Make = Callable[[Any], Any]
@@ -121,8 +122,7 @@ def untraced(patch: Any, *, beneath: bool = True) -> Callable[..., Any]:
 
     This also excludes what the patch calls; with `beneath=False`, torch compiles that as usual.
     """
-    with suppress(AttributeError):  # older versions of torch have no such setting
-        frames = torch._C._dynamo.eval_frame
-        skip, as_ever = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-        frames.set_code_exec_strategy(patch.__code__, frames._FrameExecStrategy(skip, skip if beneath else as_ever))
+    with suppress(MachineError, AttributeError):  # older versions of torch have no such setting
+        skip, as_ever = FrameAction.SKIP, FrameAction.DEFAULT
+        set_code_exec_strategy(patch.__code__, FrameExecStrategy(skip, skip if beneath else as_ever))
     return cast("Callable[..., Any]", patch)

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from hotlap.core.errors import HotlapError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
+from hotlap.core.torch_private import CLIP_NORM, CLIP_SCALE, frame_callback, or_none
 from hotlap.core.tricks import REPLAYED_CLIPPING, SHORT_STEP
 from hotlap.script.advice import AttentionAdvice, Waits
 from hotlap.script.calls.call import ModuleCall
@@ -40,7 +41,7 @@ from hotlap.script.running import without_text
 from hotlap.script.streams import is_capturing
 from hotlap.script.training import ScriptTraining
 from hotlap.script.tuning import ScriptTuning
-from hotlap.script.update.clipping import NORM, SCALE, Clipping, clipping_patches
+from hotlap.script.update.clipping import Clipping, clipping_patches
 from hotlap.script.update.updates import Shortcuts
 from hotlap.tuner.budget import Length
 
@@ -528,7 +529,7 @@ class Session:
         self._remove_clipping()
 
     def _remove_clipping(self) -> None:
-        for name in (NORM, SCALE):
+        for name in (CLIP_NORM, CLIP_SCALE):
             self._patches.take_out(f"{clip_grad.__name__}.{name}")
 
     def _watch_waits(self, tuning: ScriptTuning) -> None:
@@ -598,7 +599,7 @@ class Session:
     def _patched_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         depth = [0]
         # Returns None except inside compiled functions.
-        compiled_by = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+        compiled_by = or_none(frame_callback) or (lambda: None)
 
         def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if compiled_by() is not None:

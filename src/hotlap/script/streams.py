@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-_ask: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+from hotlap.core.torch_private import current_raw_stream, or_none
+
+_ask = or_none(current_raw_stream)
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hotlap.core.errors import PlanError, first_line
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Execution, Feed, Numerics, Plan
+from hotlap.core.torch_private import cuda_sleep
 from hotlap.core.tricks import EARLY_ITEM, LOSS_WITHOUT_WAITING, ONE_THREAD_BACKWARD, REPLAYED_LOSS
 from hotlap.data.sources import Source
 from hotlap.engine.cursor import Place
@@ -367,7 +368,7 @@ class ComputeTimer:
 
     def _wait(self) -> None:
         with torch.cuda.device(self._device):
-            torch.cuda._sleep(int(LONGER * self._step_s * CLOCK_HZ))  # type: ignore[no-untyped-call]
+            cuda_sleep(int(LONGER * self._step_s * CLOCK_HZ))
             self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._began.record()
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from hotlap.core.errors import PlanError, first_line
 from hotlap.core.plan import Feed, Plan
+from hotlap.core.torch_private import preserve_version_counter
 from hotlap.core.tricks import EVALUATION_FEED
 from hotlap.moves import everything
 from hotlap.script.calls.call import ModuleCall
@@ -298,7 +298,7 @@ class ScriptGate:
             return Judgement(ok=False, why=reason)
         try:
             # The script may still call backward on what it computed before its step.
-            with _unsafe_preserve_version_counter(tuple({id(t): t for t in touched}.values())):
+            with preserve_version_counter(tuple({id(t): t for t in touched}.values())):
                 return self._judged(plan)
         except Exception as error:  # a plan or the user's code may raise anything
             return Judgement(ok=False, why=first_line(error))

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hotlap.core.torch_private import foreach_norm, foreach_sub
 from hotlap.core.units import MIB
 
 Parts = Mapping[str, Tensor]
@@ -113,7 +114,7 @@ def gaps_between(truth: Parts, made: Parts) -> dict[str, Gap]:
 
 def _gaps_on(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Gap]:
     mine, theirs = [pair[0] for pair in pairs.values()], [pair[1] for pair in pairs.values()]
-    norms = [torch._foreach_norm(tensors) for tensors in (mine, theirs, torch._foreach_sub(theirs, mine))]
+    norms = [foreach_norm(tensors) for tensors in (mine, theirs, foreach_sub(theirs, mine))]
     # One wait for all of them.
     size, other, error = torch.stack([norm.double() for row in norms for norm in row]).view(3, -1).tolist()
     return {name: Gap(size[n], other[n], error[n], mine[n].numel()) for n, name in enumerate(pairs)}

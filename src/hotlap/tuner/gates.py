@@ -22,11 +22,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
 from hotlap.core.errors import first_line
 from hotlap.core.plan import Plan
+from hotlap.core.torch_private import BatchNormBase
 from hotlap.data.batches import Batch, to_device
 from hotlap.data.resident import gathered
 from hotlap.engine.rig import Place, Rig
@@ -210,7 +210,7 @@ class Gate:
     def __init__(self, rig: Rig, baseline: Plan) -> None:
         self._rig, self._baseline = rig, baseline
         layers = (layer for module in rig.modules for layer in module.modules())
-        self.updates = AMPLIFIED_UPDATES if any(isinstance(layer, _BatchNorm) for layer in layers) else UPDATES
+        self.updates = AMPLIFIED_UPDATES if any(isinstance(layer, BatchNormBase) for layer in layers) else UPDATES
         """About how many updates of the user's own a check takes."""
         self._moment: Moment | None = None
         self._when: tuple[int, Place] | None = None

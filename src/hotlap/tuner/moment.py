@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hotlap import machine
 from hotlap.core.plan import Plan
+from hotlap.core.torch_private import ConvBase
 from hotlap.data.batches import map_tensors
 from hotlap.data.resident import PendingRows
 from hotlap.engine.rig import Place, Rig
@@ -368,7 +369,7 @@ def _takes_tf32(modules: Sequence[nn.Module], device: torch.device) -> bool:
     if device.type != "cuda" or machine.dtype_fact(device, "tf32").support is not machine.Support.HARDWARE:
         return False
     layers = [type(layer) for module in modules for layer in module.modules()]
-    by_cudnn = any(issubclass(kind, (nn.modules.conv._ConvNd, nn.RNNBase)) for kind in layers)
+    by_cudnn = any(issubclass(kind, (ConvBase, nn.RNNBase)) for kind in layers)
     return (by_cudnn and _is_on(torch.backends.cudnn)) or _is_on(torch.backends.cuda.matmul)
 
 

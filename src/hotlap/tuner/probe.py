@@ -12,6 +12,7 @@ import torch
 from hotlap.core.errors import first_line
 from hotlap.core.plan import MOST_REPLAY_STEPS, Feed, Plan
 from hotlap.core.terminal import logger
+from hotlap.core.torch_private import cuda_sleep
 from hotlap.core.units import show_seconds
 from hotlap.data.batches import map_tensors
 from hotlap.engine.rig import Rig
@@ -202,7 +203,7 @@ class CountingProbe(Probe):
                 pieces = [map_tensors(piece, lambda tensor: tensor.to(rig.device)) for piece in window.pieces]
                 window = Window(pieces, window.sizes, window.all_count, window.updates)
                 rig.wait()
-                torch.cuda._sleep(int(1.5 * step_s * CLOCK_HZ))  # type: ignore[no-untyped-call]
+                cuda_sleep(int(1.5 * step_s * CLOCK_HZ))
                 began.record()
                 rig.advance(window)
                 ended.record()

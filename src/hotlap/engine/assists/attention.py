@@ -26,6 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hotlap.core.torch_private import (
+    DisableTorchFunction,
+    attention_choice,
+    attention_order,
+    get_cudnn_attention,
+    set_cudnn_attention,
+    torchs_attention,
+)
 from hotlap.engine.capture.recording import NotRecordedError, Recorder, intended_wait, is_observed, is_recording
 
 NAMES = {
@@ -90,12 +98,12 @@ class WithoutPoorMasks:
         self._before: list[bool] = []
 
     def __enter__(self) -> None:
-        self._before.append(torch._C._get_cudnn_sdp_enabled())
+        self._before.append(get_cudnn_attention())
         if allowed() != [POOR_MASKS]:
-            torch._C._set_sdp_use_cudnn(False)
+            set_cudnn_attention(False)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._set_sdp_use_cudnn(self._before.pop())
+        set_cudnn_attention(self._before.pop())
 
 
 class Attention(GoodMasks):
@@ -223,7 +231,7 @@ def _as_torch_has_it() -> Iterator[None]:
 # --- kernels -------------------------------------------------------------------------------------------
 
 
-TORCHS_OWN: Any = torch._C._nn.scaled_dot_product_attention
+TORCHS_OWN: Any = torchs_attention
 POOR_MASKS = SDPBackend.CUDNN_ATTENTION
 """torch's choice for 16 bits on an H200 (2.11). hotlap avoids it with dropout: it draws once for about four positions,
 and trainings end with twice the loss of those by any other kernel (`benchmarks/attention_masks.py`)."""
@@ -289,7 +297,7 @@ class Call:
             self.is_differentiated,
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             tuple(allowed()),
-            tuple(torch._C._get_sdp_priority_order()),
+            tuple(attention_order()),
             device,
         )
 
@@ -334,7 +342,7 @@ def own_kernel(call: Call) -> SDPBackend | None:
         mask = mask.to(dtype or mask.dtype)
     try:
         with good_masks(call.dropout):
-            number = torch._fused_sdp_choice(
+            number = attention_choice(
                 query, key, value, mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped
             )
         return SDPBackend(number)
@@ -377,14 +385,14 @@ def candidates(call: Call, own: SDPBackend | None) -> list[SDPBackend]:
 @contextmanager
 def good_masks(dropout: float) -> Iterator[None]:
     """Inside, torch chooses a kernel with good masks for attention with dropout, if the user allows one."""
-    if dropout == 0 or not torch._C._get_cudnn_sdp_enabled() or allowed() == [POOR_MASKS]:
+    if dropout == 0 or not get_cudnn_attention() or allowed() == [POOR_MASKS]:
         yield
         return
-    torch._C._set_sdp_use_cudnn(False)
+    set_cudnn_attention(False)
     try:
         yield
     finally:
-        torch._C._set_sdp_use_cudnn(True)
+        set_cudnn_attention(True)
 
 
 def allowed() -> list[SDPBackend]:
@@ -480,7 +488,7 @@ def without_a_trace(device: torch.device) -> Iterator[None]:
         with (
             intended_wait(),
             warnings.catch_warnings(),
-            torch._C.DisableTorchFunction(),
+            DisableTorchFunction(),
             # Autocast must not cache its casts of these temporary leaves.
             torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False),
         ):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from hotlap.core.torch_private import BatchNormBase, foreach_add_
 
 
 class NormCounts:
@@ -20,7 +20,7 @@ class NormCounts:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._seen: dict[Hashable, list[tuple[_BatchNorm, Tensor]]] = {}
+        self._seen: dict[Hashable, list[tuple[BatchNormBase, Tensor]]] = {}
 
     @contextmanager
     def watched(self, shape: Hashable) -> Iterator[None]:
@@ -30,18 +30,18 @@ class NormCounts:
         yield
         self._seen[shape] = [(layer, _counter(layer) - was) for layer, was in zip(layers, before, strict=True)]
 
-    def settled(self, shape: Hashable) -> list[tuple[_BatchNorm, int]]:
+    def settled(self, shape: Hashable) -> list[tuple[BatchNormBase, int]]:
         """Layers, and how far an update of this shape moves their counters; waits for the device."""
         now = {id(layer) for layer in self._layers()}
         return [(layer, int(by)) for layer, by in self._seen.pop(shape, []) if id(layer) in now]
 
-    def _layers(self) -> list[_BatchNorm]:
-        found = [layer for module in self._modules for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    def _layers(self) -> list[BatchNormBase]:
+        found = [layer for module in self._modules for layer in module.modules() if isinstance(layer, BatchNormBase)]
         return [layer for layer in found if _takes_part(layer)]
 
 
 @contextmanager
-def counted_at_once(moves: Sequence[tuple[_BatchNorm, int]]) -> Iterator[None]:
+def counted_at_once(moves: Sequence[tuple[BatchNormBase, int]]) -> Iterator[None]:
     """Inside, these layers do not count. At the end one kernel moves all their counters."""
     if not moves:
         yield
@@ -54,20 +54,20 @@ def counted_at_once(moves: Sequence[tuple[_BatchNorm, int]]) -> Iterator[None]:
     finally:
         for (layer, _), counter in zip(moves, counters, strict=True):
             layer._buffers["num_batches_tracked"] = counter
-    torch._foreach_add_(counters, [by for _, by in moves])
+    foreach_add_(counters, [by for _, by in moves])
 
 
-def _takes_part(layer: _BatchNorm) -> bool:
+def _takes_part(layer: BatchNormBase) -> bool:
     return (
         layer.training
         and layer.track_running_stats
         and layer.momentum is not None
         and isinstance(layer.num_batches_tracked, Tensor)
-        and type(layer).forward is _BatchNorm.forward
+        and type(layer).forward is BatchNormBase.forward
     )
 
 
-def _counter(layer: _BatchNorm) -> Tensor:
+def _counter(layer: BatchNormBase) -> Tensor:
     counter = layer.num_batches_tracked
     assert isinstance(counter, Tensor)
     return counter

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hotlap.core.torch_private import aten_unsafe_view, foreach_copy_, function_mode_count
 from hotlap.engine.capture.recording import is_observed, is_recording
 
 GROUP_BYTES = 64 * 2**20
@@ -142,7 +143,7 @@ class Overlap:
             return False
         if casts is not None and x.is_leaf and x.requires_grad:  # autocast casts it once for all its uses
             return False
-        if torch.compiler.is_compiling() or torch._C._len_torch_function_stack():
+        if torch.compiler.is_compiling() or function_mode_count():
             return False
         return not is_observed()
 
@@ -188,7 +189,7 @@ class Overlap:
         if self._dtype is None:
             return tuple(weight.detach() for weight in weights)
         made = [torch.empty_like(weight, dtype=self._dtype) for weight in weights]
-        torch._foreach_copy_(made, list(weights))
+        foreach_copy_(made, list(weights))
         return tuple(made)
 
     # --- gradients -------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class Overlap:
             torch.empty_like(weight) if self._room is None or weight.grad is not None else self._room(weight)
             for weight, _ in there
         ]
-        torch._foreach_copy_(made, grads)
+        foreach_copy_(made, grads)
         return made
 
     def _check_later_gradients(self) -> None:
@@ -296,7 +297,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         made: Tensor = _TORCHS_OWN["linear"](x, weight, bias)
         # torch does not allow in-place changes of a view that was made in here.
-        return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
+        return aten_unsafe_view(made, made.shape) if made._is_view() else made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

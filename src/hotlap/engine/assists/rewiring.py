@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hotlap.core.torch_private import CAUSAL_MASK_CHECK
 from hotlap.engine.capture.recording import intended_wait, is_recording
 
 PACKAGE = "transformers"
@@ -187,16 +188,13 @@ class _TorchStacks(Rewiring):
         """The forward pass of a stack, without the read."""
         forward: Any = getattr(kind, "forward", None)
         own = (nn.TransformerEncoder.forward, nn.TransformerDecoder.forward)
-        if forward not in own or _LOOKS not in names_in(forward):
+        if forward not in own or CAUSAL_MASK_CHECK not in names_in(forward):
             return {}
         self.what["masks are not read back"] = None
         return {"forward": self.of(forward)}
 
     def instead(self, holder: types.FunctionType, name: str, value: Any) -> Any:
-        return _as_hinted if name == _LOOKS else value
-
-
-_LOOKS = "_detect_is_causal_mask"
+        return _as_hinted if name == CAUSAL_MASK_CHECK else value
 
 
 def _as_hinted(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
+from hotlap.core.torch_private import BatchNormBase, foreach_copy_
 from hotlap.core.tricks import CAPTURED_UPDATE, COUNTED_NORMS, GATHERED_TOGETHER
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.resident import PendingRows, narrowed, sample_bytes
@@ -318,7 +318,7 @@ class StepGraph:
         window: Window,
         outputs: ReplayOutputs,
         recorder: Recorder,
-        norms: Sequence[tuple[_BatchNorm, int]],
+        norms: Sequence[tuple[BatchNormBase, int]],
         *,
         whole: bool,
         gathers_together: bool = True,
@@ -377,7 +377,7 @@ class StepGraph:
         buffers = [self._outputs.grad_of(parameter) for parameter in with_grad]
         moves = [(buffer, p.grad) for buffer, p in zip(buffers, with_grad, strict=True) if p.grad is not buffer]
         if moves:
-            torch._foreach_copy_([buffer for buffer, _ in moves], [grad for _, grad in moves if grad is not None])
+            foreach_copy_([buffer for buffer, _ in moves], [grad for _, grad in moves if grad is not None])
         places = dict(zip(map(id, with_grad), buffers, strict=True))
         self._grads = [places.get(id(parameter)) for parameter in self._parameters]
 

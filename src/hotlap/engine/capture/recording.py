@@ -20,6 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from hotlap.core.torch_private import (
+    current_graph_task_id,
+    dispatch_mode_count,
+    end_allocate_to_pool,
+    peek_interpreter_stack,
+    top_saved_tensors_hooks,
+)
 from hotlap.data.order import HostRandomness
 from hotlap.engine.capture.fingerprint import memory, what_changed
 
@@ -114,11 +121,11 @@ def unknown_leaf(loss: Tensor, known: Sequence[Tensor], *, parameters_only: bool
 
 def is_observed() -> bool:
     """Whether torch functions observe what runs now, or compute it twice, as checkpointed layers do."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+    if peek_interpreter_stack() is not None or dispatch_mode_count():
         return True
-    is_again = torch._C._current_graph_task_id() != -1
+    is_again = current_graph_task_id() != -1
     # A checkpointed layer first runs with hooks on saved tensors.
-    return is_again or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return is_again or top_saved_tensors_hooks(True) is not None
 
 
 def why_recording_failed(error: BaseException) -> str:
@@ -290,7 +297,7 @@ class Recorder:
             # After a failed recording, torch's generator and allocator still act as if it went on.
             generator.graphsafe_set_state(before)
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._number, self._pool)
+                end_allocate_to_pool(self._number, self._pool)
             torch.cuda.synchronize(self._device)
             raise NotRecordedError(why_recording_failed(error)) from error
         self._made.add(graph)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import unwrap_if_dead
 
+from hotlap.core.torch_private import keeps_graph, unwrap_if_dead
 from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.differentiating import gradients
@@ -97,7 +97,7 @@ class BridgedCall:
             raise RuntimeError(AGAIN)
         if all(grad is None for grad in grads):
             return [None] * len(self.sources)
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        kept = keeps_graph()
         if not self._is_recomputed and self.expects(grads, kept=kept):
             made = self.gradients(grads)
         else:

@@ -15,10 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from hotlap.core.errors import PlanError, first_line
 from hotlap.core.plan import Execution, Numerics
+from hotlap.core.torch_private import (
+    dispatch_mode_count,
+    is_stream_capturing,
+    or_none,
+    parametrize_cached,
+    peek_interpreter_stack,
+    top_saved_tensors_hooks,
+)
 from hotlap.data.batches import map_tensors
 from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.differentiating import gradients
@@ -40,7 +47,7 @@ from hotlap.script.calls.losses import LossReplay
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import copied, leaves, with_gradient_hooks, write_marks
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # older versions have none
+_top_hooks = or_none(top_saved_tensors_hooks)  # older versions have none
 NOTED = 8
 """Calls under the script's own plan whose output forms are noted."""
 
@@ -328,10 +335,10 @@ class ModuleCall:
         Or with weights that `parametrize.cached` keeps for a while.
         """
         return (
-            parametrize._cache_enabled > 0
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch._C._len_torch_dispatch_stack() > 0
-            or (self._kind == "cuda" and torch._C._cuda_isCurrentStreamCapturing())
+            parametrize_cached() > 0
+            or peek_interpreter_stack() is not None
+            or dispatch_mode_count() > 0
+            or (self._kind == "cuda" and is_stream_capturing())
         )
 
     @property

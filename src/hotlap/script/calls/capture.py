@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotlap.core.torch_private import current_graph_task_id, keeps_graph
 from hotlap.core.tricks import COUNTED_NORMS, GRADIENTS_IN_PLACE, REPLAYED_EVALUATION, REWIRED_LAYERS
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.rewiring import rewire
@@ -408,12 +409,12 @@ class OutputUse:
         passes: dict[int, set[int]] = {}
 
         def on_gradient(number: int, _: Tensor) -> None:
-            this = torch._C._current_graph_task_id()
+            this = current_graph_task_id()
             if not passes:
                 self.differentiated += 1
             passes.setdefault(this, set()).add(number)
             self.used = tuple(sorted(passes[this]))
-            self.kept |= torch._C._autograd._get_current_graph_task_keep_graph()
+            self.kept |= keeps_graph()
             if len(passes) > 1:
                 self.refused = "its outputs are differentiated more than once"
             if torch.is_grad_enabled():

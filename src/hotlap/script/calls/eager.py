@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from hotlap import machine
 from hotlap.core.plan import Execution, Numerics
+from hotlap.core.torch_private import HOOKS_OF_ALL, current_graph_task_id, queue_callback
 from hotlap.engine.capture.captured_step import BatchError, shape_of
 from hotlap.engine.capture.fingerprint import memory, what_changed
 from hotlap.engine.precision import Switches, precision_context, why_not_precision
@@ -177,7 +177,7 @@ def switch_in_backward(outputs: Iterable[Tensor], switches: Switches) -> None:
 @contextmanager
 def own_switches() -> Iterator[None]:
     """Inside, a backward pass runs under the script's own switches, as the call did that it repeats."""
-    entered = list(_entered.get(torch._C._current_graph_task_id(), ()))
+    entered = list(_entered.get(current_graph_task_id(), ()))
     for switches in reversed(entered):
         switches.__exit__()
     try:
@@ -189,16 +189,16 @@ def own_switches() -> Iterator[None]:
 
 def leave_broken_passes() -> None:
     """Turn off what a failed backward pass left on; torch reports such failures to no callback."""
-    if _entered and torch._C._current_graph_task_id() == -1:
+    if _entered and current_graph_task_id() == -1:
         for number in reversed(list(_entered)):
             _leave(number)
 
 
 def _enter(switches: Switches, _: Tensor) -> None:
-    number = torch._C._current_graph_task_id()
+    number = current_graph_task_id()
     if number not in _entered:
         _entered[number] = []
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_leave, number))
+        queue_callback(partial(_leave, number))
     if not any(one is switches for one in _entered[number]):
         switches.__enter__()
         _entered[number].append(switches)
@@ -259,7 +259,7 @@ def why_not_captured(module: nn.Module, device: torch.device) -> str | None:
     for layer in module.modules():
         if _hooks_of(layer, hooks):
             return f"{type(layer).__name__} has hooks of the script"
-    if any(getattr(torch_module, f"_global{kind}") for kind in hooks):
+    if any(HOOKS_OF_ALL):
         return "the script has hooks on every module"
     return None
 

@@ -17,12 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrize
-from torch.utils._device import DeviceContext
 
 from hotlap.core.errors import first_line
+from hotlap.core.torch_private import (
+    KERNEL_SETTINGS,
+    TF32_SETTINGS,
+    DeviceContext,
+    foreach_copy_,
+    forward_ad_level,
+    forward_hooks_of_all,
+    forward_pre_hooks_of_all,
+    function_mode_count,
+    function_modes,
+    get_cudnn_attention,
+    get_fp32_precision,
+    or_none,
+    parametrize_cached,
+)
 from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import PATIENCE, BatchError, shape_of
@@ -311,13 +322,13 @@ def _forms_of(tensors: list[Tensor]) -> tuple[Any, ...]:
 
 def _is_unusual() -> bool:
     """Whether calls do more than usual: with hooks on every module, under modes, or in forward-mode autograd."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks or forward_ad._current_level >= 0:
+    if forward_hooks_of_all or forward_pre_hooks_of_all or forward_ad_level() >= 0:
         return True
-    if parametrize._cache_enabled:  # weights come from memory that exists only for a while
+    if parametrize_cached():  # weights come from memory that exists only for a while
         return True
-    if torch._C._len_torch_function_stack() == 0:
+    if function_mode_count() == 0:
         return False
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = function_modes()
     return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
@@ -344,22 +355,12 @@ def _detects_output() -> Iterator[list[bool]]:
 
 def _settings() -> tuple[Callable[[], Any], ...]:
     """Functions that read the process's settings for choosing kernels."""
-    own = torch._C
-    precision = getattr(own, "_get_fp32_precision_getter", None)
-    if precision is None:
-        precisions = [own._get_cublas_allow_tf32, own._get_cudnn_allow_tf32]
-    else:
-        precisions = [functools.partial(precision, "cuda", work) for work in ("matmul", "conv", "rnn")]
+    precision = or_none(get_fp32_precision)
+    precisions = [functools.partial(precision, "cuda", work) for work in ("matmul", "conv", "rnn")] if precision else []
     return (
-        *precisions,
-        own._get_cudnn_enabled,
-        own._get_cudnn_benchmark,
-        own._get_cudnn_deterministic,
-        own._get_deterministic_algorithms,
-        own._get_flash_sdp_enabled,
-        own._get_mem_efficient_sdp_enabled,
-        own._get_math_sdp_enabled,
-        own._get_cudnn_sdp_enabled,
+        *(precisions or TF32_SETTINGS),
+        *KERNEL_SETTINGS,
+        get_cudnn_attention,
         torch.backends.mha.get_fastpath_enabled,
         torch.get_default_dtype,
     )
@@ -449,7 +450,7 @@ class EvaluationGraph:
         if len(tensors) == 1:
             self._static[0].copy_(tensors[0], non_blocking=True)
         elif tensors:
-            torch._foreach_copy_(self._static, tensors, non_blocking=True)
+            foreach_copy_(self._static, tensors, non_blocking=True)
         self._graph.replay()
         if isinstance(self._tree, Tensor) and not self._bases:
             return self._tree.clone()

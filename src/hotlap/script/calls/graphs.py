@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from hotlap.core.torch_private import BatchNormBase, foreach_copy_, foreach_mul, storage_use_count
 from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
@@ -129,7 +129,7 @@ class CallGraph:
         """The tensors in them."""
         self.differentiable: list[bool] = []
         """Which of these require gradients."""
-        self._norms: list[tuple[_BatchNorm, int]] = []
+        self._norms: list[tuple[BatchNormBase, int]] = []
         self._incoming: list[Tensor] = []
         self._grads: list[Tensor | None] = []
         self._found: list[Tensor] = []
@@ -285,7 +285,7 @@ class CallGraph:
         left = [(buffer, grad) for buffer, grad in pairs if grad is not None]
         self._lent = [buffer for buffer, _ in left]
         if left:
-            torch._foreach_copy_(self._lent, [grad for _, grad in left])
+            foreach_copy_(self._lent, [grad for _, grad in left])
 
     def _rehearse(self, recorder: GraphRecorder) -> None:
         """Run once to let libraries initialise, and once more while watching."""
@@ -375,12 +375,12 @@ def _copy(tensors: list[Tensor], places: list[Tensor]) -> None:
     if len(places) == 1:
         places[0].copy_(tensors[0], non_blocking=True)
     elif places:
-        torch._foreach_copy_(places, tensors, non_blocking=True)
+        foreach_copy_(places, tensors, non_blocking=True)
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
     """Copies in new memory, with one kernel."""
-    return list(torch._foreach_mul(tensors, 1))
+    return list(foreach_mul(tensors, 1))
 
 
 @contextmanager
@@ -461,7 +461,7 @@ class GradientBuffers:
 
     def put_back(self, kept: list[Tensor]) -> None:
         """Restore the content of the buffers."""
-        torch._foreach_copy_(self._flats, kept)
+        foreach_copy_(self._flats, kept)
 
     def _made(self, numbers: Sequence[int]) -> Tensor:
         """One allocation for the buffers of these parameters, which share device and dtype."""
@@ -479,7 +479,7 @@ class GradientBuffers:
 
     @staticmethod
     def _count(storage: torch.UntypedStorage) -> int:
-        return int(torch._C._storage_Use_Count(storage._cdata))
+        return int(storage_use_count(storage._cdata))
 
 
 def _form(parameter: Tensor) -> Any:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from hotlap.core.torch_private import current_raw_stream, is_stream_capturing
 from hotlap.engine.assists import rewiring as losses
 from hotlap.script.calls.graphs import CallGraph, LossCall, ReplayedCall
 from hotlap.script.patches import Patches, untraced
@@ -142,7 +143,7 @@ class EarlyLoss:
     def _copied(self, loss: Tensor) -> HostNumber | None:
         stream = self._stream_now()
         self._stream = self._stream or stream
-        if stream != self._stream or (stream is not None and torch._C._cuda_isCurrentStreamCapturing()):
+        if stream != self._stream or (stream is not None and is_stream_capturing()):
             return None
         try:
             if not self._places:
@@ -439,7 +440,7 @@ def _is_plain(observed: _ObservedLoss, loss: Tensor, output: Tensor) -> bool:
 
 
 def _stream_of(tensor: Tensor) -> int:
-    return int(torch._C._cuda_getCurrentRawStream(tensor.get_device())) if tensor.is_cuda else 0
+    return int(current_raw_stream(tensor.get_device())) if tensor.is_cuda else 0
 
 
 def _are_alike(mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> bool:

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotlap.core.errors import TrainingError
 from hotlap.core.plan import Feed
+from hotlap.core.torch_private import ExceptionWrapper, LoaderIterator
 from hotlap.data.batches import Batch
 from hotlap.script.feed.feeds import KeptSamples
 from hotlap.script.feed.index_batches import IndexStream, order_of
@@ -45,7 +44,7 @@ class FeedOwner(Protocol):
         """The epoch has no more batches, or the script has dropped its iterator."""
 
 
-class EpochIterator(_BaseDataLoaderIter):
+class EpochIterator(LoaderIterator):
     """The iterator that a script gets for `iter(loader)`, in place of torch's own (`made`).
 
     Until another feed is wanted, it only passes batches on. From then on all feeds draw from one stream of index

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from hotlap.core.errors import DataError
+from hotlap.core.errors import DataError, MachineError
 from hotlap.core.plan import Feed
+from hotlap.core.torch_private import foreach_copy_, set_version_counter
 from hotlap.core.units import MIB
 from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.feeds import AHEAD, BUFFER_SETS, DeviceCopier, PendingCopy, PinnedBuffers, WorkerStart, within_cores
@@ -40,8 +41,8 @@ def version_of(own: Feed) -> int:
 def set_versions(tensors: Sequence[Tensor], version: int) -> None:
     """Set version counters to those of the script's own batches; inference tensors have none."""
     counting = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    with suppress(AttributeError, TypeError):  # older versions of torch cannot set them
-        torch._C._autograd._unsafe_set_version_counter(counting, (version,) * len(counting))
+    with suppress(MachineError, TypeError):  # older versions of torch cannot set them
+        set_version_counter(counting, (version,) * len(counting))
 
 
 class LoaderClone:
@@ -379,7 +380,7 @@ def _apart(whole: Tensor, sizes: list[int]) -> list[Tensor]:
     """The rows of a tensor as tensors of the given sizes, in their own memory; one launch for many on a GPU."""
     parts = whole.unsafe_split_with_sizes(sizes)
     own = [torch.empty_like(part) for part in parts]
-    torch._foreach_copy_(own, parts)
+    foreach_copy_(own, parts)
     return own
 
 

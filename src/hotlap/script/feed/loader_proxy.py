@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotlap.core.errors import PlanError, first_line
 from hotlap.core.plan import Feed
+from hotlap.core.torch_private import pin_memory
 from hotlap.data.batches import Batch
 from hotlap.data.dataset import as_source, loader_feed, own_collate
 from hotlap.data.feeds import CudaCopier
@@ -542,7 +542,7 @@ def true_batch(source: Source, loader: DataLoader[Any], index: list[int], *, pin
     # Columns are views of the script's tensors, and may lack what those tensors have beside their values.
     dataset = source.for_probing() if source.computes else Source(loader.dataset)
     batch = loader.collate_fn(dataset.read(index))
-    return pin_memory(batch) if pinned else batch  # type: ignore[no-untyped-call]
+    return pin_memory(batch) if pinned else batch
 
 
 def why_other_batch(truth: Batch, seen: Batch) -> str | None:

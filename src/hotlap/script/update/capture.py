@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from hotlap.core.errors import first_line
+from hotlap.core.torch_private import current_raw_stream, foreach_copy_, set_grad_enabled, step_pre_hooks_of_all
 from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.engine.optimizers import frozen_hyperparameters, recording, why_not_captured
 from hotlap.script.calls.graphs import GraphRecorder
@@ -166,7 +166,7 @@ class CapturedUpdate:
         if (
             optimizer._optimizer_step_pre_hooks
             or optimizer._optimizer_step_post_hooks
-            or len(torch_optimizer._global_optimizer_pre_hooks) > 1
+            or len(step_pre_hooks_of_all) > 1
             or "found_inf" in optimizer.__dict__
             or "grad_scale" in optimizer.__dict__
             or torch.compiler.is_compiling()
@@ -264,7 +264,7 @@ class SharedInputs:
         """Whether it can be used now: on the stream of its first use, while the script records no graph."""
         if device.type != "cuda":
             return True
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = current_raw_stream(device.index)
         return self._streams.setdefault(device, stream) == stream and not torch.cuda.is_current_stream_capturing()
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -451,7 +451,7 @@ class UpdateGraph:
             return False
         grads = [parameter.grad for parameter in self._used]
         was_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             now_at = (_places(grads), _strides(grads))
             self._rates.follow(self._optimizer.param_groups)
@@ -459,11 +459,11 @@ class UpdateGraph:
             self._moved_steps = self._moved_steps + 1 if now_at == self._last_at and not is_there else 0
             self._last_at = now_at
             if not is_there:
-                torch._foreach_copy_(self._grads, grads)  # type: ignore[arg-type]
+                foreach_copy_(self._grads, grads)
         except TypeError:  # a gradient is missing, or a learning rate has become a tensor
             return False
         finally:
-            torch._C._set_grad_enabled(was_enabled)
+            set_grad_enabled(was_enabled)
         (self._at_once if is_there else self._from_shared).replay()
         increment_version(self._used)
         return True

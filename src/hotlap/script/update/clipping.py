@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from hotlap.core.errors import first_line
+from hotlap.core.torch_private import CLIP_NORM, CLIP_SCALE, foreach_copy_
 from hotlap.engine.capture.recording import NotRecordedError
 from hotlap.script.calls.graphs import Graph, GraphRecorder
 from hotlap.script.update.capture import SharedInputs
@@ -28,8 +29,6 @@ MOST_KINDS = 16
 MOST_LIMITS = 3
 """Most limits recorded in turn, before clipping is left to torch."""
 CAPTURED_NORMS = (2.0, float("inf"))
-NORM, SCALE = "_get_total_norm", "_clip_grads_with_norm_"
-"""The parts of `clip_grad_norm_`, by the names that it looks up in its module."""
 
 
 def clipping_patches(clipping: Callable[[], Clipping | None]) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -38,8 +37,8 @@ def clipping_patches(clipping: Callable[[], Clipping | None]) -> Iterator[tuple[
     Other code that uses these parts may do anything between them, so it gets torch's own.
     """
     clip = getattr(clip_grad.clip_grad_norm_, "__wrapped__", None)
-    has_parts = hasattr(clip_grad, NORM) and hasattr(clip_grad, SCALE)
-    if clip is None or not has_parts or not {NORM, SCALE} <= set(clip.__code__.co_names):
+    has_parts = hasattr(clip_grad, CLIP_NORM) and hasattr(clip_grad, CLIP_SCALE)
+    if clip is None or not has_parts or not {CLIP_NORM, CLIP_SCALE} <= set(clip.__code__.co_names):
         return
     code = clip.__code__
 
@@ -57,8 +56,8 @@ def clipping_patches(clipping: Callable[[], Clipping | None]) -> Iterator[tuple[
 
         return scaled
 
-    yield NORM, norms
-    yield SCALE, scales
+    yield CLIP_NORM, norms
+    yield CLIP_SCALE, scales
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class _Recorded:
     def replay(self, grads: list[Tensor]) -> Tensor:
         """The norm of these gradients, in new memory; the gradients themselves are not clipped yet."""
         with torch.no_grad():
-            torch._foreach_copy_(self.grads, grads)
+            foreach_copy_(self.grads, grads)
             self.graph.replay()
             return self.total.clone()
 
@@ -182,7 +181,7 @@ class Clipping:
         made = returned_norm.made
         if made is not None and max_norm == made.limit:
             with torch.no_grad():
-                torch._foreach_copy_(returned_norm.grads, made.grads)
+                foreach_copy_(returned_norm.grads, made.grads)
             return
         original(parameters, max_norm, total_norm, foreach)
         returned_norm.kind.note(total_norm, float(max_norm))

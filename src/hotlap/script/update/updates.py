@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from hotlap.core.errors import first_line
 from hotlap.core.object_memory import Memory
+from hotlap.core.torch_private import is_multithreading_enabled, set_multithreading_enabled, step_post_hooks_of_all
 from hotlap.engine.capture.recording import Recorder
 from hotlap.engine.layout import BufferPool
 from hotlap.engine.optimizers import Fusion, LayoutCheck, has_sparse_gradients, is_fused, settle_counts, why_not_fused
@@ -355,7 +355,7 @@ class Shortcuts:
     def _step(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            alone = not args and not kwargs and len(_global_optimizer_post_hooks) <= 1
+            alone = not args and not kwargs and len(step_post_hooks_of_all) <= 1
             if alone and id(optimizer) in self._ours and self._replayed(optimizer):
                 return None
             return own(optimizer, *args, **kwargs)
@@ -381,10 +381,10 @@ class BackwardThread:
     def use(self, *, here: bool) -> None:
         """Applies from the next backward pass on; call it in the script's thread."""
         if here and self._was is None:
-            self._was = torch._C._is_multithreading_enabled()
-            torch._C._set_multithreading_enabled(False)
+            self._was = is_multithreading_enabled()
+            set_multithreading_enabled(False)
         elif not here and self._was is not None:
-            torch._C._set_multithreading_enabled(self._was)
+            set_multithreading_enabled(self._was)
             self._was = None
 
 
