@@ -48,6 +48,24 @@ def test_capturing_goes_on_where_shapes_that_never_come_again_are_among_others(s
     assert step.replays > PATIENCE
 
 
+def test_a_parameter_of_the_optimizer_alone_that_moves_voids_recordings(monkeypatch):
+    monkeypatch.setattr(capture, "StepGraph", lambda *given, **named: object())
+    temperature = nn.Parameter(torch.ones(1))
+    rig = Rig(nn.Linear(6, 1), lambda p: torch.optim.SGD([*p, temperature], lr=0.1), nn.MSELoss(), device="cpu")
+    step = Replaying(
+        rig._step, device=CPU, recorder=SimpleNamespace(aside=nullcontext), outputs=ReplayOutputs(CPU), why_split=None,
+        attention=nullcontext(), note=lambda why: None,
+    )  # fmt: skip
+    for _ in range(6):
+        step(window(4))
+    assert (step.recorded, step.replays) == (1, 3)
+    kept = temperature.data
+    temperature.data = torch.zeros(1)
+    step(window(4))
+    assert (step.recorded, step.replays) == (0, 3)
+    del kept
+
+
 def test_it_is_given_up_where_no_shape_ever_comes_again(step):
     for number in range(PATIENCE + 10):
         step(window(10 + number))

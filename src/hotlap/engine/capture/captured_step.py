@@ -17,7 +17,7 @@ from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.resident import PendingRows, narrowed, sample_bytes
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
-from hotlap.engine.capture.fingerprint import QuickCheck, StateCheck, fingerprint, places_in
+from hotlap.engine.capture.fingerprint import QuickCheck, StateCheck, fingerprint, place_of, places_in
 from hotlap.engine.capture.recording import (
     NotRecordedError,
     Recorder,
@@ -156,7 +156,8 @@ class CapturedStep:
         """Drop recordings that were made for other layers, modes, addresses or optimizer settings."""
         eager = self._eager
         if not self._is_untouched():
-            made_for = (*fingerprint(self._modules, eager.functions), *map(id, eager.parameters()))
+            parameters = eager.parameters()
+            made_for = (*fingerprint(self._modules, eager.functions), *map(id, parameters), *map(place_of, parameters))
             if not self.split:
                 made_for += tuple(places_in(list(eager.optimizer.state.values())))
             if made_for != self._made_for:
@@ -179,22 +180,28 @@ class CapturedStep:
     def _prepare_check(self) -> None:
         """Prepare a quick check for the next replay. It takes a fraction of the time of a full one."""
         eager = self._eager
-        state = None if self.split else StateCheck(eager.optimizer)
-        self._quick_check = (QuickCheck(self._modules), fingerprint((), eager.functions), eager.parameters(), state)
+        state, parameters = None if self.split else StateCheck(eager.optimizer), eager.parameters()
+        held = {id(parameter) for module in self._modules for parameter in module.parameters()}
+        # Those of the optimizer alone; a quick check of the modules sees the places of the others.
+        alone = [parameter for parameter in parameters if id(parameter) not in held]
+        places = alone, list(map(place_of, alone))
+        functions = fingerprint((), eager.functions)
+        self._quick_check = (QuickCheck(self._modules), functions, parameters, places, state)
 
     def _is_untouched(self) -> bool:
         """Whether nothing has changed that recordings depend on. If False, they may still hold."""
         if self._quick_check is None:
             return False
-        glance, functions, parameters, state = self._quick_check
+        check = glance, functions, parameters, (alone, places), state = self._quick_check
         eager, self._quick_check = self._eager, None
         if (
             glance.still_holds()
             and fingerprint((), eager.functions) == functions
             and eager.parameters() is parameters
+            and list(map(place_of, alone)) == places
             and (state is None or self.split or state.still_holds())
         ):
-            self._quick_check, self._false_alarms = (glance, functions, parameters, state), 0
+            self._quick_check, self._false_alarms = check, 0
             return True
         return False
 
