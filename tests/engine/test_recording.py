@@ -1,5 +1,6 @@
 """What a capture would get wrong is found by looking on, and named."""
 
+import contextlib
 import copy
 import gc
 import random
@@ -16,6 +17,7 @@ from hotlap.engine.capture import recording as watch_module
 from hotlap.engine.capture.fingerprint import QuickCheck, StateCheck, fingerprint
 from hotlap.engine.capture.recording import (
     NotRecordedError,
+    Recorder,
     Watch,
     drops_in_recurrence,
     intended_wait,
@@ -525,3 +527,67 @@ def test_layers_drop_in_cudnns_way_in_training_only_and_scripted_too():
         assert not drops_in_recurrence([model], CPU)
         assert not drops_in_recurrence([model.eval()], GPU)
     assert not drops_in_recurrence([nn.Sequential(dropping(0.0), nn.Dropout(0.5))], GPU)
+
+
+# --- recordings that fail ----------------------------------------------------------------------------
+
+
+class Generator:
+    """A GPU's generator, which notes that another state replaces its own."""
+
+    def __init__(self, happened):
+        self.happened = happened
+
+    def clone_state(self):
+        return "before"
+
+    def graphsafe_set_state(self, state):
+        self.happened.append(f"generator: {state}")
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Records without a GPU: what happens, in order, and for each graph whether torch can end it."""
+    happened, can_end = [], [True, True]
+
+    class Graph:
+        def capture_begin(self, **_):
+            self.can_end = can_end.pop(0)
+            happened.append("begin")
+
+        def capture_end(self):
+            happened.append("end")
+            if not self.can_end:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "default_generators", [Generator(happened)])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("graph_pool_handle", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: happened.append("clear"))
+    monkeypatch.setattr(watch_module, "_recording_stream", lambda _: None)
+    monkeypatch.setattr(Recorder, "aside", lambda _: contextlib.nullcontext())
+    return Recorder(torch.device("cpu", 0)), happened, can_end
+
+
+def test_a_recording_takes_no_weights_that_autocast_has_cast_before(recording):
+    recorder, happened, _ = recording
+    recorder.record(lambda: happened.append("work"))
+    assert happened == ["clear", "begin", "work", "end", "clear"]
+
+
+@pytest.mark.parametrize("ends", [[True, True], [False, True], [False, False]])
+def test_graphs_from_before_draw_on_after_a_recording_that_fails(recording, ends):
+    recorder, happened, can_end = recording
+    can_end[:] = ends
+
+    def work():
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(NotRecordedError, match="no kernel"):
+        recorder.record(work)
+    after = happened[happened.index("end") + 1 :]
+    # One that torch can end leaves the generator as it was; otherwise another recording ends what goes on.
+    expected = {(True, True): ["clear"], (False, True): ["clear", "begin", "end"]}
+    assert after == expected.get(tuple(ends), ["clear", "begin", "end", "generator: before"])

@@ -275,14 +275,13 @@ class Recorder:
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record the work as a graph, without executing it. Raises NotRecordedError if it cannot be recorded."""
-        generator = torch.cuda.default_generators[self._number]
-        before = generator.clone_state()
-        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.default_generators[self._number].clone_state()
+        graph, has_ended = torch.cuda.CUDAGraph(), False
         if not self._made:
             # Without graphs, a memory pool no longer exists.
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            with self.aside(), _no_collection():
+            with self.aside(), _no_collection(), _own_casts():
                 # Other threads, such as a checkpoint or a loader that pins memory, may call CUDA meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
@@ -291,17 +290,38 @@ class Recorder:
                     with suppress(RuntimeError), warnings.catch_warnings():
                         warnings.simplefilter("ignore")  # for example that the graph is empty
                         graph.capture_end()
+                        has_ended = True
                     raise
                 graph.capture_end()
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            # After a failed recording, torch's generator and allocator still act as if it went on.
-            generator.graphsafe_set_state(before)
+            # torch's allocator still acts as if the recording went on, and so does its generator if torch could not
+            # end it.
             with suppress(RuntimeError):
                 end_allocate_to_pool(self._number, self._pool)
             torch.cuda.synchronize(self._device)
+            if not has_ended:
+                self._release_generator(before)
             raise NotRecordedError(why_recording_failed(error)) from error
         self._made.add(graph)
         return graph
+
+    def _release_generator(self, before: torch.Generator) -> None:
+        """Let torch's generator draw again, after a recording that torch could not end.
+
+        In torch 2.8 it refuses to draw, for earlier graphs too, until a recording ends; in 2.13 it does not.
+        """
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        number = torch.zeros((), device=self._device)
+        try:
+            with self.aside(), _no_collection():
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                number.zero_()
+                graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._number, pool)
+            # Earlier graphs keep the state that is left behind here.
+            torch.cuda.default_generators[self._number].graphsafe_set_state(before)
 
     @property
     def _number(self) -> int:
@@ -313,6 +333,19 @@ def _recording_stream(number: int) -> torch.cuda.Stream:
     # One for the process, since cuBLAS keeps memory for each stream that it has used. Work on it has priority over work
     # beside it, which waits.
     return torch.cuda.Stream(number, priority=-1)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _own_casts() -> Iterator[None]:
+    """Inside, autocast casts weights anew, and what it has cast is not used afterwards.
+
+    Within an autocast of the user's, it would take casts that it made before, whose memory is released at the end.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager
