@@ -564,7 +564,7 @@ def recording(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     for name in ("graph_pool_handle", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+    monkeypatch.setattr(watch_module, "end_allocate_to_pool", lambda *_: None)
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: happened.append("clear"))
     monkeypatch.setattr(watch_module, "_recording_stream", lambda _: None)
     monkeypatch.setattr(Recorder, "aside", lambda _: contextlib.nullcontext())

@@ -319,7 +319,7 @@ class Recorder:
                 graph.capture_end()
         except RuntimeError:
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._number, pool)
+                end_allocate_to_pool(self._number, pool)
             # Earlier graphs keep the state that is left behind here.
             torch.cuda.default_generators[self._number].graphsafe_set_state(before)
 
