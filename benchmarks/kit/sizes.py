@@ -12,8 +12,8 @@ from benchmarks.kit.rows import Options, Row
 from benchmarks.kit.trainings import as_t4, jobs
 from hotlap import Job
 from hotlap.core.units import show_bytes, show_rate
-from hotlap.kit.batch import BatchFound, tried
-from hotlap.kit.bench import opened
+from hotlap.kit.batch import BatchFound
+from hotlap.kit.bench import JobTrials, opened
 
 LEAST_SPEED, MOST_OFF = 0.97, 0.05
 MOST_GUESSED = 0.25
@@ -50,7 +50,7 @@ def fastest_row(name: str, found: BatchFound, job: Job, options: Options) -> Row
     assert largest is not None, "nothing trains"
     sizes = sorted({fast.size, *sweep_sizes(largest.size, 6 if options.quick else 28)})
     with opened(job) as bench:
-        trials = [tried(bench, size, job.effective_batch or 1, True) for size in sizes]
+        trials = [JobTrials(bench).of_size(size, timed=True) for size in sizes]
     speeds = {
         one.size: one.samples_per_s or 0.0
         for one in trials

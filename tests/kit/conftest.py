@@ -39,7 +39,7 @@ class Forks:
 
 @pytest.fixture(scope="session")
 def preloaded():
-    made = Preloaded("hotlap.kit.probe_process", "hotlap.kit.plan_probe", "torch._dynamo", environment=dict(os.environ))
+    made = Preloaded("hotlap.kit.probe_process", "torch._dynamo", environment=dict(os.environ))
     yield made
     made.close()
 

@@ -20,8 +20,8 @@ from hotlap.cli import app
 from hotlap.core.errors import HotlapError
 from hotlap.kit import memory as kit
 from hotlap.kit import savings
-from hotlap.kit.memory import ScriptTrials, draw_course, memory_of_script
-from hotlap.kit.probe import ProbeResult
+from hotlap.kit.memory import draw_course, memory_of_script
+from hotlap.kit.probe import ProbeResult, ScriptTrials
 from hotlap.kit.tensor_memory import FIRST, TURNS, GrowthWatch, grown
 from hotlap.script.running import Target
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hotlap.core.plan import Feed, Numerics, Plan
-from hotlap.kit import plan_probe as kit
+from hotlap.kit import probe_process as kit
 from hotlap.kit.probe import ProbeRequest
 from hotlap.store.files import load_plan
 

@@ -2,9 +2,10 @@
 
 `calls` takes a Job, or finds the training that a command line names, and asks `batch`, `workers` or `memory`.
 
-- A Job runs in this process: `bench` builds its rig, tries updates on it, and restores the job.
-- A script runs in a process of its own for every try: `probe` starts it, `probe_process` watches it from inside,
-  `plan_probe` runs it under a plan of `hotlap run`.
+- Both kinds of training are tried through `savings.Trials`, and described by `probe.ProbeResult`.
+- A Job runs in this process: `bench` builds its rig, tries updates on it (`JobTrials`), and restores the job.
+- A script runs in a new process for every try (`ScriptTrials`): `probe` starts it, `probe_process` watches it from
+  inside, if asked under a plan of `hotlap run`.
 - `search` finds the largest and the fastest batch; `start_size` chooses the size that it begins with.
 - `samples` finds the longest samples of a dataset and times its transforms.
 - `tensor_memory` counts tensors as they come and go; `savings` predicts and tries what would lower the peak.

@@ -15,18 +15,17 @@ from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
 from hotlap.core.terminal import Say, clean, silent
 from hotlap.core.units import show_bytes, show_rate
-from hotlap.kit.bench import Bench, only_new_garbage, opened, room_on
-from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, ScriptEndedError, run_probe
-from hotlap.kit.search import KNEE, Search, Searched, Trial, fastest, knee
+from hotlap.kit.bench import Bench, JobTrials, only_new_garbage, opened, room_on
+from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, ScriptTrials, run_probe
+from hotlap.kit.savings import Trials
+from hotlap.kit.search import KNEE, Search, Searched, Trial, Try, fastest, knee
 from hotlap.kit.start_size import StartSize, keep_measured, kind_of_model, start_size
 from hotlap.script.running import Target
 
 RESERVE = 0.1
 """The part of the process's memory that has to stay free."""
-PIECES = 16
-"""Most pieces of an update. With more, the update itself hardly counts, and a try takes longer."""
 MOST_S = 120.0
-"""Seconds after which a search starts no new try."""
+"""Seconds after which a command starts no new try."""
 SCRIPT_FINER = 8
 """The largest batch of a script is found to this part of itself, since each try takes a process."""
 COUNTED = "on the CPU, hotlap counts memory from the sizes of tensors"
@@ -179,7 +178,7 @@ class BatchFound:
         }
 
 
-def batch_of_job(job: Job, *, name: str, most: int | None = None, seconds: float = MOST_S, say: Say) -> BatchFound:
+def batch_of_job(job: Job, *, name: str, most: int | None, seconds: float, say: Say) -> BatchFound:
     """`hotlap.batch` for a job, in this process."""
     with opened(job) as bench, only_new_garbage():
         return _found(bench, name, most, seconds, say)
@@ -197,13 +196,8 @@ def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) 
     say(f"batch      starts with {began.size:,}: {began.why}; {bench.most:,} samples, {show_bytes(bench.room_bytes)}")
     until = time.monotonic() + seconds
 
-    def attempt(size: int, timed: bool) -> Trial:
-        one = tried(bench, size, effective or own, timed)
-        say(trial_line(one))
-        return one
-
     searched = Search(
-        attempt=attempt,
+        attempt=_shown(JobTrials(bench), say),
         start=began.size,
         least=bench.least,
         most=most,
@@ -243,6 +237,17 @@ def _job_words(accumulates: bool, size: int, times: int) -> str:
     return f"batch_size={size}, accumulate={times}; or leave the job and give the plan micro_batch={size}"
 
 
+def _shown(trials: Trials, say: Say) -> Try:
+    """Tries a size, and shows the result."""
+
+    def attempt(size: int, timed: bool) -> Trial:
+        one = trials.of_size(size, timed)
+        say(trial_line(one))
+        return one
+
+    return attempt
+
+
 def trial_line(one: Trial) -> str:
     """A tried size in a line."""
     if one.why_not is not None:
@@ -254,34 +259,6 @@ def trial_line(one: Trial) -> str:
 def _shown_bytes(count: int) -> str:
     """Memory in words; a script may end before hotlap has measured it."""
     return show_bytes(count) if count else "memory not measured"
-
-
-def tried(bench: Bench, size: int, effective: int, timed: bool) -> Trial:
-    """Make real updates of the effective batch in pieces of this size, or of one larger piece."""
-    pieces = min(PIECES, max(1, -(-effective // size)))
-    window = bench.window(size, pieces)
-    peak = taken = 0
-    step_s = 1.0
-
-    def time_it() -> None:
-        nonlocal step_s
-        step_s = bench.step_s(window)
-
-    def measure() -> None:
-        nonlocal peak, taken
-        peak, taken = bench.peak_bytes(window)
-
-    # A size that has trained a few times may still fail later, once memory is fragmented.
-    why_not = bench.trains(window) or (bench.why_full(time_it) if timed else None)
-    if why_not is not None:
-        return Trial(size=size, why_not=why_not)
-    rest, (peak, taken) = bench.rest_bytes, bench.peak_so_far
-    # With idle memory given back before, an update takes less. A training does not do that, so this may fail.
-    why_not = bench.why_full(measure)
-    if why_not is not None and not bench.memory_ends:
-        return Trial(size=size, why_not=why_not)
-    speed = size * pieces / step_s if timed else None
-    return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken, rest_bytes=rest)
 
 
 def batch_of_script(
@@ -301,28 +278,9 @@ def batch_of_script(
     own, on_gpu = first.batch_size, first.device != "cpu"
     room = first.room_bytes if on_gpu else room_on(torch.device("cpu"))
 
-    def attempt(size: int, timed: bool) -> Trial:
-        request = ProbeRequest(
-            loader=first.loader,
-            change={"batch_size": size},
-            longest=first.varies,
-            laps=5 if timed else 1,
-            counts=True,
-        )
-        try:
-            seen = first if size == own and not first.varies else run_probe(target, request)
-        except ScriptEndedError as error:
-            if size == own:
-                raise
-            one = Trial(size=size, why_not=error.why)  # the script may only work with its own size
-        else:
-            one = of_visit(size, seen)
-        say(trial_line(one))
-        return one
-
     began = StartSize(size=own, why="that of the script")
     searched = Search(
-        attempt=attempt,
+        attempt=_shown(ScriptTrials(target, first, say), say),
         start=own,
         most=min(filter(None, (most, first.samples)), default=2**20),
         room_bytes=(1 - RESERVE) * room,
@@ -363,17 +321,3 @@ def _script_notes(first: ProbeResult, searched: Searched) -> tuple[str, ...]:
     if first.device == "cpu":
         notes.append(COUNTED)
     return tuple(notes)
-
-
-def of_visit(size: int, seen: ProbeResult) -> Trial:
-    """The trial of a size, from a probe of a script."""
-    if seen.out_of_memory is not None:
-        return Trial(size=size, why_not=seen.out_of_memory)
-    speeds = sorted(samples / spent for spent, samples in seen.laps)
-    return Trial(
-        size=size,
-        samples_per_s=speeds[len(speeds) // 2],
-        peak_bytes=seen.peak_bytes,
-        taken_bytes=seen.taken_bytes,
-        rest_bytes=seen.rest_bytes,
-    )

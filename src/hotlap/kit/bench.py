@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from hotlap import machine
 from hotlap.core.console import SilentConsole
 from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.job import Job
-from hotlap.core.torch_private import BatchNormBase, clear_cublas_workspaces
+from hotlap.core.plan import Plan
+from hotlap.core.terminal import Say, silent
+from hotlap.core.torch_private import clear_cublas_workspaces
 from hotlap.data.batches import Batch, to_device
 from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.sources import tensors_in
@@ -26,13 +29,18 @@ from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import Window, is_out_of_memory
 from hotlap.fitting.task import OFF, set_up
+from hotlap.kit.probe import ProbeResult
 from hotlap.kit.samples import longest_first
-from hotlap.kit.tensor_memory import LiveTensors
+from hotlap.kit.savings import Saving, least_batch, model_facts
+from hotlap.kit.search import Trial
+from hotlap.kit.tensor_memory import KINDS, GrowingMemory, GrowthWatch, LiveTensors, UpdateWatch
 from hotlap.machine.cuda import usable_bytes
 from hotlap.machine.limits import read_memory
 
 WARM, BLOCKS, BLOCK_S = 3, 5, 0.04
 """Updates before timing; timed blocks, of which the median counts; least seconds of a block."""
+PIECES = 16
+"""Most pieces of an update. With more, the update itself hardly counts, and a try takes longer."""
 
 
 class Bench:
@@ -66,9 +74,8 @@ class Bench:
 
     @property
     def least(self) -> int:
-        """The smallest batch that may train: a batch norm cannot train on one sample."""
-        layers = [layer for module in self.rig.modules for layer in module.modules()]
-        return 1 + any(isinstance(layer, BatchNormBase) and layer.training for layer in layers)
+        """The smallest batch that may train."""
+        return least_batch(self.rig.modules)
 
     def batch(self, size: int) -> Batch:
         """A batch of so many samples, the longest of the dataset."""
@@ -156,11 +163,16 @@ class Bench:
             self.rig.wait()
             return self.peak_so_far
         counted = LiveTensors(self.device)
-        count_training(counted, self.rig)
-        counted.know((tensor for piece in window.pieces for tensor in tensors_in(piece)), "batch")
+        self.count(counted, window)
         with counted:
             self.rig.step(window)
         return counted.peak_bytes, counted.peak_bytes
+
+    def count(self, live: LiveTensors, window: Window) -> None:
+        """Count what there is before an update, by kind; its batch if that is on the device already."""
+        live.know((buffer for module in self.rig.modules for buffer in module.buffers()), "parameters")
+        count_training(live, trained_tensors(self.rig), self.rig.optimizer)
+        live.know((tensor for piece in window.pieces for tensor in tensors_in(piece)), "batch")
 
     def _place_anew(self) -> None:
         """Free all memory before the weights move in: otherwise they may split it into pieces."""
@@ -181,6 +193,134 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+
+
+class JobTrials:
+    """Tries a job in this process."""
+
+    def __init__(self, bench: Bench, say: Say = silent) -> None:
+        self._bench, self._rig, self._say = bench, bench.rig, say
+
+    @cached_property
+    def _window(self) -> Window:
+        """An update of the job as it is."""
+        return self._bench.window(min(self._bench.dataset.batch_size, self._bench.most), self._bench.job.accumulate)
+
+    def of_size(self, size: int, timed: bool) -> Trial:
+        """Make real updates of the effective batch in pieces of this size, or of one larger piece."""
+        bench = self._bench
+        effective = bench.job.effective_batch or bench.dataset.batch_size
+        pieces = min(PIECES, max(1, -(-effective // size)))
+        window = bench.window(size, pieces)
+        peak = taken = 0
+        step_s = 1.0
+
+        def time_it() -> None:
+            nonlocal step_s
+            step_s = bench.step_s(window)
+
+        def measure() -> None:
+            nonlocal peak, taken
+            peak, taken = bench.peak_bytes(window)
+
+        # A size that has trained a few times may still fail later, once memory is fragmented.
+        why_not = bench.trains(window) or (bench.why_full(time_it) if timed else None)
+        if why_not is not None:
+            return Trial(size=size, why_not=why_not)
+        rest, (peak, taken) = bench.rest_bytes, bench.peak_so_far
+        # With idle memory given back before, an update takes less. A training does not do that, so this may fail.
+        why_not = bench.why_full(measure)
+        if why_not is not None and not bench.memory_ends:
+            return Trial(size=size, why_not=why_not)
+        speed = size * pieces / step_s if timed else None
+        return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken, rest_bytes=rest)
+
+    def unchanged(self) -> ProbeResult:
+        """Watch updates of the job as it is. Raises TrainingError if they do not fit."""
+        bench, rig, size, samples = self._bench, self._rig, self._window.sizes[0], sum(self._window.sizes)
+        self._say(f"memory     updates of {samples:,} samples, {size:,} at once")
+        why_not = bench.trains(self._window)
+        if why_not is not None:
+            raise TrainingError(
+                f"an update with {size:,} samples at once does not fit: {why_not}; find what fits: hotlap batch"
+            )
+        peak, taken = bench.peak_bytes(self._window)
+        step_s = bench.step_s(self._window)
+        watch = self._watched()
+        live, held = watch.live, self._grows()
+        for one in held:
+            self._say(f"memory     grows: {one}")
+        return ProbeResult(
+            laps=[[step_s, samples]],
+            samples_an_update=samples,
+            batch_size=size,
+            device=str(rig.device),
+            peak_bytes=peak,
+            taken_bytes=taken,
+            room_bytes=bench.room_bytes,
+            account={
+                **watch.account,
+                "kinds": {kind: live.at_peak.get(kind, 0) for kind in KINDS},
+                "layers": {layer: size for layer, size in live.layers_at_peak.items() if size},
+                "held": [dataclasses.asdict(one) for one in held],
+            },
+            model=dataclasses.asdict(model_facts(rig.model, self._window.pieces[0], rig.device)),
+        )
+
+    def _live(self, *, lines: bool = False) -> LiveTensors:
+        """Counts tensors before an update, with its batch if that is on the device already."""
+        self._bench.tidy()
+        live = LiveTensors(self._rig.device, lines=lines)
+        live.know_libraries()
+        self._bench.count(live, self._window)
+        return live
+
+    def _watched(self) -> UpdateWatch:
+        """The watch of a whole update."""
+        live = self._live()
+        live.forget_peak()
+        with UpdateWatch(live, trained_tensors(self._rig), self._rig.modules) as watch:
+            self._rig.step(self._window)
+            self._rig.wait()
+        return watch
+
+    def _grows(self) -> list[GrowingMemory]:
+        turns = GrowthWatch(self._live(lines=True))
+        with UpdateWatch(turns.live, trained_tensors(self._rig), self._rig.modules):
+            while not turns.are_done:
+                self._rig.step(self._window)
+                self._rig.wait()
+                turns.end()
+        return turns.growth()
+
+    def in_pieces(self, size: int) -> Saving:
+        """Updates of the same samples, so many at once."""
+        plan, pieces = self._rig.plan.but(micro_batch=size), -(-sum(self._window.sizes) // size)
+        tried = self._tried(plan, self._bench.window(size, pieces))
+        return dataclasses.replace(tried, changes="; ".join(self._rig.cautions(plan)))
+
+    def checkpointed(self, blocks: int) -> Saving:
+        """Updates with checkpointed blocks."""
+        return self._tried(self._rig.plan.but(checkpoint=blocks), self._window)
+
+    def in_precision(self, precision: str) -> Saving:
+        """Updates under autocast."""
+        return self._tried(self._rig.plan.but(precision=precision), self._window)
+
+    def _tried(self, plan: Plan, window: Window) -> Saving:
+        """Peak and time of real updates under a plan."""
+        before = self._rig.plan
+        why_not = self._rig.supports(plan)
+        if why_not is not None:
+            return Saving(why_not=why_not)
+        self._rig.use(plan, outcome="measured")
+        try:
+            why_not = self._bench.trains(window)
+            if why_not is not None:
+                return Saving(why_not=why_not)
+            return Saving(peak_bytes=self._bench.peak_bytes(window)[0], step_s=self._bench.step_s(window))
+        finally:
+            self._rig.use(before, outcome="measured")
 
 
 @contextmanager
@@ -270,15 +410,14 @@ def trained_tensors(rig: Rig) -> list[Tensor]:
     return list({id(p): p for p in every}.values())
 
 
-def count_training(counted: LiveTensors, rig: Rig) -> None:
-    """Count the rig's weights, gradients and optimizer state under their kinds."""
-    counted.know(trained_tensors(rig), "parameters")
-    counted.know((buffer for module in rig.modules for buffer in module.buffers()), "parameters")
-    counted.know((p.grad for p in trained_tensors(rig)), "gradients")
-    counted.know(state_of(rig.optimizer), "optimizer")
+def count_training(live: LiveTensors, weights: Sequence[Tensor], optimizer: Optimizer) -> None:
+    """Count weights, their gradients and the optimizer's state under their kinds."""
+    live.know(weights, "parameters")
+    live.know((p.grad for p in weights), "gradients")
+    live.know(_state_of(optimizer), "optimizer")
 
 
-def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
+def _state_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """The tensors of an optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
@@ -287,7 +426,7 @@ def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
 def rest_of(weights: Sequence[Tensor], optimizer: Optimizer) -> int:
     """The memory of weights, gradients and optimizer state."""
     gradients = (p for p in weights if p.requires_grad)
-    return sum(one.nbytes for part in (weights, gradients, state_of(optimizer)) for one in part)
+    return sum(one.nbytes for part in (weights, gradients, _state_of(optimizer)) for one in part)
 
 
 def room_on(device: torch.device) -> int:

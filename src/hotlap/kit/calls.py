@@ -36,10 +36,7 @@ def batch(training: Training, *, most: int | None = None, seconds: float = MOST_
     """
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise UsageError(f"most={shown(most)} must be a whole number of at least 1, or None")
-    _check_seconds(seconds)
-    show_progress = say if progress else silent
-    chosen = _chosen(training, show_progress)
-    warn_if_busy(show_progress)
+    chosen, show_progress = _begun(training, seconds, progress)
     if chosen.target is not None:
         return batch_of_script(chosen.target, most=most, seconds=seconds, say=show_progress)
     return batch_of_job(chosen.make_job(), name=chosen.name, most=most, seconds=seconds, say=show_progress)
@@ -51,10 +48,7 @@ def workers(training: Training, *, seconds: float = MOST_S, progress: bool = Tru
     Takes a training as `batch` does. hotlap times each setting with real updates, start-up apart, and then compares the
     best with the training's own in turns. It starts no new try after `seconds`. A job is as before afterwards.
     """
-    _check_seconds(seconds)
-    show_progress = say if progress else silent
-    chosen = _chosen(training, show_progress)
-    warn_if_busy(show_progress)
+    chosen, show_progress = _begun(training, seconds, progress)
     if chosen.target is not None:
         return workers_of_script(chosen.target, seconds=seconds, say=show_progress)
     return workers_of_job(chosen.make_job(), name=chosen.name, seconds=seconds, say=show_progress)
@@ -66,18 +60,20 @@ def memory(training: Training, *, seconds: float = MOST_S, progress: bool = True
     Takes a training as `batch` does. A job is as before afterwards; a script has to make its first update within
     `seconds`. Raises TrainingError if not even one update fits.
     """
-    _check_seconds(seconds)
-    show_progress = say if progress else silent
-    chosen = _chosen(training, show_progress)
-    warn_if_busy(show_progress)
+    chosen, show_progress = _begun(training, seconds, progress)
     if chosen.target is not None:
         return memory_of_script(chosen.target, seconds=seconds, say=show_progress)
     return memory_of_job(chosen.make_job(), name=chosen.name, say=show_progress)
 
 
-def _check_seconds(seconds: float) -> None:
+def _begun(training: Training, seconds: float, progress: bool) -> tuple[Named, Say]:
+    """The training, and where to show progress. Raises UsageError if either argument is wrong."""
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
         raise UsageError(f"seconds={shown(seconds)} must be a number above 0")
+    show_progress = say if progress else silent
+    chosen = _chosen(training, show_progress)
+    warn_if_busy(show_progress)
+    return chosen, show_progress
 
 
 def _chosen(training: Training, show_progress: Say) -> Named:

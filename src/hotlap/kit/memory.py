@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from hotlap.core.errors import DataError, HotlapError, TrainingError
+from hotlap.core.errors import DataError, TrainingError
 from hotlap.core.job import Job
-from hotlap.core.plan import Plan
 from hotlap.core.terminal import Say, clean, silent
 from hotlap.core.units import show_bytes
-from hotlap.data.sources import tensors_in
-from hotlap.engine.step import Window
-from hotlap.kit.batch import COUNTED
-from hotlap.kit.bench import Bench, count_training, opened, trained_tensors
-from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, run_probe
-from hotlap.kit.savings import ModelFacts, Saving, Trials, Update, model_facts, savings, table
+from hotlap.kit.batch import COUNTED, MOST_S
+from hotlap.kit.bench import JobTrials, opened
+from hotlap.kit.probe import BEGINS_S, LAP_S, LAPS, RUNS, ProbeRequest, ProbeResult, ScriptTrials, run_probe
+from hotlap.kit.savings import ModelFacts, Saving, Trials, Update, savings, table
 from hotlap.kit.search import TooShortError
-from hotlap.kit.tensor_memory import KINDS, GrowingMemory, GrowthWatch, LiveTensors, UpdateWatch
+from hotlap.kit.tensor_memory import KINDS, GrowingMemory
 from hotlap.recipes.plots import round_marks
 from hotlap.script.running import Target
 from hotlap.store.files import write_text
@@ -45,28 +42,19 @@ _NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryFound:
+class MemoryFound(Update):
     """What holds a training's memory."""
 
     name: str
     device: str
-    samples: int
-    """Samples that go through the model at once."""
-    peak_bytes: int
-    """The peak of an update: on a GPU by torch's allocator, else counted from tensors."""
     counted_bytes: int
     """The counted peak of tensors and operations, which is the sum of `kinds`."""
     reserved_bytes: int | None
     """The most that torch has taken from the GPU; None on the CPU."""
     room_bytes: int
     """Memory that the process may take."""
-    kinds: Mapping[str, int]
-    """At the peak, by purpose."""
-    layers: Mapping[str, int]
-    """Activations at the peak, by the module that made them."""
     course: tuple[tuple[str, int], ...]
     """Over one update: its part, and the bytes that lived."""
-    step_s: float | None
     savings: tuple[Saving, ...] = ()
     held: tuple[GrowingMemory, ...] = ()
     """What grows from update to update."""
@@ -155,126 +143,23 @@ def _found(name: str, seen: ProbeResult, trials: Trials) -> MemoryFound:
         why_whole=seen.why_fixed,
     )
     return MemoryFound(
+        **vars(update),
         name=name,
         device=seen.device,
-        samples=update.samples,
-        peak_bytes=update.peak_bytes,
         counted_bytes=account["peak_bytes"],
         reserved_bytes=seen.taken_bytes if on_gpu else None,
         room_bytes=seen.room_bytes,
-        kinds=update.kinds,
-        layers=update.layers,
         course=tuple((kind, size) for kind, size in account["course"]),
-        step_s=update.step_s,
         savings=tuple(savings(update, ModelFacts(**seen.model), trials) if seen.model else ()),
         held=tuple(GrowingMemory(**one) for one in account["held"]),
         notes=() if on_gpu else (COUNTED,),
     )
 
 
-class JobTrials:
-    """Counts the memory of one rig, and tries what would lower its peak."""
-
-    def __init__(self, bench: Bench, say: Say) -> None:
-        self._bench, self._rig, self._say = bench, bench.rig, say
-        self._size = min(bench.dataset.batch_size, bench.most)
-        self._window = bench.window(self._size, bench.job.accumulate)
-
-    def unchanged(self) -> ProbeResult:
-        """Watch updates of the job as it is. Raises TrainingError if they do not fit."""
-        bench, rig, samples = self._bench, self._rig, sum(self._window.sizes)
-        self._say(f"memory     updates of {samples:,} samples, {self._size:,} at once")
-        why_not = bench.trains(self._window)
-        if why_not is not None:
-            raise TrainingError(
-                f"an update with {self._size:,} samples at once does not fit: {why_not}; find what fits: hotlap batch"
-            )
-        peak, taken = bench.peak_bytes(self._window)
-        step_s = bench.step_s(self._window)
-        watch = self._watched()
-        live, held = watch.live, self._grows()
-        for one in held:
-            self._say(f"memory     grows: {one}")
-        return ProbeResult(
-            laps=[[step_s, samples]],
-            samples_an_update=samples,
-            batch_size=self._size,
-            device=str(rig.device),
-            peak_bytes=peak,
-            taken_bytes=taken,
-            room_bytes=bench.room_bytes,
-            account={
-                **watch.account,
-                "kinds": {kind: live.at_peak.get(kind, 0) for kind in KINDS},
-                "layers": {layer: size for layer, size in live.layers_at_peak.items() if size},
-                "held": [dataclasses.asdict(one) for one in held],
-            },
-            model=dataclasses.asdict(model_facts(rig.model, self._window.pieces[0], rig.device)),
-        )
-
-    def _live(self, *, lines: bool = False) -> LiveTensors:
-        """Counts tensors before an update, with its batch if that is on the device already."""
-        self._bench.tidy()
-        live = LiveTensors(self._rig.device, lines=lines)
-        live.know_libraries()
-        count_training(live, self._rig)
-        live.know((tensor for piece in self._window.pieces for tensor in tensors_in(piece)), "batch")
-        return live
-
-    def _watched(self) -> UpdateWatch:
-        """The watch of a whole update."""
-        live = self._live()
-        live.forget_peak()
-        with UpdateWatch(live, trained_tensors(self._rig), self._rig.modules) as watch:
-            self._rig.step(self._window)
-            self._rig.wait()
-        return watch
-
-    def _grows(self) -> list[GrowingMemory]:
-        turns = GrowthWatch(self._live(lines=True))
-        with UpdateWatch(turns.live, trained_tensors(self._rig), self._rig.modules):
-            while not turns.are_done:
-                self._rig.step(self._window)
-                self._rig.wait()
-                turns.end()
-        return turns.growth()
-
-    # --- what would lower the peak -----------------------------------------------------------------
-
-    def in_pieces(self, size: int) -> Saving:
-        """Updates of the same samples, so many at once."""
-        plan, pieces = self._rig.plan.but(micro_batch=size), -(-sum(self._window.sizes) // size)
-        tried = self._tried(plan, self._bench.window(size, pieces))
-        return replace(tried, changes="; ".join(self._rig.cautions(plan)))
-
-    def checkpointed(self, blocks: int) -> Saving:
-        """Updates with checkpointed blocks."""
-        return self._tried(self._rig.plan.but(checkpoint=blocks), self._window)
-
-    def in_precision(self, precision: str) -> Saving:
-        """Updates under autocast."""
-        return self._tried(self._rig.plan.but(precision=precision), self._window)
-
-    def _tried(self, plan: Plan, window: Window) -> Saving:
-        """Peak and time of real updates under a plan."""
-        before = self._rig.plan
-        why_not = self._rig.supports(plan)
-        if why_not is not None:
-            return Saving(why_not=why_not)
-        self._rig.use(plan, outcome="measured")
-        try:
-            why_not = self._bench.trains(window)
-            if why_not is not None:
-                return Saving(why_not=why_not)
-            return Saving(peak_bytes=self._bench.peak_bytes(window)[0], step_s=self._bench.step_s(window))
-        finally:
-            self._rig.use(before, outcome="measured")
-
-
 # --- scripts ---------------------------------------------------------------------------------------------
 
 
-def memory_of_script(target: Target, *, seconds: float = 120.0, say: Say = silent) -> MemoryFound:
+def memory_of_script(target: Target, *, seconds: float = MOST_S, say: Say = silent) -> MemoryFound:
     """`hotlap.memory` for a script: each try runs some of its updates in a new process."""
     say(f"memory     runs some updates of {target.name}")
     first = ProbeRequest(laps=LAPS, lap_s=LAP_S, counts=True, watches=True)
@@ -345,50 +230,6 @@ def draw_course(course: Sequence[tuple[str, int]], path: Path, title: str) -> No
         f'{head} font-family="system-ui, sans-serif" font-size="12">\n'
         f'<rect width="100%" height="100%" fill="#fff"/>\n{body}\n</svg>\n',
     )
-
-
-# --- what would lower the peak of a script, each tried in a process of its own -------------------------------
-
-
-LAPS, LAP_S = 3, 0.05
-"""Laps of each probe, of which the median counts, and the least seconds of a lap."""
-
-
-class ScriptTrials:
-    """Tries things in a script, each in a new process."""
-
-    def __init__(self, target: Target, own: ProbeResult, say: Say) -> None:
-        self._target, self._own, self._say = target, own, say
-        self._request = ProbeRequest(laps=LAPS, lap_s=LAP_S, counts=True, loader=own.loader, longest=own.varies)
-
-    def in_pieces(self, size: int) -> Saving:
-        """Batches of this size with an update after each; gradients stay in memory, as in accumulation."""
-        request = replace(self._request, change={"batch_size": size}, keeps_gradients=True)
-        tried = self._tried(f"micro-batches of {size:,}", request)
-        norms = "batch norms see micro-batches, so their statistics differ"
-        return replace(tried, changes=norms) if self._own.model["least"] > 1 else tried
-
-    def checkpointed(self, blocks: int) -> Saving:
-        """Updates with checkpointed blocks."""
-        return self._tried(f"all {blocks} blocks checkpointed", replace(self._request, checkpoint=True))
-
-    def in_precision(self, precision: str) -> Saving:
-        """Updates under autocast, as under `hotlap run --plan`."""
-        return self._tried(f"{precision} autocast", replace(self._request, precision=precision))
-
-    def _tried(self, what: str, request: ProbeRequest) -> Saving:
-        self._say(f"memory     tries {what}")
-        try:
-            seen = run_probe(self._target, request)
-        except HotlapError as error:
-            return Saving(why_not=str(error).partition("\n")[0])
-        over = None if seen.peak_bytes else f"{self._target.name} ended before hotlap had measured its memory"
-        why_not = seen.why_not or seen.out_of_memory or over
-        if why_not is not None:
-            return Saving(why_not=why_not)
-        # The time of as many smaller batches as have the samples of an update.
-        step_s = seen.step_s if seen.sample_s is None else seen.sample_s * self._own.samples_an_update
-        return Saving(peak_bytes=seen.peak_bytes, step_s=step_s)
 
 
 def how_to_write(found: Iterable[Saving]) -> list[str]:

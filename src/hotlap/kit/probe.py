@@ -16,14 +16,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hotlap.core.errors import StoreError, TrainingError
-from hotlap.kit.search import TooShortError
+from hotlap.core.errors import HotlapError, StoreError, TrainingError
+from hotlap.core.terminal import Say
+from hotlap.kit.savings import Saving
+from hotlap.kit.search import TooShortError, Trial
 from hotlap.kit.working_copy import WorkingCopy
 from hotlap.script.running import Target
 
 LAP_ROUNDS = 8
 """Least batches of each worker in a lap: they come in bursts, and two of each may be ready before the lap."""
 
+FEEDS = ("gather", "stream", "resident")
+"""Feeds other than a DataLoader."""
 BEGINS_S = 60.0
 """Seconds that a script may always take to its first update."""
 
@@ -213,3 +217,71 @@ def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
             else f"{target.name} ended without an update of a torch optimizer; name the script that trains"
         )
     return seen
+
+
+# --- a script, tried in a new process each time -----------------------------------------------------------
+
+
+LAPS, LAP_S = 3, 0.05
+"""For memory: laps of each probe, of which the median counts, and the least seconds of a lap."""
+
+
+class ScriptTrials:
+    """Tries a script, in a new process each time."""
+
+    def __init__(self, target: Target, own: ProbeResult, say: Say) -> None:
+        self._target, self._own, self._say = target, own, say
+        self._request = ProbeRequest(laps=LAPS, lap_s=LAP_S, counts=True, loader=own.loader, longest=own.varies)
+
+    def of_size(self, size: int, timed: bool) -> Trial:
+        """Batches of this size. Raises ScriptEndedError if the script fails with its own size."""
+        own, laps = self._own, 5 if timed else 1
+        request = ProbeRequest(
+            loader=own.loader, change={"batch_size": size}, longest=own.varies, laps=laps, counts=True
+        )
+        is_own = size == own.batch_size
+        try:
+            seen = own if is_own and not own.varies else run_probe(self._target, request)
+        except ScriptEndedError as error:
+            if is_own:
+                raise
+            return Trial(size=size, why_not=error.why)  # the script may only work with its own size
+        if seen.out_of_memory is not None:
+            return Trial(size=size, why_not=seen.out_of_memory)
+        speeds = sorted(samples / spent for spent, samples in seen.laps)
+        return Trial(
+            size=size,
+            samples_per_s=speeds[len(speeds) // 2],
+            peak_bytes=seen.peak_bytes,
+            taken_bytes=seen.taken_bytes,
+            rest_bytes=seen.rest_bytes,
+        )
+
+    def in_pieces(self, size: int) -> Saving:
+        """Batches of this size with an update after each; gradients stay in memory, as in accumulation."""
+        request = replace(self._request, change={"batch_size": size}, keeps_gradients=True)
+        tried = self._tried(f"micro-batches of {size:,}", request)
+        norms = "batch norms see micro-batches, so their statistics differ"
+        return replace(tried, changes=norms) if self._own.model["least"] > 1 else tried
+
+    def checkpointed(self, blocks: int) -> Saving:
+        """Updates with checkpointed blocks."""
+        return self._tried(f"all {blocks} blocks checkpointed", replace(self._request, checkpoint=True))
+
+    def in_precision(self, precision: str) -> Saving:
+        """Updates under autocast, as under `hotlap run --plan`."""
+        return self._tried(f"{precision} autocast", replace(self._request, precision=precision))
+
+    def _tried(self, what: str, request: ProbeRequest) -> Saving:
+        self._say(f"memory     tries {what}")
+        try:
+            seen = run_probe(self._target, request)
+        except HotlapError as error:
+            return Saving(why_not=str(error).partition("\n")[0])
+        over = None if seen.peak_bytes else f"{self._target.name} ended before hotlap had measured its memory"
+        why_not = seen.why_not or seen.out_of_memory or over
+        if why_not is not None:
+            return Saving(why_not=why_not)
+        # The time of as many smaller batches as have the samples of an update.
+        step_s = seen.step_s if seen.sample_s is None else seen.sample_s * self._own.samples_an_update
+        return Saving(peak_bytes=seen.peak_bytes, step_s=step_s)

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -27,20 +27,21 @@ from typing import Any, NoReturn
 
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hotlap.core.errors import HotlapError, first_line
+from hotlap.core.plan import Feed, Numerics, Plan
 from hotlap.core.torch_private import LoaderIterator
 from hotlap.data.batches import Batch, count_samples, map_tensors
 from hotlap.engine.blocks import Checkpointing, checkpointed_blocks
+from hotlap.engine.precision import precision_context
 from hotlap.engine.step import is_out_of_memory
-from hotlap.kit.bench import rest_of, room_on, state_of
-from hotlap.kit.plan_probe import PlanProbe
-from hotlap.kit.probe import LAP_ROUNDS, ProbeRequest, ProbeResult
+from hotlap.kit.bench import count_training, rest_of, room_on
+from hotlap.kit.probe import FEEDS, LAP_ROUNDS, ProbeRequest, ProbeResult
 from hotlap.kit.samples import LongestSampler, costs_of, longest_in
 from hotlap.kit.savings import model_facts
 from hotlap.kit.tensor_memory import GrowthWatch, LiveTensors, UpdateWatch, is_users_file
@@ -49,8 +50,10 @@ from hotlap.script.calls.eager import why_not_changed
 from hotlap.script.feed.epoch import EpochIterator
 from hotlap.script.patches import Patches
 from hotlap.script.running import Target, run
+from hotlap.script.session import WATCHED_STEPS, Session, Settings
+from hotlap.script.training import ScriptTraining
 from hotlap.store.cache import default_root
-from hotlap.store.files import write_text
+from hotlap.store.files import save_plan, write_text
 
 WARM = 3
 """Updates before timing: the first has no optimizer state yet."""
@@ -314,9 +317,7 @@ class ScriptWatch:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         live = LiveTensors(weights[0].device, lines=lines)
         live.know_libraries()
-        live.know(weights, "parameters")
-        live.know((p.grad for p in weights), "gradients")
-        live.know(state_of(optimizer), "optimizer")
+        count_training(live, weights, optimizer)
         live.forget_peak()
         self._watch = UpdateWatch(live, weights, self._modules, sees_updates=False).__enter__()
         return live
@@ -523,6 +524,129 @@ def describe_lengths(loader: DataLoader[Any], seen: ProbeResult) -> None:
         return
     if longest is not None:
         seen.longest, seen.varies = longest.words, longest.varies
+
+
+# --- the script under a plan: its own, with one thing changed ---------------------------------------------------
+
+
+SETTLES = 3
+"""Updates under the plan before timing."""
+MOST_UNFOUND = 16
+"""Updates within which hotlap has to find the loop."""
+
+
+class PlanProbe:
+    """Runs a script under a plan as `hotlap run --plan FILE` does, and reports whether it obeys."""
+
+    def __init__(self, name: str, request: ProbeRequest, folder: Path) -> None:
+        """`folder` holds the run folder, and goes with the probe."""
+        self._request, self._folder = request, folder
+        self._session = Session(Settings(name=name, plan=self._named, out=folder / "run"))
+        self._training: ScriptTraining | None = None
+        self._plan = Plan()
+        self._refusal: str | None = None
+        self._asked_at = 0.0
+        self._held_s: float | None = None
+        self._updates = self._settled = 0
+        self.refused: dict[str, str] = {}
+        """Feeds that hotlap cannot bring its batches by, with reasons."""
+        self.start_s: float | None = None
+        """Seconds until the first batch under the plan, with the time to hold data; None before that."""
+
+    def start(self) -> None:
+        """Start the session. Hooks that have to run after the session's come later."""
+        self._session.start()
+
+    def _named(self, training: ScriptTraining) -> str:
+        """Give the session a plan file, once it has found the training."""
+        self._asked_at, self._training = time.perf_counter(), training
+        own, request = training.own, self._request
+        if request.feed is not None:
+            plans = {kind: own.with_feed(Feed(kind=kind)) for kind in FEEDS}
+            reasons = {kind: training.supports(plan) for kind, plan in plans.items()}
+            self.refused = {kind: reason for kind, reason in reasons.items() if reason is not None}
+            self._plan = plans[request.feed]
+        else:
+            self._plan = own.but(precision=request.precision)
+        self._refusal = training.supports(self._plan)
+        path = self._folder / "plan.toml"
+        save_plan(self._plan if self._refusal is None else own, path)
+        return str(path)
+
+    def stepped(self) -> None:
+        """Note an update of the script."""
+        self._updates += 1
+        training = self._training
+        if training is None:
+            return
+        if self._held_s is None:
+            self._held_s = time.perf_counter() - self._asked_at
+        elif not any(proxy.waiting for proxy in training.proxies):
+            self._settled += 1
+
+    def gave(self, seconds: float) -> None:
+        """Note a batch of the script, and how long the script has waited for it."""
+        training = self._training
+        if training is None or self._held_s is None or self.start_s is not None:
+            return
+        if not any(proxy.waiting for proxy in training.proxies):
+            self.start_s = self._held_s + seconds
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether the script has made some updates under the plan, so that laps are of the plan alone."""
+        training = self._training
+        # On a GPU a session looks for waits first, which takes time.
+        looks = WATCHED_STEPS if training is not None and training.device.type == "cuda" else 0
+        return self._settled >= SETTLES + looks
+
+    def cast_here(self) -> None:
+        """Cast the modules from here on: a session leaves their calls alone while operations are counted."""
+        precision, training = self._request.precision, self._training
+        if precision is not None and training is not None:
+            numerics = Numerics(precision=precision)
+            for module in training.modules:
+                vars(module)["forward"] = _cast(module.forward, precision_context(numerics, training.device, [module]))
+
+    def why_given_up(self) -> str | None:
+        """Why the script does not obey, if that shows at once; None if it does, or still may."""
+        if self._refusal is not None:
+            return self._refusal
+        if self._session.is_tuning or (self._training is None and self._updates < MOST_UNFOUND):
+            return None
+        return "hotlap does not find its training loop" if self._training is None else self._session.so_far()[-1]
+
+    def why_not_probed(self) -> str | None:
+        """Why the probe has not seen the script under the plan; None if it has."""
+        training, plan = self._training, self._plan
+        reason = self.why_given_up()
+        if reason is not None:
+            return reason
+        if training is None or not self.has_settled:
+            return "the script ended before it ran under the plan"
+        # The precision of a call shows only at the call: the script may have its own autocast.
+        reason = training.supports(plan) or training.given_up
+        if reason is None and self._request.feed is not None:
+            if any(proxy.feed != plan.feed for proxy in training.proxies):
+                return "its batches still come by its own loader"
+            reason = next(filter(None, (proxy.why_other(plan.feed) for proxy in training.proxies)), None)
+        return reason
+
+
+def _cast(forward: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """A forward pass under autocast, with outputs in the script's own precision."""
+
+    @functools.wraps(forward)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            outputs = forward(*args, **kwargs)
+        return map_tensors(outputs, _widened)
+
+    return cast
+
+
+def _widened(output: Tensor) -> Tensor:
+    return output.float() if output.is_floating_point() and output.element_size() < 4 else output
 
 
 # --- the process itself ----------------------------------------------------------------------------------

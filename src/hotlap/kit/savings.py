@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from hotlap.core.units import show_bytes, show_seconds
 from hotlap.data.batches import Batch
 from hotlap.engine.blocks import checkpointed_blocks, why_not_checkpointed
 from hotlap.engine.precision import why_not_precision
+from hotlap.kit.search import Trial
 from hotlap.kit.start_size import DENSE, RECURRENT, TEXT, UNITS, kind_of_model
 
 CHANGES = "it changes what the model learns"
@@ -54,7 +55,7 @@ class ModelFacts:
     why_slow_precision: str | None
     """Why it is too slow there to be tried."""
     least: int
-    """The smallest batch that may train: a batch norm has nothing to compute from one sample."""
+    """The smallest batch that may train."""
     kind: str | None
     """What kind of model it is, as the catalogue has it; None where no batch was seen."""
     size: int = 0
@@ -69,9 +70,12 @@ class Update:
     """Samples that go through the model at once."""
     effective_batch: int
     peak_bytes: int
+    """On a GPU by torch's allocator, else counted from tensors."""
     step_s: float
     kinds: Mapping[str, int]
+    """Memory at the peak, by purpose."""
     layers: Mapping[str, int]
+    """Activations at the peak, by the module that made them."""
     outputs: Mapping[str, int]
     """Bytes of each module's output."""
     why_whole: str | None = None
@@ -84,7 +88,13 @@ class Update:
 
 
 class Trials(Protocol):
-    """Tries real updates of a job or a script; each method returns the measured part of a saving."""
+    """Tries real updates of a training: a job in this process, or a script in a new process each time.
+
+    A saving that it returns has no prediction.
+    """
+
+    def of_size(self, size: int, timed: bool) -> Trial:
+        """Updates with so many samples at once."""
 
     def in_pieces(self, size: int) -> Saving:
         """Updates of the same samples, so many at once."""
@@ -113,10 +123,16 @@ def model_facts(model: nn.Module, sample: Batch | None, device: torch.device) ->
         precision=precision,
         why_no_precision=None if precision is not None else reasons["bf16"],
         why_slow_precision=fact.reason if fact is not None and is_emulated else None,
-        least=1 + any(isinstance(layer, BatchNormBase) and layer.training for layer in model.modules()),
+        least=least_batch([model]),
         kind=None if kind is None else kind.name,
         size=0 if kind is None else kind.size,
     )
+
+
+def least_batch(modules: Iterable[nn.Module]) -> int:
+    """The smallest batch that may train: a batch norm has nothing to compute from one sample."""
+    layers = (layer for module in modules for layer in module.modules())
+    return 1 + any(isinstance(layer, BatchNormBase) and layer.training for layer in layers)
 
 
 def savings(update: Update, model: ModelFacts, trials: Trials) -> list[Saving]:

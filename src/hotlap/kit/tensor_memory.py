@@ -37,7 +37,7 @@ KERNELS = "kernels"
 LIBRARIES = "libraries"
 """The kind of cuBLAS's workspace, which it keeps from its first use on."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_CALLERS = str(Path(__file__).with_name("memory.py"))
+_CALLERS = str(Path(__file__).with_name("bench.py"))
 """The file that makes the updates of a job: its callers make no tensors."""
 _STANDARD = str(Path(sys.modules["collections"].__file__ or "").parents[1])
 

@@ -20,16 +20,14 @@ from hotlap.core.units import show_seconds
 from hotlap.data.sequences import lengths_in
 from hotlap.engine.rig import Place
 from hotlap.engine.step import Window
+from hotlap.kit.batch import MOST_S
 from hotlap.kit.bench import Bench, opened
-from hotlap.kit.plan_probe import FEEDS
-from hotlap.kit.probe import BEGINS_S, LAP_ROUNDS, RUNS, ProbeRequest, ProbeResult, run_probe
+from hotlap.kit.probe import BEGINS_S, FEEDS, LAP_ROUNDS, RUNS, ProbeRequest, ProbeResult, run_probe
 from hotlap.kit.samples import Cost, costs_of
 from hotlap.machine.limits import read_cpu
 from hotlap.script.running import Target
 from hotlap.tuner.stats import LEAST_GAIN, Comparison, Estimate
 
-MOST_S = 120.0
-"""Seconds after which no new setting is tried."""
 LAP_S, LEAST_WINDOWS = 0.1, 4
 """Least seconds and least updates of a lap."""
 MOST_WINDOWS = 256
@@ -192,7 +190,7 @@ def nearer(settings: Sequence[Setting], *, on_gpu: bool) -> list[Feed]:
     return [by(count, on_gpu=on_gpu) for count in sorted({(best + other) // 2 for other in beside} - tried)]
 
 
-def workers_of_job(job: Job, *, name: str, seconds: float = MOST_S, say: Say) -> WorkersFound:
+def workers_of_job(job: Job, *, name: str, seconds: float, say: Say) -> WorkersFound:
     """`hotlap.workers` for a job, in this process; every setting goes over the same batches."""
     with opened(job) as bench:
         return _Ways(bench, seconds, say).found(name)
@@ -243,7 +241,7 @@ class _Ways:
     def _feeds(self, own: Feed) -> list[Feed]:
         """The job's own feed, then the others."""
         by_workers = [by(count, on_gpu=self._on_gpu) for count in counts(self._cores)]
-        whole = [Feed(kind=kind) for kind in ("gather", "stream", "resident")]
+        whole = [Feed(kind=kind) for kind in FEEDS]
         return [own, *(feed for feed in (*by_workers, *whole) if feed != own)]
 
     def _bare_s(self) -> float:
