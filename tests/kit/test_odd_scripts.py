@@ -107,8 +107,8 @@ def test_workers_that_would_repeat_samples_are_not_tried(target, monkeypatch):
 
 def test_a_dataset_that_shares_its_samples_out_already_may_have_other_workers():
     first = ProbeResult(iterates=True, workers=4, laps=[[0.1, 8]], samples_an_update=8)
-    probes = workers._FeedProbes(Target(path="mine.py"), first, lambda line: None)
-    assert probes.setting(by(8, on_gpu=False), 5).why_not == "5 s were spent"
+    probes = workers._ScriptFeeds(Target(path="mine.py"), first, 5, 0, lambda line: None)
+    assert probes.setting(by(8, on_gpu=False)).why_not == "5 s were spent"
 
 
 def test_where_nothing_else_was_timed_nothing_is_said_to_be_slower(target):

@@ -79,7 +79,7 @@ def by_made_up_laps(monkeypatch, data, laps, **more):
         asked.append(feed)
         return laps(feed)
 
-    monkeypatch.setattr(kit._Ways, "_lap_s", lap_s)
+    monkeypatch.setattr(kit._JobFeeds, "_lap_s", lap_s)
     monkeypatch.setattr(kit, "counts", lambda cores: [0, 1, 2])
     return hotlap.workers(job(data, **more), progress=False), asked
 
@@ -277,14 +277,14 @@ def test_a_script_that_was_lucky_where_it_was_chosen_is_not_told_of_a_gain_while
     seconds, is_told, monkeypatch
 ):
     made_up = Script(monkeypatch, {0: 0.04, 1: 0.05, "gather": 0.05, "resident": 0.02})
-    first = scripts._FeedProbes(
-        Target(path="train.py"), made_up.run_probe(None, scripts.ProbeRequest()), say=lambda line: None
-    )
+    first = made_up.run_probe(None, scripts.ProbeRequest())
+    until = scripts.time.monotonic() + seconds
+    probes = scripts._ScriptFeeds(Target(path="train.py"), first, seconds, until, say=lambda line: None)
     resident = Feed(kind="resident")
-    for feed in (resident, resident, first.own):
-        first.look(feed)
+    for feed in (resident, resident, probes.own):
+        probes.look(feed)
     made_up.times["resident"] = 0.04
-    assert (first.compared(resident, scripts.time.monotonic() + seconds).verdict == "accepted") is is_told
+    assert (probes.compared(resident).verdict == "accepted") is is_told
 
 
 def test_a_feed_that_was_not_obeyed_is_not_counted_and_not_tried_again(monkeypatch):
@@ -415,4 +415,4 @@ def test_a_last_shorter_batch_counts_in_the_step_at_hand_as_in_laps(quick, monke
     data = TensorDataset(torch.randn(20, 6), torch.randint(3, (20,)))
     for size, mean in ((16, 10.0), (10, 10.0), (8, (8 + 8 + 4) / 3)):
         with opened(job(DataLoader(data, batch_size=size))) as bench:
-            assert kit._Ways(bench, 10.0, lambda line: None)._bare_s() == pytest.approx(mean)
+            assert kit._JobFeeds(bench, 10.0, lambda line: None)._bare_s() == pytest.approx(mean)

@@ -15,7 +15,7 @@ from hotlap.core.errors import TrainingError
 from hotlap.core.job import Job
 from hotlap.core.terminal import Say, clean, silent
 from hotlap.core.units import show_bytes, show_rate
-from hotlap.kit.bench import Bench, JobTrials, only_new_garbage, opened, room_on
+from hotlap.kit.bench import JobTrials, only_new_garbage, opened, room_on
 from hotlap.kit.probe import BEGINS_S, RUNS, ProbeRequest, ProbeResult, ScriptTrials, run_probe
 from hotlap.kit.savings import Trials
 from hotlap.kit.search import KNEE, Search, Searched, Trial, Try, fastest, knee
@@ -181,53 +181,45 @@ class BatchFound:
 def batch_of_job(job: Job, *, name: str, most: int | None, seconds: float, say: Say) -> BatchFound:
     """`hotlap.batch` for a job, in this process."""
     with opened(job) as bench, only_new_garbage():
-        return _found(bench, name, most, seconds, say)
-
-
-def _found(bench: Bench, name: str, most: int | None, seconds: float, say: Say) -> BatchFound:
-    effective = bench.job.effective_batch
-    own = bench.dataset.batch_size
-    allowed = (1 - RESERVE) * bench.room_bytes
-    most = min(bench.most, most or bench.most)
-    began = StartSize(size=own, why="yours")
-    if bench.memory_ends:
-        guess = start_size(bench.rig.model, bench.batch(1), allowed, bench.where)
-        began = dataclasses.replace(guess, size=min(guess.size, most))
-    say(f"batch      starts with {began.size:,}: {began.why}; {bench.most:,} samples, {show_bytes(bench.room_bytes)}")
-    until = time.monotonic() + seconds
-
-    searched = Search(
-        attempt=_shown(JobTrials(bench), say),
-        start=began.size,
-        least=bench.least,
-        most=most,
-        room_bytes=allowed,
-        by_speed=not bench.memory_ends,
-        enough=lambda: f"{seconds:g} s were spent" if time.monotonic() > until else None,
-    ).run()
-    if bench.memory_ends and searched.line is not None:
-        keep_measured(kind_of_model(bench.rig.model, bench.batch(1)), bench.where, searched.line)
-    knee_size = 0 if (one := knee(searched.within(allowed))) is None else one.size
-    cautions = bench.rig.cautions(bench.rig.plan.but(micro_batch=knee_size)) if 0 < knee_size < (effective or 0) else []
-    notes = [
-        *cautions,
-        bench.longest.words,
-        "speed is that of the step with its batch ready; for the time of loading: hotlap workers",
-    ]
-    if bench.device.type != "cuda":
-        notes.append(COUNTED)
-    return BatchFound(
-        name=name,
-        device=str(bench.device),
-        own_batch=own,
-        effective_batch=effective,
-        searched=searched,
-        began=began,
-        room_bytes=bench.room_bytes,
-        notes=tuple(notes),
-        least=bench.least,
-        writes=partial(_job_words, bench.job.accumulate > 1),
-    )
+        rig, effective, own = bench.rig, bench.job.effective_batch, bench.dataset.batch_size
+        room, allowed = show_bytes(bench.room_bytes), (1 - RESERVE) * bench.room_bytes
+        most = min(bench.most, most or bench.most)
+        began = StartSize(size=own, why="yours")
+        if bench.memory_ends:
+            guess = start_size(rig.model, bench.batch(1), allowed, bench.where)
+            began = dataclasses.replace(guess, size=min(guess.size, most))
+        say(f"batch      starts with {began.size:,}: {began.why}; {bench.most:,} samples, {room}")
+        until = time.monotonic() + seconds
+        searched = Search(
+            attempt=_shown(JobTrials(bench), say),
+            start=began.size,
+            least=bench.least,
+            most=most,
+            room_bytes=allowed,
+            by_speed=not bench.memory_ends,
+            enough=lambda: f"{seconds:g} s were spent" if time.monotonic() > until else None,
+        ).run()
+        if bench.memory_ends and searched.line is not None:
+            keep_measured(kind_of_model(rig.model, bench.batch(1)), bench.where, searched.line)
+        best = knee(searched.within(allowed))
+        notes = [
+            *(rig.cautions(rig.plan.but(micro_batch=best.size)) if best and best.size < (effective or 0) else []),
+            bench.longest.words,
+            "speed is that of the step with its batch ready; for the time of loading: hotlap workers",
+            *([] if bench.device.type == "cuda" else [COUNTED]),
+        ]
+        return BatchFound(
+            name=name,
+            device=str(bench.device),
+            own_batch=own,
+            effective_batch=effective,
+            searched=searched,
+            began=began,
+            room_bytes=bench.room_bytes,
+            notes=tuple(notes),
+            least=bench.least,
+            writes=partial(_job_words, bench.job.accumulate > 1),
+        )
 
 
 def _job_words(accumulates: bool, size: int, times: int) -> str:
@@ -238,27 +230,18 @@ def _job_words(accumulates: bool, size: int, times: int) -> str:
 
 
 def _shown(trials: Trials, say: Say) -> Try:
-    """Tries a size, and shows the result."""
+    """Tries sizes, and shows each in a line."""
 
     def attempt(size: int, timed: bool) -> Trial:
         one = trials.of_size(size, timed)
-        say(trial_line(one))
+        speed = "trains" if one.samples_per_s is None else f"{show_rate(one.samples_per_s)} samples/s"
+        # A script may end before hotlap has measured its memory.
+        memory = show_bytes(one.taken_bytes) if one.taken_bytes else "memory not measured"
+        result = f": {speed}, {memory}" if one.trains else f" does not train: {one.why_not}"
+        say(f"batch      {size:,}{result}")
         return one
 
     return attempt
-
-
-def trial_line(one: Trial) -> str:
-    """A tried size in a line."""
-    if one.why_not is not None:
-        return f"batch      {one.size:,} does not train: {one.why_not}"
-    speed = "trains" if one.samples_per_s is None else f"{show_rate(one.samples_per_s)} samples/s"
-    return f"batch      {one.size:,}: {speed}, {_shown_bytes(one.taken_bytes)}"
-
-
-def _shown_bytes(count: int) -> str:
-    """Memory in words; a script may end before hotlap has measured it."""
-    return show_bytes(count) if count else "memory not measured"
 
 
 def batch_of_script(
@@ -277,7 +260,6 @@ def batch_of_script(
         raise TrainingError(f"hotlap cannot set the batch size of {target.name}: {first.why_fixed}")
     own, on_gpu = first.batch_size, first.device != "cpu"
     room = first.room_bytes if on_gpu else room_on(torch.device("cpu"))
-
     began = StartSize(size=own, why="that of the script")
     searched = Search(
         attempt=_shown(ScriptTrials(target, first, say), say),

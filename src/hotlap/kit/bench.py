@@ -1,4 +1,7 @@
-"""A job's rig for trials: real updates with batches of any size, after which the job is as before."""
+"""A job's rig for trials: real updates with batches of any size, after which the job is as before.
+
+`opened` gives a `Bench`, the rig with what hotlap measures on it. `JobTrials` tries other sizes and other ways on it.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +199,7 @@ class Bench:
 
 
 class JobTrials:
-    """Tries a job in this process."""
+    """Tries a job in this process; see `Trials`."""
 
     def __init__(self, bench: Bench, say: Say = silent) -> None:
         self._bench, self._rig, self._say = bench, bench.rig, say
@@ -212,27 +215,20 @@ class JobTrials:
         effective = bench.job.effective_batch or bench.dataset.batch_size
         pieces = min(PIECES, max(1, -(-effective // size)))
         window = bench.window(size, pieces)
-        peak = taken = 0
-        step_s = 1.0
-
-        def time_it() -> None:
-            nonlocal step_s
-            step_s = bench.step_s(window)
-
-        def measure() -> None:
-            nonlocal peak, taken
-            peak, taken = bench.peak_bytes(window)
-
+        times_s: list[float] = []
         # A size that has trained a few times may still fail later, once memory is fragmented.
-        why_not = bench.trains(window) or (bench.why_full(time_it) if timed else None)
+        why_not = bench.trains(window)
+        if why_not is None and timed:
+            why_not = bench.why_full(lambda: times_s.append(bench.step_s(window)))
         if why_not is not None:
             return Trial(size=size, why_not=why_not)
-        rest, (peak, taken) = bench.rest_bytes, bench.peak_so_far
+        rest, peaks = bench.rest_bytes, [bench.peak_so_far]
         # With idle memory given back before, an update takes less. A training does not do that, so this may fail.
-        why_not = bench.why_full(measure)
+        why_not = bench.why_full(lambda: peaks.append(bench.peak_bytes(window)))
         if why_not is not None and not bench.memory_ends:
             return Trial(size=size, why_not=why_not)
-        speed = size * pieces / step_s if timed else None
+        speed = size * pieces / times_s[0] if timed else None
+        peak, taken = peaks[-1]
         return Trial(size=size, samples_per_s=speed, peak_bytes=peak, taken_bytes=taken, rest_bytes=rest)
 
     def unchanged(self) -> ProbeResult:

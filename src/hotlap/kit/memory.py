@@ -156,9 +156,6 @@ def _found(name: str, seen: ProbeResult, trials: Trials) -> MemoryFound:
     )
 
 
-# --- scripts ---------------------------------------------------------------------------------------------
-
-
 def memory_of_script(target: Target, *, seconds: float = MOST_S, say: Say = silent) -> MemoryFound:
     """`hotlap.memory` for a script: each try runs some of its updates in a new process."""
     say(f"memory     runs some updates of {target.name}")

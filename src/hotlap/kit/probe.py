@@ -1,7 +1,7 @@
-"""Probes of a script: each runs it in a process of its own, which ends after some updates.
+"""Probes of a script: each runs it in a new process, which ends after some updates.
 
 `ProbeRequest` names what to change and what to watch. `ProbeResult` holds what the process has seen. Both are plain
-values that pass between the two processes.
+values that pass between the two processes. `ScriptTrials` tries other sizes and other ways by probes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from hotlap.script.running import Target
 
 LAP_ROUNDS = 8
 """Least batches of each worker in a lap: they come in bursts, and two of each may be ready before the lap."""
-
 FEEDS = ("gather", "stream", "resident")
 """Feeds other than a DataLoader."""
+LAPS, LAP_S = 3, 0.05
+"""For memory: laps of each probe, of which the median counts, and the least seconds of a lap."""
 BEGINS_S = 60.0
 """Seconds that a script may always take to its first update."""
 
@@ -71,7 +72,7 @@ class ProbeRequest:
 
 @dataclass(kw_only=True)
 class ProbeResult:
-    """What the process has seen."""
+    """What hotlap has seen of a training: the process of a script, or a job in this process."""
 
     updates: int = 0
     laps: list[list[float]] = field(default_factory=list)
@@ -177,11 +178,11 @@ def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
     enough updates, and TrainingError if it takes too long.
     """
     with _in_copy() as (folder, copy):
-        report, said = folder / "seen.json", folder / "said.txt"
+        report, output = folder / "seen.json", folder / "output.txt"
         settings = json.dumps({**asdict(request), "report": str(report)})
         there = target if target.path is None else replace(target, path=copy.path_of(target.path))
         command = [sys.executable, "-m", "hotlap.kit.probe_process", settings, *there.words]
-        with said.open("wb") as out:
+        with output.open("wb") as out:
             try:
                 done = subprocess.run(
                     command,
@@ -196,7 +197,7 @@ def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
                 raise TrainingError(f"{target.name} made too few updates in {MOST_S:.0f} s") from None
         found = copy.original(report.read_text(encoding="utf-8")) if report.is_file() else None
         seen = None if found is None else ProbeResult(**json.loads(found))
-        last = copy.original(said.read_text(encoding="utf-8", errors="replace")).strip().splitlines()[-1:]
+        last = copy.original(output.read_text(encoding="utf-8", errors="replace")).strip().splitlines()[-1:]
     if seen is not None and seen.late is not None:
         raise TrainingError(
             f"{target.name} has made no update in {request.begins_s:g} s, and is at {seen.late}; "
@@ -219,15 +220,8 @@ def run_probe(target: Target, request: ProbeRequest) -> ProbeResult:
     return seen
 
 
-# --- a script, tried in a new process each time -----------------------------------------------------------
-
-
-LAPS, LAP_S = 3, 0.05
-"""For memory: laps of each probe, of which the median counts, and the least seconds of a lap."""
-
-
 class ScriptTrials:
-    """Tries a script, in a new process each time."""
+    """Tries a script, in a new process each time; see `Trials`."""
 
     def __init__(self, target: Target, own: ProbeResult, say: Say) -> None:
         self._target, self._own, self._say = target, own, say

@@ -1,7 +1,7 @@
 """A probe of a script from inside: this process runs the script, watches some of its updates, and ends it.
 
 `python -m hotlap.kit.probe_process SETTINGS train.py args`. The request names what to change; nothing else changes.
-The process writes what it has seen to a file.
+The process writes what it has seen to a file. `PlanProbe` runs the script under a plan of hotlap.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ class ScriptWatch:
         """Workers of that loader."""
         return self._loaders[self._main].num_workers if self._main >= 0 else 0
 
-    def _say_loader(self) -> None:
+    def _describe_loader(self) -> None:
         seen, number = self.seen, self._main
         if number < 0:
             seen.why_fixed = "its batches do not come from a DataLoader"
@@ -407,7 +407,7 @@ class ScriptWatch:
                 [p for group in self._optimizer.param_groups for p in group["params"]], self._optimizer
             )
         seen.samples_an_update = self._samples_an_update
-        self._say_loader()
+        self._describe_loader()
         if self._plan_probe is not None:
             seen.refused, seen.first_batch_s = self._plan_probe.refused, self._plan_probe.start_s
             seen.why_not = self._plan_probe.why_not_probed()
@@ -526,7 +526,7 @@ def describe_lengths(loader: DataLoader[Any], seen: ProbeResult) -> None:
         seen.longest, seen.varies = longest.words, longest.varies
 
 
-# --- the script under a plan: its own, with one thing changed ---------------------------------------------------
+# --- the script under a plan ---------------------------------------------------------------------------------
 
 
 SETTLES = 3
@@ -536,7 +536,7 @@ MOST_UNFOUND = 16
 
 
 class PlanProbe:
-    """Runs a script under a plan as `hotlap run --plan FILE` does, and reports whether it obeys."""
+    """Runs a script under its own plan with one change, as `hotlap run --plan FILE` does; reports if it obeys."""
 
     def __init__(self, name: str, request: ProbeRequest, folder: Path) -> None:
         """`folder` holds the run folder, and goes with the probe."""

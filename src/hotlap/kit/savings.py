@@ -44,7 +44,6 @@ class Saving:
 class ModelFacts:
     """Facts of a model in plain values, for a file."""
 
-    name: str
     blocks: Sequence[str]
     """The names of its repeated blocks."""
     why_no_blocks: str | None
@@ -117,7 +116,6 @@ def model_facts(model: nn.Module, sample: Batch | None, device: torch.device) ->
     kind = None if sample is None else kind_of_model(model, sample)
     none = f"{type(model).__name__} has no repeated blocks"
     return ModelFacts(
-        name=type(model).__name__,
         blocks=blocks,
         why_no_blocks=why_not_checkpointed(model, len(blocks), device) if blocks else none,
         precision=precision,

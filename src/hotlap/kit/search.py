@@ -127,8 +127,6 @@ class TooShortError(TrainingError):
 
 Try = Callable[[int, bool], Trial]
 """Tries a size, and times it if asked and if it trains. Raises TooShortError if the training ends too early."""
-Enough = Callable[[], str | None]
-"""Why to stop, or None."""
 
 
 @dataclass(kw_only=True)
@@ -143,7 +141,8 @@ class Search:
     """Memory that a size may take."""
     by_speed: bool
     """No size raises an error, so the search ends without a gain, or at `room_bytes`."""
-    enough: Enough = lambda: None
+    enough: Callable[[], str | None] = lambda: None
+    """Why to stop, or None."""
     finer: int | None = None
     """The search finds the largest to this part of itself; None: to the sample."""
     found: dict[int, Trial] = field(default_factory=dict)

@@ -399,12 +399,12 @@ class GrowthWatch:
             )
         return found
 
-    def _larger_ones(self, told: set[str]) -> list[GrowingMemory]:
+    def _larger_ones(self, listed: set[str]) -> list[GrowingMemory]:
         """By line: tensors that each update makes anew and larger, for instance by concatenation."""
         found = []
         for line in self._by_line[-1]:
             size = grown([turn[line] for turn in self._by_line])
-            if size and line and line not in told:
+            if size and line and line not in listed:
                 keys = [key for key, piece in self.live.pieces.items() if piece.line == line]
                 what = f"{show_bytes(size)} an update, in a tensor that grows,"
                 found.append(GrowingMemory(line=line, bytes_an_update=size, holder=_holder(keys), what=what))

@@ -134,6 +134,8 @@ class WorkersFound:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under stable keys."""
+        compared = {} if self.compared is None else dataclasses.asdict(self.compared)
+        compared = {name: one if math.isfinite(one) else None for name, one in compared.items()}  # for JSON
         return {
             "training": self.name,
             "device": self.device,
@@ -144,7 +146,7 @@ class WorkersFound:
             "best": self.best.words,
             "best_workers": self.best_count,
             "best_feed": dataclasses.asdict(self.best.feed),
-            "compared_with_own": None if self.compared is None else finite(dataclasses.asdict(self.compared)),
+            "compared_with_own": compared or None,
             "verdict": self.verdict,
             "matters": self.matters,
             "write": self.advice,
@@ -154,11 +156,6 @@ class WorkersFound:
 
 def _counted(workers: int) -> str:
     return f"{workers} worker{'s'[: workers != 1]}" if workers else "no workers"
-
-
-def finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures without infinity, which JSON does not have."""
-    return {name: None if isinstance(one, float) and not math.isfinite(one) else one for name, one in figures.items()}
 
 
 def best_of(settings: Sequence[Setting]) -> Setting:
@@ -193,11 +190,11 @@ def nearer(settings: Sequence[Setting], *, on_gpu: bool) -> list[Feed]:
 def workers_of_job(job: Job, *, name: str, seconds: float, say: Say) -> WorkersFound:
     """`hotlap.workers` for a job, in this process; every setting goes over the same batches."""
     with opened(job) as bench:
-        return _Ways(bench, seconds, say).found(name)
+        return _JobFeeds(bench, seconds, say).found(name)
 
 
-class _Ways:
-    """Tries the feeds of one rig in turn."""
+class _JobFeeds:
+    """Tries the feeds of a job, in this process."""
 
     def __init__(self, bench: Bench, seconds: float, say: Say) -> None:
         self._bench, self._rig, self._say = bench, bench.rig, say
@@ -348,14 +345,11 @@ def words_of(feed: Feed) -> str:
 def loader_words(feed: Feed) -> str:
     if feed.kind != "loader":
         return f"fit(job, plan={{'kind': '{feed.kind}'}}); without a plan, fit tries it by itself"
-    return f"DataLoader({', '.join(_arguments(feed))})"
-
-
-def _arguments(feed: Feed) -> list[str]:
     found = [f"num_workers={feed.workers}"]
     found += ["persistent_workers=True"] if feed.persistent else []
     found += [f"prefetch_factor={feed.prefetch}"] if feed.prefetch is not None else []
-    return [*found, *(["pin_memory=True"] if feed.pinned else [])]
+    found += ["pin_memory=True"] if feed.pinned else []
+    return f"DataLoader({', '.join(found)})"
 
 
 def _plan_words(feed: Feed) -> str:
@@ -379,28 +373,15 @@ def workers_of_script(target: Target, *, seconds: float = MOST_S, say: Say = sil
     first = run_probe(target, ProbeRequest(transforms=True, begins_s=max(seconds, BEGINS_S)))
     if first.loader is None:
         raise HotlapError(f"{target.name} has no loader to give workers to: {first.why_fixed}")
-    probes = _FeedProbes(target, first, say)
+    probes = _ScriptFeeds(target, first, seconds, until, say)
     on_gpu, cores, own = first.device != "cpu", read_cpu().cores, probes.own
     others = [by(n, on_gpu=on_gpu) for n in counts(cores)]
-    feeds = [own, *(feed for feed in others if (feed.workers, feed.pinned) != (own.workers, own.pinned))]
-    feeds += [Feed(kind=kind) for kind in FEEDS]
-
-    def looked_at(several: Sequence[Feed]) -> list[Setting]:
-        for feed in several:
-            if time.monotonic() < until:
-                probes.look(feed)
-        return [probes.setting(feed, seconds) for feed in feeds]
-
-    def and_at(several: Sequence[Feed]) -> list[Setting]:
-        others = [feed for feed in several if feed not in feeds]
-        feeds.extend(others)
-        return looked_at((*others, *reversed(others)))
-
-    settings = looked_at((*feeds[1:], *reversed(feeds)))
-    settings = and_at(nearer(settings, on_gpu=on_gpu))
-    settings = and_at(finer(best_of(settings).feed, on_gpu=on_gpu))
+    others = [feed for feed in others if (feed.workers, feed.pinned) != (own.workers, own.pinned)]
+    settings = probes.settings([own, *others, *(Feed(kind=kind) for kind in FEEDS)])
+    settings = probes.settings(nearer(settings, on_gpu=on_gpu))
+    settings = probes.settings(finer(best_of(settings).feed, on_gpu=on_gpu))
     best = best_of(settings)
-    comparison = None if best.is_own else probes.compared(best.feed, until)
+    comparison = None if best.is_own else probes.compared(best.feed)
     return WorkersFound(
         name=target.name,
         device=first.device,
@@ -415,18 +396,28 @@ def workers_of_script(target: Target, *, seconds: float = MOST_S, say: Say = sil
     )
 
 
-class _FeedProbes:
-    """Probes a script under several feeds."""
+class _ScriptFeeds:
+    """Tries the feeds of a script, in a new process each time."""
 
-    def __init__(self, target: Target, first: ProbeResult, say: Say) -> None:
-        """`first` is a probe of the unchanged script."""
+    def __init__(self, target: Target, first: ProbeResult, seconds: float, until: float, say: Say) -> None:
+        """`first` is a probe of the unchanged script; `until` is the time at which `seconds` are over."""
         self._target, self._first, self._say = target, first, say
+        self._seconds, self._until, self._feeds = seconds, until, list[Feed]()
         self.own = Feed(kind="loader", workers=first.workers, pinned=first.pinned and first.device != "cpu")
         self._seen: dict[Feed, list[ProbeResult]] = {self.own: [first]}
         self._why_not: dict[str, str] = {}
         """By kind of feed, why hotlap cannot bring its batches so."""
         self._most_workers = 1 if first.iterates and self.own.workers <= 1 else None
         """A script with more workers already has to split its samples among them."""
+
+    def settings(self, feeds: Sequence[Feed]) -> list[Setting]:
+        """Try each new feed twice, the second time in the opposite order; returns the settings of all feeds so far."""
+        new = [feed for feed in feeds if feed not in self._feeds]
+        self._feeds += new
+        for feed in (*(feed for feed in new if feed not in self._seen), *reversed(new)):
+            if time.monotonic() < self._until:
+                self.look(feed)
+        return [self.setting(feed) for feed in self._feeds]
 
     def look(self, feed: Feed) -> None:
         """Run the script under a feed once more; a feed that has failed is not tried again."""
@@ -453,22 +444,22 @@ class _FeedProbes:
         """Whether this feed may bring samples several times."""
         return feed.kind == "loader" and self._most_workers is not None and feed.workers > self._most_workers
 
-    def setting(self, feed: Feed, seconds: float) -> Setting:
+    def setting(self, feed: Feed) -> Setting:
         """The setting of a feed, with its timings."""
         one = Setting(words=words_of(feed), feed=feed, is_own=feed == self.own)
         several = self._seen.get(feed, [])
         if not several or feed.kind in self._why_not:
-            why_not = self._why_not.get(feed.kind, REPEATS if self._repeats(feed) else f"{seconds:g} s were spent")
-            return dataclasses.replace(one, why_not=why_not)
+            otherwise = REPEATS if self._repeats(feed) else f"{self._seconds:g} s were spent"
+            return dataclasses.replace(one, why_not=self._why_not.get(feed.kind, otherwise))
         return dataclasses.replace(one, start_s=several[0].first_batch_s, step_s=_step_s(several))
 
-    def compared(self, best: Feed, until: float) -> Comparison:
+    def compared(self, best: Feed) -> Comparison:
         """Laps of the best feed and of the script's own in turn, until the comparison decides.
 
         New probes, while there is time: those that chose the feed flatter it.
         """
         for feed in (self.own, best, best, self.own):
-            if time.monotonic() < until or len(self._seen[feed]) < 2:
+            if time.monotonic() < self._until or len(self._seen[feed]) < 2:
                 self.look(feed)
         comparison = Comparison(most_quads=MOST_QUADS)
         own, other = self._seen[self.own][-2:], self._seen[best][-2:]
