@@ -22,6 +22,7 @@ from hotlap.engine.capture.recording import (
     drops_in_recurrence,
     intended_wait,
     own_dropout_memory,
+    release_cublas_workspaces,
     unknown_leaf,
     why_recording_failed,
 )
@@ -575,6 +576,18 @@ def test_a_recording_takes_no_weights_that_autocast_has_cast_before(recording):
     recorder, happened, _ = recording
     recorder.record(lambda: happened.append("work"))
     assert happened == ["clear", "begin", "work", "end", "clear"]
+
+
+def test_workspaces_of_cublas_stay_while_a_recording_may_write_to_them(recording, monkeypatch):
+    recorder, happened, _ = recording
+    gc.collect()  # recordings of other tests
+    monkeypatch.setattr(watch_module, "clear_cublas_workspaces", lambda: happened.append("workspaces"))
+    graph = recorder.record(lambda: None)
+    release_cublas_workspaces()
+    assert "workspaces" not in happened
+    del graph
+    release_cublas_workspaces()
+    assert happened[-1] == "workspaces"
 
 
 @pytest.mark.parametrize("ends", [[True, True], [False, True], [False, False]])

@@ -24,10 +24,10 @@ from hotlap.core.errors import TrainingError, first_line
 from hotlap.core.job import Job
 from hotlap.core.plan import Plan
 from hotlap.core.terminal import Say, silent
-from hotlap.core.torch_private import clear_cublas_workspaces
 from hotlap.data.batches import Batch, to_device
 from hotlap.data.dataset import OrderedDataset, training_dataset
 from hotlap.data.sources import tensors_in
+from hotlap.engine.capture.recording import release_cublas_workspaces
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.engine.step import Window, is_out_of_memory
@@ -183,7 +183,7 @@ class Bench:
         if self.device.type == "cuda":
             for module in self.rig.modules:
                 module.to("cpu")
-            clear_cublas_workspaces()  # made again where they are needed
+            release_cublas_workspaces()
             self.tidy()
             for module in self.rig.modules:
                 module.to(self.device)

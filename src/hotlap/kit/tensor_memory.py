@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hotlap.core.torch_private import TorchDispatchMode, clear_cublas_workspaces, tree_leaves
+from hotlap.core.torch_private import TorchDispatchMode, tree_leaves
 from hotlap.core.units import show_bytes
+from hotlap.engine.capture.recording import release_cublas_workspaces
 from hotlap.script.patches import Patches
 
 BLOCK = 512
@@ -96,7 +97,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         torch.cuda.synchronize(self.device)  # a workspace in use stays
         before = torch.cuda.memory_allocated(self.device)
-        clear_cublas_workspaces()
+        release_cublas_workspaces()
         self._add(LIBRARIES, "", before - torch.cuda.memory_allocated(self.device))
 
     def forget_peak(self) -> None:

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hotlap.core.torch_private import (
+    clear_cublas_workspaces,
     current_graph_task_id,
     dispatch_mode_count,
     end_allocate_to_pool,
@@ -253,6 +254,16 @@ class NotRecordedError(Exception):
     """Work could not be recorded; the message gives the reason and the user's line."""
 
 
+_recordings: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+"""All recordings of this process."""
+
+
+def release_cublas_workspaces() -> None:
+    """Release cuBLAS's workspaces, which it takes again at its next use; not while recordings may write to them."""
+    if not _recordings:
+        clear_cublas_workspaces()
+
+
 class Recorder:
     """Records graphs that share their memory, on a stream that nothing else uses."""
 
@@ -303,6 +314,7 @@ class Recorder:
                 self._release_generator(before)
             raise NotRecordedError(why_recording_failed(error)) from error
         self._made.add(graph)
+        _recordings.add(graph)
         return graph
 
     def _release_generator(self, before: torch.Generator) -> None:
