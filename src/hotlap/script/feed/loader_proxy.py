@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
@@ -18,7 +20,7 @@ from hotlap.data.batches import Batch
 from hotlap.data.dataset import as_source, loader_feed, own_collate
 from hotlap.data.feeds import CudaCopier
 from hotlap.data.order import HostRandomness
-from hotlap.data.pure.proof import GRADIENTS, proof_of, reads_in_place, why_not_pure
+from hotlap.data.pure.proof import GRADIENTS, proof_of, reads_in_place, state_of, why_not_pure
 from hotlap.data.pure.read_state import ReadState
 from hotlap.data.resident import evenly_spread
 from hotlap.data.sources import Source, tensors_in
@@ -38,6 +40,8 @@ from hotlap.tuner.budget import check_allowed
 from hotlap.tuner.gates import why_unlike
 
 CHANGED = "the data changed during the run"
+MOST_NOTED = 2**31
+"""Bytes of arrays up to which hotlap notes what persistent workers start with; it reads all of them."""
 
 
 class LoaderProxy:
@@ -83,6 +87,8 @@ class LoaderProxy:
         self._held: HeldSamples | None = None
         self._epoch: weakref.ref[EpochIterator] | None = None
         self._is_closed = False
+        self._at_start: ReadState | None = None
+        """The data as of the start of workers that stay."""
 
     def _settle(self, loader: DataLoader[Any]) -> None:
         """Read the script's settings of its loader."""
@@ -147,6 +153,8 @@ class LoaderProxy:
             self._look_again(loader)
             if self.own in self._loaders and not loader.persistent_workers:
                 self._loaders.pop(self.own).close()  # as with torch, each epoch's workers see earlier writes
+            if loader.persistent_workers and loader._iterator is None:
+                self._note_start()
             if self._goes_without_workers(loader):
                 return self._begun_without_workers(loader)
         except Exception as error:
@@ -162,6 +170,13 @@ class LoaderProxy:
         except Exception as error:
             self.failed(error)
             return made
+
+    def _note_start(self) -> None:
+        """Note the data with which workers that stay are about to start: they never see what is written later."""
+        self._at_start = None
+        with suppress(Exception):  # looking at the user's dataset may raise anything; then other feeds are refused
+            if self._why_own_only is None and array_bytes(self._like.dataset) <= MOST_NOTED:
+                self._at_start = state_of(self._new_source())
 
     def _goes_without_workers(self, loader: DataLoader[Any]) -> bool:
         """Whether torch would start or use workers although another feed makes the batches."""
@@ -262,6 +277,8 @@ class LoaderProxy:
             # In the script's training modes, whatever mode is active now.
             with torch.inference_mode(False), torch.enable_grad():
                 return self._why_other(feed)
+        except PlanError as error:
+            return str(error)
         except Exception as error:
             return f"the feed failed in a trial: {first_line(error)}"
 
@@ -404,6 +421,8 @@ class LoaderProxy:
         source = self.source
         assert source is not None  # without one, only the script's own feed is supported
         reason = why_not_pure(source) or why_no_samples(self._like.dataset)
+        if self._state is None:
+            reason = reason or self._why_not_as_started(thorough=False)
         if reason is not None:
             return reason
         if torch.get_default_device().type != "cpu":
@@ -438,10 +457,20 @@ class LoaderProxy:
         if self._state is None:
             # The script may have replaced its dataset's tensors or rows since hotlap first looked.
             fresh = self._new_source()
-            reason = why_not_pure(fresh)
+            reason = why_not_pure(fresh) or self._why_not_as_started(thorough=True)
             if reason is not None:
                 raise PlanError(reason)
             self._source, self._held, self._state = fresh, None, proof_of(fresh).state
+
+    def _why_not_as_started(self, *, thorough: bool) -> str | None:
+        """Why the data may not be what workers that stay were started with; None if it is."""
+        loader = self._loader()
+        if loader is None or not loader.persistent_workers or loader._iterator is None:
+            return None
+        if self._at_start is None:
+            return "its workers are persistent, and hotlap could not note the data that they started with"
+        changed = self._at_start.why_changed(thorough=thorough)
+        return f"its workers are persistent, and since they started {changed}" if changed is not None else None
 
     def _why_other(self, feed: Feed) -> str | None:
         self._prepare(feed)
@@ -518,6 +547,16 @@ def why_own_only(loader: DataLoader[Any]) -> str | None:
     if type(loader)._get_iterator is not DataLoader._get_iterator:
         return f"{type(loader).__name__} has its own iteration"
     return None
+
+
+def array_bytes(dataset: Any) -> int:
+    """Bytes of the numpy arrays that a dataset holds as attributes, also inside other datasets."""
+    total = 0
+    while dataset is not None:
+        held = getattr(dataset, "__dict__", {})
+        total += sum(value.nbytes for value in held.values() if isinstance(value, np.ndarray))
+        dataset = held.get("dataset")
+    return total
 
 
 def why_no_samples(dataset: Any) -> str | None:
