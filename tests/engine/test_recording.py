@@ -459,6 +459,33 @@ def test_what_a_function_of_the_users_own_holds_is_part_of_it():
     assert fingerprint([], [loss, other, None]) != changed
 
 
+RATE, LABELS, WEIGHTS, BY_CLASS = 0.1, "loss", torch.ones(3), {"a": torch.ones(3)}
+
+
+def loss_of_globals(model, batch):
+    return (RATE * WEIGHTS * BY_CLASS["a"] * batch.LABELS).sum()
+
+
+class LossOfGlobals:
+    def __call__(self, model, batch):
+        return loss_of_globals(model, batch), RATE, WEIGHTS, [BY_CLASS for _ in batch]
+
+    def method(self, model, batch):
+        return RATE, WEIGHTS, BY_CLASS
+
+
+@pytest.mark.parametrize("function", [loss_of_globals, LossOfGlobals(), LossOfGlobals().method])
+def test_numbers_and_tensors_that_a_function_reads_from_its_module_count(function, monkeypatch):
+    before = fingerprint([], [function])
+    monkeypatch.setitem(globals(), "LABELS", "another")  # the name of an attribute
+    assert fingerprint([], [function]) == before
+    for name, value in {"RATE": 0.2, "WEIGHTS": torch.zeros(3), "BY_CLASS": {"a": torch.zeros(3)}}.items():
+        with monkeypatch.context() as patched:
+            patched.setitem(globals(), name, value)
+            assert fingerprint([], [function]) != before
+    assert fingerprint([], [function]) == before
+
+
 def test_tensors_without_a_place_in_memory_are_told_apart_by_themselves():
     model = nn.LazyLinear(3)
     model.register_buffer("adjacency", torch.eye(3).to_sparse())

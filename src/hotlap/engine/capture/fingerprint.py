@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hotlap.core.code_reads import reads_of
+
 INSIDE = frozenset(nn.Module().__dict__)
 """Attributes that torch itself keeps in a module."""
 _PLAIN = frozenset((int, float, bool, str, type(None), complex))
@@ -41,8 +43,8 @@ _Thing = TypeVar("_Thing")
 def fingerprint(modules: Sequence[nn.Module], functions: Sequence[Callable[..., Any] | None] = ()) -> tuple[Any, ...]:
     """What a recording depends on: layers, modes, settings such as a dropout rate, parameters and addresses.
 
-    `functions` are the user's functions; the values that they hold count too. It is computed at every step, so it
-    checks each object once and not deeply.
+    `functions` are the user's functions; the values that they hold, or read from their module, count too. It is
+    computed at every step, so it checks each object once and not deeply.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -95,6 +97,7 @@ def _add_module(module: nn.Module, found: list[Any], seen: set[int]) -> None:
 
 def _add_function(function: Any, found: list[Any], seen: set[int]) -> None:
     found.append(id(function))
+    _add_globals(function, found)
     if isinstance(function, types.MethodType):
         function = function.__self__
     for cell in getattr(function, "__closure__", None) or ():
@@ -106,6 +109,34 @@ def _add_function(function: Any, found: list[Any], seen: set[int]) -> None:
             _add_value(held, found, seen)
     if not isinstance(function, (*_CODE, nn.Module)):
         _add_value(function, found, seen)
+
+
+def _add_globals(function: Any, found: list[Any]) -> None:
+    """Add the numbers and tensors that a function reads from its module: a script may bind these names anew."""
+    own = getattr(function, "__func__", function)
+    if not isinstance(own, types.FunctionType):
+        own = getattr(type(function), "__call__", None)  # noqa: B004 -- its code
+    if not isinstance(own, types.FunctionType):
+        return
+    known = own.__globals__
+    for name in _globals_read(own.__code__):
+        value = known.get(name)
+        kind = type(value)
+        if kind in _PLAIN:
+            found.append(value)
+        elif kind in _HELD and (kind is Tensor or kind is nn.Parameter or _holds_tensors(value)):
+            _add_value(value, found, set())
+
+
+_HELD = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict))
+_read: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
+"""The globals that code reads, by its id; kept, so that no other code gets that id."""
+
+
+def _globals_read(code: types.CodeType) -> tuple[str, ...]:
+    if id(code) not in _read:  # to hash code takes longer than all of this
+        _read[id(code)] = code, tuple(dict.fromkeys(read.name for read in reads_of(code) if not read.is_cell))
+    return _read[id(code)][1]
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
