@@ -2,7 +2,8 @@
 
 `calls` takes a Job, or finds the training that a command line names, and asks `batch`, `workers` or `memory`.
 
-- Both kinds of training are tried through `savings.Trials`, and described by `probe.ProbeResult`.
+- `batch` and `memory` try both kinds of training through `savings.Trials`. `workers` tries feeds, in another order for
+  each kind.
 - A Job runs in this process: `bench` builds its rig, tries updates on it (`JobTrials`), and restores the job.
 - A script runs in a new process for every try (`ScriptTrials`): `probe` starts it, `probe_process` watches it from
   inside, if asked under a plan of `hotlap run`.
