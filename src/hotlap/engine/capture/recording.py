@@ -196,8 +196,7 @@ def _drops(layer: nn.Module) -> bool:
 def settle_dropout(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Make the state of cuDNN's dropout again if that is due, so that the next call does not wait for it."""
     if drops_in_recurrence(modules, device):
-        with torch.no_grad():
-            _dropped_once(device)
+        _dropped_once(device)
 
 
 def own_dropout_memory(modules: Iterable[nn.Module], device: torch.device) -> Tensor | None:
@@ -229,7 +228,8 @@ def _itself(tensor: Tensor) -> Tensor:
 def _dropped_once(device: torch.device) -> Tensor:
     """The output of a smallest recurrent layer that drops out."""
     place = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-    with torch.autocast(device.type, enabled=False):
+    # A state made in inference mode could not be saved for any backward pass.
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         # Without the hooks that a script may have on every module.
         output, _ = _smallest_dropping(place).forward(torch.zeros(1, 1, 1, device=place, dtype=torch.float32))
     made: Tensor = output
