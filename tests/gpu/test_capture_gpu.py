@@ -15,8 +15,6 @@ from hotlap.data.dataset import training_dataset
 from hotlap.engine.assists.rewiring import without_waiting
 from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.engine.capture.recording import (
-    NotRecordedError,
-    Recorder,
     _smallest_dropping,
     dropout_state_of,
     own_dropout_memory,
@@ -524,29 +522,6 @@ def test_a_recording_that_fails_leaves_the_training_as_it_was():
     assert_same(mine, theirs)
     torch.cuda.get_rng_state()
     assert torch.rand(2, device=DEVICE).sum() >= 0
-
-
-def waits():
-    torch.cuda.synchronize()
-
-
-def raises():
-    torch.rand(3, device=DEVICE)
-    raise RuntimeError("no kernel")
-
-
-@pytest.mark.parametrize("fails", [waits, raises])
-def test_graphs_from_before_draw_on_with_the_generator_after_a_recording_that_fails(fails):
-    drawn = torch.zeros(5, device=DEVICE)
-    graph = Recorder(torch.device(DEVICE)).record(lambda: drawn.uniform_())
-    with pytest.raises(NotRecordedError):
-        Recorder(torch.device(DEVICE)).record(fails)
-    found = []
-    for seed in (3, 4, 3):
-        torch.manual_seed(seed)
-        graph.replay()
-        found.append((drawn.tolist(), torch.rand(2, device=DEVICE).tolist()))
-    assert found[0] == found[2] != found[1]
 
 
 def test_a_step_recorded_within_the_users_autocast_reads_the_weights_of_now():

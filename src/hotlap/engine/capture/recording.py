@@ -286,8 +286,9 @@ class Recorder:
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record the work as a graph, without executing it. Raises NotRecordedError if it cannot be recorded."""
-        before = torch.cuda.default_generators[self._number].clone_state()
-        graph, has_ended = torch.cuda.CUDAGraph(), False
+        generator = torch.cuda.default_generators[self._number]
+        before = generator.clone_state()
+        graph = torch.cuda.CUDAGraph()
         if not self._made:
             # Without graphs, a memory pool no longer exists.
             self._pool = torch.cuda.graph_pool_handle()
@@ -301,39 +302,18 @@ class Recorder:
                     with suppress(RuntimeError), warnings.catch_warnings():
                         warnings.simplefilter("ignore")  # for example that the graph is empty
                         graph.capture_end()
-                        has_ended = True
                     raise
                 graph.capture_end()
         except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            # torch's allocator still acts as if the recording went on, and so does its generator if torch could not
-            # end it.
+            # After a failed recording, torch's generator and allocator still act as if it went on.
+            generator.graphsafe_set_state(before)
             with suppress(RuntimeError):
                 end_allocate_to_pool(self._number, self._pool)
             torch.cuda.synchronize(self._device)
-            if not has_ended:
-                self._release_generator(before)
             raise NotRecordedError(why_recording_failed(error)) from error
         self._made.add(graph)
         _recordings.add(graph)
         return graph
-
-    def _release_generator(self, before: torch.Generator) -> None:
-        """Let torch's generator draw again, after a recording that torch could not end.
-
-        In torch 2.8 it refuses to draw, for earlier graphs too, until a recording ends; in 2.13 it does not.
-        """
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        number = torch.zeros((), device=self._device)
-        try:
-            with self.aside(), _no_collection():
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                number.zero_()
-                graph.capture_end()
-        except RuntimeError:
-            with suppress(RuntimeError):
-                end_allocate_to_pool(self._number, pool)
-            # Earlier graphs keep the state that is left behind here.
-            torch.cuda.default_generators[self._number].graphsafe_set_state(before)
 
     @property
     def _number(self) -> int:
