@@ -557,6 +557,11 @@ def test_a_cpu_needs_a_compiler_for_c_plus_plus(monkeypatch):
     assert reason.startswith("torch.compile needs a C++ compiler on a CPU, and no-such-compiler was not found")
 
 
+def test_a_torch_that_compiles_backward_passes_late_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr("hotlap.engine.compiling.EARLY_BACKWARD", "no_such_setting")
+    assert "only while they run" in why_not_compiled(Net(), "model", torch.device("cpu"))
+
+
 def test_other_devices_and_windows_are_refused_in_one_line(monkeypatch):
     assert "mps" in why_not_compiled(Net(), "model", torch.device("mps"))
     monkeypatch.setattr("sys.platform", "win32")

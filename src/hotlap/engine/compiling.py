@@ -59,8 +59,16 @@ _SETTINGS = {"recompile_limit": 256, "skip_nnmodule_hook_guards": False}
 runs."""
 
 
+EARLY_BACKWARD = "force_non_lazy_backward_lowering"
+"""torch's setting by which a backward pass is compiled together with its forward pass."""
+
+
 def why_not_compiled(model: nn.Module, what: str, device: torch.device) -> str | None:
     """Why the model, or its blocks, cannot be compiled here; None if nothing speaks against it beforehand."""
+    from hotlap.core.torch_private import functorch_config
+
+    if not hasattr(functorch_config, EARLY_BACKWARD):
+        return f"torch {torch.__version__} compiles backward passes only while they run; newer ones compile them before"
     if any(vars(layer).get(_CALL) is not None or _is_compiled(layer) for layer in model.modules()):
         return "the model is compiled already"
     if what == "blocks" and not repeated_blocks(model):
@@ -183,7 +191,7 @@ def _made(graph: Any, inputs: list[Tensor]) -> Any:
     """
     from hotlap.core.torch_private import functorch_config, lookup_backend
 
-    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+    with functorch_config.patch({EARLY_BACKWARD: True}):
         return lookup_backend(BACKEND)(graph, inputs)
 
 
