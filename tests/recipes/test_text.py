@@ -193,6 +193,18 @@ def test_an_encoder_that_is_not_there_is_said(tmp_path, weights, error, said):
         RECIPE.prepare(given, lambda line: None)
 
 
+def test_the_same_texts_make_the_same_tokenizer():
+    library, draw = encoders._tokenizers(), np.random.default_rng(0)
+    words = ["".join(draw.choice(list("abcdefghijklmnopqrstuvwxyz0123"), size=draw.integers(1, 9))) for _ in range(400)]
+    texts = [" ".join(draw.choice(words, size=12)) for _ in range(200)]
+    first, second = (encoders._made_tokenizer(library, texts, 500) for _ in range(2))
+    assert first.to_str() == second.to_str()
+    assert first.get_vocab_size() == 500
+    assert [first.id_to_token(number) for number in range(5)] == list(encoders.SPECIAL)
+    assert first.encode("[MASK] ##a").tokens[:2] == ["[CLS]", "[MASK]"]
+    assert "##a" not in first.encode("##a").tokens  # a piece inside words is no word of its own
+
+
 def test_a_folder_without_tokenizer_or_safetensors_is_said(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(StoreError, match=r"has no tokenizer\.json"):

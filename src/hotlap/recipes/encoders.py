@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -280,29 +280,45 @@ def _from_scratch(
 
 
 def _learnt(texts: Sequence[str], size: int, say: Say) -> Any:
-    """A WordPiece tokenizer of these texts: kept, since it comes out a little different each time."""
+    """A WordPiece tokenizer of these texts."""
     library = _tokenizers()
 
     def make() -> tuple[dict[str, Any], str]:
         say(f"tokens    a tokenizer is made of {len(texts):,} texts")
         return {}, _made_tokenizer(library, texts, size).to_str()
 
-    _, kept = Cache().get_or_make("tokenizers", key_of(list(texts), size, FORMAT), make)
+    _, kept = Cache().get_or_make("tokenizers", key_of(list(texts), size, FORMAT, "numbered in order"), make)
     return library.Tokenizer.from_str(kept)
 
 
 def _made_tokenizer(library: Any, texts: Sequence[str], size: int) -> Any:
-    made = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = library.normalizers.BertNormalizer(lowercase=True)
-    made.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
-    trainer = library.trainers.WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
-    made.train_from_iterator(texts, trainer)
+    """The same for the same texts: the trainer numbers letters inside words in the order of a hash map, if it may."""
+    letters = _trained(library, texts, 0, SPECIAL).get_vocab()
+    inside = sorted(piece for piece in letters if piece.startswith("##"))
+    trained = _trained(library, texts, size, [*SPECIAL, *inside])
+    made = _untrained(library, trained.get_vocab())
+    made.add_special_tokens(list(SPECIAL))
     first, last = (made.token_to_id(name) for name in ("[CLS]", "[SEP]"))
     made.post_processor = library.processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", first), ("[SEP]", last)],
     )
+    return made
+
+
+def _trained(library: Any, texts: Sequence[str], size: int, first: Sequence[str]) -> Any:
+    """Trained on the texts, with these pieces first. It has at least the letters, whatever the size."""
+    made = _untrained(library, {})
+    trainer = library.trainers.WordPieceTrainer(vocab_size=size, special_tokens=list(first), show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+def _untrained(library: Any, vocabulary: Mapping[str, int]) -> Any:
+    made = library.Tokenizer(library.models.WordPiece(vocab=dict(vocabulary), unk_token="[UNK]"))
+    made.normalizer = library.normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
     return made
 
 
