@@ -18,8 +18,12 @@ import difflib
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from hotlap.core.terminal import clean_lines
+
+TESTED_TORCH: Final = ("2.11", "2.13")
+"""The versions of torch that hotlap is tested with; hotlap uses and names others."""
 
 
 class HotlapError(Exception):

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from hotlap.core.errors import MachineError, first_line
-from hotlap.core.torch_versions import TESTED_TORCH
+from hotlap.core.errors import TESTED_TORCH, MachineError, first_line
 
 _Found = TypeVar("_Found")
 

@@ -8,7 +8,7 @@
 Importing this room does not import torch.
 """
 
-from hotlap.core.torch_versions import TESTED_TORCH
+from hotlap.core.errors import TESTED_TORCH
 from hotlap.machine.catalogue import CATALOGUE, GpuModel, find_gpu
 from hotlap.machine.detect import Gpu, Machine, World, detect
 from hotlap.machine.device import choose_device, dtype_fact, dtype_facts

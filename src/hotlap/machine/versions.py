@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import __version__
-from hotlap.core.torch_versions import TESTED_TORCH
+from hotlap.core.errors import TESTED_TORCH
 from hotlap.machine.detect import Machine, World, detect
 from hotlap.machine.problems import Problem, Severity
 from hotlap.machine.variables import recorded
