@@ -13,7 +13,7 @@ import pytest
 from hotlap.core.errors import DataError
 from hotlap.recipes import csv_files, tables
 from hotlap.recipes.csv_files import TextFile
-from hotlap.recipes.kinds import Cells, recognised
+from hotlap.recipes.kinds import Cells, infer_column
 from hotlap.recipes.tables import column_lines, plain_cells, read_table
 
 
@@ -163,13 +163,13 @@ def test_a_column_is_understood_alike_in_parts_and_as_a_list():
             words = [draw.choice(["1", "22", "", "NA", " 3", "4.5"]) for _ in words]
         cut = draw.randrange(len(words))
         parts = [Cells.END.join(part) for part in (words[:cut], words[cut:]) if part]
-        one, other = recognised("a", Cells(parts, len(words))), recognised("a", words)
+        one, other = infer_column("a", Cells(parts, len(words))), infer_column("a", words)
         assert (one.kind, one.categories, one.values.dtype) == (other.kind, other.categories, other.values.dtype)
         np.testing.assert_array_equal(one.values, other.values)
         np.testing.assert_array_equal(one.present, other.present)
 
 
 def test_numbers_are_never_held_as_words(monkeypatch):
-    monkeypatch.setattr("hotlap.recipes.kinds._Words.of", None)
-    column = recognised("a", Cells([Cells.END.join(["1", "NA", "3"]), "4.5"], 4))
+    monkeypatch.setattr("hotlap.recipes.kinds._Words.of_cells", None)
+    column = infer_column("a", Cells([Cells.END.join(["1", "NA", "3"]), "4.5"], 4))
     assert (column.kind, column.texts()) == ("number", ["1.0", "", "3.0", "4.5"])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotlap.core.errors import DataError
-from hotlap.recipes.bars import Bars, bars_from, frame_name, joined, resampled
+from hotlap.recipes.bars import Bars, bars_from, frame_name, last_complete, resampled
 
 START = int(datetime(2024, 1, 8, tzinfo=UTC).timestamp())  # a Monday
 PRICES = ("open", "high", "low", "close")
@@ -290,9 +290,7 @@ def test_a_column_that_is_missing_is_asked_for_by_the_names_it_may_have():
 def test_one_bar_needs_to_be_told_how_long_it_is():
     with pytest.raises(DataError, match="bars of 0 s: a single bar does not say how long it is; give more of them"):
         bars_from(columns(1))
-    assert bars_from(columns(1), seconds=900)[0].seconds == 900
-    with pytest.raises(DataError, match="bars of 0 s"):
-        bars_from(columns(), seconds=0)
+    assert bars_from(columns(1), default_seconds=900)[0].seconds == 900
 
 
 def test_a_few_bars_of_a_symbol_are_as_long_as_those_of_the_longest():
@@ -300,7 +298,7 @@ def test_a_few_bars_of_a_symbol_are_as_long_as_those_of_the_longest():
     both = {name: np.concatenate([long[name], one[name], two[name]]) for name in long}
     found = bars_from({**both, "symbol": ["A"] * 60 + ["B"] + ["C"] * 2})
     assert [(bars.symbol, len(bars), bars.seconds) for bars in found] == [("A", 60, 900), ("B", 1, 900), ("C", 2, 900)]
-    assert bars_from(two, few=3600)[0].seconds == 3600
+    assert bars_from(two, default_seconds=3600)[0].seconds == 3600
 
 
 @pytest.mark.parametrize(
@@ -357,7 +355,7 @@ def test_the_last_bar_is_marked_while_it_may_still_grow(rows, unfinished):
 )
 def test_longer_bars_begin_where_the_calendar_says(seconds, begins):
     moment = int(datetime(2024, 1, 10, 14, 45, tzinfo=UTC).timestamp())
-    longer = resampled(bars_from(columns(1, start=moment), seconds=900)[0], seconds)
+    longer = resampled(bars_from(columns(1, start=moment), default_seconds=900)[0], seconds)
     assert longer.times.astype("datetime64[s]")[0] == np.datetime64(begins)
 
 
@@ -394,7 +392,7 @@ def test_longer_bars_are_those_of_a_plain_loop(minutes, quarters, late):
 
 def test_a_quarter_sees_the_hour_that_ends_with_it_and_no_other_quarter_does_before():
     quarters = bars_at([15 * at for at in range(10)])
-    places = joined(quarters, resampled(quarters, 3600))
+    places = last_complete(quarters, resampled(quarters, 3600))
     assert places.tolist() == [-1, -1, -1, 0, 0, 0, 0, 1, 1, 1]
 
 
@@ -402,19 +400,19 @@ def test_a_second_before_its_end_an_hour_is_not_complete():
     hours = resampled(bars_at([0, 15, 30, 45, 60]), 3600)
     early, on_time = bars_at([45, 60]), bars_at([45, 60])
     early = replace(early, times=early.times - 1)
-    assert joined(early, hours).tolist() == [-1, 0]
-    assert joined(on_time, hours).tolist() == [0, 0]
+    assert last_complete(early, hours).tolist() == [-1, 0]
+    assert last_complete(on_time, hours).tolist() == [0, 0]
 
 
 def test_an_hour_over_which_trade_stopped_is_seen_by_the_next_bar():
     quarters = bars_at([0, 15, 240, 255])
-    assert joined(quarters, resampled(quarters, 3600)).tolist() == [-1, -1, 0, 0]
+    assert last_complete(quarters, resampled(quarters, 3600)).tolist() == [-1, -1, 0, 0]
 
 
 def test_an_unfinished_bar_is_never_seen_even_by_bars_that_go_on():
     quarters = bars_at([15 * at for at in range(12)])
     part = bars_at([15 * at for at in range(6)])
-    assert joined(quarters, resampled(part, 3600)).tolist() == [-1] * 3 + [0] * 9
+    assert last_complete(quarters, resampled(part, 3600)).tolist() == [-1] * 3 + [0] * 9
 
 
 @settings(max_examples=100, deadline=None)
@@ -422,7 +420,7 @@ def test_an_unfinished_bar_is_never_seen_even_by_bars_that_go_on():
 def test_no_bar_is_joined_with_one_that_holds_later_bars(minutes, quarters, late):
     bars = bars_at([minute + late for minute in minutes])
     longer = resampled(bars, 900 * quarters)
-    for at, place in enumerate(joined(bars, longer).tolist()):
+    for at, place in enumerate(last_complete(bars, longer).tolist()):
         complete = [
             k for k, begin in enumerate(longer.times.tolist()) if begin + 900 * quarters <= bars.times[at] + 900
         ]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import hotlap
 from hotlap.core.errors import DataError
-from hotlap.recipes.bars import Bars, bars_from, joined, resampled
-from hotlap.recipes.indicators import OF_LONGER, OWN, Standard, direction, features, standardised
+from hotlap.recipes.bars import Bars, bars_from, last_complete, resampled
+from hotlap.recipes.indicators import BAR_FEATURES, FRAME_FEATURES, Scaler, direction, features
 
 NUMBERS = ("open", "high", "low", "close", "volume")
 START = int(datetime(2024, 1, 8, tzinfo=UTC).timestamp())  # a Monday
@@ -239,24 +239,24 @@ LOOPS = {
 
 
 def test_every_feature_has_its_plain_loop():
-    assert list(LOOPS) == list(OWN)
+    assert list(LOOPS) == list(BAR_FEATURES)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", BAR_FEATURES)
 @pytest.mark.parametrize(("rows", "tick"), [(150, 0.05), (150, 1e-6), (7, 0.01), (1, 0.01)])
 def test_a_feature_is_that_of_a_plain_loop(name, rows, tick):
     bars = made_bars(rows, seed=rows + len(name), tick=tick)
     # A share of prices that differ little has lost as many digits as they share: 1e-9 of 64 bits is a lot to keep.
-    np.testing.assert_allclose(OWN[name](bars), LOOPS[name](bars), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(BAR_FEATURES[name](bars), LOOPS[name](bars), rtol=1e-9, atol=1e-12)
 
 
 def test_the_features_are_those_numbers_in_32_bits_in_their_order():
     bars = made_bars(150, seed=3)
     found = features(bars, frames=(3600,))
-    assert found.names == (*OWN, "h1_return_1", "h1_rsi_14", "h1_ema_20", "h1_atr_14")
+    assert found.names == (*BAR_FEATURES, "h1_return_1", "h1_rsi_14", "h1_ema_20", "h1_atr_14")
     assert found.values.dtype == np.float32
-    for at, name in enumerate(OWN):
-        assert np.array_equal(found.values[:, at], OWN[name](bars).astype(np.float32), equal_nan=True)
+    for at, name in enumerate(BAR_FEATURES):
+        assert np.array_equal(found.values[:, at], BAR_FEATURES[name](bars).astype(np.float32), equal_nan=True)
 
 
 @pytest.mark.parametrize("seconds", [1800, 3600])
@@ -264,7 +264,7 @@ def test_features_of_longer_bars_are_those_of_a_plain_loop_over_what_was_complet
     bars = made_bars(180, seed=8)
     found = features(bars, frames=(seconds,))
     longer = resampled(bars, seconds)
-    for at, name in enumerate(OF_LONGER, start=len(OWN)):
+    for at, name in enumerate(FRAME_FEATURES, start=len(BAR_FEATURES)):
         by_loop = LOOPS[name](longer)
         for row in range(len(bars)):
             complete = [k for k, begin in enumerate(longer.times) if begin + seconds <= bars.times[row] + 900]
@@ -322,7 +322,7 @@ def test_a_swing_is_not_known_before_three_bars_have_passed():
     tops[10], tops[20] = 12, 13
     ones = np.full(40, 9.0)
     bars = Bars(times=START + 900 * np.arange(40), open=ones, high=tops, low=ones, close=ones, volume=ones, seconds=900)
-    since, steps = OWN["since_swing"](bars), OWN["higher_highs"](bars)
+    since, steps = BAR_FEATURES["since_swing"](bars), BAR_FEATURES["higher_highs"](bars)
     assert since[12:15].tolist() == [50, 3, 4]
     assert since[22:25].tolist() == [12, 3, 4]
     assert steps[20:24].tolist() == [0, 0, 0, 1]
@@ -334,12 +334,12 @@ def test_no_label_at_or_before_a_bar_changes_with_bars_after_its_future(bars, ah
     threshold = 1.0 if over else 0.002
     at = data.draw(st.integers(0, len(bars) - 1))
     seed = data.draw(st.integers(0, 99))
-    labels = direction(bars, ahead, threshold, volatility_over=over)
+    labels = direction(bars, ahead, threshold, volatility_window=over)
     later = np.arange(at + ahead + 1, len(bars))
-    other = direction(with_other_bars(bars, later, seed), ahead, threshold, volatility_over=over)
+    other = direction(with_other_bars(bars, later, seed), ahead, threshold, volatility_window=over)
     assert np.array_equal(labels[: at + 1], other[: at + 1])
     if at + ahead < len(bars):
-        part = direction(first_rows(bars, at + ahead + 1), ahead, threshold, volatility_over=over)
+        part = direction(first_rows(bars, at + ahead + 1), ahead, threshold, volatility_window=over)
         assert np.array_equal(labels[: at + 1], part[: at + 1])
 
 
@@ -366,7 +366,7 @@ def test_the_warm_up_ends_with_the_twentieth_bar_of_the_longest_frame():
     bars = made_bars(400, seed=1, gaps=False)
     found = features(bars)
     assert found.values.shape == (400, 38)
-    assert joined(bars, resampled(bars, 14400))[found.first - 1 : found.first + 1].tolist() == [18, 19]
+    assert last_complete(bars, resampled(bars, 14400))[found.first - 1 : found.first + 1].tolist() == [18, 19]
     assert np.isnan(found.values[found.first - 1]).any()
     assert np.isfinite(found.values[found.first :]).all()
 
@@ -430,7 +430,7 @@ def test_frames_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("over", [None, 10])
 def test_labels_are_those_of_a_plain_loop(ahead, over):
     bars, threshold = made_bars(60, seed=2), 1.2 if over else 0.003
-    labels = direction(bars, ahead, threshold, volatility_over=over)
+    labels = direction(bars, ahead, threshold, volatility_window=over)
     close = bars.close.tolist()
     returns = [NAN, *(b / a - 1 for a, b in pairwise(close))]
     for at in range(60):
@@ -455,8 +455,8 @@ def test_labels_are_those_of_a_plain_loop(ahead, over):
         ({"ahead": 1, "threshold": -0.1}, "threshold=-0.1 must be a number above zero"),
         ({"ahead": 1, "threshold": "x"}, "threshold='x' must be a number above zero"),
         (
-            {"ahead": 1, "threshold": 1.0, "volatility_over": 1},
-            "volatility_over=1 must be a whole number of at least 2",
+            {"ahead": 1, "threshold": 1.0, "volatility_window": 1},
+            "volatility_window=1 must be a whole number of at least 2",
         ),
     ],
 )
@@ -472,46 +472,46 @@ def test_mean_and_spread_are_those_of_the_training_rows_alone():
     chance = np.random.default_rng(0)
     values = chance.normal(5, 3, (200, 4)).astype(np.float32)
     values[:, 2] = 0.1  # says nothing
-    standard = standardised(values[:100])
-    train = standard(values[:100])
+    scaler = Scaler.fit(values[:100])
+    train = scaler.transform(values[:100])
     assert train.dtype == np.float32
     np.testing.assert_allclose(train.mean(axis=0), 0, atol=1e-6)
     np.testing.assert_allclose(train.std(axis=0), [1, 1, 0, 1], atol=1e-6)
     tell = values[:, [0, 1, 3]].astype(np.float64)
     expected = (tell[100:] - tell[:100].mean(axis=0)) / tell[:100].std(axis=0)
-    np.testing.assert_allclose(standard(values[100:])[:, [0, 1, 3]], expected, rtol=1e-6)
+    np.testing.assert_allclose(scaler.transform(values[100:])[:, [0, 1, 3]], expected, rtol=1e-6)
     other = values.copy()
     other[100:] *= 100
-    assert standardised(other[:100]).to_dict() == standard.to_dict()
+    assert Scaler.fit(other[:100]).to_dict() == scaler.to_dict()
 
 
 def test_a_feature_that_never_changes_becomes_zero():
     values = np.full((10, 2), 0.1)
     assert (values.std(axis=0) > 0).all()  # by a rounding of the mean
-    assert abs(standardised(values)(values)).max() < 1e-12
+    assert abs(Scaler.fit(values).transform(values)).max() < 1e-12
 
 
 def test_a_prediction_uses_the_training_s_to_the_last_bit():
     values = np.random.default_rng(1).normal(size=(50, 3)).astype(np.float32)
-    standard = standardised(values)
-    again = Standard.from_dict(json.loads(json.dumps(standard.to_dict())))
-    assert np.array_equal(bits(standard(values)), bits(again(values)))
+    scaler = Scaler.fit(values)
+    again = Scaler.from_dict(json.loads(json.dumps(scaler.to_dict())))
+    assert np.array_equal(bits(scaler.transform(values)), bits(again.transform(values)))
 
 
 def test_what_cannot_be_standardised_is_refused():
     values = np.ones((5, 2), np.float32)
     with pytest.raises(DataError, match="row 1 of the training has features that are not known"):
-        standardised(np.array([[np.nan, 1.0], [1.0, 2.0]]))
+        Scaler.fit(np.array([[np.nan, 1.0], [1.0, 2.0]]))
     with pytest.raises(DataError, match="rows × features"):
-        standardised(values[0])
+        Scaler.fit(values[0])
     with pytest.raises(DataError, match=r"shape \(5, 2\); those of the training had 3 columns"):
-        Standard(np.zeros(3), np.ones(3))(values)
+        Scaler(np.zeros(3), np.ones(3)).transform(values)
     for kept in ({"mean": [0.0]}, {"mean": ["x"], "spread": [1]}, [], None):
         with pytest.raises(DataError, match="does not hold lists of numbers"):
-            Standard.from_dict(kept)
+            Scaler.from_dict(kept)
     for kept in ({"mean": [0.0], "spread": [0.0]}, {"mean": [0.0, 1.0], "spread": [1.0]}):
         with pytest.raises(DataError, match="spreads above zero"):
-            Standard.from_dict(kept)
+            Scaler.from_dict(kept)
 
 
 def test_features_and_labels_go_into_windows_by_symbol():

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from hotlap.core.errors import DataError
 from hotlap.recipes.bars import simulated_bars
-from hotlap.recipes.indicators import direction, features, standardised
+from hotlap.recipes.indicators import Scaler, direction, features
 
 AHEAD, THRESHOLD = 4, 0.002
 
@@ -25,7 +25,7 @@ def balanced_accuracy(signal, seed=0):
     rows = slice(found.first, len(bars) - AHEAD)
     values, labels = found.values[rows], torch.from_numpy(direction(bars, AHEAD, THRESHOLD)[rows])
     cut = int(0.7 * len(values))
-    x = torch.from_numpy(standardised(values[:cut])(values))
+    x = torch.from_numpy(Scaler.fit(values[:cut]).transform(values))
     weight = 1 / torch.bincount(labels[:cut], minlength=3)
     layer = torch.zeros(3, x.shape[1] + 1, requires_grad=True)
     optimizer = torch.optim.LBFGS([layer], max_iter=30, line_search_fn="strong_wolfe")

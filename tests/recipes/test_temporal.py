@@ -98,7 +98,7 @@ def test_the_last_part_of_each_symbol_is_held_out_and_labels_do_not_reach_over_t
     bars, known = known_features(read_table(data), [3600], lambda line: None)
     windows, held = found.candidates[0].job().data, found.held_out
     # How many windows each side has, and the labels of those that are held out, worked out once more.
-    labels = [direction(one, 6, 1.0, volatility_over=96) for one in bars]
+    labels = [direction(one, 6, 1.0, volatility_window=96) for one in bars]
     expected_train, expected_held = 0, []
     for one, its, truth in zip(bars, known, labels, strict=True):
         first = its.first + chosen.length - 1
@@ -410,7 +410,7 @@ def test_walking_forward_trains_on_what_came_before_and_judges_what_comes_next(t
     assert trained_on == sorted(trained_on)
     assert trained_on[0] < trained_on[-1]
     # What is judged lies side by side and is never judged twice.
-    truth = direction(bars_from(_columns_of(data))[0], 4, 1.0, volatility_over=96)
+    truth = direction(bars_from(_columns_of(data))[0], 4, 1.0, volatility_window=96)
     judged = np.concatenate([fold.target for fold in folds])
     known = np.flatnonzero(truth >= 0)
     assert judged.tolist() == truth[known[-1] + 1 - len(judged) : known[-1] + 1].tolist()

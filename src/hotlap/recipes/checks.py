@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from hotlap.core.errors import shown
-from hotlap.recipes.kinds import Column, Values, in_order
+from hotlap.recipes.kinds import Column, Values, sorted_words
 from hotlap.recipes.tables import Table
 
 NOTHING = "NA, none, null or -"
@@ -39,7 +39,7 @@ def classes_of(column: Column) -> tuple[tuple[str, ...], Values]:
         labels[~column.present] = -1
         return column.categories, labels
     texts = column.texts()
-    classes = in_order(set(texts).difference([""]))
+    classes = sorted_words(set(texts).difference([""]))
     numbers = {"": -1, **{name: number for number, name in enumerate(classes)}}
     return classes, np.fromiter(map(numbers.__getitem__, texts), np.int64, len(texts))
 

@@ -72,7 +72,7 @@ class TextFile:
         first = [column.first.strip() for column in columns]
         self._name(first, lambda place: columns[place])
         if self.has_names:
-            columns = [column.behind_first() for column in columns]
+            columns = [column.without_first() for column in columns]
         self._cells = dict(zip(self.names, columns, strict=True))
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ from hotlap.core.job import Job
 from hotlap.data.pictures import FITS, Fit, Pictures, decoded, list_broken, pillow
 from hotlap.engine.augment import Augment, as_shares
 from hotlap.recipes import checks
-from hotlap.recipes.kinds import in_words
+from hotlap.recipes.kinds import word_column
 from hotlap.recipes.networks import BUILT_IN, NetworkPlan, begun, made, name_problem, plan_in
 from hotlap.recipes.onnx_files import write_onnx
 from hotlap.recipes.options import MOST, Options, is_file, is_folder, option, outside
@@ -358,7 +358,7 @@ class PictureReader(Reader):
     def table(self, data: Path) -> Table:
         """A folder, a single picture, or a file whose paths are words, were they all numbers."""
         if data.is_file() and is_picture(data):
-            return Table(path=data, columns={PATH: in_words(PATH, [data.name])})
+            return Table(path=data, columns={PATH: word_column(PATH, [data.name])})
         if data.is_file() and data.suffix.lower() in OTHERS:
             raise DataError(f"{data} is no JPEG and no PNG; save it as PNG")
         table = read_table(data, header=self.header)
@@ -379,7 +379,7 @@ class PictureReader(Reader):
         name = self.path_in(table)
         files = [Path(path).absolute() for path in table[name].texts()]
         base = Path(os.path.commonpath([file.parent for file in files]))
-        words = in_words(name, [str(file.relative_to(base)) for file in files])
+        words = word_column(name, [str(file.relative_to(base)) for file in files])
         return replace(table, path=base, columns={**table.columns, name: words})
 
     def state(self) -> dict[str, Any]:

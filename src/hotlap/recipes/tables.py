@@ -20,7 +20,7 @@ from hotlap.core.units import show_bytes
 from hotlap.machine.limits import read_memory
 from hotlap.recipes import csv_files
 from hotlap.recipes.csv_files import TextFile, listed_names
-from hotlap.recipes.kinds import Cells, Column, Kind, UnfitError, check_kinds, in_seconds, in_words, recognised
+from hotlap.recipes.kinds import Cells, Column, Kind, UnfitError, check_kinds, infer_column, to_seconds, word_column
 from hotlap.recipes.picture_files import SUFFIXES as PICTURES
 from hotlap.recipes.picture_files import folder_columns, is_picture, undecoded_in
 from hotlap.store.files import write_bytes
@@ -126,7 +126,7 @@ def _from_arrow(name: str, array: Any) -> Column | None:
     missing = absent if absent.any() else None
     if types.is_dictionary(kind) and _is_text(types, kind.value_type) and not absent.all():
         words = [word or "" for word in array.dictionary.to_pylist()]
-        return in_words(name, ["" if at is None else words[at] for at in array.indices.to_pylist()])
+        return word_column(name, ["" if at is None else words[at] for at in array.indices.to_pylist()])
     if types.is_dictionary(kind):
         return _from_arrow(name, array.dictionary_decode())
     if missing is not None and absent.all():
@@ -136,7 +136,7 @@ def _from_arrow(name: str, array: Any) -> Column | None:
         return Column(name=name, kind="flag", values=values, categories=("false", "true"), missing=missing)
     if kind == "uint64" and int(np.asarray(array.fill_null(0)).max(initial=0)) >= 2**63:
         # As in a CSV file: what 64 bits do not hold with a sign is the name of something, and no amount.
-        return in_words(name, ["" if value is None else str(value) for value in array.to_pylist()])
+        return word_column(name, ["" if value is None else str(value) for value in array.to_pylist()])
     if types.is_integer(kind):
         values = np.asarray(array.fill_null(0)).astype(np.int64)
         return Column(name=name, kind="whole number", values=values, missing=missing)
@@ -145,9 +145,9 @@ def _from_arrow(name: str, array: Any) -> Column | None:
         absent = np.isnan(values)
         return Column(name=name, kind="number", values=values, missing=absent if absent.any() else None)
     if types.is_date(kind) or types.is_timestamp(kind):
-        return Column(name=name, kind="date", values=in_seconds(np.asarray(array)), missing=missing)
+        return Column(name=name, kind="date", values=to_seconds(np.asarray(array)), missing=missing)
     if types.is_string(kind) or types.is_large_string(kind):
-        return in_words(name, [word or "" for word in array.to_pylist()])
+        return word_column(name, [word or "" for word in array.to_pylist()])
     return None
 
 
@@ -213,7 +213,7 @@ def joined(columns: list[Column]) -> Column:
             categories=first.categories,
             missing=missing if missing.any() else None,
         )
-    return recognised(first.name, [text for column in columns for text in column.texts()])
+    return infer_column(first.name, [text for column in columns for text in column.texts()])
 
 
 __all__ = ["Column", "Kind", "Table", "arrow_columns", "column_lines", "named_columns", "plain_cells", "read_table"]
@@ -294,7 +294,7 @@ def _read_table(path: Path, header: bool | None, kinds: Mapping[str, Kind] | Non
         cells, said = found
         check_kinds(kinds or {}, cells, path)
         return Table(
-            path=path, columns={name: in_words(name, words) for name, words in cells.items()}, notes=tuple(said)
+            path=path, columns={name: word_column(name, words) for name, words in cells.items()}, notes=tuple(said)
         )
     has_header = True
     if _is_parquet(files[0]):
@@ -312,7 +312,7 @@ def _read_table(path: Path, header: bool | None, kinds: Mapping[str, Kind] | Non
         if FILE in columns:
             raise DataError(f"{path} has a column {FILE!r} of its own; read it without with_file")
         words = [file.name for file, count in zip(files, counts, strict=True) for _ in range(count)]
-        columns[FILE] = recognised(FILE, words, "category")
+        columns[FILE] = infer_column(FILE, words, "category")
     sizes = tuple((file.name, count) for file, count in zip(files, counts, strict=True))
     return Table(path=path, columns=columns, notes=tuple(notes), has_header=has_header, files=sizes)
 
@@ -341,7 +341,7 @@ def table_in_memory(data: Any, columns: Sequence[str], kind: Kind | None = None)
         raise DataError(f"the columns have {shown(sizes)} values; give as many of each, and at least one")
     cells = {str(name): ["" if value is None else str(value) for value in values] for name, values in data.items()}
     kinds = dict.fromkeys(columns, kind)
-    found = {name: recognised(name, words, kinds.get(name)) for name, words in cells.items()}
+    found = {name: infer_column(name, words, kinds.get(name)) for name, words in cells.items()}
     return Table(path=Path("memory"), columns=found)
 
 
@@ -355,7 +355,7 @@ def plain_cells(path: Path, table: Table) -> dict[str, Cells | Sequence[str]]:
             exact = {name: texts for name, texts in found.items() if texts is not None}
         else:
             written = [TextFile(file, table.has_header) for file in files]
-            exact = {name: Cells.below([file.cells(name) for file in written]) for name in written[0].names}
+            exact = {name: Cells.concatenated([file.cells(name) for file in written]) for name in written[0].names}
     return {name: column.texts() for name, column in table.columns.items() if name not in exact} | exact
 
 
@@ -462,14 +462,14 @@ def _typed_column(name: str, files: Sequence[ParquetFile], wanted: Kind | None) 
     if wanted in (None, "empty", column.kind):
         return column
     try:
-        return recognised(name, column.texts(), wanted)
+        return infer_column(name, column.texts(), wanted)
     except UnfitError as error:
         raise DataError(f"{files[0].file}: {shown(error.word)} in column {name!r} is no {wanted}") from None
 
 
 def _written_column(name: str, files: Sequence[TextFile], wanted: Kind | None) -> Column:
     try:
-        return recognised(name, Cells.below([file.cells(name) for file in files]), wanted)
+        return infer_column(name, Cells.concatenated([file.cells(name) for file in files]), wanted)
     except UnfitError as error:
         for file in files:
             row = next((row for row, cell in enumerate(file.cells(name)) if cell.strip() == error.word), None)

@@ -22,8 +22,8 @@ from hotlap.core.units import show_seconds
 from hotlap.data.windows import Windows
 from hotlap.recipes import bars as bars_module
 from hotlap.recipes import indicators
-from hotlap.recipes.bars import Bars, bars_in, frame_name, is_called_as_files, with_symbols
-from hotlap.recipes.indicators import Features, Standard, direction, features, standardised
+from hotlap.recipes.bars import FRAME_UNITS, Bars, bars_of, frame_name, has_symbols_of_files, with_symbols
+from hotlap.recipes.indicators import Features, Scaler, direction, features
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
 from hotlap.recipes.onnx_files import Served, write_onnx
 from hotlap.recipes.options import MOST, Options, option, outside
@@ -33,7 +33,6 @@ from hotlap.recipes.tabular import TabularRecipe, refuse_pictures, shown_table
 from hotlap.store.cache import Cache, key_of
 
 MODELS = ("lstm", "transformer", "mlp")
-UNITS = {"m": 60, "h": 3600, "d": 86400}
 LONGEST_S = 400 * 86400
 """Most seconds in a frame: more than a year."""
 AUTO = "auto"
@@ -127,11 +126,11 @@ class TemporalRecipe(TabularRecipe):
     train: Any
     held: Any
 
-    def read(self, path: str, *, at_once: bool = False) -> Table:
+    def read(self, path: str, *, always: bool = False) -> Table:
         """A table of bars, shown; without a column of symbols its files may name them."""
         table = shown_table(path, self.say, needs_names=True)
         refuse_pictures(table)
-        found = with_symbols(table, at_once=at_once)
+        found = with_symbols(table, always=always)
         for note in found.notes[len(table.notes) :]:
             self.say(f"          note: {note}")
         return found
@@ -155,7 +154,7 @@ class TemporalRecipe(TabularRecipe):
         later: list[tuple[Bars, Features]] = []
         if options.valid:
             # Symbols named after files are named so here too: else bars that are trained on would not be known.
-            judged_by = self.read(options.valid, at_once=is_called_as_files(self.table))
+            judged_by = self.read(options.valid, always=has_symbols_of_files(self.table))
             later = list(zip(*known_features(judged_by, self.frames, self.say, seconds=self.seconds), strict=True))
             refuse_overlaps([one for one, _ in known], [one for one, _ in later], options)
             train = [side_of(options, one, its, 0, len(one)) for one, its in known]
@@ -180,11 +179,11 @@ class TemporalRecipe(TabularRecipe):
 
     def reader_of(self) -> BarReader:
         """The reader with the scale of the training's features."""
-        return BarReader(self.frames, self.options.length, self.train.standard(), self.known[0][1].names, self.seconds)
+        return BarReader(self.frames, self.options.length, self.train.scaler(), self.known[0][1].names, self.seconds)
 
     def data_of(self, side: Any) -> Windows:
         """Windows of standardised features, with their labels."""
-        windows: Windows = side.windows(self.reader.standard)
+        windows: Windows = side.windows(self.reader.scaler)
         return windows
 
     def models(self) -> Sequence[str]:
@@ -232,8 +231,8 @@ class TemporalRecipe(TabularRecipe):
             # A single window makes no batch that a batch norm can take.
             if not later.parts or sum(len(side.naive) for side in seen.parts) < 2:
                 raise DataError(f"there are too few bars for {options.folds} folds; ask for fewer")
-            standard = seen.standard()
-            data, judged = seen.windows(standard), later.windows(standard)
+            scaler = seen.scaler()
+            data, judged = seen.windows(scaler), later.windows(scaler)
             job = partial(self.job, name, data, judged, self.class_weights(seen.target))
             made.append(Fold(name=f"fold {number} of {options.folds}", job=job, held_out=judged, target=later.target))
         return made
@@ -259,8 +258,8 @@ class TemporalRecipe(TabularRecipe):
     @classmethod
     def revive(cls, state: Mapping[str, Any], folder: Path) -> BarReader:
         """The reader of a finished run."""
-        standard = Standard.from_dict(state["standard"])
-        return BarReader(state["frames"], state["length"], standard, state["features"], state.get("seconds"))
+        scaler = Scaler.from_dict(state["standard"])
+        return BarReader(state["frames"], state["length"], scaler, state["features"], state.get("seconds"))
 
 
 class BarReader(Reader):
@@ -269,9 +268,9 @@ class BarReader(Reader):
     classes: tuple[str, ...] = CLASSES
 
     def __init__(
-        self, frames: Sequence[int], length: int, standard: Standard, names: Sequence[str], seconds: int | None
+        self, frames: Sequence[int], length: int, scaler: Scaler, names: Sequence[str], seconds: int | None
     ) -> None:
-        self._frames, self._length, self.standard, self._names = tuple(frames), length, standard, tuple(names)
+        self._frames, self._length, self.scaler, self._names = tuple(frames), length, scaler, tuple(names)
         self._seconds = seconds
         """How long the bars were that were trained on; runs of an earlier hotlap do not say."""
 
@@ -284,7 +283,7 @@ class BarReader(Reader):
         return {
             "frames": list(self._frames),
             "length": self._length,
-            "standard": self.standard.to_dict(),
+            "standard": self.scaler.to_dict(),
             "features": list(self._names),
             "seconds": self._seconds,
         }
@@ -301,8 +300,7 @@ class BarReader(Reader):
     def served(self, model: nn.Module, windows: Tensor) -> tuple[nn.Module, Tensor]:
         """The network with all that comes before and after it, and these windows as it takes them."""
         mean, spread = (
-            torch.from_numpy(np.asarray(numbers, dtype=np.float32))
-            for numbers in (self.standard.mean, self.standard.spread)
+            torch.from_numpy(np.asarray(numbers, dtype=np.float32)) for numbers in (self.scaler.mean, self.scaler.std)
         )
         return Served(model, mean, spread), windows * spread + mean
 
@@ -314,7 +312,7 @@ class BarReader(Reader):
                 most, before = len(one), min(found.first, len(one))
             if len(one) - found.first < self._length:
                 continue
-            series.append(self.standard(found.values[found.first :]))
+            series.append(self.scaler.transform(found.values[found.first :]))
             rows.append(one.rows[found.first + self._length - 1 :])
         if not series:
             raise DataError(
@@ -353,20 +351,20 @@ class Windowed:
         """The class of each window."""
         return np.concatenate([side.labels[self._length - 1 :] for side in self.parts])
 
-    def standard(self) -> Standard:
-        """The scale of these features."""
-        return standardised(np.concatenate([side.values for side in self.parts]))
+    def scaler(self) -> Scaler:
+        """The scaler of these features."""
+        return Scaler.fit(np.concatenate([side.values for side in self.parts]))
 
-    def windows(self, standard: Standard) -> Windows:
-        """Windows of the features at this scale, with their classes."""
-        values = [standard(side.values) for side in self.parts]
+    def windows(self, scaler: Scaler) -> Windows:
+        """Windows of the scaled features, with their classes."""
+        values = [scaler.transform(side.values) for side in self.parts]
         return Windows(values, self._length, target=[side.labels for side in self.parts])
 
 
 def side_of(options: TemporalOptions, bars: Bars, known: Features, begin: int, end: int) -> Side | None:
     """The windows of one symbol whose last bar lies between two rows, and has a label."""
-    over = options.volatility or None
-    labels = direction(bars, options.ahead, options.threshold, volatility_over=over)
+    window = options.volatility or None
+    labels = direction(bars, options.ahead, options.threshold, volatility_window=window)
     is_known = np.flatnonzero(labels >= 0)
     if not len(is_known):
         return None
@@ -471,7 +469,7 @@ def known_features(
 def _read_bars(table: Table, seconds: int | None = None) -> list[Bars]:
     if len(table) < 2:
         raise DataError(f"{table.path} has a single bar; give more of them, at least {LEAST} windows are needed")
-    bars = bars_in(table, few=seconds)
+    bars = bars_of(table, default_seconds=seconds)
     own = seconds or max(bars, key=len).seconds
     for one in bars:
         if one.seconds != own:
@@ -548,7 +546,7 @@ def seconds_of(frame: str) -> int | None:
     if not found:
         return None
     unit, number = found[1] or found[4], int(found[2] or found[3])
-    seconds = number * UNITS[unit]
+    seconds = number * FRAME_UNITS[unit]
     return seconds if 0 < seconds <= LONGEST_S else None
 
 
