@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hotlap.core.errors import DataError
-from hotlap.recipes import csv_files, tables
+from hotlap.recipes import csv_files, parquet_files
 from hotlap.recipes.csv_files import TextFile
 from hotlap.recipes.kinds import Cells, infer_column
 from hotlap.recipes.tables import column_lines, plain_cells, read_table
@@ -22,7 +22,7 @@ def small(monkeypatch):
     """A machine on which so many bytes of memory are free."""
 
     def free(size):
-        for module in (csv_files, tables):
+        for module in (csv_files, parquet_files):
             monkeypatch.setattr(module, "read_memory", lambda: SimpleNamespace(free_bytes=size))
 
     return free
@@ -82,7 +82,7 @@ def test_texts_of_a_parquet_file_are_written_back_in_their_own_type(tmp_path):
     parquet.write_table(given, tmp_path / "data.parquet")
     table = read_table(tmp_path / "data.parquet")
     assert [table[name].texts() for name in "ab"] == [["x", "", "y", ""], ["p", "q", "", "p"]]
-    assert {name: one.type for name, one in tables.as_they_are([tmp_path / "data.parquet"]).items()} == {
+    assert {name: one.type for name, one in parquet_files.arrow_columns_of([tmp_path / "data.parquet"]).items()} == {
         one.name: one.type for one in given.schema
     }
 

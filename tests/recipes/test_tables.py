@@ -257,11 +257,10 @@ def test_a_folder_is_read_as_one_table_in_order_of_names(written, tmp_path):
     written("b,a\nx,1\ny,2\n", "many/1.csv")
     written("no table", "many/readme.txt")
     written("no,thing\n1,2\n", "many/.hidden.csv")
-    table = read_table(tmp_path / "many", with_file=True)
+    table = read_table(tmp_path / "many")
     assert table["a"].values.tolist() == [1, 2, 3]
     assert table["b"].values.tolist() == ["x", "y", "z"]
-    assert table["file"].texts() == ["1.csv", "1.csv", "2.csv"]
-    assert "file" not in read_table(tmp_path / "many")
+    assert table.files == (("1.csv", 2), ("2.csv", 1))
 
 
 def test_the_kind_of_a_column_is_that_of_all_files(written, tmp_path):
@@ -476,11 +475,11 @@ def test_parquet_files_of_a_folder_are_joined(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     for name, rows in (("1", [1, None]), ("2", [3, 4])):
         parquet.write_table(arrow.table({"n": arrow.array(rows), "w": ["a", name]}), tmp_path / f"{name}.parquet")
-    table = read_table(tmp_path, with_file=True)
+    table = read_table(tmp_path)
     assert table["n"].values.tolist() == [1, 0, 3, 4]
     assert table["n"].missing.tolist() == [False, True, False, False]
     assert table["w"].texts() == ["a", "1", "a", "2"]
-    assert table["file"].texts() == ["1.parquet", "1.parquet", "2.parquet", "2.parquet"]
+    assert table.files == (("1.parquet", 2), ("2.parquet", 2))
 
 
 def test_a_file_that_is_no_parquet_is_refused(written):

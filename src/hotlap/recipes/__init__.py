@@ -12,7 +12,8 @@ add its name to `NAMES`. Read first:
 | `training`, `options` | `hotlap train`: every model trained and scored, the best kept, everything written down |
 | `answers`, `calls` | `hotlap predict`, and the same from Python |
 | `scores`, `plots`, `onnx_files` | scores and thresholds, SVG pictures, ONNX |
-| `tables`, `kinds`, `csv_files`, `checks` | a table read with its types, and what may be wrong with it |
+| `tables`, `csv_files`, `parquet_files`, `kinds` | files as tables, whose columns have kinds |
+| `checks` | what may be wrong with a table |
 | `encoders`, `word_counts` | for `text`: encoders with tokenizers, the TF-IDF baseline |
 | `bars`, `indicators` | for `temporal`: bars of prices and their features |
 | `picture_files` | for `image`: where pictures lie |

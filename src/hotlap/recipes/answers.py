@@ -24,9 +24,11 @@ from hotlap.machine.device import choose_device
 from hotlap.recipes import recipe_named
 from hotlap.recipes.checks import NUMBERS
 from hotlap.recipes.options import OPTIONS, recipe_in, run_of
+from hotlap.recipes.parquet_files import SUFFIXES as PARQUET
+from hotlap.recipes.parquet_files import pyarrow_for, write_parquet
 from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
 from hotlap.recipes.scores import Report, Threshold, judge_of, report_lines
-from hotlap.recipes.tables import PARQUET, Table, arrow_columns, libraries, plain_cells, write_parquet
+from hotlap.recipes.tables import Table, arrow_columns, plain_cells
 from hotlap.store.files import read_text, write_bytes, write_text
 from hotlap.store.weights import build_with_weights
 
@@ -314,7 +316,7 @@ def check_name(path: Path, option: str, suffixes: Sequence[str]) -> None:
     if not path.parent.is_dir():
         raise StoreError(f"there is no folder {path.parent} to write {path.name} into; make it, or name another")
     if path.suffix.lower() in PARQUET:
-        libraries(path)
+        pyarrow_for(path)
 
 
 def kept_names(table: Table, keep: Sequence[str]) -> list[str]:
