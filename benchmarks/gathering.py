@@ -25,7 +25,7 @@ import hotlap
 from benchmarks.paired import compare
 from hotlap.core.plan import Feed
 from hotlap.data import sources
-from hotlap.recipes.networks import NetworkPlan, made
+from hotlap.recipes.networks import NetworkSpec, new_network
 
 BATCH, CLASSES = 64, 10
 
@@ -44,8 +44,8 @@ def noise(path: Path, rows: int, size: int) -> Tensor:
 def steps(pictures: Tensor, device: torch.device, waits: list[float]) -> Iterator[None]:
     """A training, a step at a time; `waits` gets the seconds that each batch takes."""
     torch.manual_seed(0)
-    plan = NetworkPlan(outputs=CLASSES, size=pictures.shape[-1])
-    rig = hotlap.Rig(made("resnet", plan), torch.optim.AdamW, nn.CrossEntropyLoss(), device=device)
+    plan = NetworkSpec(outputs=CLASSES, size=pictures.shape[-1])
+    rig = hotlap.Rig(new_network("resnet", plan), torch.optim.AdamW, nn.CrossEntropyLoss(), device=device)
     data = TensorDataset(pictures, torch.randint(CLASSES, (len(pictures),)))
     rig.feed(data, batch_size=BATCH, epochs=10_000)
     rig.use(rig.plan.with_feed(Feed(kind="gather")))

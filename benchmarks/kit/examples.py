@@ -15,7 +15,7 @@ from hotlap import Job
 from hotlap.core.units import MIB
 from hotlap.kit import start_size as catalogue
 from hotlap.kit.bench import opened
-from hotlap.recipes.networks import NetworkPlan, made
+from hotlap.recipes.networks import NetworkSpec, new_network
 
 MOST_OFF = 0.05
 
@@ -67,7 +67,7 @@ def _dense(*widths: int) -> nn.Module:
 
 
 def _picture_network(name: str, width: int) -> nn.Module:
-    return made(name, NetworkPlan(size=224, outputs=10, width=width)).body
+    return new_network(name, NetworkSpec(size=224, outputs=10, width=width)).body
 
 
 EXAMPLES: dict[str, tuple[Callable[[], nn.Module], int]] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.kit.rows import Options
 from hotlap import Job
 from hotlap.machine.catalogue import find_gpu
-from hotlap.recipes.networks import NetworkPlan, made
+from hotlap.recipes.networks import NetworkSpec, new_network
 
 
 class Encoder(nn.Module):
@@ -43,7 +43,7 @@ def resnet18(quick: bool) -> nn.Module:
             pass
         else:
             return model
-    return made("resnet", NetworkPlan(size=32 if quick else 224, outputs=10, width=8 if quick else 64)).body
+    return new_network("resnet", NetworkSpec(size=32 if quick else 224, outputs=10, width=8 if quick else 64)).body
 
 
 def jobs(options: Options) -> dict[str, Job]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from hotlap.core.errors import StoreError
 from hotlap.recipes import encoders, library_models
 from hotlap.recipes.answers import revived
-from hotlap.recipes.networks import NetworkPlan, begun, made, plan_in
+from hotlap.recipes.networks import NetworkSpec, initial_network, new_network, spec_in_folder
 from hotlap.recipes.options import options_of
 from hotlap.recipes.text import RECIPE
 from hotlap.store.weights import load_weights
@@ -68,7 +68,7 @@ def text_reader(config):
 
 
 def image_reader(config):
-    network = NetworkPlan(size=16, outputs=2, config=config).to_dict()
+    network = NetworkSpec(size=16, outputs=2, config=config).to_dict()
     own = {"path": "path", "root": "", "fit": "squash", "tta": 1, "mirrors": False, "crop": 0.0}
     return {"classes": ["a", "b"], "network": network, **own, "mean": 0.0, "spread": 1.0, "header": None}
 
@@ -96,7 +96,7 @@ def test_the_config_of_a_stranger_runs_no_code_and_asks_nothing(trap, tmp_path, 
 def test_a_folder_of_pictures_weights_runs_no_code_and_asks_nothing(trap):
     (trap / "config.json").write_text(json.dumps({**IMAGE, "name_or_path": str(trap)}))
     with pytest.raises(StoreError, match="'auto_map', 'name_or_path'"):
-        plan_in(trap, NetworkPlan(size=16, outputs=2))
+        spec_in_folder(trap, NetworkSpec(size=16, outputs=2))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_folder_of_pictures_weights_runs_no_code_and_asks_nothing(trap):
 )
 def test_keys_that_lead_elsewhere_or_are_unknown_are_refused(more, said):
     with pytest.raises(StoreError, match=said):
-        library_models.made("AutoModel", {**TINY, **more}, "config.json")
+        library_models.new_model("AutoModel", {**TINY, **more}, "config.json")
 
 
 def test_the_config_inside_of_a_config_is_looked_at_too():
@@ -143,7 +143,7 @@ def test_a_folder_of_save_pretrained_trains_as_it_is_and_where_it_says_it_came_f
     (trap / "config.json").write_text(json.dumps(TEXT))
     found = encoders.encoder_in(folder, library_models.read_config(path), weights=True)
     assert not found.config.keys() & written.keys()
-    names, saved = dict(found.begun().named_parameters()), load_file(folder / "model.safetensors")
+    names, saved = dict(found.initial_model().named_parameters()), load_file(folder / "model.safetensors")
     assert all(torch.equal(one, saved[name]) for name, one in names.items())
 
 
@@ -183,7 +183,7 @@ def encoder(tmp_path, monkeypatch):
     reader = RECIPE.prepare(
         options_of(RECIPE.options_type, None, {"data": str(data), **quick}), lambda line: None
     ).reader
-    model = reader.begun().encoder
+    model = reader.initial_model().encoder
     model.save_pretrained(folder)
     reader.keep_files(folder)
     return folder, model, data
@@ -191,7 +191,7 @@ def encoder(tmp_path, monkeypatch):
 
 def begun_from(folder, data):
     given = options_of(RECIPE.options_type, None, {"data": str(data), "weights": str(folder), "device": "cpu"})
-    return RECIPE.prepare(given, lambda line: None).reader.begun().encoder
+    return RECIPE.prepare(given, lambda line: None).reader.initial_model().encoder
 
 
 def test_a_pickle_that_is_called_safetensors_is_refused_unopened(encoder, tmp_path):
@@ -271,9 +271,9 @@ def test_a_pickle_among_pictures_weights_is_refused_unopened(tmp_path):
     config = transformers.ViTConfig(image_size=16, patch_size=8, **small)
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
     (tmp_path / "vit" / "model.safetensors").write_bytes(pickle.dumps(Marks(tmp_path / "mark")))
-    name, plan = plan_in(tmp_path / "vit", NetworkPlan(size=16, outputs=2))
+    name, plan = spec_in_folder(tmp_path / "vit", NetworkSpec(size=16, outputs=2))
     with pytest.raises(StoreError, match="a pickle"):
-        begun(name, plan, str(tmp_path / "vit"), lambda line: None)
+        initial_network(name, plan, str(tmp_path / "vit"), lambda line: None)
     assert not (tmp_path / "mark").exists()
 
 
@@ -284,7 +284,7 @@ def test_what_normalises_pictures_is_numbers_or_refused(tmp_path, text):
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(StoreError, match="has no mean and spread of three colours"):
-        plan_in(tmp_path, NetworkPlan(size=16, outputs=2))
+        spec_in_folder(tmp_path, NetworkSpec(size=16, outputs=2))
 
 
 def test_a_model_of_timm_is_known_by_its_name_alone(monkeypatch):
@@ -296,4 +296,4 @@ def test_a_model_of_timm_is_known_by_its_name_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", timm)
     for name in ("timm:hf-hub:somebody/model", "timm:local-dir:/somewhere"):
         with pytest.raises(ValueError, match="timm has no model"):
-            made(name, NetworkPlan(size=16, outputs=2))
+            new_network(name, NetworkSpec(size=16, outputs=2))

@@ -14,7 +14,7 @@ from hotlap.core.job import Job
 from hotlap.recipes import library_models
 from hotlap.recipes.answers import revived, state_problem
 from hotlap.recipes.image import ImageOptions
-from hotlap.recipes.networks import NetworkPlan, _normalising_in, made
+from hotlap.recipes.networks import NetworkSpec, _normalising_in, new_network
 from hotlap.recipes.options import options_of, recipe_in
 from hotlap.recipes.temporal import TemporalOptions, seconds_of
 from hotlap.recipes.text import TextOptions
@@ -97,7 +97,7 @@ IMAGE = {
 @pytest.fixture
 def run(tmp_path):
     """A finished run of the recipe image, whose state may be changed."""
-    network = made("resnet", NetworkPlan(size=16, outputs=2, width=4, depth=1, mean=[0.5] * 3, spread=[0.5] * 3))
+    network = new_network("resnet", NetworkSpec(size=16, outputs=2, width=4, depth=1, mean=[0.5] * 3, spread=[0.5] * 3))
     save_state(network.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
 
     def changed(**changes):

@@ -21,7 +21,7 @@ from hotlap.data import pictures
 from hotlap.engine.augment import Augment
 from hotlap.recipes.answers import answer, revived
 from hotlap.recipes.image import RECIPE, ImageOptions, views
-from hotlap.recipes.networks import NetworkPlan, ResNet, VisionTransformer, begun, made, patch_side
+from hotlap.recipes.networks import NetworkSpec, ResNet, VisionTransformer, initial_network, new_network, patch_side
 from hotlap.recipes.options import options_of
 from hotlap.recipes.picture_files import folder_columns, placed
 from hotlap.recipes.tables import read_table
@@ -507,7 +507,7 @@ def test_without_pillow_the_extra_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [32, 100, 224])
 def test_built_in_networks_give_a_row_of_outputs_for_each_picture(size):
     for name in ("resnet", "vit"):
-        model = made(name, NetworkPlan(size=size, outputs=5, width=4, depth=1)).eval()
+        model = new_network(name, NetworkSpec(size=size, outputs=5, width=4, depth=1)).eval()
         pixels = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
         assert model(pixels).shape == (2, 5)
         assert torch.equal(model(pixels), model(pixels.float() / 255))
@@ -549,17 +549,17 @@ def test_answers_are_the_mean_of_the_probabilities_of_views(tmp_path):
 def test_local_weights_are_where_training_begins_and_what_does_not_fit_is_said(tmp_path):
     from safetensors.torch import save_file
 
-    plan = NetworkPlan(size=16, outputs=2, width=4, depth=1)
+    plan = NetworkSpec(size=16, outputs=2, width=4, depth=1)
     torch.manual_seed(1)
-    other = made("resnet", NetworkPlan(size=16, outputs=7, width=4, depth=1))
+    other = new_network("resnet", NetworkSpec(size=16, outputs=7, width=4, depth=1))
     save_file(other.body.state_dict(), tmp_path / "w.safetensors")
     lines = []
-    found = begun("resnet", plan, str(tmp_path / "w.safetensors"), lines.append)
+    found = initial_network("resnet", plan, str(tmp_path / "w.safetensors"), lines.append)
     assert torch.equal(found.body.blocks[0].first[0].weight, other.body.blocks[0].first[0].weight)
     assert found.body.head.weight.shape == (2, 32)
     assert "2 begin at random, as body.head.bias" in lines[0]
     with pytest.raises(StoreError, match="none of them fits vit"):
-        begun("vit", plan, str(tmp_path / "w.safetensors"), lines.append)
+        initial_network("vit", plan, str(tmp_path / "w.safetensors"), lines.append)
     with pytest.raises(StoreError, match="cannot read the weights nowhere"):
         trained(table_of(tmp_path, 12), tmp_path / "run", lines, weights="nowhere")
     assert not (tmp_path / "run").exists()
@@ -582,18 +582,18 @@ def test_a_folder_of_transformers_is_where_training_begins(tmp_path):
     state, reader, model = revived(folder)
     assert state["model"] == "transformers:vit"
     assert model.normalise.mean.flatten().tolist() == [0.5, 0.5, 0.5]
-    first = begun("transformers:vit", reader.network, str(tmp_path / "vit"), lines.append)
+    first = initial_network("transformers:vit", reader.network, str(tmp_path / "vit"), lines.append)
     name = "vit.embeddings.patch_embeddings.projection.weight"
     assert torch.equal(first.body.state_dict()[name], theirs.state_dict()[name])
     with pytest.raises(StoreError, match="no model can be made of transformers:bert"):
-        made("transformers:bert", NetworkPlan(size=16, outputs=2))
+        new_network("transformers:bert", NetworkSpec(size=16, outputs=2))
 
 
 def test_models_of_timm_are_made_by_name_where_it_is_installed(monkeypatch):
-    plan = NetworkPlan(size=16, outputs=3)
+    plan = NetworkSpec(size=16, outputs=3)
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(MachineError, match="this model needs timm: pip install timm"):
-        made("timm:some_net", plan)
+        new_network("timm:some_net", plan)
     asked = []
 
     def create_model(name, **settings):
@@ -606,10 +606,10 @@ def test_models_of_timm_are_made_by_name_where_it_is_installed(monkeypatch):
     stand_in.create_model, stand_in.is_model = create_model, lambda name: name == "some_net"
     stand_in.list_models = lambda: ["some_net", "other"]
     monkeypatch.setitem(sys.modules, "timm", stand_in)
-    assert made("timm:some_net", plan)(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).shape == (2, 3)
+    assert new_network("timm:some_net", plan)(torch.zeros(2, 3, 16, 16, dtype=torch.uint8)).shape == (2, 3)
     assert asked[-1] == ("some_net", {"pretrained": False, "num_classes": 3})
     with pytest.raises(DataError, match="timm has no model 'some_nett'; did you mean 'some_net'"):
-        made("timm:some_nett", plan)
+        new_network("timm:some_nett", plan)
 
 
 # --- what a newcomer does ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import hotlap
 from hotlap.cli import app
 from hotlap.core.errors import DataError
 from hotlap.recipes import encoders
-from hotlap.recipes.library_models import loaded
+from hotlap.recipes.library_models import pretrained_model
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -153,9 +153,9 @@ def test_no_bars_and_reports_of_the_library_are_shown_where_weights_are_loaded(f
     folder = tmp_path / "encoder"
     model.network.encoder.save_pretrained(folder)
     capfd.readouterr()
-    loaded("AutoModel", config, folder, "an encoder", add_pooling_layer=False)
+    pretrained_model("AutoModel", config, folder, "an encoder", add_pooling_layer=False)
     (folder / "model.safetensors").unlink()
     save_file({"embeddings.LayerNorm.weight": torch.ones(config["hidden_size"])}, folder / "model.safetensors")
-    _, missing = loaded("AutoModel", config, folder, "an encoder", add_pooling_layer=False)
+    _, missing = pretrained_model("AutoModel", config, folder, "an encoder", add_pooling_layer=False)
     assert missing
     assert capfd.readouterr() == ("", "")

@@ -139,14 +139,14 @@ def test_a_pretrained_folder_is_where_training_begins(tmp_path):
     data = texts_file(tmp_path / "train.csv", rows=120)
     first = RECIPE.prepare(options(tmp_path, data), lambda line: None)
     folder = tmp_path / "encoder"
-    model = first.reader.begun().encoder
+    model = first.reader.initial_model().encoder
     model.save_pretrained(folder)
     first.reader.keep_files(folder)
     lines = []
     given = options_of(RECIPE.options_type, None, {"data": str(data), "weights": str(folder), "device": "cpu"})
     found = RECIPE.prepare(given, lines.append)
     assert any("pretrained" in line for line in lines)
-    mine, theirs = model.state_dict(), found.reader.begun().encoder.state_dict()
+    mine, theirs = model.state_dict(), found.reader.initial_model().encoder.state_dict()
     assert all(bool((mine[name] == theirs[name]).all()) for name in mine)
     assert not all(bool((mine[n] == v).all()) for n, v in found.reader.model("encoder").encoder.state_dict().items())
 
@@ -308,7 +308,7 @@ def test_any_number_of_tokens_can_be_the_most(tmp_path):
 def test_more_tokens_than_a_pretrained_encoder_takes_are_refused_in_a_line(tmp_path):
     data = texts_file(tmp_path / "train.csv", rows=60)
     first, folder = RECIPE.prepare(options(tmp_path, data), lambda line: None), tmp_path / "encoder"
-    first.reader.begun().encoder.save_pretrained(folder)
+    first.reader.initial_model().encoder.save_pretrained(folder)
     first.reader.keep_files(folder)
     given = options(tmp_path, data, config="", weights=str(folder), most="60")
     lines = data.read_text().splitlines()

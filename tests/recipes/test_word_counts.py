@@ -23,25 +23,25 @@ def test_it_answers_by_words():
 
 
 def test_a_process_of_its_own_answers_the_same():
-    beside = word_counts.begun(TEXTS, LABELS, HELD)()
+    beside = word_counts.started(TEXTS, LABELS, HELD)()
     assert beside.answers == word_counts.fitted(TEXTS, LABELS, HELD).answers
     assert beside.took_s > 0
 
 
 def test_texts_of_which_no_word_comes_twice_have_no_answer():
     assert word_counts.fitted(["one two", "three four"], [0, 1], HELD).answers is None
-    assert word_counts.begun(["one two", "three four"], [0, 1], HELD)().answers is None
+    assert word_counts.started(["one two", "three four"], [0, 1], HELD)().answers is None
 
 
 def test_what_went_wrong_in_it_is_told():
     with pytest.raises(RuntimeError, match="at least 2 classes"):
-        word_counts.begun(TEXTS, [0] * len(TEXTS), HELD)()
+        word_counts.started(TEXTS, [0] * len(TEXTS), HELD)()
 
 
 def test_one_that_was_killed_is_told_by_how_it_ended(monkeypatch):
     monkeypatch.setattr(word_counts.sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="ended with 1"):
-        word_counts.begun(TEXTS, LABELS, HELD)()
+        word_counts.started(TEXTS, LABELS, HELD)()
 
 
 def test_it_imports_nothing_of_hotlap():
@@ -51,7 +51,7 @@ def test_it_imports_nothing_of_hotlap():
 
 
 def test_one_that_nobody_waits_for_is_ended():
-    answers = word_counts.begun(TEXTS, LABELS, HELD)
+    answers = word_counts.started(TEXTS, LABELS, HELD)
     process = answers._process
     del answers
     assert process.wait(timeout=600) is not None
@@ -90,7 +90,7 @@ def test_beside_a_gpu_it_is_fitted_in_another_process_and_here_otherwise(prepare
 def test_a_second_time_it_comes_out_of_the_cache_and_says_what_that_saved(prepared_by, monkeypatch, device):
     first = prepared_by(device).baselines()
     monkeypatch.setattr(word_counts, "fitted", None)
-    monkeypatch.setattr(word_counts, "begun", None)
+    monkeypatch.setattr(word_counts, "started", None)
     told = len(prepared_by.lines)
     again = prepared_by(device).baselines()
     assert all(np.array_equal(first[name], again[name]) for name in first)
@@ -102,6 +102,6 @@ def test_one_that_failed_is_said_and_left_out(prepared_by, monkeypatch):
     def failing(*_):
         raise RuntimeError("no memory is left")
 
-    monkeypatch.setattr(word_counts, "begun", lambda *_: failing)
+    monkeypatch.setattr(word_counts, "started", lambda *_: failing)
     assert list(prepared_by("cuda").baselines()) == ["most frequent class"]
     assert "no memory is left" in prepared_by.lines[-1]

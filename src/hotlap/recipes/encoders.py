@@ -86,12 +86,12 @@ class Encoder:
     @property
     def width(self) -> int:
         """Numbers for each token."""
-        return int(self._plan.config.hidden_size)
+        return int(self._meta_model.config.hidden_size)
 
     @property
     def words(self) -> int | None:
         """Different tokens that it knows; None where its config does not say."""
-        found = getattr(self._plan.config, "vocab_size", None)
+        found = getattr(self._meta_model.config, "vocab_size", None)
         return found if isinstance(found, int) else None
 
     @property
@@ -102,7 +102,7 @@ class Encoder:
     @property
     def fields(self) -> tuple[str, ...]:
         """What it takes beside the mask."""
-        has_types = TYPES in self._taken and (getattr(self._plan.config, "type_vocab_size", None) or 0) > 1
+        has_types = TYPES in self._taken and (getattr(self._meta_model.config, "type_vocab_size", None) or 0) > 1
         return ("input_ids", TYPES) if has_types else ("input_ids",)
 
     @property
@@ -110,7 +110,7 @@ class Encoder:
         """Tokens at most, of texts as batches have them; None where any number will do."""
         tables = [
             one
-            for name, one in self._plan.named_modules()
+            for name, one in self._meta_model.named_modules()
             if isinstance(one, nn.Embedding) and name.endswith(("position_embeddings", "position_embedding", "wpe"))
         ]
         # RoBERTa counts positions from behind its padding token on.
@@ -125,8 +125,8 @@ class Encoder:
         if "decoder_input_ids" in self._taken:
             return f"{kind} has a decoder behind its encoder"
         if not {"input_ids", "attention_mask"} <= self._taken:
-            return f"{kind} takes {self._plan.main_input_name} and no tokens"
-        return None if hasattr(self._plan.config, "hidden_size") else f"{kind} does not say its hidden_size"
+            return f"{kind} takes {self._meta_model.main_input_name} and no tokens"
+        return None if hasattr(self._meta_model.config, "hidden_size") else f"{kind} does not say its hidden_size"
 
     @property
     def _source(self) -> str:
@@ -139,24 +139,24 @@ class Encoder:
         return {"add_pooling_layer": False} if has_one else {}
 
     @cached_property
-    def _plan(self) -> Any:
-        """The encoder without weights."""
+    def _meta_model(self) -> Any:
+        """The encoder on the meta device, without memory for weights."""
         with torch.device("meta"):
-            return self.made()
+            return self.new_model()
 
     @cached_property
     def _taken(self) -> set[str]:
-        return set(inspect.signature(self._plan.forward).parameters)
+        return set(inspect.signature(self._meta_model.forward).parameters)
 
-    def made(self) -> nn.Module:
+    def new_model(self) -> nn.Module:
         """The encoder with random weights."""
-        return library_models.made("AutoModel", self.config, self._source, **self._without_pooler)
+        return library_models.new_model("AutoModel", self.config, self._source, **self._without_pooler)
 
-    def begun(self) -> nn.Module:
-        """The encoder as its training begins."""
+    def initial_model(self) -> nn.Module:
+        """The encoder as its training begins: pretrained if it has weights."""
         if self.folder is None:
-            return self.made()
-        model, missing = library_models.loaded(
+            return self.new_model()
+        model, missing = library_models.pretrained_model(
             "AutoModel", self.config, self.folder, self._source, **self._without_pooler
         )
         if missing:
@@ -252,7 +252,7 @@ def _refuse_unfit(encoder: Encoder, source: str, wanted: EncoderOptions) -> None
     """Refuse what is no encoder of texts or is too large to train, before minutes are spent on tokens."""
     if encoder.problem is not None:
         raise StoreError(f"{source} is no encoder of texts: {encoder.problem}; give an encoder alone, as bert or mpnet")
-    refuse_too_large(encoder.made, source, wanted.device, "give a smaller encoder")
+    refuse_too_large(encoder.new_model, source, wanted.device, "give a smaller encoder")
 
 
 def _from_scratch(
@@ -275,7 +275,7 @@ def _from_scratch(
     config["vocab_size"] = tokenizer.get_vocab_size()
     say(f"encoder   {config['model_type']} from scratch, {config['vocab_size']:,} words and pieces of these texts")
     found = Encoder(config=config, tokenizer=tokenizer)
-    refuse_too_large(found.made, source, wanted.device, "give a smaller encoder or vocabulary")
+    refuse_too_large(found.new_model, source, wanted.device, "give a smaller encoder or vocabulary")
     return found
 
 

@@ -26,7 +26,7 @@ from hotlap.data.pictures import FITS, Fit, Pictures, decoded, list_broken, pill
 from hotlap.engine.augment import Augment, as_shares
 from hotlap.recipes import checks
 from hotlap.recipes.kinds import word_column
-from hotlap.recipes.networks import BUILT_IN, NetworkPlan, begun, made, name_problem, plan_in
+from hotlap.recipes.networks import BUILT_IN, NetworkSpec, initial_network, name_problem, new_network, spec_in_folder
 from hotlap.recipes.onnx_files import write_onnx
 from hotlap.recipes.options import MOST, Options, is_file, is_folder, option, outside
 from hotlap.recipes.picture_files import CLASS, OTHERS, PATH, files_named, is_picture
@@ -176,16 +176,16 @@ class ImageRecipe(TabularRecipe):
         options, self.pictures = self.options, {}
         self.networks = list(dict.fromkeys(options.models))
         outputs = max(1, len(self.classes))
-        plan = NetworkPlan(size=options.size, outputs=outputs, width=options.width, depth=options.depth)
+        spec = NetworkSpec(size=options.size, outputs=outputs, width=options.width, depth=options.depth)
         if options.weights and is_file(Path(options.weights) / "config.json"):
-            name, plan = plan_in(Path(options.weights), plan)
+            name, spec = spec_in_folder(Path(options.weights), spec)
             self.networks = [name]
         for name in self.networks:
-            refuse_too_large(partial(made, name, plan), name, options.device, "give a smaller width or depth")
-            begun(name, plan, options.weights, lambda line: None)
+            refuse_too_large(partial(new_network, name, spec), name, options.device, "give a smaller width or depth")
+            initial_network(name, spec, options.weights, lambda line: None)
         self.reader = PictureReader(
             self.classes,
-            plan,
+            spec,
             path=self.columns[0],
             root=options.root,
             fit=cast("Fit", options.fit),
@@ -269,7 +269,7 @@ class ImageRecipe(TabularRecipe):
             loss = nn.CrossEntropyLoss(weight=self.class_weights(), label_smoothing=options.smoothing)
             scored = {"better": "higher"}
         return self.adamw_job(
-            begun(name, self.reader.network, options.weights, self.say),
+            initial_network(name, self.reader.network, options.weights, self.say),
             data,
             held,
             lr=1e-4 if is_begun else 1e-3 if name == "resnet" else 5e-4,
@@ -324,7 +324,7 @@ class ImageRecipe(TabularRecipe):
     def revive(cls, state: Mapping[str, Any], folder: Path) -> PictureReader:
         """The reader of a finished run."""
         own = {name: value for name, value in state.items() if name not in ("classes", "network")}
-        return PictureReader(state["classes"], NetworkPlan(**state["network"]), **own)
+        return PictureReader(state["classes"], NetworkSpec(**state["network"]), **own)
 
 
 class PictureReader(Reader):
@@ -333,7 +333,7 @@ class PictureReader(Reader):
     def __init__(
         self,
         classes: Sequence[str],
-        network: NetworkPlan,
+        network: NetworkSpec,
         *,
         path: str,
         root: str,
@@ -397,7 +397,7 @@ class PictureReader(Reader):
 
     def model(self, name: str) -> nn.Module:
         """A network with its first weights."""
-        return made(name, self.network)
+        return new_network(name, self.network)
 
     def pictures(self, table: Table, say: Say, *, is_asked: bool = False) -> Pictures:
         """The pictures that a table names, decoded, a row each; a warning counts the broken ones."""

@@ -98,18 +98,20 @@ def checked(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return found
 
 
-def made(kind: str, config: Mapping[str, Any], source: str, labels: int | None = None, **settings: Any) -> nn.Module:
+def new_model(
+    kind: str, config: Mapping[str, Any], source: str, labels: int | None = None, **settings: Any
+) -> nn.Module:
     """A model with random weights, of a kind such as AutoModel; StoreError where the config is of none."""
     auto = library("transformers", "this model", "hotlap[text]")
     with _library_errors(source), _quietly():
-        made_of = _config(auto, checked(config, source), labels)
+        settings_of_model = _config(auto, checked(config, source), labels)
         model: nn.Module = getattr(auto, kind).from_config(
-            made_of, trust_remote_code=False, dtype=torch.float32, **settings
+            settings_of_model, trust_remote_code=False, dtype=torch.float32, **settings
         )
     return model
 
 
-def loaded(
+def pretrained_model(
     kind: str, config: Mapping[str, Any], folder: Path, source: str, labels: int | None = None, **settings: Any
 ) -> tuple[nn.Module, list[str]]:
     """A model with the weights of a folder, and the names of those that it lacks, which are random.
@@ -119,7 +121,7 @@ def loaded(
     auto = library("transformers", "this model", "hotlap[text]")
     state = load_weights(folder)
     with torch.device("meta"):
-        family = type(made(kind, config, source, labels, **settings))
+        family = type(new_model(kind, config, source, labels, **settings))
     with _library_errors(source), _quietly():
         model, said = family.from_pretrained(  # type: ignore[attr-defined]
             None,

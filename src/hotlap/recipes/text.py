@@ -172,7 +172,7 @@ class TextRecipe(TabularRecipe):
         reader: TextReader = self.reader
         fresh = not reader.encoder.is_pretrained
         return self.adamw_job(
-            reader.begun(),
+            reader.initial_model(),
             data,
             held,
             lr=5e-4 if fresh else 5e-5,
@@ -215,7 +215,7 @@ class TextRecipe(TabularRecipe):
             self.say(f"rule      {word_counts.NAME}, from the cache, which saved {show_seconds(found.took_s)}")
             return lambda: found
         if choose_device(self.options.device).type == "cuda":
-            counting = word_counts.begun(texts, labels, theirs)
+            counting = word_counts.started(texts, labels, theirs)
         else:
             self.say(f"rule      {word_counts.NAME} is fitted to {len(texts):,} texts")
             counting = partial(word_counts.Counted, *word_counts.fitted(texts, labels, theirs))
@@ -286,11 +286,11 @@ class TextReader(Reader):
 
     def model(self, name: str) -> nn.Module:
         """The classifier with random weights."""
-        return Classifier(self.encoder.made(), self.encoder.width, len(self.classes), self._dropout)
+        return Classifier(self.encoder.new_model(), self.encoder.width, len(self.classes), self._dropout)
 
-    def begun(self) -> nn.Module:
+    def initial_model(self) -> nn.Module:
         """The classifier as its training begins: with the encoder's pretrained weights, if it has any."""
-        return Classifier(self.encoder.begun(), self.encoder.width, len(self.classes), self._dropout)
+        return Classifier(self.encoder.initial_model(), self.encoder.width, len(self.classes), self._dropout)
 
     def sequences(self, table: Table, say: Say, columns: Mapping[str, Any] | None = None) -> Sequences:
         """The texts of a table as tokens."""

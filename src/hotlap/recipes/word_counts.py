@@ -57,7 +57,7 @@ def fitted(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> 
     return Counted(answers, time.perf_counter() - began)
 
 
-def begun(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> Counting:
+def started(texts: Sequence[str], labels: Sequence[int], held: Sequence[str]) -> Counting:
     """Fit it in another process on one core; calling the result waits for the answers."""
     with tempfile.TemporaryFile() as given:
         given.write(json.dumps([texts, labels, held]).encode())
