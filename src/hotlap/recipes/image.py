@@ -27,8 +27,8 @@ from hotlap.engine.augment import Augment, as_shares
 from hotlap.recipes import checks
 from hotlap.recipes.kinds import word_column
 from hotlap.recipes.networks import BUILT_IN, NetworkSpec, initial_network, name_problem, new_network, spec_in_folder
-from hotlap.recipes.onnx_files import write_onnx
-from hotlap.recipes.options import MOST, Options, is_file, is_folder, option, outside
+from hotlap.recipes.onnx_files import CLOSE, OnnxExport
+from hotlap.recipes.options import MOST, Options, is_file, is_folder, option, outside, unknown_words
 from hotlap.recipes.picture_files import CLASS, OTHERS, PATH, files_named, is_picture
 from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
 from hotlap.recipes.tables import Table, named_columns, read_table, table_in_memory
@@ -47,8 +47,6 @@ PATHS = (PATH, "file", "filename", "file_name", "image", "image_path", "image_id
 LOOKED_AT = 20
 """Rows of which one that names a picture shows a column of paths."""
 MOST_VIEWS = 10
-CLOSE = 1e-4
-"""How far an answer of an ONNX file may be from the network's: a probability, or a share of the numbers' spread."""
 BROKEN = "broken.csv"
 """In a run's folder: the files that were left out, and why."""
 SOME = 16
@@ -101,9 +99,7 @@ class ImageOptions(Options):
             tta=(1, MOST_VIEWS),
             smoothing=(0, 1),
         )
-        for name, known in (("task", TASKS), ("fit", FITS), ("header", HEADERS)):
-            if getattr(self, name) not in known:
-                wrong.append(f"{name}={shown(getattr(self, name))} must be one of {', '.join(known)}")
+        wrong += unknown_words(self, task=TASKS, fit=FITS, header=HEADERS)
         wrong += [problem for name in self.models if (problem := name_problem(name))]
         if not self.models:
             wrong.append(f"models is empty; name some of {', '.join(BUILT_IN)}")
@@ -298,16 +294,17 @@ class ImageRecipe(TabularRecipe):
         """Pretrained weights, where the networks begin at random."""
         return "train for more --epochs, or on more pictures" if self.options.weights else "begin with --weights FILE"
 
-    def write_onnx(self, held: Any, name: str, model: nn.Module, folder: Path, say: Say) -> None:
-        """Write the network as ONNX with all that comes before and after it, tried on some held-out pictures."""
-        path, reader = folder / "model.onnx", self.reader
-        pictures = self.pictures[id(self.held.whole)].pixels[torch.from_numpy(self.held.rows[:SOME])]
+    def onnx_export(self, held: Any, name: str, model: nn.Module) -> OnnxExport:
+        """The network with what comes before and after it, with some held-out pictures."""
+        reader = self.reader
         classes = json.dumps(reader.classes)
-        about = {"model": name, "classes": classes, "input": "pictures of uint8, channels first, RGB"}
-        names = ("pictures", "probabilities" if reader.classes else "numbers")
-        close = CLOSE if reader.classes else CLOSE * reader.spread
-        gap = write_onnx(Answering(model, reader), pictures, path, about, names=names, close=close)
-        say(f"onnx      {path}: its answers are the model's to {gap:.1g}")
+        return OnnxExport(
+            model=Answering(model, reader),
+            inputs=(self.pictures[id(self.held.whole)].pixels[torch.from_numpy(self.held.rows[:SOME])],),
+            about={"model": name, "classes": classes, "input": "pictures of uint8, channels first, RGB"},
+            names=("pictures", "probabilities" if reader.classes else "numbers"),
+            close=CLOSE if reader.classes else CLOSE * reader.spread,
+        )
 
     def _thumbnails(self, side: Side) -> Numbers:
         # Of large pictures some lines are enough.

@@ -8,6 +8,7 @@ import io
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,73 +19,62 @@ from torch import Tensor, nn
 from hotlap.core.errors import MachineError, TrainingError, first_line
 from hotlap.store.files import write_bytes
 
+NAME = "model.onnx"
 CLOSE = 1e-4
 """How far a probability of the file may be from the network's."""
 
 
-class Served(nn.Module):
-    """Windows of plain features in, probabilities out: standardised as in training, and after a softmax."""
+@dataclass(frozen=True, kw_only=True)
+class OnnxExport:
+    """A network to write as an ONNX file, with what describes it."""
 
-    mean: Tensor
-    spread: Tensor
-
-    def __init__(self, network: nn.Module, mean: Tensor, spread: Tensor) -> None:
-        super().__init__()
-        self.network = network
-        self.register_buffer("mean", mean)
-        self.register_buffer("spread", spread)
-
-    def forward(self, bars: Tensor) -> Tensor:
-        """The probability of each class."""
-        scores: Tensor = self.network((bars - self.mean) / self.spread)
-        return scores.softmax(1)
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    """Some inputs, on which hotlap compares the file with the model."""
+    about: Mapping[str, str]
+    """Words about the file, which it holds."""
+    names: tuple[str, ...]
+    """The names of the inputs and, as the last, of the output."""
+    axes: tuple[str, ...] = ("batch",)
+    """The names of the first axes of all inputs, which may be of any size."""
+    close: float = CLOSE
+    """How far an answer of the file may be from the model's."""
 
 
-def write_onnx(
-    model: nn.Module,
-    example: Tensor | tuple[Tensor, ...],
-    path: Path,
-    about: Mapping[str, str],
-    *,
-    names: tuple[str, ...] = ("bars", "probabilities"),
-    axes: tuple[str, ...] = ("batch",),
-    close: float = CLOSE,
-) -> float:
-    """Write the model with words about it, for inputs of any size; the largest difference to the model itself.
+def write_onnx(export: OnnxExport, path: Path) -> float:
+    """Write a network as an ONNX file, and give the largest difference between its answers and the network's.
 
-    `names` are those of what goes in and, as the last, of what comes out; `axes` those of the first axes of all that
-    goes in, which may be of any size. Raises TrainingError where there is no such file of this model, or the file's
-    answers, to the example and to half of it along each of the axes, are not this `close` to the model's.
+    Raises TrainingError where torch cannot write this network, or where the answers of the file differ too much, to
+    the example inputs or to half of them along each of the axes.
     """
     onnx, runtime = libraries()
-    model = model.eval().cpu()
-    given = example if isinstance(example, tuple) else (example,)
-    sizes = {at: torch.export.Dim(name) for at, name in enumerate(axes)}
+    model, inputs, names = export.model.eval().cpu(), export.inputs, export.names
+    sizes = {at: torch.export.Dim(name) for at, name in enumerate(export.axes)}
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         try:
             program = torch.onnx.export(
                 model,
-                given,
+                inputs,
                 input_names=names[:-1],
                 output_names=names[-1:],
-                dynamic_shapes=tuple(sizes for _ in given),
+                dynamic_shapes=tuple(sizes for _ in inputs),
                 dynamo=True,
                 verbose=False,
             )
-        except Exception as error:  # of an exporter that fails in many ways, at models of others
+        except Exception as error:  # the exporter fails in many ways, at models of others
             raise TrainingError(
                 f"torch {torch.__version__} cannot write this model as an ONNX file: {first_line(error)}; do without "
                 f"--onnx: the model itself is in {path.parent}"
             ) from error
     assert program is not None
     file = program.model_proto
-    onnx.helper.set_model_props(file, dict(about))
+    onnx.helper.set_model_props(file, dict(export.about))
     content = file.SerializeToString()
     session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    half = tuple(part[tuple(slice((size + 1) // 2) for size in part.shape[: len(axes)])] for part in given)
-    gap = max(_gap(model, session, names, parts) for parts in (given, half))
-    if not gap <= close:
+    half = tuple(part[tuple(slice((size + 1) // 2) for size in part.shape[: len(sizes)])] for part in inputs)
+    gap = max(_gap(model, session, names, parts) for parts in (inputs, half))
+    if not gap <= export.close:
         raise TrainingError(f"the ONNX file answers otherwise than the model, by up to {gap:.2g}; it is not written")
     write_bytes(path, content)
     return gap

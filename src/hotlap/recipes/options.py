@@ -8,7 +8,7 @@ import math
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -57,11 +57,7 @@ class Options:
     onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name}={shown(getattr(self, name))} must be at least 1"
-            for name in ("batch_size", "patience")
-            if getattr(self, name) < 1
-        ]
+        wrong = below_one(self, "batch_size", "patience")
         if self.epochs < 0:
             wrong.append(f"epochs={self.epochs} is below 0")
         wrong += outside(self, seed=(0, 2**63 - 1), lr=(0, MOST), warm_up=(0, 1), weight_decay=(0, MOST))
@@ -114,6 +110,22 @@ def outside(options: Options, **ranges: tuple[float, float]) -> list[str]:
         else f"{name}={shown(getattr(options, name))} must be a number of at least {least}"
         for name, (least, most) in ranges.items()
         if not least <= getattr(options, name) <= most
+    ]
+
+
+def below_one(options: Options, *names: str) -> list[str]:
+    """A line for each of these options that is below 1."""
+    return [
+        f"{name}={shown(getattr(options, name))} must be at least 1" for name in names if getattr(options, name) < 1
+    ]
+
+
+def unknown_words(options: Options, **known: Collection[str]) -> list[str]:
+    """A line for each option that is none of its known words."""
+    return [
+        f"{name}={shown(getattr(options, name))} must be one of {', '.join(words)}"
+        for name, words in known.items()
+        if getattr(options, name) not in words
     ]
 
 

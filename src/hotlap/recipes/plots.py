@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]
 NO_METRICS = ("step", "epoch", "train_loss", "valid_loss", "lr", "elapsed_s", "samples")
 """What a record holds beside metrics."""
 USUAL = "macro_f1"
-"""The metric that is drawn where it is there and none is named."""
+"""The metric that is drawn where a history has it; else the first."""
 MOST_POINTS = 400
 """A line of more points is drawn through means of neighbours."""
 MOST_DOTS = 40
@@ -57,17 +57,16 @@ class Line:
 # --- learning curves -----------------------------------------------------------------------------------
 
 
-def curves(history: Sequence[Record] | Mapping[str, Sequence[Record]], path: Path, metric: str | None = None) -> None:
-    """Draw the losses of a training over its steps, and one metric beneath, into an SVG file.
+def curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
+    """Draw the losses of trainings over their steps, and one metric beneath, into an SVG file.
 
-    `history` is a run's, or several by name; each of these has a colour, and training is dashed where validation is
-    not. Numbers that are none are left out. Raises DataError where there is nothing to draw.
+    `runs` are the histories of models by name. Each has a colour; training is dashed, validation is not. Numbers that
+    are not finite are left out. Raises DataError where there is nothing to draw.
     """
-    runs = dict(history) if isinstance(history, Mapping) else {"": history}
-    metric = metric or _usual_metric(runs)
+    metric = _usual_metric(runs)
     losses = [line for number, (name, run) in enumerate(runs.items()) for line in _losses(name, run, number, len(runs))]
     below = [
-        Line(name=f"{name} {metric}".strip(), points=_points(run, metric), colour=number)
+        Line(name=f"{name} {metric}", points=_points(run, metric), colour=number)
         for number, (name, run) in enumerate(runs.items())
         if metric and _points(run, metric)
     ]
@@ -90,10 +89,9 @@ def curves(history: Sequence[Record] | Mapping[str, Sequence[Record]], path: Pat
 def _losses(name: str, run: Sequence[Record], number: int, runs: int) -> list[Line]:
     """Training and validation; of a single run in two colours."""
     train, valid = _points(run, "train_loss"), _points(run, "valid_loss")
-    own = name or "loss"
     found = [
-        Line(name=f"{own}, training", points=train, colour=1 if runs == 1 else number, is_train=True),
-        Line(name=f"{own}, validation", points=valid, colour=number),
+        Line(name=f"{name}, training", points=train, colour=1 if runs == 1 else number, is_train=True),
+        Line(name=f"{name}, validation", points=valid, colour=number),
     ]
     return [line for line in found if line.points]
 

@@ -24,6 +24,7 @@ from hotlap.machine.cuda import free_for_torch
 from hotlap.machine.device import choose_device
 from hotlap.machine.limits import read_memory
 from hotlap.recipes import checks
+from hotlap.recipes.onnx_files import NAME, OnnxExport, write_onnx
 from hotlap.recipes.options import Options
 from hotlap.recipes.recipe import Candidate, Fold, Numbers, Prepared, Reader, Say
 from hotlap.recipes.scores import class_weights
@@ -272,8 +273,8 @@ class TabularRecipe:
         """A held-out sample in a few words, for a list of mistakes."""
         return f"row {self.held.rows[at] + 1:,} of {self.held.whole.path}"
 
-    def write_onnx(self, held: Any, name: str, model: nn.Module, folder: Path, say: Say) -> None:
-        """Write the best model as an ONNX file, for `--onnx`."""
+    def onnx_export(self, held: Any, name: str, model: nn.Module) -> OnnxExport:
+        """The best model as an ONNX file holds it, for `--onnx`."""
         raise NotImplementedError
 
     def advice(self) -> str:
@@ -347,7 +348,7 @@ class TabularRecipe:
             shown=self.example_of,
             baselines=self.baselines,
             folds=self.folds,
-            finish=partial(self.write_onnx, held) if self.options.onnx else None,
+            finish=partial(self._write_onnx, held) if self.options.onnx else None,
             advice=self.advice(),
         )
 
@@ -382,6 +383,11 @@ class TabularRecipe:
             device=options.device,
             **{**usual, **settings},
         )
+
+    def _write_onnx(self, held: Any, name: str, model: nn.Module, folder: Path, say: Say) -> None:
+        path = folder / NAME
+        gap = write_onnx(self.onnx_export(held, name, model), path)
+        say(f"onnx      {path}: its answers are the model's to {gap:.1g}")
 
     def _answers(self, table: Table, rows: Numbers) -> Numbers:
         column = table[self.target].rows(rows)

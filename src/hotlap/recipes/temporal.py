@@ -25,8 +25,8 @@ from hotlap.recipes import indicators
 from hotlap.recipes.bars import FRAME_UNITS, Bars, bars_of, frame_name, has_symbols_of_files, with_symbols
 from hotlap.recipes.indicators import Features, Scaler, direction, features
 from hotlap.recipes.networks import AttentiveLstm, LastStep, WindowTransformer
-from hotlap.recipes.onnx_files import Served, write_onnx
-from hotlap.recipes.options import MOST, Options, option, outside
+from hotlap.recipes.onnx_files import OnnxExport
+from hotlap.recipes.options import MOST, Options, below_one, option, outside
 from hotlap.recipes.recipe import Asked, Fold, Numbers, Reader, Say
 from hotlap.recipes.tables import Table, read_table
 from hotlap.recipes.tabular import TabularRecipe, refuse_pictures, shown_table
@@ -77,11 +77,7 @@ class TemporalOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wrong = [
-            f"{name}={getattr(self, name)} must be at least 1"
-            for name in ("length", "ahead")
-            if getattr(self, name) < 1
-        ]
+        wrong = below_one(self, "length", "ahead")
         wrong += outside(self, folds=(0, MOST), smoothing=(0, 1))
         wrong += [
             f"{name}={getattr(self, name)} must be above 0"
@@ -245,15 +241,19 @@ class TemporalRecipe(TabularRecipe):
         of = f" of {side.symbol}" if len(ends) > 1 else ""
         return f"the window up to the bar of {side.times[at - ends[place]].astype('datetime64[s]')}{of}"
 
-    def write_onnx(self, held: Windows, name: str, model: nn.Module, folder: Path, say: Say) -> None:
-        """Write the network as ONNX with its scale, tried on some held-out windows."""
-        path, reader = folder / "model.onnx", self.reader
+    def onnx_export(self, held: Windows, name: str, model: nn.Module) -> OnnxExport:
+        """The network with its scaler, from features to probabilities, with some held-out windows."""
+        scaler = self.reader.scaler
+        mean, std = (torch.from_numpy(np.asarray(one, dtype=np.float32)) for one in (scaler.mean, scaler.std))
         windows = torch.stack([held[at][0] for at in range(min(len(held), EXAMPLES))])
-        state = {key: json.dumps(value) for key, value in reader.state().items()}
+        state = {key: json.dumps(value) for key, value in self.reader.state().items()}
         about = {"model": name, "classes": json.dumps(CLASSES), "input": "windows of features, not standardised"}
-        network, inputs = reader.served(model, windows)
-        gap = write_onnx(network, inputs, path, {**about, **state})
-        say(f"onnx      {path}: its answers are the model's to {gap:.1g}")
+        return OnnxExport(
+            model=Answering(model, mean, std),
+            inputs=(windows * std + mean,),
+            about={**about, **state},
+            names=("bars", "probabilities"),
+        )
 
     @classmethod
     def revive(cls, state: Mapping[str, Any], folder: Path) -> BarReader:
@@ -297,13 +297,6 @@ class BarReader(Reader):
             return WindowTransformer(count, len(CLASSES), length=self._length)
         return LastStep(count, len(CLASSES))
 
-    def served(self, model: nn.Module, windows: Tensor) -> tuple[nn.Module, Tensor]:
-        """The network with all that comes before and after it, and these windows as it takes them."""
-        mean, spread = (
-            torch.from_numpy(np.asarray(numbers, dtype=np.float32)) for numbers in (self.scaler.mean, self.scaler.std)
-        )
-        return Served(model, mean, spread), windows * spread + mean
-
     def asked(self, table: Table, say: Say) -> Asked:
         """The bars that have enough before them; a line counts the others."""
         series, rows, most, before = [], [], 0, 0
@@ -325,6 +318,24 @@ class BarReader(Reader):
             cure = "put those that came before in front of them"
             say(f"bars      {count} have too little before them for an answer; {cure}")
         return Asked(data=Windows(series, self._length), rows=answered)
+
+
+class Answering(nn.Module):
+    """Windows of unscaled features in, probabilities out: for ONNX."""
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(self, network: nn.Module, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", mean)
+        self.register_buffer("spread", std)
+
+    def forward(self, bars: Tensor) -> Tensor:
+        """The probability of each class."""
+        scores: Tensor = self.network((bars - self.mean) / self.spread)
+        return scores.softmax(1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from hotlap.machine.device import choose_device
 from hotlap.recipes import checks, word_counts
 from hotlap.recipes.encoders import TOKENIZER, Encoder, EncoderOptions, encoder_for, encoder_in
 from hotlap.recipes.kinds import Column
-from hotlap.recipes.onnx_files import write_onnx
-from hotlap.recipes.options import option, outside
+from hotlap.recipes.onnx_files import OnnxExport
+from hotlap.recipes.options import option, outside, unknown_words
 from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
 from hotlap.recipes.tables import Table, named_columns, read_table, table_in_memory
 from hotlap.recipes.tabular import HEADERS, Side, TabularRecipe, now_and_then, refuse
@@ -56,9 +56,7 @@ class TextOptions(EncoderOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wrong = outside(self, dropout=(0, 1))
-        if self.header not in HEADERS:
-            wrong.append(f"header={shown(self.header)} must be one of {', '.join(HEADERS)}")
+        wrong = outside(self, dropout=(0, 1)) + unknown_words(self, header=HEADERS)
         if len(self.text) > 2:
             wrong.append(f"text names {len(self.text)} columns, and one or two are taken")
         if len(set(self.text)) < len(self.text):
@@ -221,9 +219,9 @@ class TextRecipe(TabularRecipe):
             counting = partial(word_counts.Counted, *word_counts.fitted(texts, labels, theirs))
         return lambda: word_counts.Counted(*cache.get_or_make(COUNTS, key, lambda: ({}, tuple(counting())))[1])
 
-    def write_onnx(self, held: Sequences, name: str, model: nn.Module, folder: Path, say: Say) -> None:
-        """Write the classifier as ONNX, tried on some held-out texts."""
-        path, reader = folder / "model.onnx", self.reader
+    def onnx_export(self, held: Sequences, name: str, model: nn.Module) -> OnnxExport:
+        """The classifier, from tokens to probabilities, with some held-out texts."""
+        reader = self.reader
         # Of a single text the exporter would make a file for batches of one.
         rows = torch.arange(max(2, min(len(held), EXAMPLES))) % len(held)
         batch = SequenceColumns(held).gather(rows)
@@ -234,10 +232,13 @@ class TextRecipe(TabularRecipe):
             "attention_mask is 0",
             **{key: json.dumps(value) for key, value in reader.state().items()},
         }
-        inputs = tuple(batch[one] for one in names)
-        axes = ("batch", "length")
-        gap = write_onnx(Answering(model), inputs, path, about, names=(*names, "probabilities"), axes=axes)
-        say(f"onnx      {path}: its answers are the model's to {gap:.1g}")
+        return OnnxExport(
+            model=Answering(model),
+            inputs=tuple(batch[one] for one in names),
+            about=about,
+            names=(*names, "probabilities"),
+            axes=("batch", "length"),
+        )
 
     @classmethod
     def revive(cls, state: Mapping[str, Any], folder: Path) -> TextReader:

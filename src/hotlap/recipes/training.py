@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,45 +77,20 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
         say(f"test      {options.test}: {len(table):,} rows")
         prepared.reader.asked(table, say)
     folder = _folder(recipe, options, out, say)
+    run = _Training(
+        recipe=recipe,
+        options=options,
+        prepared=prepared,
+        folder=folder,
+        retrain=retrain,
+        say=say,
+        progress=progress,
+    )
     try:
-        return _trained(recipe, options, prepared, folder, retrain=retrain, say=say, progress=progress)
+        run.train()
     except (KeyboardInterrupt, SystemExit):
         say(f"stopped   go on with: {shlex.join(command_of(folder))}")
         raise
-
-
-def _trained(
-    recipe: Recipe,
-    options: Options,
-    prepared: Prepared,
-    folder: Path,
-    *,
-    retrain: bool,
-    say: Say,
-    progress: bool,
-) -> Path:
-    found = _compete(prepared, options, folder, retrain=retrain, say=say, progress=progress)
-    judge = judge_of(prepared.reader.classes)
-    best = max(found, key=lambda one: judge.score(one.report))
-    rules = {name: judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines().items()}
-    beaten_by = _beaten_by(found, rules, judge)
-    for line in _compared(found, rules, prepared):
-        say(line)
-    folds = _walked(prepared, best.name, options, folder, retrain=retrain, say=say, progress=progress)
-    _write(recipe, options, prepared, found, best, rules, folds, folder, beaten_by)
-    if prepared.finish is not None:
-        prepared.finish(best.name, revived(folder)[2], folder, say)
-    for line in report_lines(best.report):
-        say(line)
-    if options.test:
-        answers = folder / PREDICTIONS
-        answered = answer(folder, Path(options.test), answers, say=say, device=options.device, was_shown=True)
-        say(f"predictions of {options.test} in {answers}: {answered.line}")
-    if beaten_by:
-        names, advice = " and ".join(beaten_by), f"; {prepared.advice}" if prepared.advice else ""
-        say(f"result    {best.name} gives the answers of this run, though {names} did at least as well{advice}")
-    looked_at = [name for name in (REPORT, CURVES, CONFUSION) if (folder / name).is_file()]
-    say(f"run       {folder} ({', '.join(looked_at)}); predict with: hotlap predict {folder} --data FILE --out FILE")
     return folder
 
 
@@ -124,24 +100,6 @@ def resume(folder: Path, given: Mapping[str, Any], *, retrain: bool = False, say
     recipe = recipe_named(recipe_in(file) or "")
     options = options_of(recipe.options_type, file, given)
     return train(recipe, options, out=folder, retrain=retrain, say=say, progress=progress)
-
-
-def _compete(
-    prepared: Prepared, options: Options, folder: Path, *, retrain: bool, say: Say, progress: bool
-) -> list[Judged]:
-    """All models, trained and judged; hotlap warns of one that diverges and leaves it out, unless all do."""
-    found, diverged = [], []
-    for one in prepared.candidates:
-        out = folder / "models" / one.name
-        try:
-            found.append(_judged(one, prepared, options, out, retrain=retrain, say=say, progress=progress))
-        except DivergedError as error:
-            diverged.append(error)
-            if len(prepared.candidates) > 1:
-                say(f"warning   left out: {error}")
-    if not found:
-        raise diverged[0]
-    return found
 
 
 def _check_names(recipe: Recipe, options: Options, out: Path | None) -> None:
@@ -183,14 +141,11 @@ def _refuse_other_training(recipe: Recipe, options: Options, folder: Path) -> No
 
 def _folder(recipe: Recipe, options: Options, out: Path | None, say: Say) -> Path:
     """A new folder, or that in which this training was begun."""
-    goes_on = out is not None and (out / OPTIONS).is_file()
-    if goes_on:
-        assert out is not None
+    if out is not None and (out / OPTIONS).is_file():
         say(f"run       {out} was begun before: it goes on")
         folder = out
         # Until the longer training is done, the folder is that of an interrupted one.
-        (folder / STATE).unlink(missing_ok=True)
-        for name in (PREDICTIONS, "model.onnx"):
+        for name in (STATE, PREDICTIONS, onnx_files.NAME):
             (folder / name).unlink(missing_ok=True)
     else:
         folder = RunFolder.create(out, recipe.name).path
@@ -198,96 +153,183 @@ def _folder(recipe: Recipe, options: Options, out: Path | None, say: Say) -> Pat
     return folder
 
 
-def _fitted(job: Job, options: Options, out: Path, *, retrain: bool, say: Say, progress: bool) -> Run:
-    """Train a job in its folder, or go on where it was interrupted there."""
-    was_begun = (out / PLAN).is_file()
-    try:
-        run = fit(
-            job,
-            plan=options.plan,
-            out=out,
-            resume=out if was_begun else None,
-            reuse=not retrain,
-            progress=progress,
-            started_by=command_of(out.parents[1]),
-        )
-    except DivergedError as error:
-        raise _diverged(out.name, str(error).partition(" and would")[0], options) from None
-    except AnotherTrainingError as error:
-        raise StoreError(f"{error.what}; go on with the files and options that it had, or name another --out") from None
-    for problem in () if progress else run.problems:
-        say(f"warning   {problem}")
-    return run
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    """One call of `train`: the recipe with its data, and how to train."""
 
+    recipe: Recipe
+    options: Options
+    prepared: Prepared
+    folder: Path
+    retrain: bool
+    say: Say
+    progress: bool
 
-def _walked(
-    prepared: Prepared, name: str, options: Options, folder: Path, *, retrain: bool, say: Say, progress: bool
-) -> dict[str, dict[str, Any]]:
-    """How the best model does on other splits, by their names."""
-    found = {}
-    for fold in prepared.folds(name):
-        out = folder / "folds" / fold.name
-        try:
-            run = _fitted(fold.job(), options, out, retrain=retrain, say=say, progress=progress)
-            answers = _held_out_answers(fold.name, run, prepared, fold.held_out, options)
-        except DivergedError as error:
-            say(f"warning   left out: {error}")
-            continue
-        judge = judge_of(prepared.reader.classes)
-        said = judge.report(fold.target, answers, None)
-        figures = ", ".join(f"{head} {said[name]:.3f}" for head, name in judge.columns)
-        say(f"{fold.name}: {figures} ({len(fold.target):,} samples)")
-        found[fold.name] = said
+    @cached_property
+    def judge(self) -> Judge:
+        """Scores answers."""
+        return judge_of(self.prepared.reader.classes)
+
+    def train(self) -> None:
+        """Train all models, compare them with the baselines, and write down the best and its answers."""
+        options, prepared, folder, say = self.options, self.prepared, self.folder, self.say
+        found = self.train_models()
+        best = max(found, key=lambda one: self.judge.score(one.report))
+        rules = {
+            name: self.judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines().items()
+        }
+        beaten_by = _beaten_by(found, rules, self.judge)
+        for line in _compared(found, rules, prepared):
+            say(line)
+        folds = self.train_folds(best.name)
+        self.write(found, best, rules, folds, beaten_by)
+        if prepared.finish is not None:
+            prepared.finish(best.name, revived(folder)[2], folder, say)
+        for line in report_lines(best.report):
+            say(line)
+        if options.test:
+            out = folder / PREDICTIONS
+            answered = answer(folder, Path(options.test), out, say=say, device=options.device, was_shown=True)
+            say(f"predictions of {options.test} in {out}: {answered.line}")
+        if beaten_by:
+            names, advice = " and ".join(beaten_by), f"; {prepared.advice}" if prepared.advice else ""
+            say(f"result    {best.name} gives the answers of this run, though {names} did at least as well{advice}")
+        files = [name for name in (REPORT, CURVES, CONFUSION) if (folder / name).is_file()]
+        say(f"run       {folder} ({', '.join(files)}); predict with: hotlap predict {folder} --data FILE --out FILE")
+
+    def train_models(self) -> list[Judged]:
+        """All models, trained and judged; hotlap warns of one that diverges and leaves it out, unless all do."""
+        found, diverged = [], []
+        for candidate in self.prepared.candidates:
+            try:
+                found.append(self.train_model(candidate))
+            except DivergedError as error:
+                diverged.append(error)
+                if len(self.prepared.candidates) > 1:
+                    self.say(f"warning   left out: {error}")
+        if not found:
+            raise diverged[0]
+        return found
+
+    def train_model(self, candidate: Candidate) -> Judged:
+        """A model, trained and judged on the held-out rows."""
+        run = self.fit(candidate.job(), self.folder / "models" / candidate.name)
+        was_kept = "cache" in run.stopped
+        for line in () if was_kept else (*tuning_table(run.ledger), f"plan   {run.plan}"):
+            self.say(line)
+        answers = self.held_out_answers(candidate.name, run, self.prepared.held_out)
+        threshold = self.judge.threshold(answers, self.prepared.target)
+        report = self.judge.report(self.prepared.target, answers, threshold)
+        weights = plain_state(run.model)
+        history, train_s = run.history, run.train_s
         del run
-        _bytes_left()
-    if found:
-        head, score = judge_of(prepared.reader.classes).columns[-1]
-        of_all = [said[score] for said in found.values()]
-        spread = f"from {min(of_all):.3f} to {max(of_all):.3f}"
-        say(f"over {len(of_all)} folds {head} is {np.mean(of_all):.3f} on average, {spread}")
-    return found
+        return Judged(
+            name=candidate.name,
+            weights=weights,
+            answers=answers,
+            threshold=threshold,
+            report=report,
+            history=history,
+            train_s=train_s,
+            was_kept=was_kept,
+            bytes_left=_bytes_left(),
+        )
 
+    def train_folds(self, name: str) -> dict[str, Report]:
+        """The scores of the best model on other splits, by their names."""
+        found: dict[str, Report] = {}
+        for fold in self.prepared.folds(name):
+            try:
+                run = self.fit(fold.job(), self.folder / "folds" / fold.name)
+                answers = self.held_out_answers(fold.name, run, fold.held_out)
+            except DivergedError as error:
+                self.say(f"warning   left out: {error}")
+                continue
+            report = self.judge.report(fold.target, answers, None)
+            figures = ", ".join(f"{head} {report[score]:.3f}" for head, score in self.judge.columns)
+            self.say(f"{fold.name}: {figures} ({len(fold.target):,} samples)")
+            found[fold.name] = report
+            del run
+            _bytes_left()
+        if found:
+            head, score = self.judge.columns[-1]
+            of_all = [report[score] for report in found.values()]
+            spread = f"from {min(of_all):.3f} to {max(of_all):.3f}"
+            self.say(f"over {len(of_all)} folds {head} is {np.mean(of_all):.3f} on average, {spread}")
+        return found
 
-def _judged(
-    one: Candidate, prepared: Prepared, options: Options, out: Path, *, retrain: bool, say: Say, progress: bool
-) -> Judged:
-    run = _fitted(one.job(), options, out, retrain=retrain, say=say, progress=progress)
-    was_kept = "cache" in run.stopped
-    for line in () if was_kept else (*tuning_table(run.ledger), f"plan   {run.plan}"):
-        say(line)
-    answers = _held_out_answers(one.name, run, prepared, prepared.held_out, options)
-    judge = judge_of(prepared.reader.classes)
-    threshold = judge.threshold(answers, prepared.target)
-    report = judge.report(prepared.target, answers, threshold)
-    weights = plain_state(run.model)
-    history, train_s = run.history, run.train_s
-    del run
-    return Judged(
-        name=one.name,
-        weights=weights,
-        answers=answers,
-        threshold=threshold,
-        report=report,
-        history=history,
-        train_s=train_s,
-        was_kept=was_kept,
-        bytes_left=_bytes_left(),
-    )
+    def fit(self, job: Job, out: Path) -> Run:
+        """Train a job in its folder, or go on where it was interrupted there."""
+        try:
+            run = fit(
+                job,
+                plan=self.options.plan,
+                out=out,
+                resume=out if (out / PLAN).is_file() else None,
+                reuse=not self.retrain,
+                progress=self.progress,
+                started_by=command_of(self.folder),
+            )
+        except DivergedError as error:
+            raise self.diverged(out.name, str(error).partition(" and would")[0]) from None
+        except AnotherTrainingError as error:
+            raise StoreError(
+                f"{error.what}; go on with the files and options that it had, or name another --out"
+            ) from None
+        for problem in () if self.progress else run.problems:
+            self.say(f"warning   {problem}")
+        return run
 
+    def held_out_answers(self, name: str, run: Run, held_out: Any) -> Numbers:
+        """What a trained model answers for held-out data; DivergedError where answers are nan."""
+        options, reader = self.options, self.prepared.reader
+        answers = answers_of(reader, run.model, held_out, batch_size=options.judged_at_once, device=options.device)
+        wrong = int((~np.isfinite(answers.reshape(len(answers), -1)).all(1)).sum())
+        if wrong:
+            raise self.diverged(name, f"its answers are nan for {wrong:,} of {len(answers):,} rows held out")
+        return answers
 
-def _diverged(name: str, why: str, options: Options) -> DivergedError:
-    lower = f"than {options.lr:g}, or without it" if options.lr else "than the recipe's own, as 1e-5"
-    return DivergedError(f"the training of {name} diverged: {why}; train with a smaller --lr {lower}")
+    def diverged(self, name: str, why: str) -> DivergedError:
+        """The error of a training that diverged, with what to do."""
+        lr = self.options.lr
+        lower = f"than {lr:g}, or without it" if lr else "than the recipe's own, as 1e-5"
+        return DivergedError(f"the training of {name} diverged: {why}; train with a smaller --lr {lower}")
 
-
-def _held_out_answers(name: str, run: Run, prepared: Prepared, held_out: Any, options: Options) -> Numbers:
-    """What a trained model answers for data to judge by; DivergedError where that is nothing, since it diverged."""
-    batch = options.judged_at_once
-    answers = answers_of(prepared.reader, run.model, held_out, batch_size=batch, device=options.device)
-    wrong = int((~np.isfinite(answers.reshape(len(answers), -1)).all(1)).sum())
-    if wrong:
-        raise _diverged(name, f"its answers are nan for {wrong:,} of {len(answers):,} rows held out", options)
-    return answers
+    def write(
+        self,
+        found: list[Judged],
+        best: Judged,
+        rules: dict[str, Report],
+        folds: dict[str, Report],
+        beaten_by: list[str],
+    ) -> None:
+        """Write the best model, all that predictions need, the report and the plots."""
+        prepared, folder = self.prepared, self.folder
+        save_state(best.weights, folder / MODEL, {"recipe": self.recipe.name, "model": best.name})
+        state = {
+            "format": FORMAT,
+            "recipe": self.recipe.name,
+            "model": best.name,
+            "target": prepared.target_name,
+            "threshold": best.threshold,
+            "beaten_by": beaten_by,
+            "batch_size": self.options.judged_at_once,
+            "reader": prepared.reader.state(),
+        }
+        write_text(folder / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
+        prepared.reader.keep_files(folder)
+        report = {
+            "best": best.name,
+            "models": {one.name: {**one.report, **_about(one)} for one in found},
+            "baselines": rules,
+            "folds": folds,
+            "worst": self.judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
+        }
+        write_text(folder / REPORT, json.dumps(finite(report), indent=1, ensure_ascii=False) + "\n")
+        plots.curves({one.name: one.history for one in found}, folder / CURVES)
+        if prepared.reader.classes:
+            counts = np.asarray(best.report["confusion"])
+            plots.confusion_picture(counts, prepared.reader.classes, folder / CONFUSION)
 
 
 def _bytes_left() -> int:
@@ -323,11 +365,10 @@ def _compared(found: list[Judged], rules: dict[str, Report], prepared: Prepared)
         lines.append(f"{name:<{width}}  {figures}  {words}")
     for one in found:
         if one.threshold is not None:
-            words = (
-                f"{prepared.reader.classes[one.threshold.rare]!r} from a probability of {one.threshold.least:.3g} on"
-            )
+            rare = prepared.reader.classes[one.threshold.rare]
             lines.append(
-                f"{one.name} answers {words}, which suits the rows held out; each was judged by that of others"
+                f"{one.name} answers {rare!r} from a probability of {one.threshold.least:.3g} on, which suits the rows "
+                "held out; each was judged by that of others"
             )
     if prepared.reader.classes and not beaten_by:
         lines += _more_often_right(max(found, key=lambda one: judge.score(one.report)), rules)
@@ -357,42 +398,3 @@ def _figure(score: float) -> str:
 def _when(one: Judged) -> str:
     took = show_seconds(one.train_s)
     return f"trained before, which saved {took}" if one.was_kept else f"trained in {took}"
-
-
-def _write(
-    recipe: Recipe,
-    options: Options,
-    prepared: Prepared,
-    found: list[Judged],
-    best: Judged,
-    rules: dict[str, Report],
-    folds: dict[str, dict[str, Any]],
-    folder: Path,
-    beaten_by: list[str],
-) -> None:
-    judge = judge_of(prepared.reader.classes)
-    save_state(best.weights, folder / MODEL, {"recipe": recipe.name, "model": best.name})
-    state = {
-        "format": FORMAT,
-        "recipe": recipe.name,
-        "model": best.name,
-        "target": prepared.target_name,
-        "threshold": best.threshold,
-        "beaten_by": beaten_by,
-        "batch_size": options.judged_at_once,
-        "reader": prepared.reader.state(),
-    }
-    write_text(folder / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
-    prepared.reader.keep_files(folder)
-    report = {
-        "best": best.name,
-        "models": {one.name: {**one.report, **_about(one)} for one in found},
-        "baselines": rules,
-        "folds": folds,
-        "worst": judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
-    }
-    write_text(folder / REPORT, json.dumps(finite(report), indent=1, ensure_ascii=False) + "\n")
-    plots.curves({one.name: one.history for one in found}, folder / CURVES)
-    if prepared.reader.classes:
-        counts = np.asarray(best.report["confusion"])
-        plots.confusion_picture(counts, prepared.reader.classes, folder / CONFUSION)
