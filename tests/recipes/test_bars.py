@@ -157,7 +157,7 @@ def test_a_name_for_every_bar_a_number_or_nothing_is_no_symbol(values):
     assert bars.symbol == ""
 
 
-def test_a_time_that_comes_again_is_told_with_its_files_and_with_the_column_that_may_be_missing():
+def test_a_repeated_time_is_refused_with_its_files_and_the_column_that_may_be_missing():
     plain = columns(6)
     plain["time"] = changed(plain["time"], [4], plain["time"][1])
     cure = "where rows are of several symbols, name these in a column called symbol, else keep one of them"
@@ -184,7 +184,7 @@ def test_a_file_of_bars_that_are_traded_seldom_is_of_their_length_all_the_same()
     assert (len(bars), bars.seconds) == (156, 900)
 
 
-def test_missing_volume_is_zero_and_said(caplog):
+def test_missing_volume_is_zero_with_a_warning(caplog):
     plain = columns()
     del plain["volume"]
     with caplog.at_level(logging.WARNING):
@@ -201,7 +201,7 @@ def test_ticks_are_the_volume_where_there_is_no_other(volume, taken):
     assert bars.volume.tolist() == {"ticks": ticks, "volume": volume}[taken].tolist()
 
 
-def test_rows_out_of_order_are_sorted_and_said(caplog):
+def test_rows_out_of_order_are_sorted_with_a_warning(caplog):
     plain = columns()
     order = np.array([5, 4, 3, 0, 1, 2])
     mixed = {name: values[order] for name, values in plain.items()}
@@ -235,7 +235,7 @@ def test_one_row_of_another_symbol_between_is_not_out_of_order(caplog):
         ("time", 3, START + 2000, "X, row 4: it begins 200 s after row 3, and bars are 900 s long"),
     ],
 )
-def test_a_bar_that_cannot_be_is_refused_with_its_symbol_row_and_value(name, row, value, said):
+def test_an_impossible_bar_is_refused_with_its_symbol_row_and_value(name, row, value, said):
     plain = columns()
     with pytest.raises(DataError, match=re.escape(said)) as error:
         bars_from({**plain, name: changed(plain[name], row, value), "symbol": ["X"] * 6})
@@ -275,7 +275,7 @@ def test_all_mistakes_come_at_once_and_each_kind_once():
         ({"Close": np.zeros(6)}, "two columns are called 'close'"),
     ],
 )
-def test_what_cannot_be_read_is_said(changes, said):
+def test_values_that_cannot_be_read_are_refused_with_their_row(changes, said):
     with pytest.raises(DataError, match=re.escape(said)):
         bars_from({**columns(), **changes})
 
@@ -287,7 +287,7 @@ def test_a_column_that_is_missing_is_asked_for_by_the_names_it_may_have():
         bars_from(plain)
 
 
-def test_one_bar_needs_to_be_told_how_long_it_is():
+def test_a_single_bar_needs_a_default_length():
     with pytest.raises(DataError, match="bars of 0 s: a single bar does not say how long it is; give more of them"):
         bars_from(columns(1))
     assert bars_from(columns(1), default_seconds=900)[0].seconds == 900
@@ -417,7 +417,7 @@ def test_an_unfinished_bar_is_never_seen_even_by_bars_that_go_on():
 
 @settings(max_examples=100, deadline=None)
 @given(minutes=some_minutes, quarters=st.sampled_from([1, 2, 4, 16]), late=st.integers(0, 14))
-def test_no_bar_is_joined_with_one_that_holds_later_bars(minutes, quarters, late):
+def test_no_bar_sees_a_longer_bar_that_holds_later_bars(minutes, quarters, late):
     bars = bars_at([minute + late for minute in minutes])
     longer = resampled(bars, 900 * quarters)
     for at, place in enumerate(last_complete(bars, longer).tolist()):

@@ -196,19 +196,6 @@ def test_copies_of_a_picture_are_on_one_side_unless_a_group_parts_them(tmp_path,
     assert any("pictures held out are trained on too, as " in line for line in lines)
 
 
-def test_the_options_file_of_a_run_repeats_it_and_retrain_trains_again(tmp_path):
-    data = table_of(tmp_path, 24)
-    trained(data, tmp_path / "run", [], epochs=1)
-    lines = []
-    given = options_of(ImageOptions, tmp_path / "run" / "options.toml", {})
-    train(RECIPE, given, out=tmp_path / "again", retrain=False, say=lines.append, progress=False)
-    assert any("trained before" in line for line in lines)
-    train(RECIPE, given, out=tmp_path / "anew", retrain=True, say=(later := []).append, progress=False)
-    assert any("trained in" in line for line in later)
-    trained(data, tmp_path / "other", others := [], epochs=1, crop=0.3)
-    assert any("trained in" in line for line in others)
-
-
 @pytest.mark.parametrize("out", ["file", "file/run", "x" * 300])
 def test_a_folder_that_cannot_be_written_is_refused_before_pictures_are_decoded(tmp_path, out):
     data, lines = table_of(tmp_path, 24), []

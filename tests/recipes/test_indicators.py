@@ -376,7 +376,7 @@ def test_without_longer_frames_the_warm_up_is_fifty_bars():
     assert (found.first, found.values.shape) == (49, (60, 30))
 
 
-def test_too_few_bars_have_no_row_with_all_features():
+def test_too_few_bars_end_before_the_warm_up_does():
     assert features(made_bars(100, seed=1)).first == 100
 
 
@@ -460,7 +460,7 @@ def test_labels_are_those_of_a_plain_loop(ahead, over):
         ),
     ],
 )
-def test_labels_that_cannot_be_are_refused(arguments, said):
+def test_impossible_settings_of_labels_are_refused(arguments, said):
     with pytest.raises(DataError, match=said):
         direction(made_bars(60, seed=1), **arguments)
 
@@ -468,7 +468,7 @@ def test_labels_that_cannot_be_are_refused(arguments, said):
 # Mean and spread of the training.
 
 
-def test_mean_and_spread_are_those_of_the_training_rows_alone():
+def test_mean_and_standard_deviation_are_those_of_the_training_rows_alone():
     chance = np.random.default_rng(0)
     values = chance.normal(5, 3, (200, 4)).astype(np.float32)
     values[:, 2] = 0.1  # says nothing
@@ -491,14 +491,14 @@ def test_a_feature_that_never_changes_becomes_zero():
     assert abs(Scaler.fit(values).transform(values)).max() < 1e-12
 
 
-def test_a_prediction_uses_the_training_s_to_the_last_bit():
+def test_a_scaler_read_from_json_is_the_same_to_the_last_bit():
     values = np.random.default_rng(1).normal(size=(50, 3)).astype(np.float32)
     scaler = Scaler.fit(values)
     again = Scaler.from_dict(json.loads(json.dumps(scaler.to_dict())))
     assert np.array_equal(bits(scaler.transform(values)), bits(again.transform(values)))
 
 
-def test_what_cannot_be_standardised_is_refused():
+def test_features_that_cannot_be_scaled_are_refused():
     values = np.ones((5, 2), np.float32)
     with pytest.raises(DataError, match="row 1 of the training has features that are not known"):
         Scaler.fit(np.array([[np.nan, 1.0], [1.0, 2.0]]))

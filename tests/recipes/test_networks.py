@@ -16,7 +16,7 @@ from hotlap.recipes.tabular import warm_up_and_cosine
         lambda: LastStep(5, 3),
     ],
 )
-def test_each_learns_a_rule_that_its_inputs_hold(network):
+def test_each_network_learns_a_rule_in_its_inputs(network):
     torch.manual_seed(0)
     model = network()
     x = torch.randn(256, 7, 5)

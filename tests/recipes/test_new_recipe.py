@@ -97,7 +97,7 @@ def test_a_new_recipe_trains_answers_and_is_scored_with_what_it_inherits(data, t
     assert one == pytest.approx(0.75, abs=0.2)
 
 
-def test_it_inherits_messages_and_the_check_of_a_file_to_judge_by(data, tmp_path):
+def test_a_new_recipe_inherits_messages_and_the_check_of_a_validation_file(data, tmp_path):
     prepare = partial(AmountRecipe.prepare, say=lambda line: None)
     with pytest.raises(DataError, match=r"which column of .* is to be predicted"):
         other = tmp_path / "other.csv"
@@ -109,7 +109,7 @@ def test_it_inherits_messages_and_the_check_of_a_file_to_judge_by(data, tmp_path
         prepare(AmountOptions(data=str(data), valid=str(wrong)))
 
 
-def test_a_group_and_copies_are_split_as_in_every_recipe(data):
+def test_copies_of_a_row_are_on_one_side_in_every_recipe(data):
     class Copied(AmountRecipe):
         def keys(self, table, rows):
             return [int(row) // 2 for row in rows]

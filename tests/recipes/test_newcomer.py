@@ -20,12 +20,9 @@ from typer.testing import CliRunner
 
 import hotlap
 from hotlap.cli import app
-from hotlap.core.errors import DataError, HotlapError, JobError, MachineError, PlanError, StoreError
+from hotlap.core.errors import DataError, HotlapError, MachineError, PlanError, StoreError
 from hotlap.recipes import encoders, scores, training
-from hotlap.recipes.options import from_words, options_of
 from hotlap.recipes.tables import read_table
-from hotlap.recipes.temporal import TemporalOptions
-from hotlap.recipes.text import TextOptions
 from hotlap.recipes.training import Judged
 
 pytest.importorskip("transformers")
@@ -61,47 +58,6 @@ def train(folder, data, out, **more):
 def rows_of(path):
     with path.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-# --- options ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "said"),
-    [
-        (TextOptions, ["--seed", "-1"], "seed=-1 must be from 0 to"),
-        (TextOptions, ["--lr", "nan"], "lr=nan must be a number of at least 0"),
-        (TextOptions, ["--device", "gpu"], "device='gpu' is none of auto, cpu, cuda, cuda:N"),
-        (TextOptions, ["--dropout", "2"], "dropout=2.0 must be from 0 to 1"),
-        (TextOptions, ["--weight-decay", "-1"], "weight_decay=-1.0 must be a number of at least 0"),
-        (TextOptions, ["--most", "0"], "most=0 must be a number of at least 1"),
-        (TextOptions, ["--header", "perhaps"], "header='perhaps' must be one of auto, yes, no"),
-        (TextOptions, ["--text", "a,b,c"], "text names 3 columns"),
-        (TextOptions, ["--text", "a,a"], "text names a twice"),
-        (TextOptions, ["--plan", "off", "--plan", "max"], "--plan is given 2 times (off, max); give it once"),
-        (TextOptions, ["--epochs"], "--epochs needs a value: a whole number"),
-        (TemporalOptions, ["--smoothing", "2"], "smoothing=2.0 must be from 0 to 1"),
-        (TemporalOptions, ["--clip", "0"], "clip=0.0 must be above 0"),
-        (TemporalOptions, ["--folds", "-1"], "folds=-1 must be a number of at least 0"),
-        (TemporalOptions, ["--volatility", "1"], "volatility=1 must be 0, or at least 2"),
-        (TemporalOptions, ["--group", "symbol"], "group=symbol is not for bars"),
-        (TemporalOptions, ["--models="], "models is empty"),
-    ],
-)
-def test_an_option_that_makes_no_sense_is_refused_before_anything_is_read(kind, words, said):
-    with pytest.raises(JobError, match=re.escape(said)):
-        options_of(kind, None, from_words(words))
-
-
-def test_a_flag_needs_no_value_and_a_list_may_be_empty():
-    found = options_of(TemporalOptions, None, from_words(["--onnx", "--frames=", "--ahead", "2"]))
-    assert (found.onnx, found.frames, found.ahead) == (True, (), 2)
-
-
-def test_a_file_without_data_before_it_is_asked_for(tmp_path):
-    (tmp_path / "train.csv").touch()
-    with pytest.raises(JobError, match=re.escape("'train.csv' is no option; did you mean --data train.csv?")):
-        from_words(["train.csv"])
 
 
 # --- before the training ---------------------------------------------------------------------------
@@ -269,7 +225,7 @@ def test_a_run_of_a_file_without_header_predicts_one(tmp_path):
 # --- predictions -----------------------------------------------------------------------------------
 
 
-def test_a_damaged_run_is_said_to_be_one(tmp_path, finished):
+def test_a_damaged_run_is_refused_by_the_name_of_its_file(tmp_path, finished):
     run, data = finished
 
     def damaged(name, text):
@@ -283,10 +239,23 @@ def test_a_damaged_run_is_said_to_be_one(tmp_path, finished):
 
     state = (run / "recipe.json").read_text()
     assert "recipe.json is damaged" in damaged("recipe.json", '{"format": 1}')
+    for change in ({"threshold": "x"}, {"threshold": [0]}, {"target": 5}):
+        assert "recipe.json is damaged" in damaged("recipe.json", json.dumps({**json.loads(state), **change}))
     assert "recipe.json is damaged" in damaged("recipe.json", state.replace('"columns"', '"colums"'))
     assert "recipe.json is damaged" in damaged("recipe.json", state.replace('"recipe": "text"', '"recipe": "temporal"'))
     assert "tokenizer.json is no tokenizer" in damaged("tokenizer.json", "{}")
     assert "model.safetensors" in damaged("model.safetensors", "")
+
+
+def test_a_folder_without_a_finished_run_is_refused_with_what_to_do(tmp_path, finished):
+    run, data = finished
+    with pytest.raises(StoreError, match="nope does not exist"):
+        hotlap.predict(tmp_path / "nope", data, tmp_path / "answers.csv")
+    with pytest.raises(StoreError, match="is no run of a recipe"):
+        hotlap.predict(tmp_path, data, tmp_path / "answers.csv")
+    shutil.copytree(run, tmp_path / "interrupted", ignore=lambda *_: ["recipe.json"])
+    with pytest.raises(StoreError, match="was interrupted before it had a model; go on with: hotlap train text"):
+        hotlap.predict(tmp_path / "interrupted", data, tmp_path / "answers.csv")
 
 
 def test_where_answers_cannot_be_written_is_said_before_any_is_given(tmp_path, finished):

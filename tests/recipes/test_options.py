@@ -75,25 +75,47 @@ def test_all_mistakes_are_told_at_once():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("kind", "words", "said"),
     [
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"epochs": -1}, "epochs=-1 is below 0"),
-        ({"valid_share": 1.0}, "valid_share=1.0 must be between 0 and 1"),
+        (Own, ["label"], "'label' is no option"),
+        (Own, ["--lr", "--text"], "--lr needs a value"),
+        (Own, ["--batch-size", "0"], "batch_size=0 must be at least 1"),
+        (Own, ["--epochs", "-1"], "epochs=-1 is below 0"),
+        (Own, ["--valid-share", "1.0"], "valid_share=1.0 must be between 0 and 1"),
+        (TextOptions, ["--seed", "-1"], "seed=-1 must be from 0 to"),
+        (TextOptions, ["--lr", "nan"], "lr=nan must be a number of at least 0"),
+        (TextOptions, ["--device", "gpu"], "device='gpu' is none of auto, cpu, cuda, cuda:N"),
+        (TextOptions, ["--dropout", "2"], "dropout=2.0 must be from 0 to 1"),
+        (TextOptions, ["--weight-decay", "-1"], "weight_decay=-1.0 must be a number of at least 0"),
+        (TextOptions, ["--most", "0"], "most=0 must be a number of at least 1"),
+        (TextOptions, ["--header", "perhaps"], "header='perhaps' must be one of auto, yes, no"),
+        (TextOptions, ["--text", "a,b,c"], "text names 3 columns"),
+        (TextOptions, ["--text", "a,a"], "text names a twice"),
+        (TextOptions, ["--plan", "off", "--plan", "max"], "--plan is given 2 times (off, max); give it once"),
+        (TextOptions, ["--epochs"], "--epochs needs a value: a whole number"),
+        (TemporalOptions, ["--smoothing", "2"], "smoothing=2.0 must be from 0 to 1"),
+        (TemporalOptions, ["--clip", "0"], "clip=0.0 must be above 0"),
+        (TemporalOptions, ["--folds", "-1"], "folds=-1 must be a number of at least 0"),
+        (TemporalOptions, ["--volatility", "1"], "volatility=1 must be 0, or at least 2"),
+        (TemporalOptions, ["--group", "symbol"], "group=symbol is not for bars"),
+        (TemporalOptions, ["--models="], "models is empty"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(given, said):
+def test_a_command_line_that_makes_no_sense_is_refused(kind, words, said):
     with pytest.raises(JobError, match=re.escape(said)):
-        options_of(Own, None, given)
+        options_of(kind, None, from_words(words))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [(["label"], "'label' is no option"), (["--lr"], "--lr needs a value"), (["--lr", "--text"], "--lr needs a value")],
-)
-def test_a_command_line_that_is_none_is_refused(words, said):
-    with pytest.raises(JobError, match=re.escape(said)):
-        options_of(Own, None, from_words(words))
+def test_a_flag_needs_no_value_and_a_list_may_be_empty():
+    found = options_of(TemporalOptions, None, from_words(["--onnx", "--frames=", "--ahead", "2"]))
+    assert (found.onnx, found.frames, found.ahead) == (True, (), 2)
+
+
+def test_for_a_file_alone_the_option_data_is_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.csv").touch()
+    with pytest.raises(JobError, match=re.escape("'train.csv' is no option; did you mean --data train.csv?")):
+        from_words(["train.csv"])
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):

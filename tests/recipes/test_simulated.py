@@ -44,7 +44,7 @@ def balanced_accuracy(signal, seed=0):
     return float(torch.stack([(guesses[truth == kind] == kind).float().mean() for kind in range(3)]).mean())
 
 
-def test_they_are_quarters_of_an_hour_on_working_days():
+def test_simulated_bars_are_of_15_minutes_on_working_days():
     first, second = simulated_bars(1000, symbols=2)
     assert (first.symbol, second.symbol, first.seconds, len(first)) == ("SIM1", "SIM2", 900, 1000)
     days = (first.times // 86400 + 3) % 7
@@ -75,7 +75,7 @@ def test_the_signal_has_the_size_that_was_asked_for(signal):
 
 
 @pytest.mark.parametrize("signal", [0.0, 0.1, 0.3])
-def test_most_bars_are_followed_by_nothing_much(signal):
+def test_most_directions_are_flat(signal):
     (bars,) = simulated_bars(20_000, seed=2, signal=signal)
     labels = direction(bars, AHEAD, THRESHOLD)
     down, flat, up = np.bincount(labels[labels >= 0], minlength=3) / (len(labels) - AHEAD)

@@ -44,7 +44,7 @@ def refused(path, **options):
 # --- kinds ---------------------------------------------------------------------------------------------
 
 
-def test_numbers_are_read_with_nothing_where_nothing_is(written):
+def test_numbers_are_read_with_their_missing_values(written):
     column = one_column(written, "1.5", "", "-2e3", "NaN", " 7 ", ".25", "inf", "3.")
     assert column.kind == "number"
     assert column.values.dtype == np.float64
@@ -82,7 +82,7 @@ def test_flags_remember_their_words(written):
 @pytest.mark.parametrize(
     "word", ["", "NA", "N/A", "n/a", "NaN", "nan", "null", "NULL", "None", "-", "?", "<NA>", "NaT"]
 )
-def test_what_people_write_for_nothing_is_missing(written, word):
+def test_usual_words_for_a_missing_value_are_missing(written, word):
     column = one_column(written, "1", word, "2")
     assert column.kind == "whole number"
     assert column.missing.tolist() == [False, True, False]
@@ -122,7 +122,7 @@ def test_a_month_of_13_is_no_date(written):
     assert one_column(written, "2024-13-01", "2024-01-01").kind == "text"
 
 
-def test_seconds_since_1970_are_dates_only_where_told(written):
+def test_seconds_since_1970_are_dates_only_where_wanted(written):
     assert one_column(written, "0", "86400").kind == "whole number"
     told = one_column(written, "0", "86400", kinds={"x": "date"})
     assert told.values.tolist() == np.array(["1970-01-01", "1970-01-02"], "datetime64[s]").tolist()
@@ -143,7 +143,7 @@ def test_long_texts_that_come_back_are_text_all_the_same(written):
     assert one_column(written, *["one " * 30, "two " * 30] * 20).kind == "text"
 
 
-def test_numbers_with_leading_zeros_or_too_many_digits_are_names_of_things(written):
+def test_numbers_with_leading_zeros_or_too_many_digits_are_identifiers(written):
     column = one_column(written, "01234", "98765", "01234", "98765")
     assert column.categories == ("01234", "98765")
     long = "12345678901234567890"
@@ -168,7 +168,7 @@ def test_a_column_without_values_is_empty(written):
     assert np.isnan(column.values).all()
 
 
-def test_kinds_can_be_told(written):
+def test_kinds_can_be_given(written):
     path = written("zip,n,text\n1,1,a\n10,2.0,b\n2,3,a\n")
     table = read_table(path, kinds={"zip": "category", "n": "number", "text": "text"})
     assert table["zip"].categories == ("1", "2", "10")
@@ -246,7 +246,7 @@ def test_a_first_row_of_numbers_is_no_header_unless_told(written):
     assert words["column_1"].values.tolist() == ["b", "d"]
 
 
-def test_a_name_that_is_missing_is_made_and_said(written):
+def test_a_missing_name_is_made_up_with_a_note(written):
     table = read_table(written(",a\n0,x\n1,y\n"))
     assert list(table.columns) == ["column_0", "a"]
     assert table.notes == ("field 1 of train.csv has no name; it is called 'column_0'",)
@@ -281,7 +281,7 @@ def test_rows_are_taken_by_their_numbers(written):
     assert table.rows(np.array([1]))["a"].missing.tolist() == [True]
 
 
-def test_what_was_understood_is_told_in_a_line_a_column(written):
+def test_each_column_is_described_in_a_line(written):
     rows = "".join(f"{n},{'ab'[n % 2]},{'' if n % 4 else n / 2},2024-01-{n + 1:02}\n" for n in range(8))
     lines = column_lines(read_table(written("id,grade,,day\n" + rows)))
     assert lines == [
@@ -293,7 +293,7 @@ def test_what_was_understood_is_told_in_a_line_a_column(written):
     ]
 
 
-def test_infinite_numbers_are_told(written):
+def test_infinite_numbers_are_counted(written):
     assert "number, 1 infinite" in column_lines(read_table(written("a\n1.5\ninf\n")))[0]
 
 
@@ -437,7 +437,7 @@ def test_parquet_without_pyarrow_says_how_to_get_it(written, monkeypatch):
     assert refused(path) == f"{path} needs pyarrow: pip install hotlap[recipes]"
 
 
-def test_parquet_columns_are_what_they_say(tmp_path):
+def test_parquet_columns_have_the_kinds_of_their_types(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     when = np.array(["2024-01-01T00:00:00", "2024-01-02T12:00:00", "NaT"], "datetime64[us]")
@@ -470,7 +470,7 @@ def test_parquet_columns_are_what_they_say(tmp_path):
     assert told["whole"].categories == ("1", str(2**62))
 
 
-def test_parquet_files_of_a_folder_are_joined(tmp_path):
+def test_parquet_files_of_a_folder_are_concatenated(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     for name, rows in (("1", [1, None]), ("2", [3, 4])):

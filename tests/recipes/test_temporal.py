@@ -12,7 +12,7 @@ from recipe_data import bars_file, write_rows
 from typer.testing import CliRunner
 
 from hotlap.cli import app
-from hotlap.core.errors import DataError, HotlapError, JobError, TrainingError
+from hotlap.core.errors import DataError, JobError, TrainingError
 from hotlap.recipes import recipe_named, temporal, training
 from hotlap.recipes.answers import answer, revived
 from hotlap.recipes.bars import PRICES, bars_from, resampled, simulated_bars
@@ -351,17 +351,6 @@ def test_options_that_make_no_sense_are_refused_together():
 )
 def test_frames_are_written_as_traders_do(frame, seconds):
     assert seconds_of(frame) == seconds
-
-
-def test_a_folder_that_is_no_run_and_a_file_that_is_there_are_refused(tmp_path):
-    with pytest.raises(HotlapError, match="is no run of a recipe"):
-        answer(tmp_path, tmp_path / "x.csv", tmp_path / "y.csv", say=print)
-    data = bars_file(tmp_path / "bars.csv", rows=400, symbols=1)
-    folder = trained(data, tmp_path / "run", [])
-    (tmp_path / "there.csv").write_text("mine")
-    with pytest.raises(HotlapError, match="is there already"):
-        answer(folder, data, tmp_path / "there.csv", say=lambda line: None)
-    assert (tmp_path / "there.csv").read_text() == "mine"
 
 
 def test_the_commands_train_predict_and_list(tmp_path, monkeypatch):

@@ -399,27 +399,6 @@ def test_a_training_that_diverges_is_said_to_have_and_what_to_do(tmp_path):
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("changed", [{"threshold": "x"}, {"threshold": [0]}, {"target": 5}])
-def test_a_damaged_state_is_told_in_one_line(tmp_path, changed):
-    data = texts_file(tmp_path / "train.csv", rows=60)
-    folder = trained(tmp_path, data, "run", [], epochs="1")
-    file = folder / "recipe.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
-    with pytest.raises(StoreError, match=r"recipe\.json is damaged"):
-        answer(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
-    assert not (tmp_path / "answers.csv").exists()
-
-
-def test_a_run_that_is_not_there_or_was_interrupted_is_told_as_such(tmp_path):
-    data = texts_file(tmp_path / "train.csv", rows=60)
-    with pytest.raises(StoreError, match="nope does not exist"):
-        answer(tmp_path / "nope", data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
-    folder = trained(tmp_path, data, "run", [], epochs="1")
-    (folder / "recipe.json").unlink()
-    with pytest.raises(StoreError, match="was interrupted before it had a model; go on with: hotlap train text"):
-        answer(folder, data, tmp_path / "answers.csv", say=lambda line: None, device="cpu")
-
-
 def test_other_data_in_the_folder_of_an_interrupted_run_is_refused_by_what_there_is_to_do(tmp_path):
     trained(tmp_path, texts_file(tmp_path / "train.csv", rows=60), "run", [], epochs="1")
     (tmp_path / "run" / "recipe.json").unlink()

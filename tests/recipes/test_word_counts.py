@@ -18,7 +18,7 @@ LABELS = [1, 0, 1, 0, 1, 0] * 5
 HELD = ["good", "bad", "a good film", "a bad film"]
 
 
-def test_it_answers_by_words():
+def test_the_baseline_answers_by_words():
     assert word_counts.fitted(TEXTS, LABELS, HELD).answers == [1, 0, 1, 0]
 
 
@@ -33,24 +33,24 @@ def test_texts_of_which_no_word_comes_twice_have_no_answer():
     assert word_counts.started(["one two", "three four"], [0, 1], HELD)().answers is None
 
 
-def test_what_went_wrong_in_it_is_told():
+def test_the_error_of_its_process_is_raised():
     with pytest.raises(RuntimeError, match="at least 2 classes"):
         word_counts.started(TEXTS, [0] * len(TEXTS), HELD)()
 
 
-def test_one_that_was_killed_is_told_by_how_it_ended(monkeypatch):
+def test_a_killed_process_is_named_by_its_exit_status(monkeypatch):
     monkeypatch.setattr(word_counts.sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="ended with 1"):
         word_counts.started(TEXTS, LABELS, HELD)()
 
 
-def test_it_imports_nothing_of_hotlap():
+def test_the_baseline_imports_nothing_of_hotlap():
     seen = "import runpy, sys; runpy.run_path(sys.argv[1]); print([m for m in sys.modules if m.startswith('hotlap')])"
     done = subprocess.run([sys.executable, "-c", seen, word_counts.__file__], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_one_that_nobody_waits_for_is_ended():
+def test_a_process_whose_answers_are_dropped_is_ended():
     answers = word_counts.started(TEXTS, LABELS, HELD)
     process = answers._process
     del answers
@@ -87,7 +87,7 @@ def test_beside_a_gpu_it_is_fitted_in_another_process_and_here_otherwise(prepare
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_second_time_it_comes_out_of_the_cache_and_says_what_that_saved(prepared_by, monkeypatch, device):
+def test_the_second_time_its_answers_come_from_the_cache_with_the_time_saved(prepared_by, monkeypatch, device):
     first = prepared_by(device).baselines()
     monkeypatch.setattr(word_counts, "fitted", None)
     monkeypatch.setattr(word_counts, "started", None)
@@ -98,7 +98,7 @@ def test_a_second_time_it_comes_out_of_the_cache_and_says_what_that_saved(prepar
     assert sum(line.startswith(said) for line in prepared_by.lines[told:]) == 1
 
 
-def test_one_that_failed_is_said_and_left_out(prepared_by, monkeypatch):
+def test_a_baseline_that_fails_is_left_out_with_a_warning(prepared_by, monkeypatch):
     def failing(*_):
         raise RuntimeError("no memory is left")
 
