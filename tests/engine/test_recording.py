@@ -486,6 +486,55 @@ def test_numbers_and_tensors_that_a_function_reads_from_its_module_count(functio
     assert fingerprint([], [function]) == before
 
 
+def scaled(x):
+    return x * RATE
+
+
+def decorated(function):
+    def wrapped(*given):
+        return function(*given)
+
+    return wrapped
+
+
+class LayerOfGlobals(nn.Linear):
+    @property
+    def masks(self):
+        return BY_CLASS["a"]
+
+    @decorated
+    def helped(self, x):
+        return scaled(x) * self.masks
+
+    def forward(self, x):
+        return self.helped(super().forward(x)) * WEIGHTS
+
+    def unused(self):
+        return LABELS
+
+
+@pytest.mark.parametrize("name", ["RATE", "WEIGHTS", "BY_CLASS"])
+def test_numbers_and_tensors_that_the_code_of_a_layer_reads_as_globals_count(name, monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 3), LayerOfGlobals(3, 3))
+    before, check = fingerprint([model]), QuickCheck([model])
+    assert check.still_holds()
+    monkeypatch.setitem(globals(), "LABELS", "another")
+    assert check.still_holds()
+    assert fingerprint([model]) == before
+    others = {"RATE": 0.2, "WEIGHTS": torch.zeros(3), "BY_CLASS": {"a": torch.zeros(3)}}
+    with monkeypatch.context() as patched:
+        patched.setitem(globals(), name, others[name])
+        assert not check.still_holds()
+        assert fingerprint([model]) != before
+    assert check.still_holds()
+    with monkeypatch.context() as patched:
+        patched.setitem(BY_CLASS, "a", torch.zeros(3))
+        assert not check.still_holds()
+        assert fingerprint([model]) != before
+    monkeypatch.setitem(globals(), "RATE", float("0.1"))  # an equal number
+    assert check.still_holds()
+
+
 def test_tensors_without_a_place_in_memory_are_told_apart_by_themselves():
     model = nn.LazyLinear(3)
     model.register_buffer("adjacency", torch.eye(3).to_sparse())

@@ -524,6 +524,32 @@ def test_a_recording_that_fails_leaves_the_training_as_it_was():
     assert torch.rand(2, device=DEVICE).sum() >= 0
 
 
+SCALE = 1.0
+
+
+class ReadsGlobal(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * SCALE
+
+
+def test_a_number_that_a_layer_reads_as_a_global_takes_effect_when_it_changes(monkeypatch):
+    found = []
+    for plan in (EAGER, CAPTURED.but(kind="gather")):
+        torch.manual_seed(3)
+        x, y = torch.randn(32, 5, device=DEVICE), torch.randint(3, (32,), device=DEVICE)
+        monkeypatch.setitem(globals(), "SCALE", 1.0)
+        rig = Rig(ReadsGlobal(5, 3), adamw, nn.CrossEntropyLoss(), plan=plan, device=DEVICE)
+        losses = []
+        for number in range(16):
+            if number == 8:
+                monkeypatch.setitem(globals(), "SCALE", 0.25)
+            losses.append(rig.step((x, y)).clone())
+        found.append(torch.stack(losses).double())
+        assert rig.given_up is None
+    assert recorded(rig)[0] == 1
+    torch.testing.assert_close(*found)
+
+
 def test_a_step_recorded_within_the_users_autocast_reads_the_weights_of_now():
     torch.manual_seed(3)
     x, y = torch.randn(32, 5, device=DEVICE), torch.randint(3, (32,), device=DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 import types
 from collections import OrderedDict, deque
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hotlap.core.code_reads import reads_of
+from hotlap.core.code_reads import is_users, names_in, reads_of
 
 INSIDE = frozenset(nn.Module().__dict__)
 """Attributes that torch itself keeps in a module."""
@@ -43,8 +44,8 @@ _Thing = TypeVar("_Thing")
 def fingerprint(modules: Sequence[nn.Module], functions: Sequence[Callable[..., Any] | None] = ()) -> tuple[Any, ...]:
     """What a recording depends on: layers, modes, settings such as a dropout rate, parameters and addresses.
 
-    `functions` are the user's functions; the values that they hold, or read from their module, count too. It is
-    computed at every step, so it checks each object once and not deeply.
+    `functions` are the user's functions; the values that they hold count too. So do numbers and tensors that they, or
+    the layers' own code, read as globals. It is computed at every step, so it checks each object once and not deeply.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -74,8 +75,9 @@ def places_in(state: Any) -> Iterator[int]:
 
 
 def _add_module(module: nn.Module, found: list[Any], seen: set[int]) -> None:
-    inside = module.__dict__
-    found += (id(module), type(module), inside["training"])
+    inside, kind = module.__dict__, type(module)
+    found += (id(module), kind, inside["training"])
+    _add_globals(_globals_of_layers(kind), found)
     if len(inside) > len(INSIDE):
         for name, value in inside.items():
             if name not in INSIDE:
@@ -97,46 +99,95 @@ def _add_module(module: nn.Module, found: list[Any], seen: set[int]) -> None:
 
 def _add_function(function: Any, found: list[Any], seen: set[int]) -> None:
     found.append(id(function))
-    _add_globals(function, found)
+    _add_globals(_globals_of(function), found)
     if isinstance(function, types.MethodType):
         function = function.__self__
     for cell in getattr(function, "__closure__", None) or ():
-        try:
-            held = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-        if not isinstance(held, nn.Module):
+        held = _content_of(cell)
+        if held is not _EMPTY and not isinstance(held, nn.Module):
             _add_value(held, found, seen)
     if not isinstance(function, (*_CODE, nn.Module)):
         _add_value(function, found, seen)
 
 
-def _add_globals(function: Any, found: list[Any]) -> None:
-    """Add the numbers and tensors that a function reads from its module: a script may bind these names anew."""
-    own = getattr(function, "__func__", function)
-    if not isinstance(own, types.FunctionType):
-        own = getattr(type(function), "__call__", None)  # noqa: B004 -- its code
-    if not isinstance(own, types.FunctionType):
-        return
-    known = own.__globals__
-    for name in _globals_read(own.__code__):
-        value = known.get(name)
-        kind = type(value)
-        if kind in _PLAIN:
-            found.append(value)
-        elif kind in _HELD and (kind is Tensor or kind is nn.Parameter or _holds_tensors(value)):
+# --- globals -------------------------------------------------------------------------------------------
+
+_Globals = tuple[tuple[dict[str, Any], str], ...]
+"""Namespaces, and the names that code reads there."""
+_HELD = frozenset((list, tuple, dict, OrderedDict))
+_of_layers: dict[type, _Globals] = {}
+_of_code: dict[int, tuple[types.CodeType, _Globals]] = {}
+"""By the id of code, which takes long to hash; with the code, so that no other gets that id."""
+
+
+def _add_globals(read: _Globals, found: list[Any]) -> None:
+    """Add the numbers and tensors among these globals: a script may bind the names anew."""
+    for space, name in read:
+        value = space.get(name)
+        if _is_frozen(value):
             _add_value(value, found, set())
 
 
-_HELD = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict))
-_read: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
-"""The globals that code reads, by its id; kept, so that no other code gets that id."""
+def _is_frozen(value: Any) -> bool:
+    """Whether a recording keeps a global as it is: its number, or where its tensors are."""
+    kind = type(value)
+    return kind in _PLAIN or _is_ordinary(value) or (kind in _HELD and _holds_tensors(value))
 
 
-def _globals_read(code: types.CodeType) -> tuple[str, ...]:
-    if id(code) not in _read:  # to hash code takes longer than all of this
-        _read[id(code)] = code, tuple(dict.fromkeys(read.name for read in reads_of(code) if not read.is_cell))
-    return _read[id(code)][1]
+def _globals_of_layers(kind: type[nn.Module]) -> _Globals:
+    """What the user's code of a class of layers reads in its forward pass."""
+    if kind not in _of_layers:
+        _of_layers[kind] = _globals_read([getattr(kind, "forward", None)], kind)
+    return _of_layers[kind]
+
+
+def _globals_of(function: Any) -> _Globals:
+    """What a function of the user's reads."""
+    own = getattr(function, "__func__", function)
+    owner = type(getattr(function, "__self__", function))
+    if not isinstance(own, types.FunctionType):
+        own = getattr(owner, "__call__", None)  # noqa: B004 -- its code
+    if not isinstance(own, types.FunctionType):
+        return ()
+    code = own.__code__
+    if id(code) not in _of_code:
+        _of_code[id(code)] = code, _globals_read([own], owner)
+    return _of_code[id(code)][1]
+
+
+def _globals_read(ahead: list[Any], owner: type) -> _Globals:
+    """What these functions read, with the functions and the owner's methods that they name, as far as they are the
+    user's."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    seen: set[types.CodeType] = set()
+    while ahead:
+        one = ahead.pop()
+        if not isinstance(one, types.FunctionType) or one.__code__ in seen or not is_users(one.__module__):
+            continue
+        seen.add(one.__code__)
+        space = one.__globals__
+        for read in reads_of(one.__code__):
+            if not read.is_cell:
+                found[id(space), read.name] = space, read.name
+                ahead.append(space.get(read.name))
+        ahead += [_code_of(inspect.getattr_static(owner, name, None)) for name in names_in(one.__code__)]
+        ahead += map(_content_of, one.__closure__ or ())  # what a decorator wraps
+    return tuple((space, name) for space, name in found.values() if not isinstance(space.get(name), _CODE))
+
+
+_EMPTY: Any = object()
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return _EMPTY
+
+
+def _code_of(member: Any) -> Any:
+    """The function behind a method or property of a class."""
+    return getattr(member, "__func__", getattr(member, "fget", member))
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
@@ -204,7 +255,9 @@ class QuickCheck:
         self._kinds = list(map(type, self._layers))
         own = [(vars(layer), *item) for layer in self._layers for item in vars(layer).items() if item[0] not in INSIDE]
         self._odd = [(inside, name, value) for inside, name, value in own if not _is_plain(value)]
-        odd = [value for *_, value in self._odd]
+        spaces = [one for kind in dict.fromkeys(self._kinds) for one in _globals_of_layers(kind)]
+        self._globals = [(space, name, space.get(name)) for space, name in spaces if _is_frozen(space.get(name))]
+        odd = [value for *_, value in (*self._odd, *self._globals)]
         self._owners = [*self._layers, *_each_once(value for value in odd if _is_looked_into(value))]
         self._insides = list(map(vars, self._owners))
         self._attributes = gc.get_referents(*self._insides)
@@ -244,6 +297,7 @@ class QuickCheck:
                 # Equality is enough: values that can change inside are compared below.
                 and self._attributes == gc.get_referents(*self._insides)
                 and all(inside.get(name) is value for inside, name, value in self._odd)
+                and all(_is_the_same(space.get(name), value) for space, name, value in self._globals)
                 and all(map(is_, self._parameter_dicts, map(_parameters_in, self._insides)))
                 and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._held))
                 and all(map(is_, chain.from_iterable(self._lists), self._listed))
@@ -295,6 +349,10 @@ def _is_plain(value: Any) -> bool:
     if type(value) is tuple:
         return all(type(part) in _PLAIN for part in value)
     return type(value) in _PLAIN or isinstance(value, _CODE)
+
+
+def _is_the_same(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) and _is_plain(now) and now == before)
 
 
 def _is_looked_into(value: Any) -> bool:
