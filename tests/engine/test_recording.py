@@ -486,6 +486,9 @@ def test_numbers_and_tensors_that_a_function_reads_from_its_module_count(functio
     assert fingerprint([], [function]) == before
 
 
+SETTINGS = SimpleNamespace(train=SimpleNamespace(shift=0.5, unread=1), unread=1)
+
+
 def scaled(x):
     return x * RATE
 
@@ -507,7 +510,7 @@ class LayerOfGlobals(nn.Linear):
         return scaled(x) * self.masks
 
     def forward(self, x):
-        return self.helped(super().forward(x)) * WEIGHTS
+        return self.helped(super().forward(x)) * WEIGHTS + SETTINGS.train.shift
 
     def unused(self):
         return LABELS
@@ -519,8 +522,14 @@ def test_numbers_and_tensors_that_the_code_of_a_layer_reads_as_globals_count(nam
     before, check = fingerprint([model]), QuickCheck([model])
     assert check.still_holds()
     monkeypatch.setitem(globals(), "LABELS", "another")
+    monkeypatch.setattr(SETTINGS, "unread", 2)
+    monkeypatch.setattr(SETTINGS.train, "unread", 2)
     assert check.still_holds()
     assert fingerprint([model]) == before
+    with monkeypatch.context() as patched:
+        patched.setattr(SETTINGS.train, "shift", 1.5)
+        assert not check.still_holds()
+        assert fingerprint([model]) != before
     others = {"RATE": 0.2, "WEIGHTS": torch.zeros(3), "BY_CLASS": {"a": torch.zeros(3)}}
     with monkeypatch.context() as patched:
         patched.setitem(globals(), name, others[name])

@@ -112,8 +112,8 @@ def _add_function(function: Any, found: list[Any], seen: set[int]) -> None:
 
 # --- globals -------------------------------------------------------------------------------------------
 
-_Globals = tuple[tuple[dict[str, Any], str], ...]
-"""Namespaces, and the names that code reads there."""
+_Globals = tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
+"""Namespaces, and what code reads there: a name, and the attributes that it takes from it."""
 _HELD = frozenset((list, tuple, dict, OrderedDict))
 _of_layers: dict[type, _Globals] = {}
 _of_code: dict[int, tuple[types.CodeType, _Globals]] = {}
@@ -122,10 +122,18 @@ _of_code: dict[int, tuple[types.CodeType, _Globals]] = {}
 
 def _add_globals(read: _Globals, found: list[Any]) -> None:
     """Add the numbers and tensors among these globals: a script may bind the names anew."""
-    for space, name in read:
-        value = space.get(name)
+    for space, path in read:
+        value = _global_at(space, path)
         if _is_frozen(value):
             _add_value(value, found, set())
+
+
+def _global_at(space: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """The value there; an object of no use where there is none."""
+    value: Any = space.get(path[0], _EMPTY)
+    for name in path[1:]:
+        value = getattr(value, "__dict__", {}).get(name, _EMPTY)
+    return value
 
 
 def _is_frozen(value: Any) -> bool:
@@ -158,7 +166,7 @@ def _globals_of(function: Any) -> _Globals:
 def _globals_read(ahead: list[Any], owner: type) -> _Globals:
     """What these functions read, with the functions and the owner's methods that they name, as far as they are the
     user's."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    found: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], tuple[str, ...]]] = {}
     seen: set[types.CodeType] = set()
     while ahead:
         one = ahead.pop()
@@ -168,11 +176,15 @@ def _globals_read(ahead: list[Any], owner: type) -> _Globals:
         space = one.__globals__
         for read in reads_of(one.__code__):
             if not read.is_cell:
-                found[id(space), read.name] = space, read.name
-                ahead.append(space.get(read.name))
+                path = read.name, *read.attributes
+                for end in range(1, len(path) + 1):  # `settings.rate.item()` reads `settings.rate`
+                    value = _global_at(space, path[:end])
+                    ahead.append(value)
+                    if _is_frozen(value):
+                        found[id(space), path[:end]] = space, path[:end]
         ahead += [_code_of(inspect.getattr_static(owner, name, None)) for name in names_in(one.__code__)]
         ahead += map(_content_of, one.__closure__ or ())  # what a decorator wraps
-    return tuple((space, name) for space, name in found.values() if not isinstance(space.get(name), _CODE))
+    return tuple(found.values())
 
 
 _EMPTY: Any = object()
@@ -256,7 +268,7 @@ class QuickCheck:
         own = [(vars(layer), *item) for layer in self._layers for item in vars(layer).items() if item[0] not in INSIDE]
         self._odd = [(inside, name, value) for inside, name, value in own if not _is_plain(value)]
         spaces = [one for kind in dict.fromkeys(self._kinds) for one in _globals_of_layers(kind)]
-        self._globals = [(space, name, space.get(name)) for space, name in spaces if _is_frozen(space.get(name))]
+        self._globals = [(*one, _global_at(*one)) for one in spaces if _is_frozen(_global_at(*one))]
         odd = [value for *_, value in (*self._odd, *self._globals)]
         self._owners = [*self._layers, *_each_once(value for value in odd if _is_looked_into(value))]
         self._insides = list(map(vars, self._owners))
@@ -297,7 +309,7 @@ class QuickCheck:
                 # Equality is enough: values that can change inside are compared below.
                 and self._attributes == gc.get_referents(*self._insides)
                 and all(inside.get(name) is value for inside, name, value in self._odd)
-                and all(_is_the_same(space.get(name), value) for space, name, value in self._globals)
+                and all(_is_the_same(_global_at(space, path), value) for space, path, value in self._globals)
                 and all(map(is_, self._parameter_dicts, map(_parameters_in, self._insides)))
                 and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._held))
                 and all(map(is_, chain.from_iterable(self._lists), self._listed))
