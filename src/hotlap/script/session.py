@@ -26,6 +26,7 @@ from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.core.torch_private import CLIP_NORM, CLIP_SCALE, frame_callback, or_none
 from hotlap.core.tricks import REPLAYED_CLIPPING, SHORT_STEP
+from hotlap.engine.capture.recording import is_recording
 from hotlap.script.advice import AttentionAdvice, Waits
 from hotlap.script.calls.call import ModuleCall
 from hotlap.script.feed.device_copies import DeviceCopies
@@ -38,7 +39,6 @@ from hotlap.script.patches import Patches, untraced
 from hotlap.script.report import Report
 from hotlap.script.run_length import RunLength
 from hotlap.script.running import without_text
-from hotlap.script.streams import is_capturing
 from hotlap.script.training import ScriptTraining
 from hotlap.script.tuning import ScriptTuning
 from hotlap.script.update.clipping import Clipping, clipping_patches
@@ -184,7 +184,7 @@ class Session:
         """Whether hotlap may act here: in the process and thread of the training, outside hotlap's own work, and while
         the script records no CUDA graph of its own."""
         is_here = self._open and not self._inside and self._home == (os.getpid(), threading.get_ident())
-        return is_here and not is_capturing()
+        return is_here and not is_recording()
 
     def _patched_iter(self, own: Iterate) -> Iterate:
         def iterated(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -23,8 +23,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from hotlap.core.torch_private import (
     clear_cublas_workspaces,
     current_graph_task_id,
+    current_raw_stream,
     dispatch_mode_count,
     end_allocate_to_pool,
+    or_none,
     peek_interpreter_stack,
     top_saved_tensors_hooks,
 )
@@ -245,9 +247,23 @@ def _smallest_dropping(device: torch.device) -> nn.LSTM:
 # --- recording -----------------------------------------------------------------------------------------
 
 
+_raw_stream = or_none(current_raw_stream)
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch's current stream of a GPU, asked for cheaply; the same object each time for the same stream."""
+    if _raw_stream is None or device.index is None:
+        return torch.cuda.current_stream(device)
+    key = device.index, _raw_stream(device.index)
+    if key not in _streams:
+        _streams[key] = torch.cuda.current_stream(device)
+    return _streams[key]
+
+
 def is_recording() -> bool:
     """Whether this stream records what runs now, instead of executing it."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 class NotRecordedError(Exception):

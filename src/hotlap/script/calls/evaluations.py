@@ -38,7 +38,7 @@ from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import PATIENCE, BatchError, shape_of
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
-from hotlap.engine.capture.recording import NotRecordedError, Watch, own_dropout_memory
+from hotlap.engine.capture.recording import NotRecordedError, Watch, current_stream, own_dropout_memory
 from hotlap.engine.snapshot import generator_of
 from hotlap.engine.step import is_out_of_memory
 from hotlap.script.calls.autograd_bridge import Compute
@@ -46,7 +46,6 @@ from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.graphs import Graph, GraphRecorder
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import is_container, kind_of, leaves, parts_of, unknown_type_in, with_leaves, write_marks
-from hotlap.script.streams import current_stream
 
 SEEN = 8
 """Calls of a kind before it is recorded, so that rare kinds are not; a shorter last batch comes once an epoch."""

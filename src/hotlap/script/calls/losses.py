@@ -20,9 +20,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hotlap.core.torch_private import current_raw_stream, is_stream_capturing
 from hotlap.engine.assists import rewiring as losses
+from hotlap.engine.capture.recording import current_stream
 from hotlap.script.calls.graphs import CallGraph, LossCall, ReplayedCall
 from hotlap.script.patches import Patches, untraced
-from hotlap.script.streams import current_stream
 from hotlap.tuner.agreement import gaps_between, whole
 
 MOST_KEPT_COPIES = 4

@@ -21,10 +21,10 @@ from hotlap.data.batches import Batch, map_tensors
 from hotlap.data.feeds import AHEAD, BUFFER_SETS, DeviceCopier, PendingCopy, PinnedBuffers, WorkerStart, within_cores
 from hotlap.data.resident import CPU, SENT_A_SECOND, bytes_needed, hold_on_device, packed, time_to_hold, why_not_held
 from hotlap.data.sources import Columns, Selection, Source, tensors_in
+from hotlap.engine.capture.recording import current_stream
 from hotlap.machine.cuda import usable_bytes
 from hotlap.script.feed.device_copies import CopyReceiver
 from hotlap.script.feed.index_batches import IndexBatch, IndexBlock, IndexStream
-from hotlap.script.streams import current_stream
 
 Iterate = Callable[[DataLoader[Any]], Iterator[Any]]
 """torch's own way to begin an epoch of a loader."""

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from hotlap.core.errors import DataError, kind_of
-from hotlap.script.streams import current_stream
+from hotlap.engine.capture.recording import current_stream
 
 BLOCK = 32
 """Most index batches to read at once, where nothing can notice."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from hotlap.script import streams
+from hotlap.engine.capture import recording as streams
 
 
 def test_torch_is_asked_once_for_every_stream(monkeypatch):
@@ -12,8 +12,8 @@ def test_torch_is_asked_once_for_every_stream(monkeypatch):
         asked.append((device.index, raw[0]))
         return object()
 
-    monkeypatch.setattr(streams, "_known", {})
-    monkeypatch.setattr(streams, "_ask", lambda index: raw[0])
+    monkeypatch.setattr(streams, "_streams", {})
+    monkeypatch.setattr(streams, "_raw_stream", lambda index: raw[0])
     monkeypatch.setattr(torch.cuda, "current_stream", current)
     device = torch.device("cuda", 1)
     first = streams.current_stream(device)
