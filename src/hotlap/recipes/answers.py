@@ -376,12 +376,12 @@ def write_answers(
         return
     # Read once more: all cells are to be as they were written.
     plain = plain_cells(data, table)
-    lines = _Lines()
+    lines = io.StringIO(newline="")
     writer = csv.writer(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", lineterminator="\n")
     writer.writerow([*names, *columns])
     texts = [plain[name] for name in names]
     writer.writerows(zip(*texts, *(map(_written, column) for column in columns.values()), strict=True))
-    write_text(path, "".join(lines))
+    write_text(path, lines.getvalue())
 
 
 def _written(value: Any) -> str:
@@ -395,10 +395,3 @@ def write_vectors(path: Path, vectors: Tensor) -> None:
     made = io.BytesIO()
     np.save(made, vectors.float().numpy(), allow_pickle=False)
     write_bytes(path, made.getvalue())
-
-
-class _Lines(list[str]):
-    """A file to csv's writer."""
-
-    def write(self, line: str) -> None:
-        self.append(line)

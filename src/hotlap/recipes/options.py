@@ -289,7 +289,9 @@ def _as(kind: Any, value: Any) -> Any:
     if kind is bool:
         if isinstance(value, bool):
             return value
-        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[_text(value)]
+        flags = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if isinstance(value, str) and value.lower() in flags:
+            return flags[value.lower()]
     if kind is int and isinstance(value, (int, str)) and not isinstance(value, bool):
         return int(value)
     if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
@@ -302,12 +304,6 @@ def _as(kind: Any, value: Any) -> Any:
         if isinstance(listed, (list, tuple)) and all(isinstance(one, str) for one in listed):
             return tuple(one.strip() for one in listed if one.strip())
     raise ValueError
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or value.lower() not in ("true", "yes", "1", "false", "no", "0"):
-        raise ValueError
-    return value.lower()
 
 
 def _word(kind: Any) -> str:

@@ -506,16 +506,12 @@ def stratified_by_group(target: Any, groups: Any, share: float, seed: int = 0) -
 
 
 def _codes(name: str, values: Any) -> tuple[Numbers, Numbers]:
-    """Values as numbers from 0 on, and how many there are of each."""
-    _, codes, counts = np.unique(_column(name, values), return_inverse=True, return_counts=True)
+    """Values as codes from 0 on, and how many there are of each."""
+    column = np.asarray(values)
+    if column.ndim != 1 or not len(column):
+        raise DataError(f"the shape of {name} is {column.shape}; give one value for each row")
+    _, codes, counts = np.unique(column, return_inverse=True, return_counts=True)
     return codes, counts
-
-
-def _column(name: str, values: Any) -> Numbers:
-    found = np.asarray(values)
-    if found.ndim != 1 or not len(found):
-        raise DataError(f"the shape of {name} is {found.shape}; give one value for each row")
-    return found
 
 
 def _check_share(share: float) -> None:

@@ -46,10 +46,10 @@ OWN_BARS, FRAME_BARS = 50, 20
 """That features look back over: of the bars themselves, and of the longest frame."""
 NAMED = 3
 """Symbols that a line names before it counts the rest."""
-USUAL = (3600, 14400)
-"""Longer bars that are made where none are named: h1 and h4."""
-FRAMES = ("m5", "m15", "h1", "h4", "d1", "d7")
-"""Usual ones, to be named to those who name one that cannot be made."""
+DEFAULT_FRAMES = (3600, 14400)
+"""Longer bars that hotlap makes where none are named: h1 and h4."""
+SUGGESTED_FRAMES = (300, 900, 3600, 14400, 86400, 7 * 86400)
+"""Usual frames, to suggest where one cannot be made of the bars."""
 EXAMPLES = 64
 """Windows that a written ONNX file is tried on."""
 
@@ -497,8 +497,8 @@ def _chosen_frames(options: TemporalOptions, own: int, say: Say) -> list[int]:
     """The lengths of longer bars: as they are named, else of the usual ones those that the file's bars make longer."""
     if options.frames != (AUTO,):
         return [seconds for name in options.frames if (seconds := seconds_of(name))]
-    made = [seconds for seconds in USUAL if seconds > own and not seconds % own]
-    without = [seconds for seconds in USUAL if seconds not in made]
+    made = [seconds for seconds in DEFAULT_FRAMES if seconds > own and not seconds % own]
+    without = [seconds for seconds in DEFAULT_FRAMES if seconds not in made]
     if without:
         names = " and ".join(map(frame_name, without))
         why = "not longer than" if max(without) <= own else "not to be made of"
@@ -508,8 +508,8 @@ def _chosen_frames(options: TemporalOptions, own: int, say: Say) -> list[int]:
 
 
 def _fitting(own: int) -> list[str]:
-    """Usual frames that can be made of bars."""
-    return [name for name in FRAMES if (seconds_of(name) or 0) > own and not (seconds_of(name) or 0) % own]
+    """The names of usual frames that can be made of bars of this length."""
+    return [frame_name(seconds) for seconds in SUGGESTED_FRAMES if seconds > own and not seconds % own]
 
 
 def _features_of(bars: Sequence[Bars], frames: Sequence[int], path: Path, say: Say) -> list[Features]:
