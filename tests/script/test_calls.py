@@ -867,6 +867,30 @@ def test_a_replay_is_spared_the_fingerprint_of_a_module_that_nobody_touched(monk
     assert model.replays == replays + 2
 
 
+class CallCounter(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("plan", [BF16, CAPTURED], ids=["bf16", "captured"])
+def test_a_call_of_the_scripts_that_fails_changes_the_module_once(plan):
+    module = CallCounter(6, 3)
+    model = Scripted(module, plan)
+    for number in range(6):
+        before = module.calls
+        with pytest.raises(RuntimeError):
+            model(torch.randn(5, 2))
+        assert module.calls == before + 1
+        if plan is not CAPTURED:  # what counts its calls is not recorded
+            model(torch.randn(5, 6)).sum().backward()
+            assert module.calls == before + 2, number
+        else:
+            model(torch.randn(5, 6)).sum().backward()
+
+
 class Seeded:
     """A generator as a GPU's is: a seed, and how far it has drawn."""
 

@@ -51,6 +51,9 @@ _top_hooks = or_none(top_saved_tensors_hooks)  # older versions have none
 NOTED = 8
 """Calls under the script's own plan whose output forms are noted."""
 
+MOST_TRIED = 64
+"""Kinds of calls whose first one can be undone."""
+
 
 class ModuleCall:
     """Makes the calls of one module as a plan requires.
@@ -78,6 +81,7 @@ class ModuleCall:
         self._scale: LossScale | None = None
         self._ways: dict[Hashable, EagerCall | CapturedCall] = {}
         self._tried: set[Hashable] = set()
+        """Kinds of calls that succeeded: their plan, and the shapes of their arguments."""
         self._failed: dict[Hashable, str] = {}
         self._plan = _key(Numerics(), Execution())
         self._way: EagerCall | CapturedCall | None = None
@@ -198,10 +202,13 @@ class ModuleCall:
         before = None
         self._inside = True
         try:
-            if self._plan not in self._tried:
+            kind = self._plan, trains, *(one.shape if type(one) is Tensor else None for one in args)
+            if kind not in self._tried and len(self._tried) < MOST_TRIED:
                 before = ModuleState(self.module, self.device)
-                self._tried.add(self._plan)
-            return (way if trains else way.in_own_precision)(original, args, kwargs)
+            outputs = (way if trains else way.in_own_precision)(original, args, kwargs)
+            if before is not None:  # one that fails may be tried, and fail, again
+                self._tried.add(kind)
+            return outputs
         except Exception as error:
             if before is not None:
                 before.restore()
