@@ -282,9 +282,8 @@ class ModuleCall:
         """Make the forward and backward pass of a call under a plan, with the current weights, without lasting effects.
 
         `grad_outputs` are the gradients of the outputs that require them, in order. Returns these outputs, and the
-        gradients of the parameters by name. Trials at the same point begin with the same random state; an exception is
-        the GPU's generator once recurrent layers with dropout are recorded. Raises NotRecordedError, or what the module
-        raises.
+        gradients of the parameters by name. Trials at the same point begin with the same random state, but for what
+        cuDNN's recurrent layers drop. Raises NotRecordedError, or what the module raises.
         """
         with self._isolated():
             way = self._way_of(numerics, execution)
