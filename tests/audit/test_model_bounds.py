@@ -68,6 +68,6 @@ def test_a_vocabulary_that_is_large_beyond_the_memory_is_refused(tmp_path, monke
     data = texts_file(tmp_path / "train.csv", rows=60)
     given = {"data": str(data), "device": "cpu", "config": str(path), "most": "16"}
     without = encoders.Encoder(config={**TINY, "max_position_embeddings": 18, "vocab_size": 5}, tokenizer=None)
-    free(4 * bytes_of(without.made))
+    free(4 * bytes_of(without.new_model))
     with pytest.raises(DataError, match=r"give a smaller encoder or vocabulary$"):
         text.RECIPE.prepare(options_of(text.RECIPE.options_type, None, given), lambda line: None)
