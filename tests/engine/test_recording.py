@@ -20,9 +20,9 @@ from hotlap.engine.capture.recording import (
     NotRecordedError,
     Recorder,
     Watch,
+    dropout_state_to_hold,
     drops_in_recurrence,
     intended_wait,
-    own_dropout_memory,
     unknown_leaf,
     why_recording_failed,
 )
@@ -591,18 +591,18 @@ def test_a_recording_of_recurrent_layers_holds_the_state_of_their_dropout(monkey
     state = torch.zeros(8, dtype=torch.uint8, device="meta")
     monkeypatch.setattr(watch_module, "_dropped_once", lambda _: dropped_by_cudnn(state))
     with mode(), torch.autograd.graph.saved_tensors_hooks(torch.empty_like, torch.empty_like):
-        held = own_dropout_memory([dropping()], GPU)
+        held = dropout_state_to_hold([dropping()], GPU)
     assert held.untyped_storage()._cdata == state.untyped_storage()._cdata
-    assert own_dropout_memory([dropping(0.0)], GPU) is None
-    assert own_dropout_memory([dropping()], CPU) is None
+    assert dropout_state_to_hold([dropping(0.0)], GPU) is None
+    assert dropout_state_to_hold([dropping()], CPU) is None
 
 
 def test_recurrent_layers_that_hide_the_state_of_their_dropout_are_not_recorded(monkeypatch):
     monkeypatch.setattr(watch_module, "_dropped_once", lambda _: torch.ones(1, requires_grad=True) * 2)
     with pytest.raises(NotRecordedError, match="cuDNN"):
-        own_dropout_memory([dropping()], GPU)
+        dropout_state_to_hold([dropping()], GPU)
     with torch.backends.cudnn.flags(enabled=False):
-        assert own_dropout_memory([dropping()], GPU) is None  # torch's own kernels drop as other layers do
+        assert dropout_state_to_hold([dropping()], GPU) is None  # torch's own kernels drop as other layers do
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -17,7 +17,7 @@ from hotlap.engine.capture.captured_step import CapturedStep
 from hotlap.engine.capture.recording import (
     _smallest_dropping,
     dropout_state_of,
-    own_dropout_memory,
+    dropout_state_to_hold,
 )
 from hotlap.engine.snapshot import Randomness, generator_of
 from hotlap.guard.saving import export_state, import_state
@@ -235,7 +235,7 @@ def test_a_recording_holds_the_state_of_dropout_that_cudnn_uses():
         used = dropout_state_of(layer(torch.randn(3, 2, 6, device=DEVICE))[0])
         place = offset()
         _smallest_dropping.cache_clear()
-        held.append(own_dropout_memory([layer], torch.device(DEVICE)))
+        held.append(dropout_state_to_hold([layer], torch.device(DEVICE)))
         assert held[-1].data_ptr() == used.data_ptr()
         assert held[-1].nbytes > 2**20
         assert offset() == place

@@ -876,19 +876,20 @@ class CallCounter(nn.Linear):
 
 
 @pytest.mark.parametrize("plan", [BF16, CAPTURED], ids=["bf16", "captured"])
-def test_a_call_of_the_scripts_that_fails_changes_the_module_once(plan):
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_call_of_the_scripts_that_fails_changes_the_module_once(plan, by_name):
     module = CallCounter(6, 3)
     model = Scripted(module, plan)
     for number in range(6):
         before = module.calls
         with pytest.raises(RuntimeError):
-            model(torch.randn(5, 2))
+            model(x=torch.randn(5, 2)) if by_name else model(torch.randn(5, 2))
         assert module.calls == before + 1
         if plan is not CAPTURED:  # what counts its calls is not recorded
-            model(torch.randn(5, 6)).sum().backward()
+            (model(x=torch.randn(5, 6)) if by_name else model(torch.randn(5, 6))).sum().backward()
             assert module.calls == before + 2, number
         else:
-            model(torch.randn(5, 6)).sum().backward()
+            (model(x=torch.randn(5, 6)) if by_name else model(torch.randn(5, 6))).sum().backward()
 
 
 class Seeded:

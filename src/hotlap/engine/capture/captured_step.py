@@ -22,7 +22,7 @@ from hotlap.engine.capture.recording import (
     NotRecordedError,
     Recorder,
     Watch,
-    own_dropout_memory,
+    dropout_state_to_hold,
     settle_dropout,
     unknown_leaf,
 )
@@ -349,7 +349,7 @@ class StepGraph:
             self._inputs = [map_tensors(piece, lambda t: t.detach().to(device, copy=True)) for piece in window.pieces]
             self._static = [tensor for piece in self._inputs for tensor in tensors_in(piece)]
         eager.optimizer.zero_grad(set_to_none=True)
-        self._dropout_memory = own_dropout_memory(eager.modules, device)
+        self._dropout_state = dropout_state_to_hold(eager.modules, device)
         torch.cuda.synchronize(device)
         before = eager.totals.host_count
         try:

@@ -267,8 +267,9 @@ class QuickCheck:
         self._kinds = list(map(type, self._layers))
         own = [(vars(layer), *item) for layer in self._layers for item in vars(layer).items() if item[0] not in INSIDE]
         self._odd = [(inside, name, value) for inside, name, value in own if not _is_plain(value)]
-        spaces = [one for kind in dict.fromkeys(self._kinds) for one in _globals_of_layers(kind)]
-        self._globals = [(*one, _global_at(*one)) for one in spaces if _is_frozen(_global_at(*one))]
+        read = [(space, path) for kind in dict.fromkeys(self._kinds) for space, path in _globals_of_layers(kind)]
+        values = [(space, path, _global_at(space, path)) for space, path in read]
+        self._globals = [(space, path, value) for space, path, value in values if _is_frozen(value)]
         odd = [value for *_, value in (*self._odd, *self._globals)]
         self._owners = [*self._layers, *_each_once(value for value in odd if _is_looked_into(value))]
         self._insides = list(map(vars, self._owners))

@@ -176,7 +176,7 @@ def _location(line: tuple[str, int] | None) -> str:
 
 
 def drops_in_recurrence(modules: Iterable[nn.Module], device: torch.device) -> bool:
-    """Whether cuDNN draws dropout for one of these in its own way.
+    """Whether one of these modules has a recurrent layer whose dropout cuDNN draws.
 
     torch keeps a state for that, one for each GPU, and makes it again after the generator was set, which waits for the
     GPU.
@@ -201,8 +201,8 @@ def settle_dropout(modules: Iterable[nn.Module], device: torch.device) -> None:
         _dropped_once(device)
 
 
-def own_dropout_memory(modules: Iterable[nn.Module], device: torch.device) -> Tensor | None:
-    """The state of cuDNN's dropout, if these need it; to be held as long as recordings made next.
+def dropout_state_to_hold(modules: Iterable[nn.Module], device: torch.device) -> Tensor | None:
+    """The state of cuDNN's dropout, if these modules use it; hold it as long as the recordings that are made next.
 
     When anything sets the generator, such as `torch.manual_seed`, torch.compile or a checkpointed layer, torch makes
     another state and releases this one. Replays go on reading and writing this one. Raises NotRecordedError.

@@ -52,7 +52,7 @@ NOTED = 8
 """Calls under the script's own plan whose output forms are noted."""
 
 MOST_TRIED = 64
-"""Kinds of calls whose first one can be undone."""
+"""Kinds of calls that are undone if they fail before one has succeeded; noting the module's state takes time."""
 
 
 class ModuleCall:
@@ -202,11 +202,12 @@ class ModuleCall:
         before = None
         self._inside = True
         try:
-            kind = self._plan, trains, *(one.shape if type(one) is Tensor else None for one in args)
+            given = *args, *kwargs.values()
+            kind = self._plan, trains, *(argument.shape if type(argument) is Tensor else None for argument in given)
             if kind not in self._tried and len(self._tried) < MOST_TRIED:
                 before = ModuleState(self.module, self.device)
             outputs = (way if trains else way.in_own_precision)(original, args, kwargs)
-            if before is not None:  # one that fails may be tried, and fail, again
+            if before is not None:  # a kind of call that fails stays unknown: its next one can be undone too
                 self._tried.add(kind)
             return outputs
         except Exception as error:

@@ -38,7 +38,7 @@ from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import PATIENCE, BatchError, shape_of
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
-from hotlap.engine.capture.recording import NotRecordedError, Watch, current_stream, own_dropout_memory
+from hotlap.engine.capture.recording import NotRecordedError, Watch, current_stream
 from hotlap.engine.snapshot import generator_of
 from hotlap.engine.step import is_out_of_memory
 from hotlap.script.calls.autograd_bridge import Compute
@@ -436,7 +436,6 @@ class EvaluationGraph:
             reason = reason or "its outputs are views of each other in another dtype"
         if reason is not None:
             raise NotRecordedError(reason)
-        self._dropout_memory = own_dropout_memory([module], self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         # torch creates the random state that all graphs share with the first graph, and others write to it.

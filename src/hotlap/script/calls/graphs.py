@@ -20,7 +20,7 @@ from hotlap.engine.assists.norms import NormCounts, counted_at_once
 from hotlap.engine.capture.recording import (
     NotRecordedError,
     Watch,
-    own_dropout_memory,
+    dropout_state_to_hold,
     unknown_leaf,
     why_recording_failed,
 )
@@ -138,7 +138,7 @@ class CallGraph:
         try:
             self._rehearse(recorder)
             # After the last call that may make this memory elsewhere, such as one that compiles.
-            self._dropout_memory = own_dropout_memory([module], device)
+            self._dropout_state = dropout_state_to_hold([module], device)
         except NotRecordedError:
             raise
         except Exception as error:  # the user's code may raise anything
