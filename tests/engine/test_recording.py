@@ -597,6 +597,20 @@ def test_a_recording_of_recurrent_layers_holds_the_state_of_their_dropout(monkey
     assert dropout_state_to_hold([dropping()], CPU) is None
 
 
+def test_what_shows_the_state_of_dropout_does_not_stay_in_memory(monkeypatch):
+    outputs = []
+
+    def dropped(_):
+        output = dropped_by_cudnn(torch.zeros(8, dtype=torch.uint8, device="meta"))
+        outputs.append(weakref.ref(output))
+        return output
+
+    monkeypatch.setattr(watch_module, "_dropped_once", dropped)
+    assert dropout_state_to_hold([dropping()], GPU) is not None
+    gc.collect()
+    assert [output() for output in outputs] == [None]
+
+
 def test_recurrent_layers_that_hide_the_state_of_their_dropout_are_not_recorded(monkeypatch):
     monkeypatch.setattr(watch_module, "_dropped_once", lambda _: torch.ones(1, requires_grad=True) * 2)
     with pytest.raises(NotRecordedError, match="cuDNN"):

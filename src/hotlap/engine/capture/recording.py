@@ -209,8 +209,9 @@ def dropout_state_to_hold(modules: Iterable[nn.Module], device: torch.device) ->
     """
     if not drops_in_recurrence(modules, device):
         return None
-    # What torch saves for the backward pass is the state itself. Outer hooks could save a copy.
-    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+    # What torch saves for the backward pass is the state itself. Outer hooks could save a copy. A saved output that
+    # is not detached would hold the node that holds it, for good.
+    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
         state = dropout_state_of(_dropped_once(device))
     if state is None and torch.backends.cudnn.enabled:
         raise NotRecordedError("a recurrent layer does not show where cuDNN keeps the state of its dropout")
@@ -221,10 +222,6 @@ def dropout_state_of(output: Tensor) -> Tensor | None:
     """The state of cuDNN's dropout that made the output of a recurrent layer; None if another library made it."""
     state: Tensor | None = getattr(output.grad_fn, "_saved_dropout_state", None)
     return state
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _dropped_once(device: torch.device) -> Tensor:
