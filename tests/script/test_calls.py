@@ -1334,6 +1334,34 @@ def test_a_trial_of_the_own_plan_gives_the_gradients_that_training_gave():
     torch.testing.assert_close(found, gradients(module))
 
 
+class WithItsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x, y):
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, y), "logits": logits}
+
+
+@pytest.mark.parametrize("plan", [OWN, CAPTURED])
+def test_gradients_are_seen_where_the_script_changes_the_loss_in_place(plan):
+    """As the Trainer of transformers does."""
+    module, theirs = WithItsLoss(), WithItsLoss()
+    model = Scripted(module, plan)
+    for number, (x, y) in enumerate(batches(8)):
+        if number == 7:
+            model.call.remember_next()
+        for one in (model, theirs):
+            loss = one(x, y)["loss"]
+            loss *= 2
+            loss.backward()
+    assert_equal_states(gradients(module), gradients(theirs))
+    assert model.call.given_up is None
+    given, unused = model.call.last_output_grads
+    assert (given, unused) == (2.0, None)
+
+
 @pytest.mark.parametrize("plan", [BF16, CAPTURED, (BF16[0], CAPTURED[1])])
 def test_trials_of_two_plans_can_be_held_against_each_other(plan):
     module = net(0.5)

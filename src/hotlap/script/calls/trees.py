@@ -50,14 +50,33 @@ def with_leaves(tree: Any, before: Sequence[Tensor], after: Sequence[Tensor]) ->
 def with_gradient_hooks(outputs: Any, on_gradient: Callable[[int, Tensor], None]) -> Any:
     """The outputs, with hooks that call `on_gradient` with a leaf's number and each gradient from the script.
 
-    The leaves are views: gradients between outputs inside the module do not count.
+    Gradients between outputs inside the module do not count.
     """
     before = leaves(outputs)
-    after = [leaf.view_as(leaf) if leaf.grad_fn is not None else leaf for leaf in before]
-    for number, leaf in enumerate(after):
-        if leaf.grad_fn is not None:
-            leaf.register_hook(functools.partial(on_gradient, number))  # type: ignore[no-untyped-call]
+    after = [
+        _Watched.apply(leaf, functools.partial(on_gradient, number)) if leaf.grad_fn is not None else leaf
+        for number, leaf in enumerate(before)
+    ]
     return with_leaves(outputs, before, after)
+
+
+class _Watched(torch.autograd.Function):
+    """A tensor in its own memory, behind a node that sees its gradient.
+
+    A view would lose its node, and the hooks on it, as soon as the script changes the tensor in place (`loss *= 2`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.on_gradient = on_gradient
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is not None:
+            ctx.on_gradient(grad)
+        return grad, None
 
 
 def copied(tensor: Tensor) -> Tensor:
