@@ -486,6 +486,7 @@ def test_numbers_and_tensors_that_a_function_reads_from_its_module_count(functio
     assert fingerprint([], [function]) == before
 
 
+BY_HEAD, BY_LAYER = [0.1, 0.2], {"first": 1.0, "all": None}
 SETTINGS = SimpleNamespace(train=SimpleNamespace(shift=0.5, unread=1), unread=1)
 
 
@@ -510,7 +511,7 @@ class LayerOfGlobals(nn.Linear):
         return scaled(x) * self.masks
 
     def forward(self, x):
-        return self.helped(super().forward(x)) * WEIGHTS + SETTINGS.train.shift
+        return self.helped(super().forward(x)) * WEIGHTS * BY_HEAD[0] + SETTINGS.train.shift + BY_LAYER["first"]
 
     def unused(self):
         return LABELS
@@ -540,6 +541,12 @@ def test_numbers_and_tensors_that_the_code_of_a_layer_reads_as_globals_count(nam
         patched.setitem(BY_CLASS, "a", torch.zeros(3))
         assert not check.still_holds()
         assert fingerprint([model]) != before
+    for held, where in ((BY_HEAD, 1), (BY_LAYER, "first")):
+        was, held[where] = held[where], 0.5
+        changed = not check.still_holds() and fingerprint([model]) != before
+        held[where] = was
+        assert changed
+        assert check.still_holds()
     monkeypatch.setitem(globals(), "RATE", float("0.1"))  # an equal number
     assert check.still_holds()
 

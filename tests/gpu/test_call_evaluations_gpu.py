@@ -337,11 +337,6 @@ class Sends(Mlp):
         return super().forward(x).cpu()
 
 
-class Copies(Mlp):
-    def forward(self, x):
-        return super().forward(x) * torch.tensor([1.0, 2.0, 3.0], device=x.device)
-
-
 class Breaks(Mlp):
     def forward(self, x):
         if torch.cuda.is_current_stream_capturing():
@@ -368,7 +363,6 @@ UNFIT = {
     Reads: "test_call_evaluations_gpu.py:",
     Draws: "draws random numbers",
     Sends: "read back",
-    Copies: "",
     Breaks: "",
     Overwrites: "in place",
     Keeps: "'last'",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,9 @@ class EagerStep:
         self._scaled = scale is not None and numerics.precision == "fp16"
         self.look: Callable[[Tensor], None] | None = None
         """Called with every loss before its backward pass."""
+        self.around: AbstractContextManager[object] = nullcontext()
+        """Around the computation of gradients."""
+        self.is_compiled = execution.compile != "no"
         self.overlap: Overlap | None = None
         """Computes the gradients, if steps are recorded."""
         self._known: tuple[int, ...] = ()
@@ -163,10 +166,11 @@ class EagerStep:
         self.parameters()
         for parameter in self._not_optimized:
             parameter.grad = None
-        if len(pieces) == 1:
-            loss, scores = self._whole(pieces[0], sizes[0], all_count)
-        else:
-            loss, scores = self._in_pieces(pieces, sizes)
+        with self.around:
+            if len(pieces) == 1:
+                loss, scores = self._whole(pieces[0], sizes[0], all_count)
+            else:
+                loss, scores = self._in_pieces(pieces, sizes)
         self._unscale_and_clip()
         return loss, scores
 

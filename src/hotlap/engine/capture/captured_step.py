@@ -18,6 +18,7 @@ from hotlap.data.resident import PendingRows, narrowed, sample_bytes
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
 from hotlap.engine.capture.fingerprint import QuickCheck, StateCheck, fingerprint, place_of, places_in
+from hotlap.engine.capture.host_constants import HostConstants
 from hotlap.engine.capture.recording import (
     NotRecordedError,
     Recorder,
@@ -82,6 +83,9 @@ class CapturedStep:
         self._has_noted_unfit = self._has_noted_full = False
         self._recorder, self._outputs = recorder, outputs
         self._norms = NormCounts(self._modules if COUNTED_NORMS not in without else ())
+        self._copies_constants = False
+        """Whether an update waited for the device: it may copy constants there."""
+        self._constants: dict[Hashable, HostConstants] = {}
         self._gathers_together = GATHERED_TOGETHER not in without
         self._in_flight: deque[torch.cuda.Event] = deque()
         self.warmup_steps = 0
@@ -226,12 +230,17 @@ class CapturedStep:
     def _watched(self, one: Window, key: Hashable) -> Tensor:
         strangers: list[str | None] = []
         self._eager.look = lambda loss: strangers.append(unknown_leaf(loss, self._eager.parameters()))
+        if self._copies_constants:
+            self._eager.around = self._constants[key] = HostConstants(self._device)
         try:
             with Watch(self._modules, self._device) as watch, self._norms.watched(key):
                 made = self._eager.one(one)
         finally:
-            self._eager.look = None
-        reason = watch.reason or next(filter(None, strangers), None)
+            self._eager.look, self._eager.around = None, nullcontext()
+        reason = watch.reason
+        if watch.waits and not self._copies_constants and not self._eager.is_compiled:
+            self._copies_constants, reason = True, None
+        reason = reason or next(filter(None, strangers), None)
         if reason is not None and self.given_up is None:
             self._give_up(reason)
         return made
@@ -251,6 +260,7 @@ class CapturedStep:
                     self._outputs,
                     self._recorder,
                     norms,
+                    self._constants.pop(key, nullcontext()),
                     whole=not self.split,
                     gathers_together=self._gathers_together,
                 )
@@ -326,11 +336,13 @@ class StepGraph:
         outputs: ReplayOutputs,
         recorder: Recorder,
         norms: Sequence[tuple[BatchNormBase, int]],
+        constants: AbstractContextManager[object],
         *,
         whole: bool,
         gathers_together: bool = True,
     ) -> None:
         self._eager, self._window, self._outputs, self._norms, self._whole = eager, window, outputs, norms, whole
+        self._constants = constants
         self._scores: list[Scored] = []
         self._counted = 0
         self._parameters = list(eager.parameters())
@@ -366,7 +378,7 @@ class StepGraph:
         leaving = overlap.leaving(self._outputs.grad_of) if overlap is not None and self._whole else nullcontext()
         with eager.switches if eager.switches else nullcontext(), leaving:
             for number, pieces in enumerate(self._batches()):
-                with counted_at_once(self._norms):
+                with counted_at_once(self._norms), self._constants:
                     loss, self._scores = eager.gradients(pieces, window.sizes, window.all_count)
                 if self._whole:
                     assert eager.rates is not None

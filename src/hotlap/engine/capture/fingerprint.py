@@ -137,9 +137,11 @@ def _global_at(space: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Whether a recording keeps a global as it is: its number, or where its tensors are."""
+    """Whether a recording keeps a global as it is: its number or few numbers, or where its tensors are."""
     kind = type(value)
-    return kind in _PLAIN or _is_ordinary(value) or (kind in _HELD and _holds_tensors(value))
+    if kind in _PLAIN or _is_ordinary(value):
+        return True
+    return kind in _HELD and (_holds_tensors(value) or (len(value) <= _FEW and _holds_numbers(value)))
 
 
 def _globals_of_layers(kind: type[nn.Module]) -> _Globals:
@@ -218,7 +220,7 @@ def _add_value(value: Any, found: list[Any], seen: set[int]) -> None:
     elif kind in (tuple, list):
         found.append(len(value))
         _add_parts(value if _holds_tensors(value) else value[:_FEW], found)
-    elif kind is dict or (kind is OrderedDict and _holds_tensors(value)):
+    elif kind is dict or kind is OrderedDict:
         found.append(len(value))
         if len(value) <= _FEW or _holds_tensors(value):
             _add_parts(value.values(), found)
@@ -242,6 +244,10 @@ def _is_ordinary(value: Any) -> bool:
 def _holds_tensors(value: Any) -> bool:
     """Whether one of the first parts of a container is a tensor: a recording may read all, such as masks by layer."""
     return any(map(_is_ordinary, islice(_parts_of(value), _FEW)))
+
+
+def _holds_numbers(value: Any) -> bool:
+    return any(type(part) in (int, float) for part in _parts_of(value))
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
@@ -280,8 +286,7 @@ class QuickCheck:
         self._hooks = list(map(_hooks_of, self._parameters))
         dicts = [vars(layer)[name] for layer in self._layers for name in _HOLDERS]
         holders = list(filter(_holds_tensors, odd))
-        dicts += [value for value in odd if type(value) is dict]
-        dicts += [value for value in holders if type(value) is OrderedDict]
+        dicts += [value for value in odd if type(value) in (dict, OrderedDict)]
         dicts += [hooks for hooks in self._hooks if hooks is not None]
         self._empty = [one for one in (*self._insides, *dicts) if not one]
         self._dicts = [one for one in dicts if one]

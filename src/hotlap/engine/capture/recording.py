@@ -49,6 +49,8 @@ class Watch:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._modules, self._on_gpu = modules, device.type == "cuda"
         self.reason: str | None = None
+        self.waits = False
+        """Whether the reason is that the host waits for the device: perhaps for constants that it copies there."""
         self.changed = False
         """Whether a module's Python state has changed. It may cache what it makes for a shape, such as masks, and the
         reason may lie in making it."""
@@ -92,6 +94,7 @@ class Watch:
         if _WAITED not in str(message):
             self._shown(message, category, *rest, **more)
         elif self.reason is None and not _intended_waits:
+            self.waits = True
             self.reason = f"a value is read back from the device{_location(_users_line(self._watcher))}"
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
@@ -211,7 +214,7 @@ def dropout_state_to_hold(modules: Iterable[nn.Module], device: torch.device) ->
         return None
     # What torch saves for the backward pass is the state itself. Outer hooks could save a copy. A saved output that
     # is not detached would hold the node that holds it, for good.
-    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, Tensor.detach):
         state = dropout_state_of(_dropped_once(device))
     if state is None and torch.backends.cudnn.enabled:
         raise NotRecordedError("a recurrent layer does not show where cuDNN keeps the state of its dropout")

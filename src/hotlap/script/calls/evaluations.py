@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -38,6 +38,7 @@ from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.capture.captured_step import PATIENCE, BatchError, shape_of
 from hotlap.engine.capture.fingerprint import QuickCheck, fingerprint
+from hotlap.engine.capture.host_constants import HostConstants
 from hotlap.engine.capture.recording import NotRecordedError, Watch, current_stream
 from hotlap.engine.snapshot import generator_of
 from hotlap.engine.step import is_out_of_memory
@@ -243,7 +244,8 @@ class Evaluations:
         with Watch([self._module], self._device) as watch, _detects_output() as said:
             outputs = self._eager.in_own_precision(original, args, kwargs)
         with self._refuse_on_error(kind):
-            kind.refused = watch.reason or ("it prints" if said else None) or graph.why_unfit_for(given, outputs)
+            seen = None if watch.waits else watch.reason  # a recording tells whether it waits for more than constants
+            kind.refused = seen or ("it prints" if said else None) or graph.why_unfit_for(given, outputs)
             if kind.refused is None and before != self._side_effects(given):
                 kind.refused = "it draws random numbers, or writes to its arguments or its own tensors"
             if kind.refused is None:
@@ -400,6 +402,7 @@ class EvaluationGraph:
         self.outputs: list[Tensor] = []
         """The tensors in its result, in memory that every replay overwrites."""
         self._bases: list[tuple[Tensor, list[int]]] = []
+        self._constants: AbstractContextManager[object] = nullcontext()
 
     @property
     def is_recorded(self) -> bool:
@@ -425,8 +428,12 @@ class EvaluationGraph:
         with recorder.aside():
             self._make()
         before, arguments = self.outputs, write_marks(self._static)
-        with recorder.aside(), Watch([module], self._device) as watch:
-            self._make()
+        for constants in (nullcontext(), HostConstants(self._device)):
+            self._constants = constants
+            with recorder.aside(), Watch([module], self._device) as watch:
+                self._make()
+            if not watch.waits:
+                break
         reason = watch.reason
         if arguments != write_marks(self._static):
             reason = reason or "it changes its arguments in place"
@@ -457,7 +464,7 @@ class EvaluationGraph:
     def _make(self) -> None:
         assert self._compute is not None
         torch.clear_autocast_cache()  # its entries come from elsewhere, and those made here must not stay
-        with torch.inference_mode(self._infers), torch.no_grad():
+        with torch.inference_mode(self._infers), torch.no_grad(), self._constants:
             self._tree = self._compute(*self._given)
             self.outputs = leaves(self._tree)
             self._bases = _bases(self.outputs)

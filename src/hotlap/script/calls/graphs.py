@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -17,6 +17,7 @@ from hotlap.core.torch_private import BatchNormBase, foreach_copy_, foreach_mul,
 from hotlap.data.batches import map_tensors
 from hotlap.data.sources import tensors_in
 from hotlap.engine.assists.norms import NormCounts, counted_at_once
+from hotlap.engine.capture.host_constants import HostConstants
 from hotlap.engine.capture.recording import (
     NotRecordedError,
     Watch,
@@ -113,7 +114,8 @@ class CallGraph:
         """The loss that the script was seen to differentiate, to be recorded next."""
         self._sightings = 0
         self._retains = kept or scale is not None or loss_call is not None
-        self._counts_norms = counts_norms
+        self._counts = NormCounts([module] if counts_norms else ())
+        self._constants: AbstractContextManager[object] = nullcontext()
         self.given = map_tensors(given, copied)
         """The arguments, in memory that every replay reads."""
         self.static = tensors_in(self.given)
@@ -251,7 +253,7 @@ class CallGraph:
 
     def _make_outputs(self) -> None:
         torch.clear_autocast_cache()  # its entries come from elsewhere, and those made here must not stay
-        with self.aliases, self._switches, torch.enable_grad(), counted_at_once(self._norms):
+        with self.aliases, self._switches, torch.enable_grad(), counted_at_once(self._norms), self._constants:
             self.tree = self.work.compute(*self.given)
         torch.clear_autocast_cache()
         self.outputs = leaves(self.tree)
@@ -288,20 +290,16 @@ class CallGraph:
             foreach_copy_(self._lent, [grad for _, grad in left])
 
     def _rehearse(self, recorder: GraphRecorder) -> None:
-        """Run once to let libraries initialise, and once more while watching."""
+        """Run once to let libraries initialise, and once more while watching; and again where constants are copied."""
         with recorder.aside():
             self._make_outputs()
             self.differentiable = [output.requires_grad for output in self.outputs]
             self._incoming = [torch.ones_like(self.outputs[number]) for number in self.used]
             self._make_gradients()
-        norms = NormCounts([self._module] if self._counts_norms else ())
-        before = write_marks(self.static)
-        with recorder.aside(), Watch([self._module], self._device) as watch, _detects_reseeding() as was_set:
-            with norms.watched(None):
-                self._make_outputs()
-            reason = self._why_unfit(before)
-            self._make_gradients()
-        reason = reason or watch.reason or ("it sets the GPU's random state itself" if was_set else None)
+        reason, waits = self._watched(recorder)
+        if waits:
+            self._constants = HostConstants(self._device)
+            reason, _ = self._watched(recorder)
         if all(grad is None for grad in self._grads):
             reason = reason or "nothing in it gets a gradient"
         if any(grad is not None and grad.layout is not torch.strided for grad in self._grads):
@@ -310,7 +308,17 @@ class CallGraph:
             reason = reason or "it moves its weights to other memory"
         if reason is not None:
             raise NotRecordedError(reason)
-        self._norms = norms.settled(None)
+        self._norms = self._counts.settled(None)
+
+    def _watched(self, recorder: GraphRecorder) -> tuple[str | None, bool]:
+        """Why this pass cannot be recorded, and whether it waits for the device."""
+        before = write_marks(self.static)
+        with recorder.aside(), Watch([self._module], self._device) as watch, _detects_reseeding() as was_set:
+            with self._counts.watched(None):
+                self._make_outputs()
+            reason = self._why_unfit(before)
+            self._make_gradients()
+        return reason or watch.reason or ("it sets the GPU's random state itself" if was_set else None), watch.waits
 
     def _why_unfit(self, before: list[tuple[int, int]]) -> str | None:
         if before != write_marks(self.static):

@@ -54,7 +54,7 @@ def with_gradient_hooks(outputs: Any, on_gradient: Callable[[int, Tensor], None]
     """
     before = leaves(outputs)
     after = [
-        _Watched.apply(leaf, functools.partial(on_gradient, number)) if leaf.grad_fn is not None else leaf
+        leaf if leaf.grad_fn is None else _Watched.apply(leaf, functools.partial(on_gradient, number))  # type: ignore[no-untyped-call]
         for number, leaf in enumerate(before)
     ]
     return with_leaves(outputs, before, after)

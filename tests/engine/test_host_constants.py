@@ -1,0 +1,102 @@
+"""Constants made on the host and copied elsewhere in each pass; the meta device stands in for the GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from hotlap.engine.capture.host_constants import HostConstants
+from hotlap.engine.capture.recording import NotRecordedError
+
+GPU = torch.device("meta")
+HELD = torch.ones(3)
+X = torch.empty(4, 5, device=GPU)
+COPIED = {
+    "a mask": lambda: torch.triu(torch.full((3, 3), float("-inf")), diagonal=1).to(X.device),
+    "in another precision": lambda: torch.ones(3).to(X.device, torch.bfloat16),
+    "like another tensor": lambda: torch.ones(3).to(X),
+    "of its type": lambda: torch.arange(3.0).type_as(X),
+    "numbers": lambda: torch.tensor([0.2, 0.8], device=X.device),
+    "one number": lambda: torch.tensor(0.5).to(X.device),
+    "numbers of its kind": lambda: X.new_tensor([1, 2]),
+    "filled in place": lambda: torch.zeros(3).fill_(2).add_(torch.ones(3)).to(X.device),
+    "a part": lambda: torch.arange(12).view(3, 4)[1:, ::2].to(X.device),
+    "of the shape of what is there": lambda: torch.zeros(X.shape[0], 2).to(X.device),
+    "an index": lambda: X[:, torch.tensor([0, 2])],
+    "a list as an index": lambda: X[..., [0, 2, 3]],
+    "into a tensor that is there": lambda: torch.empty_like(X).copy_(torch.ones(5)),
+}
+OTHERS = {
+    "from before": lambda: HELD.to(X.device),
+    "made of one from before": lambda: (torch.zeros(3) + HELD).to(X.device),
+    "written from one from before": lambda: torch.zeros(3).copy_(HELD).to(X.device),
+    "of numpy": lambda: torch.from_numpy(np.ones(3)).to(X.device),
+    "numbers of numpy": lambda: torch.tensor(np.ones(3)).to(X.device),
+    "lent to numpy": lambda: lent(torch.zeros(3)).to(X.device),
+    "with a gradient": lambda: torch.zeros(3, requires_grad=True).to(X.device),
+    "made elsewhere": lambda: torch.FloatTensor([1.0, 2.0]).to(X.device),
+}
+
+
+def lent(tensor):
+    tensor.numpy()[0] = 5
+    return tensor
+
+
+@pytest.mark.parametrize("kind", COPIED)
+def test_a_constant_is_copied_once_and_given_anew_each_time(kind):
+    constants = HostConstants(GPU)
+    with constants:
+        first = COPIED[kind]()
+    ((_, kept),) = filter(None, constants._copies)
+    with constants:
+        again = COPIED[kind]()
+        more = COPIED[kind]()  # as in a window of two updates
+    for one in (again, more):
+        assert (one.shape, one.dtype, one.stride(), one.device) == (first.shape, first.dtype, first.stride(), GPU)
+        assert one is not kept
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_constant_is_left_alone(kind):
+    constants = HostConstants(GPU)
+    for _ in range(2):
+        with constants:
+            OTHERS[kind]()
+    assert not any(constants._copies)
+
+
+def test_what_stays_on_the_host_is_what_it_was():
+    constants = HostConstants(torch.device("meta"))
+    for _ in range(2):
+        with constants:
+            made = torch.ones(3).to(torch.float64), torch.tensor([1, 2]), torch.arange(4).type_as(HELD)
+        torch.testing.assert_close(made, (torch.ones(3).double(), torch.tensor([1, 2]), torch.arange(4.0)))
+    assert constants._copies == [None] * 3
+
+
+def test_the_kept_copy_is_not_what_the_pass_writes_to():
+    constants = HostConstants(torch.device("cpu"))  # where numbers can be looked at
+    with constants:
+        torch.ones(3).to("cpu", copy=True).zero_()
+    with constants:
+        made = torch.ones(3).to("cpu", copy=True)
+        assert torch.equal(made, torch.ones(3))
+        made.zero_()
+        assert torch.equal(torch.ones(3).to("cpu", copy=True), torch.ones(3))
+
+
+@pytest.mark.parametrize("make", [lambda n: torch.full((3,), n).to(GPU), lambda n: torch.tensor([n], device=GPU)])
+def test_a_constant_that_differs_from_call_to_call_is_refused(make):
+    constants = HostConstants(GPU)
+    with constants:
+        make(1.0)
+    with constants, pytest.raises(NotRecordedError, match="differs from call to call"):
+        make(2.0)
+
+
+def test_constants_that_come_up_later_are_refused():
+    constants = HostConstants(GPU)
+    with constants:
+        pass
+    with constants, pytest.raises(NotRecordedError, match="some calls only"):
+        torch.ones(3).to(GPU)
