@@ -220,7 +220,7 @@ def _add_value(value: Any, found: list[Any], seen: set[int]) -> None:
     elif kind in (tuple, list):
         found.append(len(value))
         _add_parts(value if _holds_tensors(value) else value[:_FEW], found)
-    elif kind is dict or kind is OrderedDict:
+    elif kind is dict or (kind is OrderedDict and _holds_tensors(value)):
         found.append(len(value))
         if len(value) <= _FEW or _holds_tensors(value):
             _add_parts(value.values(), found)
@@ -286,7 +286,8 @@ class QuickCheck:
         self._hooks = list(map(_hooks_of, self._parameters))
         dicts = [vars(layer)[name] for layer in self._layers for name in _HOLDERS]
         holders = list(filter(_holds_tensors, odd))
-        dicts += [value for value in odd if type(value) in (dict, OrderedDict)]
+        dicts += [value for value in odd if type(value) is dict]
+        dicts += [value for value in holders if type(value) is OrderedDict]
         dicts += [hooks for hooks in self._hooks if hooks is not None]
         self._empty = [one for one in (*self._insides, *dicts) if not one]
         self._dicts = [one for one in dicts if one]
