@@ -6,6 +6,8 @@ import torch
 
 from hotlap.engine.capture.host_constants import HostConstants
 from hotlap.engine.capture.recording import NotRecordedError
+from hotlap.script.advice import Waits
+from hotlap.script.feed.device_copies import DeviceCopies
 
 GPU = torch.device("meta")
 HELD = torch.ones(3)
@@ -54,6 +56,23 @@ def test_a_constant_is_copied_once_and_given_anew_each_time(kind):
     for one in (again, more):
         assert (one.shape, one.dtype, one.stride(), one.device) == (first.shape, first.dtype, first.stride(), GPU)
         assert one is not kept
+
+
+def test_a_constant_is_known_where_torchs_functions_are_patched():
+    waits = Waits()
+    waits.install()
+    sending = DeviceCopies(GPU)
+    sending.install()
+    constants = HostConstants(GPU)
+    try:
+        for _ in range(2):
+            with constants:
+                torch.ones(3).to(GPU)
+    finally:
+        waits.remove()
+        sending.remove()
+    assert len(constants._copies) == 1
+    assert None not in constants._copies
 
 
 @pytest.mark.parametrize("kind", OTHERS)

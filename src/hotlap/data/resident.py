@@ -276,18 +276,18 @@ def time_to_hold(source: Source, device: torch.device) -> float:
         return 0.0
     seconds = bytes_needed(source, _numbered(device)) / SENT_A_SECOND
     if source.computes:
-        seconds += _sample_s(source.for_probing()) * len(source)
+        seconds += _sample_s(source.for_probing(), _measured(source).kinds) * len(source)
     return seconds
 
 
-def _sample_s(source: Source) -> float:
-    """Approximate seconds to fetch a sample: the median of a few tries, since the machine may be busy."""
+def _sample_s(source: Source, kinds: _Kinds) -> float:
+    """Approximate seconds to fetch and stack a sample: the median of a few tries, since the machine may be busy."""
     chosen, found = evenly_spread(len(source), TIMES * TIMED), list[float]()
     for first in range(TIMES):
         few, start = chosen[first::TIMES], time.perf_counter()
         if not few or sum(found) > TIMED_S:
             break
-        source.read(few)
+        _stacked(source.read(few), kinds)
         found.append((time.perf_counter() - start) / len(few))
     return statistics.median_low(found)
 
@@ -379,15 +379,24 @@ def _fetched(source: Source, device: torch.device, progress: Progress | None) ->
     source = source.for_probing()
     for start in range(0, total, step):
         end = min(total, start + step)
-        samples = source.read(range(start, end))
-        for at, sample in enumerate(samples, start):
-            if outline(sample) != measured.outline:
-                raise DataError(f"{name} cannot be held: {_unlike(0, measured.outline, at, outline(sample))}")
-        for target, rows in zip(targets, tensors_in(default_collate(samples)), strict=True):
-            target[start:end].copy_(rows)
+        rows, odd = _stacked(source.read(range(start, end)), measured.kinds)
+        if odd is not None:
+            number, kinds = odd
+            raise DataError(f"{name} cannot be held: {_unlike(0, measured.kinds, start + number, kinds)}")
+        for target, part in zip(targets, tensors_in(rows), strict=True):
+            target[start:end].copy_(part)
         if progress is not None:
             progress(end, total)
     return StackedColumns(whole)
+
+
+def _stacked(samples: list[Any], wanted: _Kinds) -> tuple[Batch, tuple[int, _Kinds] | None]:
+    """The samples as a batch; else the number of the first of another kind, and that kind."""
+    for number, sample in enumerate(samples):
+        kinds = tuple(_kinds_in(sample))
+        if kinds != wanted:
+            return None, (number, kinds)
+    return default_collate(samples), None
 
 
 def _why_not_columns(source: Source) -> str | None:
@@ -410,7 +419,7 @@ class _Measured:
     """What a few samples show about all samples."""
 
     why_not: str | None = None
-    outline: tuple[str, ...] = ()
+    kinds: _Kinds = ()
     one: Batch = None
     """The first sample as a batch."""
 
@@ -435,33 +444,55 @@ def _measure(source: Source) -> _Measured:
         batch = default_collate(samples[:1])
     except Exception as error:  # the user's code may raise anything
         return _Measured(f"samples of {name} cannot be stacked: {first_line(error)}")
-    wanted = outline(samples[0])
+    wanted = tuple(_kinds_in(samples[0]))
     for index, sample in zip(indices, samples, strict=True):
-        if outline(sample) != wanted:
-            return _Measured(f"samples of {name} cannot be stacked: {_unlike(0, wanted, index, outline(sample))}")
+        kinds = tuple(_kinds_in(sample))
+        if kinds != wanted:
+            return _Measured(f"samples of {name} cannot be stacked: {_unlike(0, wanted, index, kinds)}")
     if any(tensor.requires_grad for tensor in tensors_in(batch)):
         return _Measured(GRADIENTS)
     foreign = _foreign(batch) or (None if tensors_in(batch) else "no tensor")
     return _Measured(f"samples of {name} hold {foreign}, which cannot be a column" if foreign else None, wanted, batch)
 
 
+_Kinds = tuple[Any, ...]
+"""What must be the same in all samples to stack them: containers, dtypes and shapes, in order."""
+
+
 def outline(sample: Any) -> tuple[str, ...]:
-    """What must be the same in all samples to stack them: containers, shapes and dtypes."""
+    """What must be the same in all samples to stack them, in words."""
+    return tuple(map(_in_words, _kinds_in(sample)))
+
+
+def _kinds_in(sample: Any) -> Iterator[Any]:
     if isinstance(sample, (Tensor, np.ndarray)):
-        return (f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}",)
-    if isinstance(sample, np.generic):
-        return (str(sample.dtype),)
-    if isinstance(sample, Mapping):
-        head, parts = f"{type(sample).__name__} of {', '.join(map(str, sample))}", list(sample.values())
-    elif isinstance(sample, (tuple, list)):
-        head, parts = f"{type(sample).__name__} of {len(sample)}", list(sample)
+        yield sample.dtype, tuple(sample.shape)
+    elif isinstance(sample, np.generic):
+        yield sample.dtype
+    elif isinstance(sample, Mapping):
+        yield type(sample), *sample
+        for part in sample.values():
+            yield from _kinds_in(part)
     else:
-        return (type(sample).__name__,)
-    return (head, *(line for part in parts for line in outline(part)))
+        parts = isinstance(sample, (tuple, list))
+        yield (type(sample), len(sample)) if parts else type(sample)
+        for part in sample if parts else ():
+            yield from _kinds_in(part)
 
 
-def _unlike(index: int, wanted: tuple[str, ...], other: int, seen: tuple[str, ...]) -> str:
-    pairs = zip([*wanted, "nothing"], [*seen, "nothing"], strict=False)
+def _in_words(kind: Any) -> str:
+    if isinstance(kind, type):
+        return kind.__name__
+    if not isinstance(kind, tuple):
+        return str(kind)
+    head, *names = kind
+    if isinstance(head, type):
+        return f"{head.__name__} of {', '.join(map(str, names))}"
+    return f"{str(head).removeprefix('torch.')} {names[0]}"
+
+
+def _unlike(index: int, wanted: _Kinds, other: int, seen: _Kinds) -> str:
+    pairs = zip([*map(_in_words, wanted), "nothing"], [*map(_in_words, seen), "nothing"], strict=False)
     mine, theirs = next((a, b) for a, b in pairs if a != b)
     return f"{mine} at index {index}, {theirs} at index {other}"
 

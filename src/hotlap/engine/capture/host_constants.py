@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Number
 from typing import Any
@@ -51,6 +52,7 @@ class HostConstants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        func = inspect.unwrap(func)  # other parts of hotlap patch some of these
         if func in _COPYING and self._is_constant(args[0]):
             return self._copied(args[0], lambda: func(*args, **kwargs))
         if func in _MAKING:
