@@ -48,7 +48,7 @@ def trained(kind, plan):
     random.seed(5)
     np.random.seed(5)
     rig = Rig(kind(), lambda p: torch.optim.Adam(p, lr=0.01), nn.CrossEntropyLoss(), plan=plan, device="cuda")
-    losses = [rig.step(window) for window in rig.feed(class_data(90), batch_size=8, epochs=4)]
+    losses = [rig.step(window) for window in rig.feed(class_data(90, dtype=torch.float32), batch_size=8, epochs=4)]
     held = sum(step.recorded for step in rig._steps.values() if isinstance(step, CapturedStep))
     reason = rig.given_up
     rig.close()

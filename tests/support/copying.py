@@ -99,6 +99,6 @@ UNFIT = {
     TakesNumpy: "copying.py:",
     Draws: "randomness",
     DrawsInPython: "randomness",
-    Counts: "'calls'",
+    Counts: "call",
     AlsoReads: "copying.py:",
 }

@@ -248,6 +248,10 @@ class ScriptProbe(Probe):
         super().look(lap, may_s=may_s)
         self.busy_s = self._compute_timer.step_s
 
+    def is_bound_to_pay(self, plan: Plan, proposed: Plan) -> bool:
+        """Whether the device computes for most of a step: its arithmetic was not counted."""
+        return self.is_busy
+
 
 def _max_plan(training: ScriptTraining) -> Plan:
     """The plan with everything that this training supports; the script's own feed if the batches would differ."""

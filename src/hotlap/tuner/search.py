@@ -140,10 +140,10 @@ class Search:
                     seen, self._now.seen = self._glance.gain, self._glance.moves
                     budget.is_seen = bool(self._glance.moves)
                     budget.is_hopeful = self._probe.is_hopeful or budget.is_seen
-                budget.hoped_s = self._saved_s(seen)
+                    budget.hoped_s = self._saved_s(seen)
             yield from self._for_the_device()
             yield from self._at_once()
-            if self._glance.was_taken:
+            if self._glance.was_taken or self.plan != self.baseline:
                 budget.hoped_s = 0.0  # hope is for one trial
             yield from self._one_after_the_other()
             yield from self._once_learned()
