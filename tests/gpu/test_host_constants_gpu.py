@@ -77,7 +77,7 @@ def test_a_call_that_copies_constants_is_captured(kind):
 def test_a_call_that_copies_more_than_constants_runs_as_ever(kind):
     mine = scripted(kind, CAPTURED)
     assert mine.call._way.recorded == 0
-    assert copying.UNFIT[kind] in mine.call.given_up
+    assert any(words in mine.call.given_up for words in (copying.UNFIT[kind], "'calls'"))
     if kind is not copying.Draws:  # the host's generator of torch goes on
         assert_same(mine, scripted(kind, calling.OWN))
 
@@ -88,14 +88,16 @@ def test_a_step_that_copies_constants_is_captured(kind, steps):
     mine = trained(kind, Plan().but(kind="resident", mode="captured", optimizer="fused", replay_steps=steps))
     assert mine.reason is None
     assert mine.held >= 1
-    assert_same(mine, trained(kind, Plan().but(optimizer="fused")))
+    theirs = trained(kind, Plan().but(optimizer="fused"))
+    mine.losses, theirs.losses = (one.losses[-1] for one in (mine, theirs))  # one a window
+    assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("kind", copying.UNFIT)
 def test_a_step_that_copies_more_than_constants_runs_as_ever(kind):
     mine = trained(kind, Plan().but(kind="resident", mode="captured", optimizer="fused"))
     assert mine.held == 0
-    assert copying.UNFIT[kind] in mine.reason
+    assert any(words in mine.reason for words in (copying.UNFIT[kind], "'calls'"))
     assert_same(mine, trained(kind, Plan().but(optimizer="fused")))
 
 

@@ -275,8 +275,9 @@ class CapturedCall:
                 outputs = self._eager(original, args, kwargs)
             same = before == (shape_of(given), write_marks(tensors_in(given)))
             self._changes = self._changes + 1 if watch.changed else 0
-            # A recording tells whether it waits for more than constants.
-            reason = watch.reason if self._changes in (0, MOST_CHANGES) and not watch.waits else None
+            reason = watch.reason if self._changes in (0, MOST_CHANGES) else None
+            if watch.waits and not self._changes:
+                reason = None  # a recording tells whether it waits for more than constants
             reason = reason or (None if same else "it changes its arguments in place")
             if reason is not None and self._given_up is None:
                 self._give_up(reason)
