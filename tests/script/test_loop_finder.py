@@ -54,6 +54,23 @@ def test_two_networks_with_an_optimizer_each_and_calls_of_parts_of_them():
     assert loop.modules == [generator, critic]
 
 
+def test_what_spreads_a_model_over_one_device_passes_its_calls_on():
+    inner, finder = nn.Linear(2, 2), LoopFinder()
+    model = nn.DataParallel(nn.DataParallel(inner))  # on a machine without a GPU, it passes everything on
+    model.device_ids = model.module.device_ids = [0]
+    optimizer = optimizer_of(model)
+    for _ in range(SEEN):
+        finder.module_called(model)
+        loop = finder.stepped(optimizer)
+    assert loop.modules == [inner]
+    model.device_ids = [0, 1]
+    finder = LoopFinder()
+    for _ in range(SEEN):
+        finder.module_called(model)
+        loop = finder.stepped(optimizer)
+    assert loop.modules == [model]
+
+
 def test_patches_come_off_exactly():
     class Base:
         def said(self):

@@ -70,7 +70,7 @@ class LoopFinder:
         modules = [module for module in called if any(id(p) in trained for p in module.parameters())]
         return Loop(
             optimizers=optimizers,
-            modules=_outermost(modules),
+            modules=list(map(_passed_on_by, _outermost(modules))),
             loaders=[loader for loader, when in self._loaders.values() if len(when) >= SEEN // 2],
             before=self._steps[optimizer] + self._before.get(optimizer, 0),
         )
@@ -85,6 +85,13 @@ def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     found = list(modules)
     inside = {id(part) for module in found for part in module.modules() if part is not module}
     return [module for module in found if id(module) not in inside]
+
+
+def _passed_on_by(module: nn.Module) -> nn.Module:
+    """The module that gets this one's calls: `DataParallel` on one device spreads nothing and passes them on."""
+    while type(module) is nn.DataParallel and len(module.device_ids) < 2:
+        module = module.module
+    return module
 
 
 # --- trainings without an optimizer ------------------------------------------------------
