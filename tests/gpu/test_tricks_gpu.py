@@ -1,5 +1,7 @@
 """Tricks of `hotlap run` on a real GPU: all are in use under a captured plan, and what is left out is not."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -33,10 +35,10 @@ LOOKED_AT = (
 NEEDED_BY = {GRADIENTS_IN_PLACE: [REPLAYED_LOSS]}
 
 
-def train(session=None):
+def train(session=None, wrap=lambda model: model):
     """The losses, and the tricks that were in use at the end."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 2)).to(DEVICE)
+    model = wrap(nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 2)).to(DEVICE))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(512, 6, generator=torch.Generator().manual_seed(5))
     data = TensorDataset(x, (x.sum(1) > 0).long())
@@ -81,4 +83,15 @@ def test_only_what_is_left_out_is_not_used(tmp_path, monkeypatch, trick):
     with Session(settings) as session:
         made, used = train(session)
     assert used == {*LOOKED_AT} - {*without, *NEEDED_BY.get(trick, ())}
+    torch.testing.assert_close(torch.tensor(made), torch.tensor(own), rtol=1e-2, atol=1e-4)
+
+
+def test_a_model_behind_data_parallel_on_one_gpu_is_captured_with_all_tricks(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOTLAP_CACHE", str(tmp_path / "cache"))
+    save_plan(Plan(feed=Feed(kind="loader")).but(mode="captured"), tmp_path / "plan.toml")
+    wrap = functools.partial(nn.DataParallel, device_ids=[0])
+    own, _ = train(wrap=wrap)
+    with Session(Settings(name="test", out=tmp_path / "run", plan=str(tmp_path / "plan.toml"))) as session:
+        made, used = train(session, wrap)
+    assert used == {*LOOKED_AT}
     torch.testing.assert_close(torch.tensor(made), torch.tensor(own), rtol=1e-2, atol=1e-4)
