@@ -12,9 +12,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hotlap.core.plan import Feed, Plan
+from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.session import Session, Settings
 from hotlap.store.files import save_plan
 from hotlap.store.run_folder import RunFolder
+from hotlap.tuner.budget import Length
 
 EPOCHS = 6
 LONG = 24
@@ -108,6 +110,15 @@ def test_a_fused_optimizer_differs_by_rounding_and_cannot_be_told(session, tmp_p
     assert not is_equal(alone, fused)
     assert len(set(seen)) == 1
     assert seen[0][:2] == (None, None)
+
+
+@pytest.mark.parametrize(("length", "kind"), [((16,), "gather"), ((15,), "loader"), ((8, False, False), "gather")])
+def test_everything_fetches_no_more_samples_than_are_used(session, tmp_path, monkeypatch, length, kind):
+    monkeypatch.setattr(LoaderProxy, "holding_s", lambda self, feed=None: 60.0)
+    monkeypatch.setattr(Session, "_expected_length", lambda self: Length(*length))
+    with session(plan="max"):
+        train(1)
+    assert RunFolder.open(tmp_path / "run").read_plan().feed.kind == kind
 
 
 def test_tuned_training_trains_the_same(session):

@@ -473,7 +473,7 @@ class Session:
     def _expected_length(self) -> Length:
         steps = self._tuning.training.steps if self._tuning is not None else 0
         updates = self._run_length.updates()
-        return Length(updates if updates is not None else 2 * steps, final=False)
+        return Length(updates if updates is not None else 2 * steps, final=False, known=updates is not None)
 
     def _end_training(self) -> None:
         tuning, self._tuning = self._tuning, None

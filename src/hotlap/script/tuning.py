@@ -17,7 +17,7 @@ from hotlap.core.errors import PlanError, first_line
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.torch_private import preserve_version_counter
 from hotlap.core.tricks import EVALUATION_FEED
-from hotlap.moves import everything
+from hotlap.moves import MOVES, everything
 from hotlap.script.calls.call import ModuleCall
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.feed.evaluation_feed import EvaluationFeed
@@ -51,6 +51,8 @@ FEW_WINDOWS = 32
 as many steps."""
 REMEMBERED = 16
 """One step in so many keeps its inputs while gates may need them; it copies the inputs of all modules."""
+FETCHED_S = 1.0
+"""What fetching all samples may take whether they are used or not."""
 
 
 class ScriptTuning:
@@ -79,7 +81,8 @@ class ScriptTuning:
                 probe=ScriptProbe(training),
             )
         elif plan == "max":
-            training.use(_max_plan(training), why="everything that this machine and script support, unmeasured")
+            why = "everything that this machine and script support, unmeasured"
+            training.use(_max_plan(training, length()), why=why)
         elif Path(str(plan)).is_dir():
             self._tuner = Replay(training, RunFolder.open(str(plan)).read_ledger())
         else:
@@ -253,9 +256,18 @@ class ScriptProbe(Probe):
         return self.is_busy
 
 
-def _max_plan(training: ScriptTraining) -> Plan:
-    """The plan with everything that this training supports; the script's own feed if the batches would differ."""
+def _max_plan(training: ScriptTraining, length: Length) -> Plan:
+    """The plan with everything that this training supports; the script's own feed if the batches would differ.
+
+    Samples are not fetched in advance where most of them will not be used.
+    """
     plan = everything(training).plan
+    first = training.proxies[0] if training.proxies else None
+    is_dear = length.known and training.holding_s(plan.feed) > FETCHED_S
+    if is_dear and first is not None and first.source is not None:
+        batches = length.updates * training.epoch_windows / training.epoch_updates
+        if batches * (first.batch_size or 1) < len(first.source):
+            plan = everything(training, moves=[move for move in MOVES if move.feeds != "held"]).plan
     reason = ScriptGate(training).why_not_fed(plan)
     if reason is None:
         return plan

@@ -35,6 +35,8 @@ class Length(NamedTuple):
     updates: int
     final: bool = True
     """Whether that is certain; else it is a guess, and the training may turn out longer."""
+    known: bool = True
+    """Whether something says so; else it is as many again as were made."""
 
 
 class Budget:
