@@ -65,6 +65,29 @@ def test_it_is_there_before_what_was_asked_for_behind_it(early_loss):
     assert not is_done
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_a_test_of_the_loss_is_answered_before_what_was_asked_for_behind_it(early_loss, is_scaled, value):
+    """As the Trainer of transformers asks behind each backward pass."""
+    scaler = torch.amp.GradScaler("cuda", enabled=is_scaled)
+    for number, loss in enumerate(losses(10)):
+        loss = loss + value
+        own = loss.detach().clone().item()
+        scaler.scale(loss).backward()
+        detached = loss.detach()
+        del loss
+        torch.cuda._sleep(LONG // 4 if number == 9 else 1)
+        end = torch.cuda.Event()
+        end.record()
+        is_odd = bool(torch.isnan(detached) or torch.isinf(detached))
+        is_done = end.query()
+        assert is_odd == (value != 0)
+        assert detached.item() == own or own != own
+    torch.cuda.synchronize()
+    assert not is_done
+    assert early_loss.answered >= 2 * (10 - SEEN_READS)
+
+
 def test_losses_that_are_read_some_passes_late_keep_their_numbers(early_loss):
     """Their copies are still to come when the next losses are made, in memory that the last ones have left."""
     kept_samples()

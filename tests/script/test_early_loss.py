@@ -26,9 +26,15 @@ class Copied:
         return self._number.tolist()
 
 
+def of_torch():
+    """What may be patched."""
+    methods = [vars(Tensor).get(name) for name in ("item", "__float__", "__bool__", "isnan", "to", "backward")]
+    return [*methods, torch.isnan, torch.isinf, torch.isfinite, torch.amp.GradScaler.scale]
+
+
 @pytest.fixture
 def early_loss():
-    before = Tensor.item, Tensor.__float__, Tensor.to, Tensor.backward
+    before = of_torch()
     Copied.taken = Copied.read = 0
     made = EarlyLoss(CPU, Copied)
     loss_replay = LossReplay(made)
@@ -37,7 +43,7 @@ def early_loss():
     yield made
     loss_replay.take_out()
     made.close()
-    assert (Tensor.item, Tensor.__float__, Tensor.to, Tensor.backward) == before
+    assert of_torch() == before
 
 
 def losses(count, seed=0):
@@ -362,3 +368,119 @@ def test_a_training_of_captured_calls_reads_the_losses_of_a_plain_one(early_loss
     first, answered = trained(lambda module: module), early_loss.answered
     assert trained(captured) == first
     assert early_loss.answered - answered == 30
+
+
+# --- tests of losses, losses that are scaled, and other views of them -----------------------------------
+
+TESTED = {
+    "isnan": lambda loss: torch.isnan(loss),
+    "isinf": lambda loss: torch.isinf(loss),
+    "isfinite": lambda loss: torch.isfinite(loss),
+    "method isnan": lambda loss: loss.isnan(),
+    "method isfinite": lambda loss: loss.isfinite(),
+}
+
+
+@pytest.mark.parametrize("test", TESTED)
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf"), float("-inf")])
+def test_a_test_of_the_loss_is_answered_early_and_as_torch_does(early_loss, test, value):
+    kept_samples()
+    (loss,) = losses(1)
+    loss = loss * 0 + value
+    own = TESTED[test](loss.detach().clone())
+    loss.backward()
+    found = TESTED[test](loss.detach())
+    assert bool(found) is bool(own)
+    assert (found.item(), float(found)) == (own.item(), float(own))
+    assert torch.equal(found, own)
+    assert early_loss.answered == 3
+
+
+def test_a_test_whose_result_was_written_to_is_read_as_it_is_now(early_loss):
+    kept_samples()
+    (loss,) = losses(1)
+    loss.backward()
+    found = torch.isnan(loss)
+    found.logical_not_()
+    assert bool(found)
+    assert early_loss.answered == 0
+
+
+def test_a_trainer_that_looks_at_a_detached_loss_is_answered_from_its_copy(early_loss):
+    """As that of transformers does, behind a function that returns `loss.detach()`."""
+
+    def step(loss):
+        loss = loss * 2
+        loss.backward()
+        return loss.detach()
+
+    for number, loss in enumerate(losses(10)):
+        detached = step(loss)
+        assert Copied.taken == max(0, number + 1 - SEEN_READS)
+        found = torch.isnan(detached) or torch.isinf(detached)
+        assert not found
+    assert early_loss.answered == 2 * (10 - SEEN_READS)
+
+
+def test_a_loss_that_is_scaled_is_read_as_it_was_before(early_loss):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number, loss in enumerate(losses(10)):
+        own = loss.detach().clone().item()
+        scaler.scale(loss).backward()
+        assert Copied.taken == max(0, number + 1 - SEEN_READS)
+        assert loss.item() == own
+    assert early_loss.answered == Copied.read == 10 - SEEN_READS
+
+
+def test_a_scaler_that_is_off_changes_nothing(early_loss):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for loss in losses(10):
+        own = loss.detach().clone().item()
+        scaler.scale(loss).backward()
+        assert loss.item() == own
+    assert Copied.taken == 10 - SEEN_READS
+
+
+def test_scaled_losses_and_others_of_a_step_keep_their_numbers(early_loss):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaled, others = list(losses(40)), list(losses(40, seed=1))
+    for one, other in zip(scaled, others, strict=True):
+        own = one.detach().clone().item(), other.detach().clone().item()
+        scaler.scale(one).backward()
+        other.backward()
+        assert (one.item(), other.item()) == own
+    assert early_loss.answered >= 2 * (40 - SEEN_READS - 2)
+
+
+def test_a_number_that_only_shares_its_place_is_read_by_torch(early_loss):
+    kept_samples()
+    (loss,) = losses(1)
+    loss.backward()
+    for other in (torch._neg_view(loss.detach()), loss.detach().view(torch.int32)):
+        assert other.item() == other.clone().item()
+    assert early_loss.answered == 0
+
+
+def test_a_loss_in_large_memory_is_not_held_on_to(early_loss):
+    for _ in range(10):
+        weights = torch.randn(4096, requires_grad=True)
+        loss = (weights * 2)[7]
+        loss.backward()
+        assert loss.item() == 2 * weights[7].item()
+    assert Copied.taken == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_transforms_and_scripts_of_torch_are_left_alone(early_loss):
+    kept_samples()
+    (loss,) = losses(1)
+    loss.backward()
+    assert torch.func.vmap(torch.isnan)(torch.ones(3)).tolist() == [False] * 3
+
+    @torch.jit.script
+    def tested(x):
+        return torch.isnan(x).any() or torch.isinf(x).any() or not bool(torch.isfinite(x).all())
+
+    assert tested(torch.tensor([1.0, float("inf")]))
+    with torch.inference_mode():
+        assert not torch.isnan(loss)

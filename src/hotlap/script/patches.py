@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
 from hotlap.core.errors import MachineError
-from hotlap.core.torch_private import FrameAction, FrameExecStrategy, set_code_exec_strategy
+from hotlap.core.torch_private import (
+    FrameAction,
+    FrameExecStrategy,
+    find_builtin,
+    or_none,
+    register_builtin,
+    set_code_exec_strategy,
+)
 
 _NOTHING = object()
 Make = Callable[[Any], Any]
@@ -126,3 +134,16 @@ def untraced(patch: Any, *, beneath: bool = True) -> Callable[..., Any]:
         skip, as_ever = FrameAction.SKIP, FrameAction.DEFAULT
         set_code_exec_strategy(patch.__code__, FrameExecStrategy(skip, skip if beneath else as_ever))
     return cast("Callable[..., Any]", patch)
+
+
+_scripted: list[Any] = []
+
+
+def scripted_as(own: Any, patch: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.jit take a patch for the function of torch that it replaces, in scripts compiled meanwhile."""
+    if or_none(find_builtin) is not None and or_none(register_builtin) is not None:
+        name = find_builtin(inspect.unwrap(own))
+        if name is not None:
+            _scripted.append(patch)  # torch.jit goes by ids, so no other object may get this one
+            register_builtin(patch, name)
+    return patch

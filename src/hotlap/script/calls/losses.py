@@ -8,29 +8,36 @@ prepares the next batch while the GPU still works. The number is the same.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hotlap.core.torch_private import current_raw_stream, is_stream_capturing
 from hotlap.engine.assists import rewiring as losses
 from hotlap.engine.capture.recording import current_stream
 from hotlap.script.calls.graphs import CallGraph, LossCall, ReplayedCall
-from hotlap.script.patches import Patches, untraced
+from hotlap.script.patches import Patches, scripted_as, untraced
 from hotlap.tuner.agreement import gaps_between, whole
 
 MOST_KEPT_COPIES = 4
-"""Most losses kept at a time: a GAN reads two of them at the end of a step."""
+"""Most losses of a kind kept at a time: a GAN reads two of them at the end of a step."""
 SEEN_READS, MOST = 3, 6
 """Reads after a backward pass, minus losses that were not read, from which on losses are copied; and the most that
 counts, so that copying ends soon after the reads do."""
-READS = ("item", "__float__")
+READS: dict[str, Callable[[Any], Any]] = {"item": lambda number: number, "__float__": float, "__bool__": bool}
+"""Methods that read a number, with what they make of it."""
+TESTS = {"isnan": math.isnan, "isinf": math.isinf, "isfinite": math.isfinite}
+"""Functions of torch, and methods, that test a number: trainers look at each loss."""
+LARGEST_KEPT = 2**10
+"""Most bytes of the memory that a kept loss is part of."""
 _copy = Tensor.copy_
 """The original, before any patch."""
 
@@ -70,34 +77,53 @@ class PinnedNumber:
 class _PendingLoss:
     """A loss whose backward pass has begun, and the memory it is copied to."""
 
-    __slots__ = ("_loss", "_stream", "_version", "number", "place", "was_read")
+    __slots__ = ("_same", "_stream", "_version", "place", "was_read")
 
-    def __init__(self, loss: Tensor, place: HostNumber | None, number: int, stream: object) -> None:
-        self._loss, self._version, self._stream = weakref.ref(loss), loss._version, stream
-        self.place, self.number, self.was_read = place, number, False
+    def __init__(self, loss: Tensor, place: HostNumber | None, stream: object) -> None:
+        # It shares memory and the count of writes, so that no other tensor gets this address.
+        self._same = loss.detach()
+        self._version, self._stream = loss._version, stream
+        self.place, self.was_read = place, False
 
     def is_of(self, tensor: Tensor, stream: object) -> bool:
-        """Whether it is this very tensor, unchanged since, so that the copy is its value.
+        """Whether the tensor at its address holds its value, unchanged since, so that the copy is that value.
 
         On another stream it may have been copied before it was computed.
         """
-        return self._loss() is tensor and tensor._version == self._version and self._stream == stream
+        same = self._same
+        is_number = not tensor.dim() and tensor.dtype == same.dtype and not tensor.is_neg()
+        return is_number and same._version == self._version and self._stream == stream
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """The result of a test of a loss."""
+
+    result: weakref.ref[Tensor]
+    version: int
+    loss: _PendingLoss
+    test: Callable[[float], bool]
 
 
 class EarlyLoss:
-    """Answers `.item()` and `float(…)` of such losses from the copy; torch answers everything else.
+    """Answers `.item()` and the like of such losses, and of tests of them, from the copy; torch answers all else.
 
-    torch also reads a loss by way of another tensor, as in `loss.detach().item()`. hotlap does not see writes through
-    `.data`, since torch does not count them.
+    Scripts that scale their loss read it as it was before. hotlap does not see writes through `.data`, since torch does
+    not count them.
     """
 
     def __init__(self, device: torch.device, make_place: Callable[[], HostNumber] = PinnedNumber) -> None:
         self._device, self._make_place = device, make_place
-        self._places = list[HostNumber]()
         self._stream: object = None
         """The stream of all copies: two streams could overtake each other on the way to the same memory."""
+        self._places = list[HostNumber]()
+        self._habit = self._copied = 0
         self._kept: dict[int, _PendingLoss] = {}
-        self._passes = self._habit = 0
+        """By address, the oldest first."""
+        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+        """A scaled loss, and the loss."""
+        self._tested: dict[int, _Tested] = {}
+        """By the id of the result."""
         self._patches = Patches()
         self._is_on = False
         self.answered = 0
@@ -106,10 +132,16 @@ class EarlyLoss:
     def use(self, *, early: bool) -> None:
         """Begin to answer, or leave reads to torch."""
         self._kept.clear()
+        self._tested.clear()
+        self._scaled = None
         self._is_on = early
         if early and not self._patches.has("Tensor.item"):
-            for name in READS:
-                self._patches.put(Tensor, name, self._patched_item)
+            for name, as_read in READS.items():
+                self._patches.put(Tensor, name, functools.partial(self._patched_read, as_read))
+            for name, test in TESTS.items():
+                for owner in (torch, Tensor):
+                    self._patches.put(owner, name, functools.partial(self._patched_test, test))
+            self._patches.put(GradScaler, "scale", self._patched_scale)
             self._patches.put(Tensor, "to", self._patched_to)
             self._patches.put(Tensor, "copy_", self._patched_copy)
             self._patches.put(torch.cuda.Event, "elapsed_time", _patched_elapsed_time)
@@ -121,26 +153,31 @@ class EarlyLoss:
 
     def backward_begins(self, loss: Tensor) -> None:
         """A backward pass begins at a loss."""
+        scaled, self._scaled = self._scaled, None
+        if scaled is not None and scaled[0]() is loss:
+            loss = scaled[1]  # what the script reads
         if not self._is_on or type(loss) is not Tensor or loss.dim() or loss.device != self._device:
             return
-        if not loss.is_floating_point():
+        if not loss.is_floating_point() or loss.untyped_storage().nbytes() > LARGEST_KEPT:
             return
-        self._passes += 1
-        last = self._passes - MOST_KEPT_COPIES  # its memory is needed
-        self._forget([key for key, kept in list(self._kept.items()) if kept.number <= last or key == id(loss)])
-        place = self._copied(loss) if self._habit >= SEEN_READS else None
-        self._kept[id(loss)] = _PendingLoss(loss, place, self._passes, self._stream_now())
+        address = loss.data_ptr()
+        oldest = list(self._kept)[: max(0, len(self._kept) - MOST_KEPT_COPIES + 1)]  # their memory is needed
+        self._forget({*oldest, address})
+        place = self._copy_of(loss) if self._habit >= SEEN_READS else None
+        self._kept[address] = _PendingLoss(loss, place, self._stream_now())
 
-    def _forget(self, keys: list[int]) -> None:
-        for key in keys:
-            kept = self._kept.pop(key, None)  # another thread of the script may have removed it
-            if kept is not None and not kept.was_read:
-                self._habit = max(0, self._habit - 1)
+    def _forget(self, addresses: Iterable[int]) -> None:
+        for address in addresses:
+            kept = self._kept.pop(address, None)  # another thread of the script may have removed it
+            if kept is not None:
+                kept.place = None
+                if not kept.was_read:
+                    self._habit = max(0, self._habit - 1)
 
     def _stream_now(self) -> object:
         return current_stream(self._device) if self._device.type == "cuda" else None
 
-    def _copied(self, loss: Tensor) -> HostNumber | None:
+    def _copy_of(self, loss: Tensor) -> HostNumber | None:
         stream = self._stream_now()
         self._stream = self._stream or stream
         if stream != self._stream or (stream is not None and is_stream_capturing()):
@@ -148,31 +185,78 @@ class EarlyLoss:
         try:
             if not self._places:
                 self._places = [self._make_place() for _ in range(MOST_KEPT_COPIES)]
-            place = self._places[self._passes % MOST_KEPT_COPIES]
+            self._copied += 1
+            place = self._places[self._copied % MOST_KEPT_COPIES]
             place.take(loss)
         except RuntimeError:  # such as no pinned memory
             self._is_on = False
             return None
         return place
 
-    def _patched_item(self, own: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def _kept_of(self, tensor: Any) -> _PendingLoss | None:
+        """The loss whose value this tensor holds."""
+        if type(tensor) is not Tensor or tensor.device != self._device or tensor.layout is not torch.strided:
+            return None
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # inside a transform of torch it has none
+            return None
+        kept = self._kept.get(address)
+        return kept if kept is not None and kept.is_of(tensor, self._stream_now()) else None
+
+    def _answer(self, tensor: Tensor) -> Any:
+        """The number that this tensor holds, if it was copied; else None."""
+        tested = self._tested.get(id(tensor))
+        if tested is not None and (tested.result() is not tensor or tensor._version != tested.version):
+            tested = None
+        kept = tested.loss if tested is not None else self._kept_of(tensor)
+        if kept is None:
+            return None
+        if not kept.was_read:
+            kept.was_read = True
+            self._habit = min(MOST, self._habit + 1)
+        if kept.place is None:
+            return None
+        self.answered += 1
+        number = kept.place.value()
+        return number if tested is None else tested.test(number)
+
+    def _patched_read(self, as_read: Callable[[Any], Any], own: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         @functools.wraps(own)
         def read(tensor: Tensor) -> Any:
             if has_torch_function_unary(tensor):
                 # Subclasses and modes recognise a call by its function, which must be torch's own.
                 return handle_torch_function(own, (tensor,), tensor)
-            kept = self._kept.get(id(tensor))
-            if kept is None or not kept.is_of(tensor, self._stream_now()):
-                return own(tensor)
-            if not kept.was_read:
-                kept.was_read = True
-                self._habit = min(MOST, self._habit + 1)
-            if kept.place is None:
-                return own(tensor)
-            self.answered += 1
-            return kept.place.value()
+            number = self._answer(tensor) if self._is_on and not tensor.dim() else None
+            return own(tensor) if number is None else as_read(number)
 
         return untraced(read)
+
+    def _patched_test(self, test: Callable[[float], bool], own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The result is torch's own; if it is read, the copy of the loss answers."""
+
+        @functools.wraps(own)
+        def tested(*args: Any, **kwargs: Any) -> Tensor:
+            made = own(*args, **kwargs)
+            kept = self._kept_of(args[0]) if self._is_on and args else None
+            if kept is not None and not made.is_inference():  # of those, torch counts no writes
+                self._tested = {key: one for key, one in self._tested.items() if one.result() is not None}
+                self._tested[id(made)] = _Tested(weakref.ref(made), made._version, kept, test)
+            return made
+
+        return scripted_as(own, untraced(tested))
+
+    def _patched_scale(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss that is scaled is there before the backward pass of the scaled one."""
+
+        @functools.wraps(own)
+        def scale(scaler: GradScaler, outputs: Any) -> Any:
+            made = own(scaler, outputs)
+            is_loss = type(outputs) is Tensor and type(made) is Tensor and made is not outputs
+            self._scaled = (weakref.ref(made), outputs) if is_loss and self._is_on else None
+            return made
+
+        return untraced(scale)
 
     def _patched_to(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Non-blocking copies to the host are done once torch has read a loss, but not with an early read."""
