@@ -15,10 +15,11 @@ from torch.utils.data import Subset, TensorDataset
 from hotlap.core.errors import DataError
 from hotlap.recipes import answers
 from hotlap.recipes.options import Options, option, options_of
-from hotlap.recipes.recipe import Asked, Reader
+from hotlap.recipes.recipe import Asked, OwnCandidate, Prepared, Reader, Trained
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.tabular import TabularRecipe
 from hotlap.recipes.training import train
+from hotlap.store.weights import load_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +121,61 @@ def test_copies_of_a_row_are_on_one_side_in_every_recipe(data):
     recipe.split()
     assert "copies    60 rows are copies of one before: all copies are on one side" in said
     assert not {row // 2 for row in recipe.train.rows} & {row // 2 for row in recipe.held.rows}
+
+
+class PairReader(AmountReader):
+    """Answers the two sums of a table by the weights of a least-squares fit: no network."""
+
+    targets = ("sum", "twice")
+
+    def load(self, name, folder):
+        return load_weights(folder / "model.safetensors")["solution"].numpy()
+
+    def answers(self, model, data, *, batch_size, device):
+        return data @ model
+
+    def asked(self, table, say):
+        return Asked(data=self.inputs(table).double().numpy(), rows=np.arange(len(table)))
+
+    def truth(self, table, rows):
+        return None
+
+
+class PairRecipe(AmountRecipe):
+    """Many targets from a model that trains itself."""
+
+    def prepared(self):
+        reader = PairReader(["a", "b"], 1)
+        x, held = (reader.asked(side.table, self.say).data for side in (self.train, self.held))
+        sums = np.array([[1.0, 2.0], [1.0, 2.0]])
+
+        def fitted(trainer):
+            solution = np.linalg.lstsq(x, x @ sums, rcond=None)[0]
+            assert trainer.folder.is_dir()
+            return Trained(weights={"solution": torch.from_numpy(solution)}, answers=held @ solution, train_s=0.1,
+                           about={"kind": "least squares"})  # fmt: skip
+
+        rules = {"zero": np.zeros((len(held), 2))}
+        return Prepared(reader=reader, candidates=(), own=[OwnCandidate(name="sums", train=fitted)], target_name="",
+                        held_out=held, target=held @ sums, shown=self.example_of, baselines=lambda: rules)  # fmt: skip
+
+    @classmethod
+    def revive(cls, state, folder):
+        return PairReader(state["columns"], state["width"])
+
+
+def test_a_model_that_trains_itself_answers_many_targets(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "recipe_named", {"amount": PairRecipe}.__getitem__)
+    options = options_of(PairRecipe.options_type, None, {"data": str(data), "device": "cpu"})
+    run = train(PairRecipe, options, out=tmp_path / "run", retrain=False, say=(said := []).append, progress=False)
+    report = json.loads((run / "report.json").read_text())
+    assert report["models"]["sums"]["kind"] == "least squares"
+    assert report["models"]["sums"]["rmse"] < 1e-6 < report["baselines"]["zero"]["rmse"]
+    assert not (run / "curves.svg").exists()
+    (tmp_path / "new.csv").write_text("a,b,sum\n1,2,9\n3,4,9\n")
+    answers.answer(run, tmp_path / "new.csv", tmp_path / "out.csv", say=said.append, device="cpu")
+    header, first, _ = (tmp_path / "out.csv").read_text().splitlines()
+    assert header == "a,b,sum,predicted_sum,predicted_twice"
+    assert [float(cell) for cell in first.split(",")[3:]] == pytest.approx([3, 6])
+    assert any("are in 'predicted_sum', since" in line and "column for 'sum'" in line for line in said)
+    assert answers.Model(run).predict({"a": [1], "b": [2]}) == [pytest.approx({"sum": 3, "twice": 6})]

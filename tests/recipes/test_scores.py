@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from hotlap.core.errors import MachineError
 from hotlap.recipes import scores
-from hotlap.recipes.scores import PARTS, ByClass, ByNumber, Threshold, judge_of, parted_by_others
+from hotlap.recipes.scores import (
+    PARTS,
+    ByClass,
+    ByNumber,
+    ByTarget,
+    Threshold,
+    judge_of,
+    parted_by_others,
+    rank_correlations,
+)
 
 TARGET = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
 PREDICTED = np.array([0, 0, 0, 1, 1, 1, 0, 2, 2, 0])
@@ -288,3 +297,36 @@ def test_the_worst_mistakes_are_mistakes_of_the_answers_that_are_given():
     answers = np.array([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]])
     found = judge_of(("no", "yes")).worst(np.array([0, 0, 1]), answers, Threshold(1, 0.25), lambda at: f"row {at}")
     assert [(row["sample"], row["true"], row["answered"]) for row in found] == [("row 1", "no", "yes")]
+
+
+def test_ranks_across_the_targets_are_correlated_row_by_row_as_scipy_does_over_what_is_known():
+    from scipy.stats import spearmanr
+
+    numbers = np.random.default_rng(0)
+    target = numbers.integers(0, 5, (20, 7)).astype(float)
+    predicted = target + numbers.normal(size=target.shape)
+    target[3, 2], target[4], target[5] = np.nan, np.nan, 1.0
+    found = rank_correlations(target, predicted)
+    known = np.isfinite(target[3])
+    assert found[0] == pytest.approx(spearmanr(target[0], predicted[0])[0])
+    assert found[3] == pytest.approx(spearmanr(target[3][known], predicted[3][known])[0])
+    assert np.isnan(found[4:6]).all()
+    assert rank_correlations(target, np.zeros_like(target))[0] == 0
+
+
+def test_many_targets_are_scored_over_what_is_known_each_in_its_own_deviations():
+    target = np.array([[1.0, 10.0], [3.0, np.nan], [5.0, 30.0]])
+    found = judge_of((), ("a", "b")).report(target, target + np.array([1.0, 10.0]), None)
+    assert isinstance(judge_of((), ("a", "b")), ByTarget)
+    assert found["mae"] == found["rmse"] == pytest.approx(5.5)
+    assert found["scaled_rmse"] == pytest.approx((1 / np.std([1, 3, 5]) + 10 / np.std([10, 30])) / 2)
+    assert found["targets"]["b"] == {"mae": 10.0, "rmse": 10.0, "rows": 2}
+    assert (found["rank"], found["rank_score"]) == (1.0, None)
+    assert judge_of((), ("a",)).report(target[:, :1], target[:, :1], None)["rank"] is None
+
+
+def test_the_worst_of_many_targets_are_those_most_deviations_off():
+    target = np.array([[0.0, 0.0], [1.0, 100.0], [0.0, np.nan]])
+    answers = target + np.array([[0.0, 10.0], [2.0, 0.0], [0.0, 5.0]])
+    worst = judge_of((), ("a", "b")).worst(target, answers, None, lambda at: f"row {at}")
+    assert worst[0] == {"sample": "row 1", "target": "a", "true": 1.0, "answered": 3.0}

@@ -202,6 +202,8 @@ def recipe_job(name: str, words: Sequence[str], say: Say) -> Job:
     if not options.data:
         raise UsageError(f"name the data with --data FILE ({recipe.expects})")
     prepared = recipe.prepare(options, say)
+    if not prepared.candidates:
+        raise UsageError(f"the recipe {name} has no single network to measure; it trains several models by itself")
     first, *others = prepared.candidates
     if others:
         say(f"model     {first.name}; the recipe also has {', '.join(one.name for one in others)}")

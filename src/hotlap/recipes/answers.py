@@ -9,7 +9,6 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
 from hotlap.recipes.scores import Report, Threshold, judge_of, report_lines
 from hotlap.recipes.tables import Table, arrow_columns, plain_cells
 from hotlap.store.files import read_text, write_bytes, write_text
-from hotlap.store.weights import build_with_weights
 
 STATE, MODEL = "recipe.json", "model.safetensors"
 """In the folder of a run: all that predictions need beside the weights, and the weights."""
@@ -112,7 +110,7 @@ TABLES = ("", ".csv", ".tsv", ".txt", *PARQUET)
 VECTORS = (".npy",)
 
 
-def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
+def revived(folder: Path) -> tuple[dict[str, Any], Reader, Any]:
     """The state, the reader and the model of a finished run."""
     path = folder / STATE
     if not folder.is_dir():
@@ -139,7 +137,7 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
         if problem is not None:
             raise StoreError(f"{path} is damaged: {problem}; train again")
         reader = recipe_named(state["recipe"]).revive(state["reader"], folder)
-        model = build_with_weights(partial(reader.model, state["model"]), folder / MODEL)
+        model = reader.load(state["model"], folder)
         if not isinstance(state["target"], str):
             raise TypeError(f"target={shown(state['target'])}")
         state["batch_size"]  # is needed later
@@ -152,7 +150,7 @@ def revived(folder: Path) -> tuple[dict[str, Any], Reader, nn.Module]:
         if isinstance(error, HotlapError):
             raise
         raise StoreError(f"{path} is damaged: {shown(error)}; train again") from None
-    return state, reader, model.eval()
+    return state, reader, model
 
 
 def _threshold_in(state: dict[str, Any]) -> Threshold | None:
@@ -191,7 +189,7 @@ class Model:
         return " and ".join(self._state.get("beaten_by", ()))
 
     def predict(self, data: Any, *, probabilities: bool = False, device: str = "auto") -> list[Any]:
-        """The class, or the number, of each row; None for a row that has no answer.
+        """The class, or the number, of each row, or a mapping of many targets; None for a row that has no answer.
 
         `data` is a list of texts, of paths of pictures or of mappings, a mapping of columns, or a DataFrame. With
         `probabilities` each answer is a mapping from class to probability. Raises DataError where a column is missing.
@@ -199,9 +197,11 @@ class Model:
         table = self.reader.rows_of(data)
         asked = self.reader.asked(table, lambda line: None)
         answers = self.answers_to(asked, device)
-        judge, found = judge_of(self.classes), [None] * len(table)
-        if probabilities and self.classes:
-            values: list[Any] = [dict(zip(self.classes, row, strict=True)) for row in answers.tolist()]
+        judge, found = judge_of(self.classes, self.reader.targets), [None] * len(table)
+        if self.reader.targets:
+            values: list[Any] = [dict(zip(self.reader.targets, row, strict=True)) for row in answers.tolist()]
+        elif probabilities and self.classes:
+            values = [dict(zip(self.classes, row, strict=True)) for row in answers.tolist()]
         else:
             values = judge.written(self.target, answers, self.threshold, all_of_it=False)[self.target]
         for row, value in zip(asked.rows.tolist(), values, strict=True):
@@ -209,11 +209,14 @@ class Model:
         return found
 
     def answers_to(self, asked: Asked, device: str) -> Numbers:
-        """Probabilities of classes, or numbers."""
+        """Probabilities of classes, or numbers: one for each row, or a row of them."""
         return answers_of(self.reader, self.network, asked.data, batch_size=self.batch_size, device=device)
 
     def scores(self, table: Table, rows: Numbers, answers: Numbers) -> Report | None:
         """How good answers for these rows of a table are; None where it does not have the target."""
+        if self.reader.targets:
+            truth = self.reader.truth(table, rows)
+            return None if truth is None else judge_of((), self.reader.targets).new_report(truth, answers, None)
         if self.target not in table:
             return None
         column = table[self.target].rows(rows)
@@ -257,11 +260,14 @@ def answer(
     names = kept_names(table, keep)
     asked = model.reader.asked(table, (lambda line: None) if was_shown else say)
     answers = model.answers_to(asked, device)
-    judge, name = judge_of(model.classes), model.target
+    judge, name = judge_of(model.classes, model.reader.targets), model.target
     while any(column in names for column in judge.written(name, answers[:0], None, all_of_it=probabilities)):
         name = f"predicted_{name}"
     if name != model.target:
-        say(f"answers   are in {name!r}, since {data} has its own column for {model.target!r}")
+        first, own = (
+            next(iter(judge.written(one, answers[:0], None, all_of_it=False))) for one in (name, model.target)
+        )
+        say(f"answers   are in {first!r}, since {data} has its own column for {own!r}")
     columns = judge.written(name, answers, model.threshold, all_of_it=probabilities)
     write_answers(out, data, table, names, asked.rows, columns)
     if embeddings is not None and model.reader.embedded is not None:
@@ -269,7 +275,8 @@ def answer(
         write_vectors(embeddings, outputs_of(forward, model.network, asked.data, batch_size=batch, device=device))
     report = model.scores(table, asked.rows, answers)
     if report is not None:
-        say(f"scores    {report['rows']:,} of {len(table):,} rows of {data} have a {model.target} that the model knows")
+        what = model.target or "target"
+        say(f"scores    {report['rows']:,} of {len(table):,} rows of {data} have a {what} that the model knows")
         for line in report_lines(report):
             say(f"          {line}")
     found = answered(table, names, asked.rows, report)
@@ -297,8 +304,11 @@ def outputs_of(
     return found
 
 
-def answers_of(reader: Reader, model: nn.Module, data: Any, *, batch_size: int, device: str) -> Numbers:
+def answers_of(reader: Reader, model: Any, data: Any, *, batch_size: int, device: str) -> Numbers:
     """What a model answers for each sample of `data`, in its order: probabilities of classes, or numbers."""
+    own = reader.answers(model, data, batch_size=batch_size, device=device)
+    if own is not None:
+        return own
     found = outputs_of(reader.forward, model, data, batch_size=batch_size, device=device)
     return judge_of(reader.classes).answers(found)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from hotlap.core.job import Job
 from hotlap.core.terminal import Say as Say
+from hotlap.fitting.run import Run
 from hotlap.recipes.tables import Table, table_in_memory
+from hotlap.store.weights import MODEL, build_with_weights
 
 Numbers = np.ndarray[Any, Any]
 
@@ -35,11 +38,14 @@ class Asked:
 class Reader:
     """Turns a table into a trained model's inputs, and its outputs into answers.
 
-    A subclass needs `table`, `state`, `model` and `asked`.
+    A subclass needs `table`, `state`, `asked`, and `model`. If the answers are no outputs of one network, it overrides
+    `load` and `answers` in place of `model`.
     """
 
     classes: tuple[str, ...] = ()
     """The answers, in the order of the model's outputs; empty where the answer is a number."""
+    targets: tuple[str, ...] = ()
+    """The columns of the answers where each row has many numbers; empty where it has one answer."""
     columns: tuple[str, ...] = ()
     """The columns that it reads, where a list of plain values may stand for them."""
 
@@ -71,6 +77,18 @@ class Reader:
         outputs: Tensor = model(batch[0] if isinstance(batch, (tuple, list)) else batch)
         return outputs
 
+    def load(self, name: str, folder: Path) -> Any:
+        """The model of this name with the weights in the folder of a finished run."""
+        return build_with_weights(partial(self.model, name), folder / MODEL).eval()
+
+    def answers(self, model: Any, data: Any, *, batch_size: int, device: str) -> Numbers | None:
+        """What a model that is no single network answers; None if the outputs of `forward` are the answers."""
+        return None
+
+    def truth(self, table: Table, rows: Numbers) -> Numbers | None:
+        """The true value of each of many targets in these rows, nan where unknown; None where the table has none."""
+        return None
+
     @property
     def embedded(self) -> Callable[[nn.Module, Any], Tensor] | None:
         """Gives a vector for each sample, if the model has useful ones."""
@@ -83,6 +101,42 @@ class Candidate:
 
     name: str
     job: Callable[[], Job]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """What hotlap gives a model that trains itself: how to train a network, and how the user wants it."""
+
+    fit: Callable[..., Run]
+    """`fit(job, folder, quiet=False)`: a network, under the options of the run."""
+    folder: Path
+    """The run's folder: `models/NAME` and `folds/NAME N` in it hold trainings."""
+    reuse: bool
+    """Whether models that were trained before are read from the cache."""
+    progress: bool
+    say: Say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model that trained itself, and its answers for the held-out rows."""
+
+    weights: dict[str, Tensor]
+    """What `Reader.load` reads back from the run's folder, beside files in `models/NAME`."""
+    answers: Numbers
+    train_s: float
+    was_kept: bool = False
+    history: list[dict[str, Any]] = field(default_factory=list)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the report of the run says of it beside its scores, as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCandidate:
+    """A model that trains itself: no single network, or several."""
+
+    name: str
+    train: Callable[[Trainer], Trained]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +155,7 @@ class Prepared:
 
     reader: Reader
     candidates: Sequence[Candidate]
+    """The networks to train, one job each."""
     target_name: str
     """How the answers are called."""
     held_out: Any
@@ -112,6 +167,8 @@ class Prepared:
     baselines: Callable[[], Mapping[str, Numbers]]
     """What simple rules answer for its samples, by name, the simplest, as the most frequent class, first. Asked for
     once, when all is trained."""
+    own: Sequence[OwnCandidate] = ()
+    """Models that train themselves, after the networks."""
     folds: Callable[[str], Sequence[Fold]] = lambda name: ()
     """Other splits for a model of this name."""
     finish: Callable[[str, nn.Module, Path, Say], None] | None = None

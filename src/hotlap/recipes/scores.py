@@ -1,6 +1,7 @@
 """How good answers are: scores by scikit-learn, a threshold for a rare class, and what a file of answers holds.
 
-Answers are probabilities of classes, judged by macro-F1, or numbers, judged by RMSE. Classes are numbered from 0.
+Answers are probabilities of classes, judged by macro-F1, or numbers, judged by RMSE: one, or one for each of many
+targets. Classes are numbered from 0.
 """
 
 from __future__ import annotations
@@ -82,6 +83,56 @@ def number_report(target: Numbers, predicted: Numbers) -> Report:
     }
 
 
+def target_report(target: Numbers, predicted: Numbers, names: Sequence[str]) -> Report:
+    """All scores of rows × targets, as JSON holds them; true values that are nan do not count.
+
+    MAE, RMSE, and RMSE as a share of the target's standard deviation (`scaled_rmse`), are means over the targets.
+    `rank` is the mean over the rows of Spearman's correlation across the targets, `rank_score` that mean divided by the
+    standard deviation over the rows. An undefined score is None.
+    """
+    off, known = predicted - target, np.isfinite(target).sum(0)
+    mae, rmse = _column_means(np.abs(off)), np.sqrt(_column_means(off**2))
+    spread = np.sqrt(_column_means((target - _column_means(target)) ** 2))
+    scaled = np.divide(rmse, spread, out=np.full(len(rmse), np.nan), where=spread > 0)
+    ranks = rank_correlations(target, predicted)
+    ranks = ranks[np.isfinite(ranks)]
+    found: Report = {"rows": int(np.isfinite(target).any(1).sum())}
+    found |= {
+        name: float(np.nanmean(values)) if np.isfinite(values).any() else None
+        for name, values in (("mae", mae), ("rmse", rmse), ("scaled_rmse", scaled))
+    }
+    found["rank"] = float(ranks.mean()) if len(ranks) else None
+    found["rank_score"] = float(ranks.mean() / ranks.std()) if len(ranks) > 1 and ranks.std() > 0 else None
+    found["targets"] = {
+        name: {"mae": float(mae[at]), "rmse": float(rmse[at]), "rows": int(known[at])} for at, name in enumerate(names)
+    }
+    return found
+
+
+def rank_correlations(target: Numbers, predicted: Numbers) -> Numbers:
+    """Spearman's correlation across the targets in each row; 0 where all predictions are equal.
+
+    It is nan where fewer than two true values are known, or all of them are equal.
+    """
+    rankdata = library("scipy.stats", "a recipe", "hotlap[recipes]").rankdata
+    known = np.isfinite(target) & np.isfinite(predicted)
+    true, own = (rankdata(np.where(known, values, np.nan), axis=1, nan_policy="omit") for values in (target, predicted))
+    count = np.maximum(1, known.sum(1, keepdims=True))
+    true, own = (np.where(known, ranks - np.nansum(ranks, 1, keepdims=True) / count, 0.0) for ranks in (true, own))
+    size = np.sqrt((true**2).sum(1) * (own**2).sum(1))
+    found: Numbers = np.divide((true * own).sum(1), size, out=np.zeros(len(size)), where=size > 0)
+    found[(true**2).sum(1) == 0] = np.nan
+    return found
+
+
+def _column_means(values: Numbers) -> Numbers:
+    """The mean of what is known in each column; nan where nothing is."""
+    known = np.isfinite(values)
+    total = np.where(known, values, 0.0).sum(0)
+    means: Numbers = np.divide(total, known.sum(0), out=np.full(values.shape[1], np.nan), where=known.any(0))
+    return means
+
+
 def roc_auc(target: Numbers, scores: Numbers) -> float:
     """ROC AUC of the second of two classes, or the mean over the classes that occur of one against the rest.
 
@@ -128,7 +179,8 @@ def best_threshold(scores: Numbers, is_rare: Numbers) -> float:
 def report_lines(found: Report) -> list[str]:
     """A report for people: a table of the classes, if there are any, and the scores of all rows in a line."""
     plain = {"accuracy": "accuracy", "macro_f1": "macro F1", "weighted_f1": "weighted F1", "roc_auc": "ROC AUC"}
-    plain |= {"log_loss": "log loss", "mae": "MAE", "rmse": "RMSE", "smape": "SMAPE"}
+    plain |= {"log_loss": "log loss", "mae": "MAE", "rmse": "RMSE", "smape": "SMAPE", "scaled_rmse": "RMSE/deviation"}
+    plain |= {"rank": "rank correlation", "rank_score": "its mean/deviation over rows"}
     figures = [f"{words} {found[name]:.4g}" for name, words in plain.items() if found.get(name) is not None]
     last = f"{' · '.join(figures)} ({found['rows']:,} rows)"
     if "classes" not in found:
@@ -169,8 +221,10 @@ def _metrics() -> Any:
 # --- judges --------------------------------------------------------------------------------------------
 
 
-def judge_of(classes: Sequence[str]) -> Judge:
-    """The judge of answers that are one of these classes; without classes, of numbers."""
+def judge_of(classes: Sequence[str], targets: Sequence[str] = ()) -> Judge:
+    """The judge of answers that are one of these classes, or numbers of these targets; without both, of one number."""
+    if targets:
+        return ByTarget(tuple(targets))
     return ByClass(tuple(classes)) if classes else ByNumber()
 
 
@@ -331,4 +385,58 @@ class ByNumber:
         ]
 
 
-Judge = ByClass | ByNumber
+class ByTarget:
+    """Answers are numbers, one for each of many targets; true values may be missing."""
+
+    def __init__(self, targets: tuple[str, ...]) -> None:
+        self._targets = targets
+        ranks = (("rank", "rank"), ("rank/dev", "rank_score")) if len(targets) > 1 else ()
+        self.columns = (*ranks, ("MAE", "mae"), ("RMSE", "rmse"), ("RMSE/dev", "scaled_rmse"))
+
+    def answers(self, outputs: Tensor) -> Numbers:
+        """The numbers of each row."""
+        found: Numbers = outputs.double().numpy()
+        return found
+
+    def threshold(self, answers: Numbers, target: Numbers) -> None:
+        """Numbers have none."""
+
+    def report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
+        """All scores of all targets."""
+        return target_report(target, answers, self._targets)
+
+    def new_report(self, target: Numbers, answers: Numbers, threshold: Threshold | None) -> Report:
+        """The same."""
+        return target_report(target, answers, self._targets)
+
+    def rule_report(self, target: Numbers, answers: Numbers) -> Report:
+        """The same."""
+        return target_report(target, answers, self._targets)
+
+    def score(self, report: Report) -> float:
+        """The lower the error as a share of each target's deviation, the better."""
+        return -float(report["rmse"] if report["scaled_rmse"] is None else report["scaled_rmse"])
+
+    def may_be_chance(self, rules: Sequence[Report], rows: int) -> bool:
+        """Where even the mean, the simplest rule, is not beaten."""
+        return True
+
+    def written(self, name: str, answers: Numbers, threshold: Threshold | None, *, all_of_it: bool) -> dict[str, Any]:
+        """A column for each target, whose name begins with `name`."""
+        return {f"{name}{one}": answers[:, at].tolist() for at, one in enumerate(self._targets)}
+
+    def worst(
+        self, target: Numbers, answers: Numbers, threshold: Threshold | None, shown: Callable[[int], str]
+    ) -> list[Mapping[str, Any]]:
+        """The values that are furthest off, in deviations of their target."""
+        spread = np.sqrt(_column_means((target - _column_means(target)) ** 2))
+        off = np.nan_to_num(np.abs(answers - target) / np.where(spread > 0, spread, 1.0), nan=-1.0)
+        found: list[Mapping[str, Any]] = []
+        for place in np.argsort(-off, axis=None, kind="stable")[:MISTAKES]:
+            row, at = divmod(int(place), len(self._targets))
+            true, own = float(target[row, at]), float(answers[row, at])
+            found.append({"sample": shown(row), "target": self._targets[at], "true": true, "answered": own})
+        return found
+
+
+Judge = ByClass | ByNumber | ByTarget

@@ -6,7 +6,7 @@ import gc
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hotlap.machine.device import choose_device
 from hotlap.recipes import onnx_files, plots, recipe_named
 from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, command_of, revived
 from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
-from hotlap.recipes.recipe import Candidate, Numbers, Prepared, Say
+from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Say, Trainer
 from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_of, report_lines
 from hotlap.recipes.tabular import TabularRecipe
 from hotlap.store.files import write_text
@@ -59,6 +59,8 @@ class Judged:
     """Whether the model comes from the cache."""
     bytes_left: int
     """Bytes of the device's memory that stay taken after the model is freed."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the report says of it beside its scores."""
 
 
 def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, say: Say, progress: bool) -> Path:
@@ -168,7 +170,7 @@ class _Training:
     @cached_property
     def judge(self) -> Judge:
         """Scores answers."""
-        return judge_of(self.prepared.reader.classes)
+        return judge_of(self.prepared.reader.classes, self.prepared.reader.targets)
 
     def train(self) -> None:
         """Train all models, compare them with the baselines, and write down the best and its answers."""
@@ -200,12 +202,16 @@ class _Training:
     def train_models(self) -> list[Judged]:
         """All models, trained and judged; hotlap warns of one that diverges and leaves it out, unless all do."""
         found, diverged = [], []
-        for candidate in self.prepared.candidates:
+        candidates: list[Candidate | OwnCandidate] = [*self.prepared.candidates, *self.prepared.own]
+        for candidate in candidates:
             try:
-                found.append(self.train_model(candidate))
+                if isinstance(candidate, OwnCandidate):
+                    found.append(self.train_own(candidate))
+                else:
+                    found.append(self.train_model(candidate))
             except DivergedError as error:
                 diverged.append(error)
-                if len(self.prepared.candidates) > 1:
+                if len(candidates) > 1:
                     self.say(f"warning   left out: {error}")
         if not found:
             raise diverged[0]
@@ -235,6 +241,24 @@ class _Training:
             bytes_left=_bytes_left(),
         )
 
+    def train_own(self, candidate: OwnCandidate) -> Judged:
+        """A model that trains itself, judged on the held-out rows."""
+        trained = candidate.train(
+            Trainer(fit=self.fit, folder=self.folder, reuse=not self.retrain, progress=self.progress, say=self.say)
+        )
+        return Judged(
+            name=candidate.name,
+            weights=trained.weights,
+            answers=trained.answers,
+            threshold=None,
+            report=self.judge.report(self.prepared.target, trained.answers, None),
+            history=trained.history,
+            train_s=trained.train_s,
+            was_kept=trained.was_kept,
+            bytes_left=_bytes_left(),
+            about=trained.about,
+        )
+
     def train_folds(self, name: str) -> dict[str, Report]:
         """The scores of the best model on other splits, by their names."""
         found: dict[str, Report] = {}
@@ -258,8 +282,8 @@ class _Training:
             self.say(f"over {len(of_all)} folds {head} is {np.mean(of_all):.3f} on average, {spread}")
         return found
 
-    def fit(self, job: Job, out: Path) -> Run:
-        """Train a job in its folder, or go on where it was interrupted there."""
+    def fit(self, job: Job, out: Path, *, quiet: bool = False) -> Run:
+        """Train a job in its folder, or go on where it was interrupted there; `quiet` shows no progress."""
         try:
             run = fit(
                 job,
@@ -267,7 +291,7 @@ class _Training:
                 out=out,
                 resume=out if (out / PLAN).is_file() else None,
                 reuse=not self.retrain,
-                progress=self.progress,
+                progress=self.progress and not quiet,
                 started_by=command_of(self.folder),
             )
         except DivergedError as error:
@@ -276,7 +300,7 @@ class _Training:
             raise StoreError(
                 f"{error.what}; go on with the files and options that it had, or name another --out"
             ) from None
-        for problem in () if self.progress else run.problems:
+        for problem in () if self.progress and not quiet else run.problems:
             self.say(f"warning   {problem}")
         return run
 
@@ -326,7 +350,8 @@ class _Training:
             "worst": self.judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
         }
         write_text(folder / REPORT, json.dumps(finite(report), indent=1, ensure_ascii=False) + "\n")
-        plots.curves({one.name: one.history for one in found}, folder / CURVES)
+        if histories := {one.name: one.history for one in found if one.history}:
+            plots.curves(histories, folder / CURVES)
         if prepared.reader.classes:
             counts = np.asarray(best.report["confusion"])
             plots.confusion_picture(counts, prepared.reader.classes, folder / CONFUSION)
@@ -350,7 +375,7 @@ def _beaten_by(found: list[Judged], rules: dict[str, Report], judge: Judge) -> l
 
 def _compared(found: list[Judged], rules: dict[str, Report], prepared: Prepared) -> list[str]:
     """The verdict first, where a baseline wins, and one table of all models and baselines."""
-    judge = judge_of(prepared.reader.classes)
+    judge = judge_of(prepared.reader.classes, prepared.reader.targets)
     rows = [(one.name, one.report, _when(one)) for one in sorted(found, key=lambda one: -judge.score(one.report))]
     rows += [(name, report, "a baseline") for name, report in rules.items()]
     width = max(len(name) for name, *_ in rows)
@@ -387,11 +412,14 @@ def _more_often_right(best: Judged, rules: dict[str, Report]) -> list[str]:
 
 def _about(one: Judged) -> dict[str, Any]:
     """What a report holds of a training beside its scores."""
-    return {"train_s": one.train_s, "from_cache": one.was_kept, "device_bytes_left": one.bytes_left}
+    kept = {"train_s": one.train_s, "from_cache": one.was_kept, "device_bytes_left": one.bytes_left}
+    return {**kept, **one.about}
 
 
-def _figure(score: float) -> str:
+def _figure(score: float | None) -> str:
     """Of three decimals, where that is not too long."""
+    if score is None:
+        return "–"
     return f"{score:.3f}" if score < 1000 else f"{score:.4g}"
 
 
