@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 KIB = 1024
 MIB = 1024**2
@@ -41,6 +42,26 @@ def show_seconds(s: float) -> str:
 def show_about(s: float) -> str:
     """Seconds that were estimated, in two digits: `52.13` → `about 52 s`."""
     return f"about {show_seconds(float(f'{s:.2g}'))}"
+
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(seconds?|sec|s|minutes?|min|m|hours?|h|)\s*")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+
+
+def read_seconds(duration: object) -> float:
+    """`"15m"` → `900.0`; also 90, `"90"`, `"90s"`, `"1.5 h"` and `"1h 30m"`. Raises ValueError for anything else."""
+    if isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        seconds = float(duration)
+    else:
+        parts = list(_DURATION.finditer(duration)) if isinstance(duration, str) and len(duration) <= 40 else []
+        if not parts or "".join(part.group() for part in parts) != duration:
+            raise ValueError(f"{duration!r:.40} is no time")
+        if len(parts) > 1 and any(not part.group(2) for part in parts):
+            raise ValueError(f"{duration!r:.40} is no time")
+        seconds = sum(float(part.group(1)) * _SECONDS[part.group(2)[:1]] for part in parts)
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"{duration!r:.40} is no time")
+    return seconds
 
 
 def show_rate(per_s: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,11 +21,25 @@ from hotlap.engine.optimizers import recording
 class Schedule:
     """A torch schedule, and when it moves."""
 
-    def __init__(self, scheduler: Any, per: str = "update") -> None:
+    def __init__(self, scheduler: Any, per: str = "update", make: Callable[[int], Any] | None = None) -> None:
+        """`make` gives the schedule anew for another number of moves, where that is possible."""
         self.scheduler = scheduler
+        self._make = make
         self.waits_for_plateau = isinstance(scheduler, ReduceLROnPlateau)
         self.moves_per_update = scheduler is not None and per == "update" and not self.waits_for_plateau
         self._moves_per_epoch = scheduler is not None and per == "epoch" and not self.waits_for_plateau
+
+    @property
+    def spans_the_run(self) -> bool:
+        """Whether it is made for a number of moves, and can be made again for another."""
+        return self._make is not None and type(getattr(self.scheduler, "last_epoch", None)) is int
+
+    def span(self, length: int) -> None:
+        """Make it again for so many moves, and take it to where it stands."""
+        assert self._make is not None, "it spans no run"
+        moved, self.scheduler = self.scheduler.last_epoch, self._make(length)
+        for _ in range(min(moved, length)):
+            self.move()
 
     def move(self) -> None:
         """One step of the schedule."""
@@ -57,10 +72,26 @@ def make_schedule(wanted: Any, optimizer: Optimizer, length: int | None, per: st
     two = takes_two(wanted)
     if two and length is None:
         raise JobError([f"schedule takes (optimizer, {per}s), but the number of {per}s is not known"])
+    first = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     made = wanted(optimizer, length) if two else wanted(optimizer)
     if not hasattr(made, "step") or not hasattr(made, "state_dict"):
         raise JobError([f"schedule returned {type(made).__name__}, not a learning-rate scheduler"])
-    return Schedule(made, per)
+
+    def make(length: int) -> Any:
+        for group, was in zip(optimizer.param_groups, first, strict=True):
+            for name in _BY_SCHEDULE & group.keys():
+                group.pop(name)
+            group.update({name: was[name] for name in _BY_SCHEDULE & was.keys()})
+        # A schedule that moves before the first update would warn.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return wanted(optimizer, length)
+
+    can_be_made_again = two and not any(_is_tensor(group["lr"]) for group in optimizer.param_groups)
+    return Schedule(made, per, make if can_be_made_again else None)
+
+
+_BY_SCHEDULE = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum"}
+"""Settings of an optimizer's group that schedules change or add."""
 
 
 def takes_two(function: Any) -> bool:

@@ -23,6 +23,7 @@ from hotlap.data.order import mix, seed_host
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Randomness
 from hotlap.engine.step import why_no_gradients
+from hotlap.fitting.deadline import TimeLimit
 from hotlap.fitting.progress import banner
 from hotlap.fitting.record import (
     FILE,
@@ -64,6 +65,7 @@ def fit(
     *unnamed: object,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     tune_s: float | None = None,
+    finish_in: float | str | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     save_every: int | None = None,
@@ -83,6 +85,10 @@ def fit(
             of the job's own plan. The folder of a run replays its plans, each at its step.
         tune_s: Seconds that tuning may cost. None: 1.5 % of the run (4 % where the GPU waits for its host), plus a
             quarter of what tuning has saved or was seen to be there to save; at most 60 s.
+        finish_in: The time for the whole call, as seconds or "15m". It is never longer: hotlap plans from the measured
+            pace of steps, evaluations and files how many updates fit, has a schedule of (optimizer, updates) span
+            these, and otherwise stops. Where validation data is given, the model then has its best weights so far.
+            `Run.left_out` lists what was not trained.
         out: A new or empty folder for the run. None: a new one under `runs/`.
         resume: The folder of a run to go on with, as if it had never been interrupted, and under the plan it had
             unless `plan` is given. Without a checkpoint the run begins again at step 0. A run that has ended is
@@ -108,6 +114,7 @@ def fit(
         HotlapError: The job, the plan, the machine or a folder cannot be used as asked.
     """
     global _calls
+    limit = None if finish_in is None else TimeLimit.of(finish_in)
     if unnamed or not isinstance(job, Job):
         given = ", ".join(type(value).__name__ for value in (job, *unnamed))
         raise JobError(
@@ -133,7 +140,7 @@ def fit(
     task: Task | None = None
     session: RunSession | None = None
     try:
-        task = set_up(job, dataset, chosen, device, console, save_every, tune_s, on_evaluation)
+        task = set_up(job, dataset, chosen, device, console, save_every, tune_s, on_evaluation, limit)
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)
@@ -153,7 +160,7 @@ def fit(
             if kept is not None and (found := kept.load()) is not None:
                 return from_cache(task, session, state, found)
         run = finish(task, session, state, stopped=train(task, session, state))
-        if kept is not None:
+        if kept is not None and not state.is_cut:  # a model that was trained less is not the one that was asked for
             kept.store(run)
         return run
     finally:
@@ -376,6 +383,8 @@ def _say_banner(task: Task, folder: RunFolder) -> None:
         task.voice.say(line)
     for note in (*task.notes(), *task.rig.cautions(task.rig.plan)):
         task.voice.say(f"note   {note}")
+    if task.limit is not None:
+        task.voice.say(f"time   {task.limit} for everything; what does not fit is left out and listed")
     for problem in task.value_warnings:
         task.voice.warn(problem)
 
@@ -403,7 +412,7 @@ def finish(
             folder.write_loss(modules[LOSS])
         ended = Ended(
             stopped=stopped,
-            asked=task.total,
+            asked=rig.steps if state.left_out else task.total,
             patience=task.job.patience if state.best.is_long_ago() else None,
             steps=rig.steps,
             updates=rig.updates,
@@ -412,6 +421,7 @@ def finish(
             total_s=clock.elapsed(time.perf_counter()),
             best_step=best["step"],
             weights={file: weights_key(kept_tensors(module)) for file, module in modules.items()},
+            left_out=state.left_out,
         )
         write_record(folder, Record(facts=task.facts(), first=state.first, ended=ended))
         folder.write_artefacts()
@@ -419,7 +429,8 @@ def finish(
         # The model is in memory: the caller can still save it elsewhere.
         task.voice.warn(f"{error}; the trained model is in the Run that fit returns")
     total_s = clock.elapsed(time.perf_counter())
-    return _run(task, session, stopped, rig.plan, state.history, best, train_s=train_s, total_s=total_s)
+    plan, left_out = rig.plan, state.left_out
+    return _run(task, session, stopped, plan, state.history, best, train_s=train_s, total_s=total_s, left_out=left_out)
 
 
 def from_cache(task: Task, session: RunSession, state: ProgressState, found: dict[str, Any]) -> Run:
@@ -454,7 +465,8 @@ def as_it_ended(task: Task, session: RunSession, ended: Ended, changed: list[str
     folder.write_ledger(rig.ledger)
     say(f"{folder.path} had ended {ended.stopped}: nothing is left to train; ask for more to go on")
     best = next(one for one in history if one["step"] == ended.best_step)
-    return _run(task, session, ended.stopped, plan, history, best, train_s=ended.train_s, total_s=ended.total_s)
+    took, left_out = {"train_s": ended.train_s, "total_s": ended.total_s}, tuple(ended.left_out)
+    return _run(task, session, ended.stopped, plan, history, best, **took, left_out=left_out)
 
 
 def _run(
@@ -467,6 +479,7 @@ def _run(
     *,
     train_s: float,
     total_s: float,
+    left_out: tuple[str, ...],
 ) -> Run:
     rig = task.rig
     return Run(
@@ -482,6 +495,7 @@ def _run(
         total_s=total_s,
         saving_s=session.saver.spent_s,
         stopped=stopped,
+        left_out=left_out,
         problems=tuple(task.voice.problems),
         files=session.folder,
     )

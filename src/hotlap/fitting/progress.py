@@ -38,7 +38,8 @@ class Pace:
     """Turns counts of steps and samples into rates; the clock stands still during `pause`."""
 
     def __init__(self, total_steps: int | None, step: int = 0, samples: int = 0) -> None:
-        self._total = total_steps
+        self.total = total_steps
+        """Steps in all, where that is known."""
         self._start_s = self._last_s = time.perf_counter()
         self._last_step, self._last_samples = step, samples
         self._steps_per_s = self._samples_per_s = 0.0
@@ -52,11 +53,11 @@ class Pace:
             self._steps_per_s = (step - self._last_step) / spent
             self._samples_per_s = (samples - self._last_samples) / spent
             self._last_s, self._last_step, self._last_samples, self._paused_s = now, step, samples, 0.0
-        left = None if self._total is None else max(0, self._total - step)
+        left = None if self.total is None else max(0, self.total - step)
         known = left is not None and self._steps_per_s > 0
         return Reading(
             step=step,
-            total_steps=self._total,
+            total_steps=self.total,
             epoch=epoch,
             loss=loss,
             steps_per_s=self._steps_per_s,

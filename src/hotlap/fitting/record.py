@@ -61,6 +61,8 @@ class Ended:
     best_step: int
     weights: dict[str, str | None]
     """What `weights_key` says of the weights in each file."""
+    left_out: Sequence[str] = ()
+    """What it has not done for want of time, a line each."""
 
     def is_all(self, asked: int, patience: int | None) -> bool:
         """Whether nothing is left of a training of so many windows and so much patience."""
@@ -175,6 +177,10 @@ def _checked(ended: Ended) -> Ended:
             raise ValueError(f"{seconds!r:.40} is no time")
     if not isinstance(ended.stopped, str) or not ended.stopped.isprintable():
         raise ValueError("the reason of the end is no plain text")
+    if not isinstance(ended.left_out, (list, tuple)) or not all(
+        isinstance(line, str) and line.isprintable() for line in ended.left_out
+    ):
+        raise ValueError("what was left out is no plain text")
     # Only files that hotlap writes are read, wherever a stranger's record points.
     files = set(ended.weights) if isinstance(ended.weights, dict) else set()
     if not {MODEL} <= files <= {MODEL, LOSS}:

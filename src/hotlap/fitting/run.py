@@ -44,6 +44,8 @@ class Run:
     """Seconds that training stood still for checkpoints."""
     stopped: str
     """Why it ended."""
+    left_out: tuple[str, ...] = ()
+    """What was asked for and not done, since `finish_in` left no time for it."""
     problems: tuple[str, ...] = ()
     """What went wrong without ending it, such as a file that could not be written."""
     files: RunFolder
@@ -75,6 +77,7 @@ class Run:
                 "train_s": self.train_s,
                 "total_s": self.total_s,
                 "saving_s": self.saving_s,
+                "left_out": list(self.left_out),
                 "problems": list(self.problems),
                 "best": self.best,
                 "plan": self.plan.to_dict(),
@@ -98,6 +101,7 @@ class Run:
             f"{show_seconds(per_step)}/step, {show_rate(rate)} samples/s",
             *([f"skipped   {skipped:,} updates whose gradients were not finite"] if skipped else []),
             f"ended     {self.stopped}, {show_seconds(self.total_s)} in all",
+            *(f"left out  {line}" for line in self.left_out),
             f"score     {' · '.join(f'{name} {value:.4g}' for name, value in judged.items() if value is not None)}"
             f" (epoch {self.best['epoch']}, step {self.best['step']:,})",
             *(f"problem   {problem}" for problem in self.problems),

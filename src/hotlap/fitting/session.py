@@ -55,25 +55,32 @@ def records(*values: Any) -> list[dict[str, Any]]:
 
 
 class Best:
-    """The best evaluation of a training; without `patience` nothing is kept and nothing stops."""
+    """The best evaluation of a training; without `patience` nothing stops, and nothing is kept unless it `keeps`."""
 
-    def __init__(self, job: Job, rig: Rig) -> None:
-        self._patience, self._rig = job.patience, rig
+    def __init__(self, job: Job, rig: Rig, *, keeps: bool) -> None:
+        self._patience, self._rig, self._keeps = job.patience, rig, keeps
+        self.decides = job.patience is not None
+        """Whether the model ends with these weights, not with its last."""
         self._name = "valid_loss" if job.monitor == "loss" else job.monitor
         self._higher = job.higher_is_better
-        self.record: dict[str, Any] | None = None
+        self._record: dict[str, Any] | None = None
         self._weights: dict[str, Tensor] = {}
         self._since = 0
 
     def judge(self, record: dict[str, Any]) -> None:
         """Take in an evaluation; the weights of a better one are kept."""
-        if self._patience is None:
+        if not self._keeps or self._name not in record:
             return
-        if self.record is None or self._beats(record[self._name], self.record[self._name]):
-            self.record, self._since = record, 0
+        if self._record is None or self._beats(record[self._name], self._record[self._name]):
+            self._record, self._since = record, 0
             self._weights = copied_to_host(trained_tensors(self._rig))
         else:
             self._since += 1
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The record whose weights the model ends with; None for the last one."""
+        return self._record if self.decides else None
 
     @property
     def is_known(self) -> bool:
@@ -85,7 +92,9 @@ class Best:
         return self._patience is not None and self._since >= self._patience
 
     def restore_weights(self) -> None:
-        """Give the model the weights of the best evaluation, where there is one."""
+        """Give the model the weights of the best evaluation, where there is one and it decides."""
+        if not self.decides:
+            return
         with torch.no_grad():
             for name, tensor in trained_tensors(self._rig).items():
                 kept = self._weights.get(name)  # a buffer may be younger than the best weights
@@ -94,7 +103,7 @@ class Best:
 
     def export(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"record": self.record, "weights": self._weights, "since": self._since}
+        return {"record": self._record, "weights": self._weights, "since": self._since}
 
     def put_back(self, stored: dict[str, Any]) -> None:
         """Go on from what a checkpoint kept; raises ValueError where that is something else."""
@@ -104,7 +113,7 @@ class Best:
             records(record)
         if not isinstance(weights, dict) or not all(isinstance(kept, Tensor) for kept in weights.values()):
             raise ValueError("the best weights are no tensors")
-        self.record, self._weights, self._since = record, weights, since
+        self._record, self._weights, self._since = record, weights, since
 
     def _beats(self, new: float, old: float) -> bool:
         if math.isnan(old):
@@ -143,10 +152,16 @@ class ProgressState:
     def __init__(self, task: Task, *, first: str | None, from_checkpoint: str | None = None) -> None:
         self.history: list[dict[str, Any]] = []
         """One record an evaluation or epoch."""
-        self.best = Best(task.job, task.rig)
+        self.best = Best(task.job, task.rig, keeps=task.keeps_best)
         self.clock = Clock(start_s=task.start_s)
         self.first = first
         """`first_key` before the very first step; None if unknown."""
+        self.planned: int | None = None
+        """Updates that the schedule was made to span, where a deadline made it fewer than were asked for."""
+        self.left_out: tuple[str, ...] = ()
+        """What the training has not done for want of time."""
+        self.is_cut = False
+        """Whether a deadline has changed what was trained."""
         self.from_checkpoint = from_checkpoint
         """The checkpoint that this process went on from; None where it began at step 0."""
 
@@ -156,6 +171,7 @@ class ProgressState:
         return {
             "history": self.history,
             "best": self.best.export(),
+            "planned": self.planned,
             "ledger": ledger.to_lines(),
             "elapsed_s": self.clock.elapsed(now),
             "train_s": self.clock.trained(now),
@@ -165,6 +181,8 @@ class ProgressState:
         """Go on from what a checkpoint kept; the ledger it had. Raises ValueError and the like where it is forged."""
         self.history = records(*stored["history"])
         self.best.put_back(stored["best"])
+        self.planned = stored.get("planned")
+        counts(self.planned or 0)
         self.clock.before_s, self.clock.train_before_s = float(stored["elapsed_s"]), float(stored["train_s"])
         return Ledger.from_lines(stored["ledger"])
 

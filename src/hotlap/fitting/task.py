@@ -27,6 +27,7 @@ from hotlap.data.sources import Columns, Selection, Source
 from hotlap.engine.augment import Augment, check_classes
 from hotlap.engine.rig import Rig
 from hotlap.engine.snapshot import Modes, changes_of
+from hotlap.fitting.deadline import TimeLimit
 from hotlap.fitting.progress import Voice
 from hotlap.guard.identity import identity
 from hotlap.moves import everything
@@ -88,6 +89,8 @@ class Task:
     """Whether the plan is found while it trains."""
     on_evaluation: Callable[[dict[str, Any]], object] | None = None
     """Called with the figures of each evaluation."""
+    limit: TimeLimit | None = None
+    """When it has to be over."""
     replayed: Ledger | None = None
     """The ledger of the run whose plans are used again, each at its step."""
 
@@ -125,12 +128,21 @@ class Task:
             found.append(f"batch_size={size:,} is larger than the data: each epoch is one batch of {samples:,} samples")
         return found
 
+    def weights_bytes(self) -> int:
+        """How large the weights are."""
+        return sum(t.numel() * t.element_size() for t in trained_tensors(self.rig).values())
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the weights of the best evaluation are kept while it trains."""
+        return self.job.patience is not None or (self.limit is not None and self.job.valid is not None)
+
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint will be: weights, the optimizer's state, and the best weights."""
-        weights = sum(t.numel() * t.element_size() for t in trained_tensors(self.rig).values())
+        weights = self.weights_bytes()
         defaults = self.rig.optimizer.defaults
         states = 2 if "betas" in defaults else 1 if defaults.get("momentum") else 0
-        return weights * (1 + states + (self.job.patience is not None))
+        return weights * (1 + states + self.keeps_best)
 
 
 EVERYTHING, TUNED, OFF = "max", "auto", "off"
@@ -167,6 +179,7 @@ def set_up(
     save_every: int | None,
     tune_s: float | None = None,
     on_evaluation: Callable[[dict[str, Any]], object] | None = None,
+    limit: TimeLimit | None = None,
 ) -> Task:
     """Make the rig and put it under the plan; raises HotlapError where the job or the plan will not do."""
     start_s = time.perf_counter()
@@ -213,6 +226,7 @@ def set_up(
         tune_s=tune_s,
         own_plan=own_plan,
         on_evaluation=on_evaluation,
+        limit=limit,
         tuned=plan == TUNED,
         replayed=plan if isinstance(plan, Ledger) else None,
     )

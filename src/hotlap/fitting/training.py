@@ -14,6 +14,7 @@ from hotlap.core.errors import DivergedError, StoreError, first_line
 from hotlap.core.ledger import Entry
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
+from hotlap.fitting.deadline import Deadline, span_schedule
 from hotlap.fitting.progress import Pace, format_record, status
 from hotlap.fitting.record import resume_words
 from hotlap.fitting.rescue import Rescue, within
@@ -66,7 +67,9 @@ class _Loop:
         self._session, self._state = session, state
         state.clock.loop_s = time.perf_counter()
         self._pace = Pace(task.total, task.rig.steps, task.rig.samples)
-        self.tuner = chooser_for(self._task)
+        self._deadline = self._deadline_of(task)
+        self._length = None if self._deadline is None else self._deadline.length
+        self.tuner = chooser_for(self._task, self._length)
         self._rescue = Rescue(task.rig)
         self._told = self.tuner.done
         """Whether the outcome of tuning was shown, or there is none."""
@@ -111,13 +114,15 @@ class _Loop:
             if clock() >= next_s:
                 self._show()
                 next_s = clock() + every_s
-            if self._is_record_due():
+            if self._is_record_due() and self._has_time_to_evaluate():
                 self._record()
             if (early := self._early_end()) is not None:
                 return early
             if stop.signal is not None:
                 self._finish_record()
                 return "on a signal"
+            if (over := self._out_of_time()) is not None:
+                return over
             if saver.due(rig.steps):
                 self._finish_record()
                 began = clock()
@@ -128,9 +133,50 @@ class _Loop:
         if stop.signal is not None:
             return "on a signal"
         if not state.history or state.history[-1]["step"] != rig.steps:
-            self._record()
+            self._record(evaluates=self._has_time_to_evaluate())
             self._finish_record()
         return "after all epochs" if job.epochs is not None else "after all steps"
+
+    def _deadline_of(self, task: Task) -> Deadline | None:
+        """Keeps the training within its time, where that is limited."""
+        state, saver, weights_bytes = self._state, self._session.saver, task.weights_bytes()
+        if task.limit is not None:
+            return Deadline(
+                task.limit,
+                task.job,
+                task.rig,
+                total=task.total,
+                closing_s=lambda: saver.closing_s(weights_bytes),
+                planned=state.planned,
+            )
+        if state.planned is not None and task.rig.schedule.spans_the_run:
+            span_schedule(task.rig, task.job, task.total, task.total)
+            self._voice.say(f"note   the schedule spanned {state.planned:,} updates; it spans all {task.total:,} again")
+            state.planned = None
+        return None
+
+    def _has_time_to_evaluate(self) -> bool:
+        return self._deadline is None or self._deadline.may_evaluate()
+
+    def _out_of_time(self) -> str | None:
+        """Why the training ends here, if it has no more time; the figures of this step are noted."""
+        deadline, state = self._deadline, self._state
+        if deadline is None:
+            return None
+        if (planned := deadline.planned()) is not None:
+            self._voice.say(f"time   {planned}")
+            self._pace.total = deadline.updates
+        if deadline.is_shorter:
+            state.planned, state.is_cut = deadline.updates, True
+        if not deadline.is_over() or self._rig.steps >= deadline.total:
+            return None
+        self._finish_record()
+        if not state.history or state.history[-1]["step"] != self._rig.steps:
+            self._record(evaluates=deadline.may_evaluate())
+            self._finish_record()
+        state.is_cut = state.best.decides = True
+        state.left_out = tuple(deadline.left_out())
+        return deadline.why
 
     def _early_end(self) -> str | None:
         """Why the training ends before its time; None where it goes on."""
@@ -161,7 +207,7 @@ class _Loop:
         less = self._rescue.use_less(error, window)
         self._voice.warn(f"out of memory at step {rig.steps:,}; from here on: {less}")
         self._task = within(self._task, rig.plan.memory)
-        self.tuner = chooser_for(self._task)
+        self.tuner = chooser_for(self._task, self._length)
         self._told = self.tuner.done
         return self.tuner
 
@@ -208,7 +254,8 @@ class _Loop:
         """Updates until an evaluation, or a checkpoint that is due by number."""
         steps = self._rig.place.served
         periods = [every for every in (self._job.eval_every, self._save_every) if every]
-        return min((self.tuner.room(), *(every - steps % every for every in periods)))
+        planned = [] if self._deadline is None else [self._deadline.room()]
+        return min((self.tuner.room(), *planned, *(every - steps % every for every in periods)))
 
     def _tell_of_tuning(self) -> None:
         self._told = True
@@ -258,9 +305,9 @@ class _Loop:
             return False
         return rig.steps % every == 0 if every is not None else rig.place.window == rig.windows_here
 
-    def _record(self) -> None:
+    def _record(self, *, evaluates: bool = True) -> None:
         """Note the figures of this step, and evaluate. Without validation data this does not wait for the device."""
-        job, rig = self._job, self._rig
+        job, rig, began = self._job, self._rig, time.perf_counter()
         loss = rig.totals.take()
         rig.settle()
         record: dict[str, Any] = {
@@ -271,7 +318,7 @@ class _Loop:
             "lr": float(rig.optimizer.param_groups[0]["lr"]),
         }
         self._open = (record, loss)
-        if job.valid is None:
+        if job.valid is None or not evaluates:
             return
         # The device goes from the last step to this without a pause: nothing has waited for that step.
         try:
@@ -284,6 +331,8 @@ class _Loop:
         rig.schedule.evaluated(scores[job.monitor])
         self._open = (record, loss)
         self._finish_record(spent_s=loss.ago_s())
+        if self._deadline is not None:
+            self._deadline.evaluated(time.perf_counter() - began)
 
     def _finish_record(self, spent_s: float = 0.0) -> None:
         """Write down a record that was begun; what that takes, and `spent_s` until now, is not training's time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotlap import machine
@@ -15,7 +16,7 @@ from hotlap.core.table import rows
 from hotlap.data.dataset import training_dataset
 from hotlap.engine.snapshot import Modes, Randomness
 from hotlap.fitting.task import TUNED, Task, set_up
-from hotlap.tuner.budget import MOST_S
+from hotlap.tuner.budget import MOST_S, Length
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.tuner import PlanChooser, Replay, Tuner
 
@@ -23,8 +24,8 @@ FOREVER = 10**7
 """Updates."""
 
 
-def chooser_for(task: Task) -> PlanChooser:
-    """What chooses the plans of a training, from where it stands."""
+def chooser_for(task: Task, length: Callable[[], Length] | None = None) -> PlanChooser:
+    """What chooses the plans of a training, from where it stands; `length` says how long it is, where a clock does."""
     rig = task.rig
     if task.replayed is not None:
         return Replay(rig, task.replayed)
@@ -34,7 +35,7 @@ def chooser_for(task: Task) -> PlanChooser:
     rig.use(task.own_plan, why="the user's own, to tune from")
     return Tuner(
         rig,
-        updates=task.total,
+        updates=length or task.total,
         most_s=task.tune_s,
         period=task.job.eval_every,
         known=KnownPlans(rig, batch_size=task.dataset.batch_size),

@@ -84,6 +84,14 @@ class Saver:
             return self._first_cost_s
         return CAUTION * max(self._last_cost_s, self._whole_cost_s / self.saved)
 
+    def closing_s(self, weights_bytes: int) -> float:
+        """Seconds that may pass after the last step: for a checkpoint, if one will be due, and for the weights."""
+        files_s = FIRST_SYNCS_S + weights_bytes / FIRST_BYTES_S
+        if self.saved:  # a checkpoint holds the weights too, so they take no longer
+            files_s = min(files_s, self.expected_s)
+        will_save = self._every > 0 if self._every is not None else self._is_within_share()
+        return files_s + self.expected_s if will_save else files_s
+
     def due(self, step: int) -> bool:
         """Whether it is time for a checkpoint before the next step."""
         if self._every is not None:

@@ -1,0 +1,208 @@
+"""The time that a training may take: how much of it fits, and when it has to end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from torch.utils.data import DataLoader
+
+from hotlap.core.errors import JobError, shown
+from hotlap.core.job import Job
+from hotlap.core.units import read_seconds, show_seconds
+from hotlap.data.dataset import as_source
+from hotlap.engine.rig import Rig
+from hotlap.tuner.budget import Length
+
+MARGIN = 0.01
+"""Of the time, kept free for what cannot be planned."""
+PLANNED_AT = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85)
+"""Shares of the time after which hotlap plans how many updates fit."""
+WORTH = 0.02
+"""A plan that differs less from the last one, as a share of the updates left, does not replace it."""
+FORWARD = 0.5
+"""What evaluating a sample is taken to cost of training on it, before the first evaluation."""
+MOST_UNSEEN = 0.3
+"""Of the time, what an evaluation that was never made is taken to need at most."""
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """When a work has to be over, by the clock of this process."""
+
+    all_s: float
+    until_s: float
+
+    @classmethod
+    def of(cls, finish_in: float | str, *, used_s: float = 0.0) -> Self:
+        """So much time from now, of which some was used before. Raises JobError where it is no time."""
+        try:
+            all_s = read_seconds(finish_in)
+        except ValueError:
+            raise JobError(
+                [f'finish_in={shown(finish_in)} is no time: give seconds, or "90s", "15m", "1h 30m"']
+            ) from None
+        return cls(all_s, time.perf_counter() + all_s - used_s)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; below 0 where it is over."""
+        return self.until_s - time.perf_counter()
+
+    def __str__(self) -> str:
+        return show_seconds(self.all_s)
+
+
+class Deadline:
+    """Plans a training from its measured pace so that it ends in time, with its evaluations and files."""
+
+    def __init__(
+        self, limit: TimeLimit, job: Job, rig: Rig, *, total: int, closing_s: Callable[[], float], planned: int | None
+    ) -> None:
+        """`closing_s` says what the files take at the end; `planned` is what an interrupted run had planned."""
+        self._limit, self._job, self._rig, self._closing_s = limit, job, rig, closing_s
+        self.total = total
+        """Updates that were asked for."""
+        self.updates = min(total, planned or total)
+        """Updates that are planned; the schedule spans them, if it can."""
+        self._evaluation_s: float | None = None
+        self._aside_s = self._pace_s = 0.0
+        self._first = self._mark = (rig.steps, time.perf_counter())
+        self._begun_s = limit.until_s - limit.all_s
+        self._plans_at = [self._begun_s + share * limit.all_s for share in PLANNED_AT]
+        self._next_s = -math.inf
+        valid = job.valid.dataset if isinstance(job.valid, DataLoader) else job.valid
+        self._samples = 0 if valid is None else len(as_source(valid))
+        self.is_shorter = self.updates != total
+        """Whether the schedule was made to span less than was asked for."""
+        if self.is_shorter:
+            span_schedule(rig, job, self.updates, total)
+
+    # --- while it trains ---------------------------------------------------------------------------
+
+    def evaluated(self, seconds: float) -> None:
+        """Take in what an evaluation took."""
+        self._evaluation_s, self._aside_s = seconds, self._aside_s + seconds
+
+    def room(self) -> int:
+        """Updates until the planned end."""
+        return max(1, self.updates - self._rig.steps)
+
+    def is_over(self) -> bool:
+        """Whether there is no time for another step and what has to follow it, or all that was planned is done."""
+        if self._rig.steps >= self.updates:
+            return self.updates < self.total
+        if time.perf_counter() < self._next_s:
+            return False
+        self._rig.wait()  # the host runs ahead of a GPU
+        now, step_s = time.perf_counter(), self._step_s() * self._rig.plan.execution.replay_steps
+        spare_s = self._spare_s(now)
+        # Ever more often towards the end: a look waits for the device.
+        self._next_s = min([now + spare_s / 4, *self._plans_at[:1]])
+        return spare_s <= step_s
+
+    def planned(self) -> str | None:
+        """Plan anew, if that is due: what the plan is, in words, where it has changed."""
+        now = time.perf_counter()
+        if not self._plans_at or now < self._plans_at[0] or self._rig.steps == self._mark[0]:
+            return None
+        is_first = len(self._plans_at) == len(PLANNED_AT)
+        self._plans_at = [at for at in self._plans_at if at > now]
+        fit = min(self.total, self._fitting(now))
+        self._pace_s = self._step_s()
+        self._mark, self._aside_s = (self._rig.steps, now), 0.0
+        schedule = self._rig.schedule
+        if not schedule.spans_the_run:
+            return self._words_of_no_span(fit) if is_first and fit < self.total else None
+        if abs(fit - self.updates) <= WORTH * (self.updates - self._rig.steps):
+            return None
+        self.updates = max(fit, self._rig.steps + 1)
+        before, self.is_shorter = self._lr(), True
+        span_schedule(self._rig, self._job, self.updates, self.total)
+        return (
+            f"{self._of_all(self.updates)} fit in {self._limit}: from step {self._rig.steps:,} on the schedule spans "
+            f"{self.updates:,} updates (learning rate {before:.3g} → {self._lr():.3g})"
+        )
+
+    def may_evaluate(self) -> bool:
+        """Whether an evaluation and what has to follow it fit into the time."""
+        return self._limit.left_s > self._evaluation() + self._closing_s()
+
+    def length(self) -> Length:
+        """How many updates there will be, for the tuner, which spends shares of that."""
+        if self._rig.steps == self._first[0]:
+            return Length(self.updates)
+        return Length(min(self.updates, self._fitting(time.perf_counter())))
+
+    # --- in words ----------------------------------------------------------------------------------
+
+    @property
+    def why(self) -> str:
+        """Why the training has ended."""
+        return f"early: {self._of_all(self._rig.steps)} fit in {self._limit}"
+
+    def left_out(self) -> list[str]:
+        """What the training has not done for want of time, a line each."""
+        left = self.total - self._rig.steps
+        if left <= 0:
+            return []
+        epochs = self._job.epochs
+        parts = "" if epochs is None else f", {left * epochs / self.total:,.1f} of {epochs:,} epochs"
+        return [f"{left:,} of {self.total:,} updates{parts}"]
+
+    def _of_all(self, updates: int) -> str:
+        return f"{updates:,} of {self.total:,} updates"
+
+    def _words_of_no_span(self, fit: int) -> str:
+        words = f"about {self._of_all(fit)} fit in {self._limit}"
+        schedule = self._rig.schedule
+        if schedule.scheduler is None or schedule.waits_for_plateau:
+            return words
+        return (
+            f"{words}; the schedule was made for more and ends on the way: give a function of (optimizer, updates), "
+            "and hotlap makes it span what fits"
+        )
+
+    # --- the pace ----------------------------------------------------------------------------------
+
+    def _step_s(self) -> float:
+        """Seconds an update, without evaluations, since the last plan."""
+        steps, since_s = self._mark
+        made = self._rig.steps - steps
+        return (time.perf_counter() - since_s - self._aside_s) / made if made else self._pace_s
+
+    def _evaluation(self) -> float:
+        """Seconds that an evaluation takes, before the first one by the pace of training."""
+        if self._job.valid is None:
+            return 0.0
+        if self._evaluation_s is not None:
+            return self._evaluation_s
+        batches = self._samples * self._rig.steps / max(1, self._rig.samples)
+        return min(MOST_UNSEEN * self._limit.all_s, FORWARD * self._step_s() * batches)
+
+    def _spare_s(self, now: float) -> float:
+        """Seconds that are left for steps, and for evaluations among them."""
+        return self._limit.until_s - now - MARGIN * self._limit.all_s - self._closing_s() - self._evaluation()
+
+    def _fitting(self, now: float) -> int:
+        """Updates that will have been made at the end, at the pace since the last plan."""
+        steps, step_s = self._rig.steps, self._step_s()
+        if not step_s:
+            return self.updates
+        period = self._job.eval_every or self._rig.epoch_windows
+        each_s = step_s + (self._evaluation() / period if period else 0.0)
+        return steps + max(0, int(self._spare_s(now) / each_s))
+
+    def _lr(self) -> float:
+        return float(self._rig.optimizer.param_groups[0]["lr"])
+
+
+def span_schedule(rig: Rig, job: Job, updates: int, total: int) -> None:
+    """Make the schedule span so many updates of all that were asked for."""
+    rig.settle()
+    if job.schedule_per == "epoch" and job.epochs is not None:
+        updates = math.ceil(updates * job.epochs / total)
+    rig.schedule.span(updates)
