@@ -1,6 +1,7 @@
 """Losses read early on a real GPU: torch's own numbers, without waiting for what was asked for behind them."""
 
 import functools
+import threading
 from collections import deque
 
 import pytest
@@ -9,7 +10,8 @@ from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.script.calls.call import ModuleCall
-from hotlap.script.calls.losses import MOST_KEPT_COPIES, SEEN_READS, EarlyLoss, LossReplay
+from hotlap.script.calls.early_loss import MOST_KEPT_COPIES, SEEN_READS, EarlyLoss
+from hotlap.script.calls.loss_replay import LossReplay
 
 DEVICE = torch.device("cuda", 0)
 LONG = 2_000_000_000
@@ -186,3 +188,56 @@ def test_a_training_reads_the_losses_of_a_plain_one(is_captured, early_loss):
     plain, before = trained(early=False), early_loss.answered
     assert trained(early=True) == plain
     assert early_loss.answered - before >= 50
+
+
+def test_a_loss_in_the_memory_of_the_scripts_own_graph_is_read_as_it_is_now(early_loss):
+    """Each replay writes to the same memory, which torch counts nowhere."""
+    layer = nn.Linear(8, 1).to(DEVICE)
+
+    class Lossy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x).square().mean()
+
+    model = torch.cuda.make_graphed_callables(Lossy(), (torch.zeros(4, 8, device=DEVICE),))
+    kept_samples()
+    for number in range(10):
+        x = torch.full((4, 8), float(number), device=DEVICE)
+        own = layer(x).square().mean().detach().clone()
+        loss = model(x)
+        seen = [loss.item(), float(torch.isnan(loss))]
+        loss.backward()
+        seen += [loss.item(), loss.detach().item()]
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor([own.item(), 0.0, own.item(), own.item()]))
+
+
+def test_another_thread_reads_the_number_it_asks_for(early_loss):
+    """While it waits, the thread that trains copies the next losses to the same place."""
+    kept_samples()
+    expected = [loss.item() for loss in losses(50)]
+    torch.cuda._sleep(LONG // 4)
+    found, threads = {}, []
+    for number, loss in enumerate(losses(50)):
+        loss.backward()
+        read = functools.partial(lambda number, loss: found.update({number: loss.item()}), number, loss)
+        threads.append(threading.Thread(target=read))
+        threads[-1].start()
+        del loss, read
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(50)] == expected
+
+
+def test_pinned_memory_that_is_filled_anew_once_the_loss_was_read_has_been_sent_by_then(early_loss):
+    room = torch.empty(1_000_000, pin_memory=True)
+    for number, loss in enumerate(losses(12)):
+        loss.backward()
+        torch.cuda._sleep(LONG // 50)
+        room.fill_(float(number))
+        sent = room.to(DEVICE, non_blocking=True)
+        loss.item()
+        room.fill_(-1.0)
+        assert sent.eq(number).all().item()

@@ -8,7 +8,7 @@ from torch import nn
 
 from hotlap.core.plan import Execution, Numerics
 from hotlap.script.calls.call import ModuleCall
-from hotlap.script.calls.losses import LossReplay
+from hotlap.script.calls.loss_replay import LossReplay
 
 DEVICE = torch.device("cuda")
 STEPS = 40

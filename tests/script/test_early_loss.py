@@ -1,15 +1,19 @@
 """Losses read by way of early copies: the same numbers, and torch's own answer wherever something is odd."""
 
 import functools
+import gc
+import threading
+import weakref
 
 import pytest
 import torch
 from calling import CAPTURED, CPU, FakeRecorder, net
 from torch import Tensor, nn
 
-from hotlap.script.calls import losses as losses_of_calls
+from hotlap.script.calls import early_loss as early_losses
 from hotlap.script.calls.call import ModuleCall
-from hotlap.script.calls.losses import MOST, MOST_KEPT_COPIES, SEEN_READS, EarlyLoss, LossReplay, PinnedNumber
+from hotlap.script.calls.early_loss import MOST, MOST_KEPT_COPIES, SEEN_READS, EarlyLoss, PinnedNumber
+from hotlap.script.calls.loss_replay import LossReplay
 
 
 class Copied:
@@ -28,8 +32,9 @@ class Copied:
 
 def of_torch():
     """What may be patched."""
-    methods = [vars(Tensor).get(name) for name in ("item", "__float__", "__bool__", "isnan", "to", "backward")]
-    return [*methods, torch.isnan, torch.isinf, torch.isfinite, torch.amp.GradScaler.scale]
+    methods = [vars(Tensor).get(name) for name in ("item", "__float__", "__bool__", "isnan", "to", "cuda", "backward")]
+    functions = [torch.isnan, torch.isinf, torch.isfinite, torch.amp.GradScaler.scale, torch.cuda.CUDAGraph.replay]
+    return [*methods, *functions]
 
 
 @pytest.fixture
@@ -124,7 +129,7 @@ def test_on_another_stream_than_the_copy_torch_reads(early_loss, monkeypatch):
     kept_samples()
     here = ["one"]
     monkeypatch.setattr(early_loss, "_stream_now", lambda: here[0])
-    monkeypatch.setattr(losses_of_calls, "is_stream_capturing", lambda: False)
+    monkeypatch.setattr(early_losses, "is_stream_capturing", lambda: False)
     first, second = losses(2)
     first.backward()
     here[0] = "other"
@@ -193,7 +198,7 @@ def test_the_end_of_a_copy_is_noted_on_the_stream_of_its_own_device(monkeypatch)
 
     noted = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr("hotlap.script.calls.losses.current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr("hotlap.script.calls.early_loss.current_stream", lambda device: f"stream of {device}")
     unlocked = functools.partial(torch.zeros, ())
     monkeypatch.setattr(torch, "empty", lambda *_, dtype, device, pin_memory: unlocked(dtype=dtype, device=device))
     place = PinnedNumber()
@@ -484,3 +489,139 @@ def test_transforms_and_scripts_of_torch_are_left_alone(early_loss):
     assert tested(torch.tensor([1.0, float("inf")]))
     with torch.inference_mode():
         assert not torch.isnan(loss)
+
+
+# --- writes that torch does not count, other threads, and what must not be held -------------------------
+
+
+def in_a_thread(work):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_number_that_a_graph_of_the_scripts_overwrites_is_read_as_it_is_now(is_own, monkeypatch):
+    """`make_graphed_callables` gives the same memory each time. hotlap's own replays write to no loss."""
+
+    class Graph:
+        def replay(self):
+            loss.data.fill_(7.0)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(early_losses, "is_own_recording", lambda graph: is_own)
+    early_loss = EarlyLoss(CPU, Copied)
+    early_loss.use(early=True)
+    for loss in losses(SEEN_READS + 1):
+        early_loss.backward_begins(loss)
+        own = loss.item()
+    Graph().replay()
+    assert loss.item() == (own if is_own else 7.0)
+    assert early_loss.answered == (2 if is_own else 1)
+    early_loss.close()
+
+
+def test_where_processes_train_together_torch_reads(early_loss, monkeypatch):
+    """`torch.distributed.all_reduce(loss)` writes to it, which torch does not count."""
+    kept_samples()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    (loss,) = losses(1)
+    loss.backward()
+    loss.data.mul_(2)
+    assert loss.item() == loss.detach().clone().item()
+    assert (Copied.taken, early_loss.answered) == (0, 0)
+
+
+def test_torch_reads_for_another_thread(early_loss):
+    """While it waits, the thread that trains may put another number in the same place."""
+    kept_samples()
+    (loss,) = losses(1)
+    own = loss.detach().clone().item()
+    loss.backward()
+    found = torch.isnan(loss)
+    assert in_a_thread(lambda: (loss.item(), bool(found), bool(torch.isnan(loss)))) == (own, False, False)
+    assert early_loss.answered == 0
+    assert loss.item() == own
+    assert early_loss.answered == 1
+
+
+def test_losses_of_another_thread_are_not_copied(early_loss):
+    kept_samples()
+    for loss in losses(5):
+        in_a_thread(loss.backward)
+        loss.item()
+    assert Copied.taken == 0
+
+
+def test_a_scaled_loss_that_is_never_differentiated_holds_no_graph(early_loss):
+    """As for a gradient penalty: `torch.autograd.grad(scaler.scale(loss), …)`."""
+    scaler = torch.amp.GradScaler("cpu")
+    weights = torch.randn(5, requires_grad=True)
+    loss = (weights * weights).sum()
+    torch.autograd.grad(scaler.scale(loss), weights, create_graph=True)
+    held = weakref.ref(loss)
+    del loss
+    gc.collect()
+    assert held() is None
+
+
+class Kept:
+    """A number on the host for a device without memory."""
+
+    def take(self, number):
+        pass
+
+    def value(self):
+        return 2.5
+
+
+@pytest.mark.parametrize(
+    ("again", "is_answered"),
+    [
+        (lambda room, number: room, False),
+        (lambda room, number: room[number % 2 :], False),
+        (lambda room, number: torch.zeros(3), True),
+    ],
+    ids=["the same memory", "parts of it", "new memory"],
+)
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_behind_pinned_memory_that_is_sent_in_every_step_torch_reads(again, is_answered, is_copied, monkeypatch):
+    """The script may fill it anew once it has read the loss, since torch has sent it by then."""
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    device, room = torch.device("meta"), torch.zeros(3)
+    early_loss = EarlyLoss(device, Kept)
+    early_loss.use(early=True)
+    own, found = [], []
+    for number in range(10):
+        loss = torch.ones((), device=device, requires_grad=True) * 2
+        early_loss.backward_begins(loss)
+        sent = again(room, number)
+        if is_copied:
+            torch.empty(sent.shape, device=device).copy_(sent, non_blocking=True)
+        else:
+            sent.to(device, non_blocking=True)
+        try:
+            found.append(loss.item())
+        except RuntimeError:  # torch's own answer on this device
+            own.append(number)
+    early_loss.close()
+    assert (found[-3:] == [2.5] * 3) is is_answered
+    assert (own == list(range(10))) is not is_answered
+
+
+def test_patches_that_torch_scripts_know_end_with_them():
+    table = torch.jit._builtins._get_builtin_table()
+
+    def patch_once():
+        early_loss = EarlyLoss(CPU, Copied)
+        early_loss.use(early=True)
+        early_loss.close()
+        return weakref.ref(early_loss)
+
+    before = len(table)
+    gone = patch_once()
+    gc.collect()
+    assert gone() is None
+    assert len(table) == before

@@ -15,8 +15,8 @@ from calling import (
 )
 from torch import nn
 
-from hotlap.script.calls import losses as call_endings
-from hotlap.script.calls.losses import SEEN_LOSSES, LossReplay
+from hotlap.script.calls import loss_replay as call_endings
+from hotlap.script.calls.loss_replay import SEEN_LOSSES, LossReplay
 
 
 class Scripted(calling.Scripted):

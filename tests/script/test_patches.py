@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from hotlap.script.calls.losses import EarlyLoss
+from hotlap.script.calls.early_loss import EarlyLoss
 from hotlap.script.feed.device_copies import DeviceCopies
 from hotlap.script.patches import Patches
 

@@ -36,7 +36,8 @@ from hotlap.engine.assists import rewiring
 from hotlap.script import training as script_training
 from hotlap.script.calls.call import ModuleCall
 from hotlap.script.calls.capture import CapturedCall
-from hotlap.script.calls.losses import EarlyLoss, LossReplay
+from hotlap.script.calls.early_loss import EarlyLoss
+from hotlap.script.calls.loss_replay import LossReplay
 from hotlap.script.feed import evaluation_feed
 from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.session import Session, Settings

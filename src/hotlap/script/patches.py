@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -13,9 +14,8 @@ from hotlap.core.errors import MachineError
 from hotlap.core.torch_private import (
     FrameAction,
     FrameExecStrategy,
-    find_builtin,
     or_none,
-    register_builtin,
+    scripted_builtins,
     set_code_exec_strategy,
 )
 
@@ -136,14 +136,12 @@ def untraced(patch: Any, *, beneath: bool = True) -> Callable[..., Any]:
     return cast("Callable[..., Any]", patch)
 
 
-_scripted: list[Any] = []
-
-
 def scripted_as(own: Any, patch: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch.jit take a patch for the function of torch that it replaces, in scripts compiled meanwhile."""
-    if or_none(find_builtin) is not None and or_none(register_builtin) is not None:
-        name = find_builtin(inspect.unwrap(own))
+    if or_none(scripted_builtins) is not None:
+        names = scripted_builtins()
+        name = names.get(id(inspect.unwrap(own)))
         if name is not None:
-            _scripted.append(patch)  # torch.jit goes by ids, so no other object may get this one
-            register_builtin(patch, name)
+            names[id(patch)] = name
+            weakref.finalize(patch, names.pop, id(patch), None)  # another object may get this id
     return patch

@@ -20,7 +20,8 @@ from hotlap.data.sources import Source
 from hotlap.engine.cursor import Place
 from hotlap.moves import MOVES, OTHERS
 from hotlap.script.calls.call import ModuleCall
-from hotlap.script.calls.losses import EarlyLoss, LossReplay
+from hotlap.script.calls.early_loss import EarlyLoss
+from hotlap.script.calls.loss_replay import LossReplay
 from hotlap.script.feed.loader_proxy import LoaderProxy
 from hotlap.script.loop_finder import Loop, ManualUpdates
 from hotlap.script.update.updates import BackwardThread, Updates

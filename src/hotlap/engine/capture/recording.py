@@ -271,7 +271,12 @@ class NotRecordedError(Exception):
 
 
 _recordings: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-"""All recordings of this process."""
+"""All recordings of hotlap in this process."""
+
+
+def is_own_recording(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether a graph is a recording of hotlap's, not of the script's."""
+    return graph in _recordings
 
 
 def release_cublas_workspaces() -> None:

@@ -43,7 +43,7 @@ from hotlap.script.calls.eager import (
     why_not_in_precision,
 )
 from hotlap.script.calls.graphs import GraphRecorder
-from hotlap.script.calls.losses import LossReplay
+from hotlap.script.calls.loss_replay import LossReplay
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import copied, leaves, with_gradient_hooks, write_marks
 

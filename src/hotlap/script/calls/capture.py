@@ -22,7 +22,7 @@ from hotlap.script.calls.autograd_bridge import ParameterAliases, bridged_output
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.evaluations import Evaluations
 from hotlap.script.calls.graphs import CallGraph, GradientBuffers, GraphRecorder, LossCall, ReplayedCall
-from hotlap.script.calls.losses import SEEN_LOSSES, LossReplay
+from hotlap.script.calls.loss_replay import SEEN_LOSSES, LossReplay
 from hotlap.script.calls.module_state import ModuleState
 from hotlap.script.calls.trees import with_gradient_hooks, write_marks
 
