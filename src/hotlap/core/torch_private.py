@@ -254,9 +254,7 @@ cuda_sleep: Callable[[int], None] = _find("torch.cuda:_sleep", _MEASURE, cuda=Tr
 set_code_exec_strategy: Any = _find("torch._C:_dynamo.eval_frame.set_code_exec_strategy", _COMPILING, optional=True)
 FrameAction: Any = _find("torch._C:_dynamo.eval_frame._FrameAction", _COMPILING, optional=True)
 FrameExecStrategy: Any = _find("torch._C:_dynamo.eval_frame._FrameExecStrategy", _COMPILING, optional=True)
-scripted_builtins: Callable[[], dict[int, str]] = _find(
-    "torch.jit._builtins:_get_builtin_table", _CALLS, optional=True
-)
+scripted_builtins: Callable[[], dict[int, str]] = _find("torch.jit._builtins:_get_builtin_table", _CALLS, optional=True)
 frame_callback: Callable[[], Any] = _find(
     "torch._C:_dynamo.eval_frame.get_eval_frame_callback", _COMPILING, optional=True
 )

@@ -110,8 +110,8 @@ class _Tested:
 class EarlyLoss:
     """Answers `.item()` and the like of such losses, and of tests of them, from the copy; torch answers all else.
 
-    Scripts that scale their loss read it as it was before. torch does not count writes through `.data`, and hotlap does
-    not see them. Nor does it count those of `torch.distributed` and of the script's own CUDA graphs; there torch answers.
+    Scripts that scale their loss read it as it was before. torch does not count writes through `.data`, which hotlap
+    does not see, nor those of `torch.distributed` and of the script's own CUDA graphs, where torch answers.
     """
 
     def __init__(self, device: torch.device, make_place: Callable[[], HostNumber] = PinnedNumber) -> None:
