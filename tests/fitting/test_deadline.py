@@ -72,6 +72,23 @@ def test_a_machine_that_becomes_slower_or_faster_changes_nothing_about_the_end(c
         assert 0.95 * 30 - EVALUATION_S <= clock() - began <= 30
 
 
+def test_a_slow_beginning_does_not_decide_how_long_it_trains(clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(made_up_time, "STEP_S", 2.0)
+    forward, steps = torch.nn.Tanh.forward, []
+
+    def turned(layer, x):
+        steps.append(x)
+        monkeypatch.setattr(made_up_time, "STEP_S", 2.0 if len(steps) < 3 else STEP_S)
+        return forward(layer, x)
+
+    monkeypatch.setattr(torch.nn.Tanh, "forward", turned)
+    began = clock()
+    job = job_for(schedule=lambda o, updates: CosineAnnealingLR(o, updates))
+    run = quiet(job, tmp_path / "run", finish_in=30)
+    assert 0.95 * 30 - EVALUATION_S <= clock() - began <= 30
+    assert run.steps > 80
+
+
 def test_a_training_that_fits_is_the_one_without_a_deadline_to_the_last_bit(clock, tmp_path):
     def of_all(optimizer, updates):
         return CosineAnnealingLR(optimizer, updates)

@@ -6,18 +6,22 @@ import random
 from dataclasses import dataclass
 from functools import partial
 
+import made_up_time
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from hotlap.core.errors import DataError
-from hotlap.recipes import answers
+from hotlap import Rig
+from hotlap.core.errors import DataError, JobError
+from hotlap.fitting.deadline import TimeLimit
+from hotlap.recipes import answers, training
 from hotlap.recipes.options import Options, option, options_of
-from hotlap.recipes.recipe import Asked, OwnCandidate, Prepared, Reader, Trained
+from hotlap.recipes.recipe import Asked, Fold, OwnCandidate, Prepared, Reader, Trained
 from hotlap.recipes.tables import read_table
 from hotlap.recipes.tabular import TabularRecipe
+from hotlap.recipes.time_plan import TimePlan
 from hotlap.recipes.training import train
 from hotlap.store.weights import load_weights
 
@@ -179,3 +183,81 @@ def test_a_model_that_trains_itself_answers_many_targets(data, tmp_path, monkeyp
     assert [float(cell) for cell in first.split(",")[3:]] == pytest.approx([3, 6])
     assert any("are in 'predicted_sum', since" in line and "column for 'sum'" in line for line in said)
     assert answers.Model(run).predict({"a": [1], "b": [2]}) == [pytest.approx({"sum": 3, "twice": 6})]
+
+
+# --- a deadline ------------------------------------------------------------------------------------------
+
+
+class Three(AmountRecipe):
+    """Two models and three folds."""
+
+    def models(self):
+        return ["first", "second"]
+
+    def folds(self, name):
+        data, held = self.data_of(self.train), self.data_of(self.held)
+        job = partial(self.job, name, data, held)
+        return [Fold(name=f"fold {at}", job=job, held_out=held, target=self.held.target) for at in (1, 2, 3)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A step takes 0.2 s, an evaluation 0.5 s, and answers 1 s."""
+    made = made_up_time.make_up_time(monkeypatch)
+    monkeypatch.setattr(made_up_time, "STEP_S", 0.2)
+    for owner, name, seconds in ((Rig, "evaluate", 0.5), (training, "answers_of", 1.0), (training, "answer", 1.0)):
+        monkeypatch.setattr(owner, name, slower(getattr(owner, name), made, seconds))
+    return made
+
+
+def slower(function, clock, seconds):
+    def slow(*given, **settings):
+        clock.passes(seconds)
+        return function(*given, **settings)
+
+    return slow
+
+
+def trained(data, out, **given):
+    usual = {"data": str(data), "plan": "off", "device": "cpu", "batch_size": 48, "patience": 1000, "test": str(data)}
+    options = options_of(Three.options_type, None, {**usual, **given})
+    train(Three, options, out=out, retrain=True, say=(said := []).append, progress=False)
+    return said, json.loads((out / "report.json").read_text())
+
+
+def test_within_a_deadline_models_share_the_time_folds_get_what_is_left_and_predictions_are_written(
+    data, tmp_path, clock, monkeypatch
+):
+    monkeypatch.setattr(answers, "recipe_named", {"amount": Three}.__getitem__)
+    began = clock()
+    said, report = trained(data, tmp_path / "run", epochs=1000, finish_in="1m 40s")
+    assert 80 < clock() - began <= 100
+    left = report["left_out"]
+    assert [line.partition(":")[0] for line in left] == ["first", "second", "fold 1", "fold 2", "fold 3"]
+    assert [f"left out  {line}" for line in left] == [line for line in said if line.startswith("left out")]
+    assert any(line.startswith("time      1 min ") and line.endswith(" of 1 min 40 s") for line in said)
+    steps = [len((tmp_path / "run/models" / one / "metrics.jsonl").read_text().splitlines()) for one in Three.models(0)]
+    assert max(steps) < 1.5 * min(steps)
+    assert len((tmp_path / "run/predictions.csv").read_text().splitlines()) == 121
+
+
+def test_folds_that_fit_are_trained_and_more_time_goes_on_where_it_ended(data, tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(answers, "recipe_named", {"amount": Three}.__getitem__)
+    run = tmp_path / "run"
+    _, report = trained(data, run, epochs=25, finish_in="90s")
+    assert list(report["folds"]) == ["fold 1"]
+    assert report["left_out"] == ["fold 2", "fold 3"]
+    said, report = trained(data, run, epochs=25, finish_in="10m")
+    assert (list(report["folds"]), report["left_out"]) == (["fold 1", "fold 2", "fold 3"], [])
+    assert (run / "predictions.csv").exists()
+    assert f"run       {run} was begun before: it goes on" in said
+
+
+def test_models_are_left_out_where_each_would_have_next_to_no_time():
+    plan = TimePlan(TimeLimit.of(12))
+    assert (plan.how_many(4), TimePlan(TimeLimit.of(2)).how_many(4), TimePlan(None).how_many(4)) == (2, 1, 4)
+
+
+def test_a_time_that_is_none_is_refused_with_the_other_mistakes():
+    with pytest.raises(JobError, match=r"epochs=-1 is below 0(.|\n)*finish_in='soon' is no time"):
+        AmountOptions(finish_in="soon", epochs=-1)

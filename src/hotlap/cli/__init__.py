@@ -95,7 +95,7 @@ def main() -> None:
     try:
         try:
             # Not app(): that puts a hook of typer's in the place of sys.excepthook, which a script may have use for.
-            typer.main.get_command(app)()
+            typer.main.get_command(app)(obj=recipes.OWN_PROCESS)
         except run.ToRun as script:
             begin = script.begin
         if begin is not None:  # behind the handler: to the script, nothing was raised before it

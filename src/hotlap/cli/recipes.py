@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,16 @@ from typer.core import TyperCommand
 
 from hotlap.cli.output import show, show_json
 from hotlap.core.terminal import say
+
+OWN_PROCESS = "own process"
+"""The object of a command's context where the process runs that command alone."""
+
+
+def _age_s() -> float:
+    """Seconds since the process began: a deadline counts the imports too."""
+    import psutil
+
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def register(app: typer.Typer) -> None:
@@ -68,6 +79,7 @@ def train(
         retrain=retrain or calling.retrain,
         say=only_warnings(say) if quiet else say,
         progress=not quiet,
+        used_s=_age_s() if context.obj == OWN_PROCESS else 0.0,
     )
     if as_json or calling.json:
         show_json(json.loads((folder / REPORT).read_text(encoding="utf-8")), indent=1)

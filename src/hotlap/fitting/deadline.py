@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 from torch.utils.data import DataLoader
 
@@ -23,10 +22,14 @@ PLANNED_AT = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85)
 """Shares of the time after which hotlap plans how many updates fit."""
 WORTH = 0.02
 """A plan that differs less from the last one, as a share of the updates left, does not replace it."""
+SETTLED = 8
+"""Updates before the first plan."""
+UNUSED = 0.04
+"""Of the time, how much may be left where the planned updates are made; with more, hotlap plans anew."""
 FORWARD = 0.5
 """What evaluating a sample is taken to cost of training on it, before the first evaluation."""
 MOST_UNSEEN = 0.3
-"""Of the time, what an evaluation that was never made is taken to need at most."""
+"""Of the time, what an evaluation that was never made is taken to need at most, with what follows it."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,14 @@ class TimeLimit:
 
     all_s: float
     until_s: float
+    evaluations_after: float = 0.0
+    """What has to follow the training within this time, such as predictions, in evaluations."""
 
     @classmethod
-    def of(cls, finish_in: float | str, *, used_s: float = 0.0) -> Self:
+    def of(cls, finish_in: float | str | TimeLimit, *, used_s: float = 0.0) -> TimeLimit:
         """So much time from now, of which some was used before. Raises JobError where it is no time."""
+        if isinstance(finish_in, TimeLimit):
+            return finish_in
         try:
             all_s = read_seconds(finish_in)
         except ValueError:
@@ -98,6 +105,8 @@ class Deadline:
         if time.perf_counter() < self._next_s:
             return False
         self._rig.wait()  # the host runs ahead of a GPU
+        if self._mark is self._first:  # a first step takes longer than others
+            self._pace_s, self._mark = self._step_s(), (self._rig.steps, time.perf_counter())
         now, step_s = time.perf_counter(), self._step_s() * self._rig.plan.execution.replay_steps
         spare_s = self._spare_s(now)
         # Ever more often towards the end: a look waits for the device.
@@ -106,8 +115,9 @@ class Deadline:
 
     def planned(self) -> str | None:
         """Plan anew, if that is due: what the plan is, in words, where it has changed."""
-        now = time.perf_counter()
-        if not self._plans_at or now < self._plans_at[0] or self._rig.steps == self._mark[0]:
+        now, made = time.perf_counter(), self._rig.steps - self._first[0]
+        is_early = self.total > self.updates <= self._rig.steps and self._spare_s(now) > UNUSED * self._limit.all_s
+        if not is_early and not (self._plans_at and now >= self._plans_at[0] and made >= SETTLED):
             return None
         is_first = len(self._plans_at) == len(PLANNED_AT)
         self._plans_at = [at for at in self._plans_at if at > now]
@@ -129,7 +139,7 @@ class Deadline:
 
     def may_evaluate(self) -> bool:
         """Whether an evaluation and what has to follow it fit into the time."""
-        return self._limit.left_s > self._evaluation() + self._closing_s()
+        return self._limit.left_s > self._end_s() + self._closing_s()
 
     def length(self) -> Length:
         """How many updates there will be, for the tuner, which spends shares of that."""
@@ -180,12 +190,16 @@ class Deadline:
             return 0.0
         if self._evaluation_s is not None:
             return self._evaluation_s
-        batches = self._samples * self._rig.steps / max(1, self._rig.samples)
-        return min(MOST_UNSEEN * self._limit.all_s, FORWARD * self._step_s() * batches)
+        return FORWARD * self._step_s() * self._samples * self._rig.steps / max(1, self._rig.samples)
+
+    def _end_s(self) -> float:
+        """Seconds that the last evaluation takes, with what has to follow."""
+        seconds = self._evaluation() * (1 + self._limit.evaluations_after)
+        return seconds if self._evaluation_s is not None else min(MOST_UNSEEN * self._limit.all_s, seconds)
 
     def _spare_s(self, now: float) -> float:
         """Seconds that are left for steps, and for evaluations among them."""
-        return self._limit.until_s - now - MARGIN * self._limit.all_s - self._closing_s() - self._evaluation()
+        return self._limit.until_s - now - MARGIN * self._limit.all_s - self._closing_s() - self._end_s()
 
     def _fitting(self, now: float) -> int:
         """Updates that will have been made at the end, at the pace since the last plan."""

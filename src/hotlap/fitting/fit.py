@@ -65,7 +65,7 @@ def fit(
     *unnamed: object,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     tune_s: float | None = None,
-    finish_in: float | str | None = None,
+    finish_in: float | str | TimeLimit | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     save_every: int | None = None,

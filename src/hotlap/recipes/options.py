@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from hotlap.core.errors import JobError, StoreError, did_you_mean, shown
-from hotlap.core.units import MIB
+from hotlap.core.units import MIB, read_seconds
 from hotlap.store.files import read_text
 
 MOST, MOST_WHOLE = 1e30, 1_000_000
@@ -54,6 +54,7 @@ class Options:
     warm_up: float = option(0.05, "the share of updates in which the learning rate rises")
     weight_decay: float = option(0.01, "weight decay of AdamW")
     balance: bool = option(True, "give rare classes a higher weight")
+    finish_in: str = option("", "the time for all of it, such as 90s, 15m or 1h 30m; what does not fit is left out")
     onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
@@ -64,6 +65,8 @@ class Options:
         wrong += _too_much(self)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             wrong.append(f"device={shown(self.device)} is none of auto, cpu, cuda, cuda:N")
+        if self.finish_in and not _is_time(self.finish_in):
+            wrong.append(f'finish_in={shown(self.finish_in)} is no time: give seconds, or "90s", "15m", "1h 30m"')
         if not 0 < self.valid_share < 1:
             wrong.append(f"valid_share={self.valid_share} must be between 0 and 1")
         if wrong:
@@ -317,6 +320,13 @@ def _default(value: Any) -> str:
     if isinstance(value, bool):
         value = "yes" if value else "no"
     return f" [default: {','.join(value) if isinstance(value, tuple) else value}]"
+
+
+def _is_time(words: str) -> bool:
+    try:
+        return read_seconds(words) > 0
+    except ValueError:
+        return False
 
 
 def exists(path: str | Path) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hotlap.core.job import Job
 from hotlap.core.terminal import Say as Say
+from hotlap.fitting.deadline import TimeLimit
 from hotlap.fitting.run import Run
 from hotlap.recipes.tables import Table, table_in_memory
 from hotlap.store.weights import MODEL, build_with_weights
@@ -115,6 +116,10 @@ class Trainer:
     """Whether models that were trained before are read from the cache."""
     progress: bool
     say: Say
+    limit: TimeLimit | None = None
+    """When the model has to be trained and have answered; None without `--finish-in`. `fit` keeps to it."""
+    left_out: list[str] = field(default_factory=list)
+    """Takes a line for each thing that was not done for want of time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from hotlap.core.errors import DataError, DivergedError, PlanError, StoreError, 
 from hotlap.core.job import Job
 from hotlap.core.table import table as tuning_table
 from hotlap.core.units import show_seconds
+from hotlap.fitting.deadline import TimeLimit
 from hotlap.fitting.fit import AnotherTrainingError, fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
@@ -29,6 +30,7 @@ from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, o
 from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Say, Trainer
 from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_of, report_lines
 from hotlap.recipes.tabular import TabularRecipe
+from hotlap.recipes.time_plan import TimePlan
 from hotlap.store.files import write_text
 from hotlap.store.run_folder import RunFolder, finite
 from hotlap.store.weights import plain_state, save_state
@@ -38,7 +40,7 @@ PREDICTIONS = "predictions.csv"
 """Answers for `--test`."""
 PLAN = "plan.toml"
 """In the folder of a training that was begun."""
-GOES_ON = ("epochs", "patience", "device", "test")
+GOES_ON = ("epochs", "patience", "device", "test", "finish_in")
 """Options that may differ where a run goes on."""
 Recipe = type[TabularRecipe]
 
@@ -63,8 +65,21 @@ class Judged:
     """What the report says of it beside its scores."""
 
 
-def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, say: Say, progress: bool) -> Path:
-    """Train a recipe's models on its data, keep the best, and give the folder with all that was found."""
+def train(
+    recipe: Recipe,
+    options: Options,
+    *,
+    out: Path | None,
+    retrain: bool,
+    say: Say,
+    progress: bool,
+    used_s: float = 0.0,
+) -> Path:
+    """Train a recipe's models on its data, keep the best, and give the folder with all that was found.
+
+    `used_s` of the time that `finish_in` gives is over already.
+    """
+    plan = TimePlan(TimeLimit.of(options.finish_in, used_s=used_s) if options.finish_in else None)
     if not options.data:
         raise UsageError(f"no data is named; give --data FILE ({recipe.expects})")
     _check_names(recipe, options, out)
@@ -72,12 +87,19 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
     check_installed()
     if getattr(options, "onnx", False):
         onnx_files.libraries()  # a missing package must show before the training
+        plan.expect_onnx()
     prepared = recipe.prepare(options, say)
     if options.test:
         # A mistake in it must show now, not after the training.
-        table = prepared.reader.table(Path(options.test))
-        say(f"test      {options.test}: {len(table):,} rows")
-        prepared.reader.asked(table, say)
+        reader = prepared.reader
+
+        def read() -> int:
+            table = reader.table(Path(options.test))
+            say(f"test      {options.test}: {len(table):,} rows")
+            reader.asked(table, say)
+            return len(table)
+
+        plan.expect_test(read, held=len(prepared.target), rows=int)
     folder = _folder(recipe, options, out, say)
     run = _Training(
         recipe=recipe,
@@ -87,6 +109,7 @@ def train(recipe: Recipe, options: Options, *, out: Path | None, retrain: bool, 
         retrain=retrain,
         say=say,
         progress=progress,
+        time=plan,
     )
     try:
         run.train()
@@ -133,7 +156,8 @@ def _refuse_other_training(recipe: Recipe, options: Options, folder: Path) -> No
     ]
     if other:
         raise StoreError(f"{folder} was trained otherwise: {'; '.join(other)}; name a new folder with --out")
-    if (folder / STATE).exists() and (not options.epochs or options.epochs <= begun.epochs):
+    has_more_time = options.finish_in != begun.finish_in
+    if (folder / STATE).exists() and not has_more_time and (not options.epochs or options.epochs <= begun.epochs):
         had = f"{begun.epochs}" if begun.epochs else "those of the recipe"
         raise StoreError(
             f"{folder} is finished after its epochs ({had}); to go on name more: "
@@ -166,6 +190,7 @@ class _Training:
     retrain: bool
     say: Say
     progress: bool
+    time: TimePlan
 
     @cached_property
     def judge(self) -> Judge:
@@ -175,35 +200,56 @@ class _Training:
     def train(self) -> None:
         """Train all models, compare them with the baselines, and write down the best and its answers."""
         options, prepared, folder, say = self.options, self.prepared, self.folder, self.say
+        # With a deadline they come first: what they take is then known.
+        rules = self.rule_reports() if self.time.limit is not None else {}
         found = self.train_models()
         best = max(found, key=lambda one: self.judge.score(one.report))
-        rules = {
-            name: self.judge.rule_report(prepared.target, answers) for name, answers in prepared.baselines().items()
-        }
+        rules = rules or self.rule_reports()
         beaten_by = _beaten_by(found, rules, self.judge)
         for line in _compared(found, rules, prepared):
             say(line)
-        folds = self.train_folds(best.name)
+        folds = self.train_folds(best.name, best.train_s)
         self.write(found, best, rules, folds, beaten_by)
-        if prepared.finish is not None:
-            prepared.finish(best.name, revived(folder)[2], folder, say)
+        if self.time.limit is None:
+            self.finish(best.name)
         for line in report_lines(best.report):
             say(line)
         if options.test:
             out = folder / PREDICTIONS
             answered = answer(folder, Path(options.test), out, say=say, device=options.device, was_shown=True)
             say(f"predictions of {options.test} in {out}: {answered.line}")
+        if self.time.limit is not None:
+            self.finish(best.name)
         if beaten_by:
             names, advice = " and ".join(beaten_by), f"; {prepared.advice}" if prepared.advice else ""
             say(f"result    {best.name} gives the answers of this run, though {names} did at least as well{advice}")
         files = [name for name in (REPORT, CURVES, CONFUSION) if (folder / name).is_file()]
+        for line in self.time.lines():
+            say(line)
         say(f"run       {folder} ({', '.join(files)}); predict with: hotlap predict {folder} --data FILE --out FILE")
+
+    def rule_reports(self) -> dict[str, Report]:
+        """The scores of the baselines."""
+        target = self.prepared.target
+        return {name: self.judge.rule_report(target, answers) for name, answers in self.prepared.baselines().items()}
+
+    def finish(self, best: str) -> None:
+        """What the recipe does with the best model at the end, such as writing it as ONNX."""
+        if self.prepared.finish is None:
+            return
+        if self.time.has_time_for_onnx():
+            self.prepared.finish(best, revived(self.folder)[2], self.folder, self.say)
+        else:
+            self.time.left_out.append(onnx_files.NAME)
 
     def train_models(self) -> list[Judged]:
         """All models, trained and judged; hotlap warns of one that diverges and leaves it out, unless all do."""
         found, diverged = [], []
         candidates: list[Candidate | OwnCandidate] = [*self.prepared.candidates, *self.prepared.own]
-        for candidate in candidates:
+        fit = self.time.how_many(len(candidates))
+        self.time.left_out += [f"the model {candidate.name}" for candidate in candidates[fit:]]
+        for at, candidate in enumerate(candidates[:fit]):
+            self.time.begin_model(fit - at)
             try:
                 if isinstance(candidate, OwnCandidate):
                     found.append(self.train_own(candidate))
@@ -244,7 +290,15 @@ class _Training:
     def train_own(self, candidate: OwnCandidate) -> Judged:
         """A model that trains itself, judged on the held-out rows."""
         trained = candidate.train(
-            Trainer(fit=self.fit, folder=self.folder, reuse=not self.retrain, progress=self.progress, say=self.say)
+            Trainer(
+                fit=self.fit,
+                folder=self.folder,
+                reuse=not self.retrain,
+                progress=self.progress,
+                say=self.say,
+                limit=self.time.share,
+                left_out=self.time.left_out,
+            )
         )
         return Judged(
             name=candidate.name,
@@ -259,10 +313,13 @@ class _Training:
             about=trained.about,
         )
 
-    def train_folds(self, name: str) -> dict[str, Report]:
-        """The scores of the best model on other splits, by their names."""
+    def train_folds(self, name: str, took_s: float) -> dict[str, Report]:
+        """The scores of the best model, which took so long, on other splits, by their names."""
         found: dict[str, Report] = {}
         for fold in self.prepared.folds(name):
+            if not self.time.begin_fold(took_s):
+                self.time.left_out.append(fold.name)
+                continue
             try:
                 run = self.fit(fold.job(), self.folder / "folds" / fold.name)
                 answers = self.held_out_answers(fold.name, run, fold.held_out)
@@ -293,6 +350,7 @@ class _Training:
                 reuse=not self.retrain,
                 progress=self.progress and not quiet,
                 started_by=command_of(self.folder),
+                finish_in=self.time.share,
             )
         except DivergedError as error:
             raise self.diverged(out.name, str(error).partition(" and would")[0]) from None
@@ -300,6 +358,7 @@ class _Training:
             raise StoreError(
                 f"{error.what}; go on with the files and options that it had, or name another --out"
             ) from None
+        self.time.left_out += [f"{out.name}: {line}" for line in run.left_out]
         for problem in () if self.progress and not quiet else run.problems:
             self.say(f"warning   {problem}")
         return run
@@ -307,7 +366,8 @@ class _Training:
     def held_out_answers(self, name: str, run: Run, held_out: Any) -> Numbers:
         """What a trained model answers for held-out data; DivergedError where answers are nan."""
         options, reader = self.options, self.prepared.reader
-        answers = answers_of(reader, run.model, held_out, batch_size=options.judged_at_once, device=options.device)
+        size, device = options.judged_at_once, options.device
+        answers = self.time.answered(lambda: answers_of(reader, run.model, held_out, batch_size=size, device=device))
         wrong = int((~np.isfinite(answers.reshape(len(answers), -1)).all(1)).sum())
         if wrong:
             raise self.diverged(name, f"its answers are nan for {wrong:,} of {len(answers):,} rows held out")
@@ -347,6 +407,7 @@ class _Training:
             "models": {one.name: {**one.report, **_about(one)} for one in found},
             "baselines": rules,
             "folds": folds,
+            "left_out": self.time.left_out,
             "worst": self.judge.worst(prepared.target, best.answers, best.threshold, prepared.shown),
         }
         write_text(folder / REPORT, json.dumps(finite(report), indent=1, ensure_ascii=False) + "\n")

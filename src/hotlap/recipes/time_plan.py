@@ -1,0 +1,92 @@
+"""What of a recipe's run fits into its time: models share it, folds get what they leave, predictions always fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from hotlap.core.units import show_seconds
+from hotlap.fitting.deadline import MARGIN, TimeLimit
+
+FILES_S = 1.0
+"""For the report, the plots and the end of the process."""
+LEAST_S = 5.0
+"""A model that would have less time is left out, while there is another one."""
+ONNX_S = 15.0
+"""For a model as ONNX; torch takes most of it to load what it exports with."""
+T = TypeVar("T")
+
+
+class TimePlan:
+    """Parts the time of a run among its models, and keeps what was left out; without a limit nothing is."""
+
+    def __init__(self, limit: TimeLimit | None) -> None:
+        self.limit = limit
+        self.share: TimeLimit | None = None
+        """The time of the model or fold in training."""
+        self.left_out: list[str] = []
+        self._after_s = 0.0 if limit is None else FILES_S + MARGIN * limit.all_s
+        self._test_share, self._answers_s = 0.0, 0.0
+
+    def expect_test(self, read: Callable[[], T], *, held: int, rows: Callable[[T], int]) -> T:
+        """Read the table to predict, and plan for reading and answering it at the end; `held` rows are held out."""
+        began_s = self._left_s
+        table = read()
+        self._after_s += 1.5 * (began_s - self._left_s) if self.limit is not None else 0.0
+        self._test_share = rows(table) / max(1, held)
+        return table
+
+    def expect_onnx(self) -> None:
+        """Plan for an ONNX file, unless that would take most of the time."""
+        if self.limit is not None and 0.25 * self.limit.all_s > ONNX_S:
+            self._after_s += ONNX_S
+
+    def how_many(self, models: int) -> int:
+        """How many of so many models have time enough."""
+        return models if self.limit is None else max(1, min(models, int(self._spare_s / LEAST_S)))
+
+    def begin_model(self, models: int) -> None:
+        """Give the next model its share of what is left, as the first of so many."""
+        self._begin(self._spare_s / models)
+
+    def answered(self, answer: Callable[[], T]) -> T:
+        """Answers for the held-out rows; what they take says what predictions will."""
+        began_s = self._left_s
+        answers = answer()
+        if self.limit is not None:
+            self._answers_s = max(self._answers_s, began_s - self._left_s)
+        return answers
+
+    def begin_fold(self, took_s: float) -> bool:
+        """Whether a training that takes so long still fits; it then has all time that is left."""
+        fits = self._spare_s > took_s + self._answers_s
+        if fits:
+            self._begin(self._spare_s)
+        return fits
+
+    def has_time_for_onnx(self) -> bool:
+        """Whether an ONNX file can be written after all else."""
+        return self._left_s > ONNX_S
+
+    def lines(self) -> list[str]:
+        """The time used, and what was left out for want of it."""
+        if self.limit is None:
+            return []
+        used = f"time      {show_seconds(self.limit.all_s - self._left_s)} of {self.limit}"
+        return [used, *(f"left out  {line}" for line in self.left_out)]
+
+    @property
+    def _left_s(self) -> float:
+        return math.inf if self.limit is None else self.limit.left_s
+
+    @property
+    def _spare_s(self) -> float:
+        """Seconds for trainings, with the answers that each is judged by."""
+        return self._left_s - self._after_s - self._test_share * self._answers_s
+
+    def _begin(self, seconds: float) -> None:
+        if self.limit is None:
+            return
+        seconds, now = max(0.1, seconds), self.limit.until_s - self.limit.left_s
+        self.share = TimeLimit(seconds, now + seconds, evaluations_after=1 + self._test_share)
