@@ -17,6 +17,7 @@ add its name to `NAMES`. Read first:
 | `checks` | what may be wrong with a table |
 | `encoders`, `word_counts` | for `text`: encoders with tokenizers, the TF-IDF baseline |
 | `bars`, `indicators` | for `temporal`: bars of prices and their features |
+| `lag_features`, `forecast_models` | for `forecast`: features that never look ahead; ridge, scale and blend |
 | `picture_files` | for `image`: where pictures lie |
 | `networks`, `library_models` | networks built here, and those of transformers without their code |
 """
@@ -31,7 +32,7 @@ from hotlap.core.errors import UsageError, did_you_mean, shown
 if TYPE_CHECKING:
     from hotlap.recipes.tabular import TabularRecipe
 
-NAMES = ("image", "temporal", "text")
+NAMES = ("forecast", "image", "temporal", "text")
 
 
 def recipe_named(name: str) -> type[TabularRecipe]:

@@ -47,12 +47,20 @@ WHOLE = {
     "width": 4096,
 }
 """Whole numbers, and the most that each may be; the least is 1. Options have the same bounds."""
-LISTS = {"beaten_by": 10, "classes": 1_000_000, "columns": 2, "features": 10_000}
+LISTS = {
+    "beaten_by": 10,
+    "classes": 1_000_000,
+    "columns": 2,
+    "features": 10_000,
+    "inputs": 1_000_000,
+    "members": 10,
+    "targets": 1_000_000,
+}
 """Lists of words, and how long each may be."""
 SHARES = ("crop", "dropout")
-AMOUNTS = ("mean", "spread")
-WORDS = ("fit", "model", "path", "recipe", "root", "target")
-FLAGS = ("has_header", "header", "mirrors")
+AMOUNTS = ("mean", "spread", "widest")
+WORDS = ("fit", "model", "path", "recipe", "root", "target", "time")
+FLAGS = ("has_header", "header", "is_dated", "mirrors")
 FRAMES, LONGEST_FRAME = 20, 400 * 86_400
 CONFIG = "config"
 """Of a model of transformers: looked at where that is made."""

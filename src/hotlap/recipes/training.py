@@ -478,9 +478,11 @@ def _about(one: Judged) -> dict[str, Any]:
 
 
 def _figure(score: float | None) -> str:
-    """Of three decimals, where that is not too long."""
+    """Of three decimals, where these are enough and not too long."""
     if score is None:
         return "–"
+    if 0 < abs(score) < 0.1:
+        return f"{score:.3g}"
     return f"{score:.3f}" if score < 1000 else f"{score:.4g}"
 
 

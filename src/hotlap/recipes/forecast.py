@@ -1,0 +1,597 @@
+"""The recipe `forecast`: a wide table ordered in time → many targets, by ridge, LSTM, boosted trees and their blend.
+
+Each model learns on stretches that walk forward; its answers for the next stretch (out of fold) decide penalties,
+epochs, rounds and the blend. Then it learns on all rows before those held out, which judge it once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hotlap.core.errors import DataError, JobError, did_you_mean, shown
+from hotlap.core.job import Job
+from hotlap.data.windows import Windows
+from hotlap.recipes import forecast_models
+from hotlap.recipes.answers import outputs_of
+from hotlap.recipes.forecast_models import (
+    KnownError,
+    Ridge,
+    Rows,
+    Scale,
+    Setup,
+    Split,
+    best_alphas,
+    blend_weights,
+    mixed,
+    numbers_of,
+    with_known,
+)
+from hotlap.recipes.lag_features import MOST_ROWS, Lags, gap_line, shifted, time_column, times_of
+from hotlap.recipes.networks import AttentiveLstm
+from hotlap.recipes.options import Options, below_one, is_file, option, outside
+from hotlap.recipes.recipe import Asked, Numbers, OwnCandidate, Prepared, Reader, Say, Trained, Trainer
+from hotlap.recipes.tables import Table, read_table
+from hotlap.recipes.tabular import TabularRecipe, refuse, refuse_pictures
+from hotlap.store.cache import Cache, key_of
+from hotlap.store.weights import MODEL, build_with_weights, load_weights
+
+MODELS = ("ridge", "lstm")
+BLEND, RULE = "blend", "simple rule"
+"""The blend, and its part that answers what the best simple rule of each target says."""
+LEAST = 20
+"""Least rows that a fold trains on."""
+NAMED = 3
+"""Columns that a line names before it counts the rest."""
+NUMBERS = ("number", "whole number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastOptions(Options):
+    """The options of the recipe."""
+
+    target: str = option("", "one column to forecast; --targets names several")
+    targets: tuple[str, ...] = option((), "columns to forecast: names, patterns as target_*, or a file with the times")
+    time: str = option("", "the column that orders the rows; the default is the only one of dates")
+    ahead: tuple[str, ...] = option((), "how many rows later targets are: 24, 1-24 or 1,6; 0: a row holds its own")
+    gap: int = option(0, "rows left out before those held out; at least as many as are looked ahead")
+    season: int = option(0, "rows in a season, such as 24 for hours; 0: none", most=MOST_ROWS // 2)
+    lags: tuple[str, ...] = option(("1", "2", "3"), "rows before, whose values are features; the season is added")
+    windows: tuple[str, ...] = option(("5", "20"), "rows of rolling means and deviations; the season is added")
+    fill: int = option(5, "rows for which a missing value is the last one known", most=MOST_ROWS)
+    length: int = option(20, "rows in a window of the LSTM", most=MOST_ROWS)
+    width: int = option(64, "width of the LSTM", most=4096)
+    models: tuple[str, ...] = option(MODELS, "which to train and blend")
+    folds: int = option(3, "walk forward: times to train on what came before and answer what comes next", most=100)
+    lr: float = option(0.002, "the highest learning rate")
+    group: str = option("", "not for a forecast, of which the last part is held out")
+    valid: str = option("", "not for a forecast, of which the last part is held out")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = below_one(self, "length", "width", "folds")
+        wrong += outside(self, gap=(0, MOST_ROWS), season=(0, MOST_ROWS // 2), fill=(0, MOST_ROWS))
+        for name in ("group", "valid", "onnx"):
+            if value := getattr(self, name):
+                wrong.append(f"{name}={shown(value)} is not for a forecast; leave it out")
+        for name, least in (("lags", 1), ("windows", 2)):
+            for word in getattr(self, name):
+                if not word.isdecimal() or not least <= int(word) <= MOST_ROWS:
+                    wrong.append(f"{name}={shown(word)} must be whole numbers from {least} to {MOST_ROWS:,}")
+        for word in self.ahead:
+            if not steps_of(word):
+                wrong.append(f"ahead={shown(word)} must be a number of rows, as 24, or a range of them, as 1-24")
+        if 0 in self.steps and len(self.steps) > 1:
+            wrong.append(
+                f"ahead={','.join(self.ahead)} has 0, which means that rows hold their own targets, and others"
+            )
+        wrong += [
+            f"no model is called {shown(name)}{did_you_mean(name, MODELS)}"
+            for name in self.models
+            if name not in MODELS
+        ]
+        if not self.models:
+            wrong.append(f"models is empty; name some of {', '.join(MODELS)}")
+        if wrong:
+            raise JobError(wrong)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How many rows later targets are, rising."""
+        return tuple(sorted({step for word in self.ahead for step in steps_of(word)}))
+
+    @property
+    def chosen(self) -> Lags:
+        """The features to make."""
+        season = [self.season] if self.season > 1 else []
+        lags, windows = (sorted({*map(int, words), *season}) for words in (self.lags, self.windows))
+        return Lags(lags=tuple(lags), windows=tuple(windows), fill=self.fill)
+
+
+def steps_of(word: str) -> range:
+    """The rows of `24` or `1-24`; empty where it is neither."""
+    first, dash, last = word.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) > MOST_ROWS:
+        return range(0)
+    return range(int(first), int(last or first) + 1)
+
+
+class ForecastRecipe(TabularRecipe):
+    """Many targets of a wide table."""
+
+    name = "forecast"
+    summary = "many targets of a wide table ordered in time: ridge, LSTM, boosted trees, and their blend"
+    expects = "a column of times, rising, and columns of numbers; --targets and --ahead say what to forecast"
+    options_type = ForecastOptions
+
+    options: ForecastOptions
+
+    def look(self) -> None:
+        """Read the table, find times, inputs and targets, and show what is missing."""
+        options = self.options
+        self.table = read_table(Path(options.data))
+        refuse_pictures(self.table)
+        self.say(f"data      {options.data}: {len(self.table):,} rows × {len(self.table.columns):,} columns")
+        for note in self.table.notes:
+            self.say(f"          note: {note}")
+        self.time = time_column(self.table, options.time)
+        self.times = times_of(self.table, self.time)
+        ends = self.table[self.time].rows(np.array([0, -1])).texts()
+        self.say(f"time      {self.time}, from {ends[0]} to {ends[1]}")
+        if gaps := gap_line(self.table, self.time, self.times):
+            self.say(f"          {gaps}")
+        wanted, known = self._wanted()
+        self.setup = self._setup(wanted, known)
+        self.values = self.setup.values(self.table)
+        for line in _missing_lines(self.setup.inputs, self.values, options.fill):
+            self.say(line)
+        self.y = self.setup.moved(self.values, lambda step: -step) if self.setup.own else self._aligned(wanted, known)
+
+    def _wanted(self) -> tuple[list[str], Table]:
+        """The columns to forecast, and the table that holds them."""
+        options = self.options
+        words = [*options.targets, *([options.target] if options.target else [])]
+        if not words:
+            raise DataError(f"say which columns of {options.data} to forecast: --targets NAMES, PATTERN or FILE")
+        if len(words) == 1 and words[0] not in self.table and is_file(words[0]):
+            other = read_table(Path(words[0]))
+            if self.time not in other:
+                raise DataError(f"{words[0]} has no column {self.time!r}, which says which row a target is of; add it")
+            return [name for name in other.columns if name != self.time], other
+        found: dict[str, None] = {}
+        for word in words:
+            names = [word] if word in self.table else [one for one in self.table.columns if fnmatchcase(one, word)]
+            if not names:
+                near = did_you_mean(word, self.table.columns)
+                raise DataError(f"--targets {shown(word)} matches no column of {options.data}, and is no file{near}")
+            found |= dict.fromkeys(names)
+        found.pop(self.time, None)
+        return list(found), self.table
+
+    def _setup(self, wanted: list[str], known: Table) -> Setup:
+        """Inputs, and targets by name; refused where a target holds no numbers."""
+        options, is_apart = self.options, known is not self.table
+        if not options.steps and not is_apart:
+            raise DataError(
+                f"say with --ahead how many rows later {_listed(wanted)} are to be forecast; "
+                "0: each row holds its own targets, which are then no features"
+            )
+        steps = options.steps or (0,)
+        wrong = []
+        for name in wanted:
+            kind = known[name].kind
+            if kind == "empty":
+                wrong.append(f"the target {name!r} has no values; leave it out")
+            elif kind not in NUMBERS:
+                wrong.append(f"the target {name!r} is {kind} in {known.path}; name columns of numbers")
+        refuse(wrong[:NAMED] + ([f"and {len(wrong) - NAMED:,} more such targets"] if len(wrong) > NAMED else []))
+        is_own = not is_apart and steps != (0,)
+        rest = [name for name in self.table.columns if name != self.time and (is_own or name not in wanted)]
+        inputs = [name for name in rest if self.table[name].kind in NUMBERS]
+        if unread := [name for name in rest if name not in inputs]:
+            self.say(f"note      not read, since they hold no numbers: {_listed(unread)}")
+        if not inputs:
+            raise DataError(f"{options.data} has no columns of numbers to forecast from, beside {self.time}")
+        names = [f"{name}+{step}" if len(steps) > 1 else name for step in steps for name in wanted]
+        what = f"{', '.join(options.ahead)} rows ahead" if steps != (0,) else "each of its own row"
+        self.say(f"targets   {len(names):,}: {_listed(wanted)}, {what}; from {len(inputs):,} columns")
+        return Setup(
+            time=self.time,
+            is_dated=self.table[self.time].kind == "date",
+            inputs=tuple(inputs),
+            targets=tuple(names),
+            own=tuple((inputs.index(name), step) for step in steps for name in wanted) if is_own else (),
+            season=options.season,
+            length=options.length,
+            lags=options.chosen,
+        )
+
+    def _aligned(self, wanted: list[str], known: Table) -> Numbers:
+        """The targets of a file of their own, or those that each row holds itself: rows × targets."""
+        values = np.stack([numbers_of(known, name) for name in wanted], axis=1)
+        values[~np.isfinite(values)] = np.nan
+        if known is not self.table:
+            theirs = times_of(known, self.time)
+            places = np.searchsorted(theirs, self.times).clip(0, len(theirs) - 1)
+            is_there = theirs[places] == self.times
+            if not is_there.any():
+                raise DataError(f"no time of {known.path} is a time of {self.options.data}; give targets of its rows")
+            values = np.where(is_there[:, None], values[places], np.nan)
+        return np.concatenate([shifted(values, -step) for step in self.options.steps or (0,)], axis=1)
+
+    # the splits
+
+    def split(self) -> None:
+        """Hold out the last rows, behind a gap, and lay out the folds before them."""
+        options, setup = self.options, self.setup
+        known = np.flatnonzero(np.isfinite(self.y).any(1))
+        begin, end = max(setup.history, int(known[0]) if len(known) else 0), int(known[-1]) + 1 if len(known) else 0
+        gap = max(options.gap, *(options.steps or (0,)), 0)
+        cut = begin + round((end - begin) * (1 - options.valid_share))
+        last = cut - gap
+        part = (last - begin) // (options.folds + 1)
+        if part < LEAST + gap or end - cut < 2:
+            train = (LEAST + gap + 1) * (options.folds + 1) + gap
+            needed = setup.history + math.ceil(train / (1 - options.valid_share))
+            raise DataError(
+                f"{options.data} has {len(self.table):,} rows, and about {needed:,} are needed: {setup.history:,} "
+                f"before the first answer, and {options.folds} folds with a gap of {gap:,}; give more rows, or fewer "
+                "--folds"
+            )
+        rows = setup.rows(self.values, self.times, begin, end)
+        self._refuse_unknown(begin, last)
+        count = rows.features.shape[1]
+        self.say(f"features  {count:,} of each row, which look back over {setup.history:,} rows and never ahead")
+        edges = [last - part * at for at in range(options.folds, -1, -1)]
+        self.parts = [Split.of(rows, self.y, (begin, start - gap), (start, stop)) for start, stop in pairwise(edges)]
+        self.whole = Split.of(rows, self.y, (begin, last), (cut, end))
+        what = f"{last - begin:,} rows to train on, in {options.folds + 1} stretches; {end - cut:,} later ones held out"
+        self.say(f"split     {what}, behind a gap of {gap:,}")
+
+    def _refuse_unknown(self, begin: int, end: int) -> None:
+        """Refuse targets of which nothing is known in the rows to train on."""
+        unknown = np.flatnonzero(~np.isfinite(self.y[begin:end]).any(0))
+        names = [self.setup.targets[at] for at in unknown]
+        if names:
+            raise DataError(f"nothing is known of {_listed(names)} in the rows to train on; leave such targets out")
+
+    @cached_property
+    def missed(self) -> dict[str, Numbers]:
+        """Out-of-fold errors of what was trained so far, rows × targets, beginning with the simple rule."""
+        return {RULE: np.concatenate([self._errors(part, np.zeros(1)) for part in self.parts])}
+
+    def _errors(self, part: Split, standardised: Numbers) -> Numbers:
+        """Errors in the units of the targets; nan where the truth is unknown."""
+        found: Numbers = (standardised - part.scale.targets(part.held, self.y)) * part.scale.target_deviation
+        return found
+
+    # the models
+
+    def prepared(self) -> Prepared:
+        """All models train themselves; the blend comes last."""
+        rows, history = self.whole.held, self.setup.history
+        self.reader = ForecastReader(
+            self.setup,
+            self.whole.scale,
+            self.options.width,
+            self.values[-history:],
+            self.times[-history:],
+            widest=float(np.diff(self.times).max()),
+        )
+        self.standardised: dict[str, Numbers] = {}
+        self.kept: dict[str, dict[str, Tensor]] = {}
+        trained = {"ridge": self.train_ridge, "lstm": self.train_lstm}
+        own = [OwnCandidate(name=name, train=trained[name]) for name in dict.fromkeys(self.options.models)]
+        return Prepared(
+            reader=self.reader,
+            candidates=(),
+            own=[*own, OwnCandidate(name=BLEND, train=self.train_blend)],
+            target_name="",
+            held_out=rows,
+            target=self.y[rows.own],
+            shown=lambda at: f"the row of {self.table[self.time].rows(np.array([rows.begin + at])).texts()[0]}",
+            baselines=self.baselines,
+            advice="give more rows, or other --lags, --windows and --season",
+        )
+
+    def trained(
+        self,
+        name: str,
+        outside: Sequence[Numbers],
+        held: Numbers,
+        weights: dict[str, Tensor],
+        took_s: float,
+        **more: Any,
+    ) -> Trained:
+        """A model with its standardised answers, out of fold and for the held-out rows, kept for the blend."""
+        self.missed[name] = np.concatenate(
+            [self._errors(part, one) for part, one in zip(self.parts, outside, strict=True)]
+        )
+        self.standardised[name], self.kept[name] = held, weights
+        return Trained(
+            weights={**self.reader.tensors(), **weights},
+            answers=self.whole.scale.answers(self.whole.held, held),
+            train_s=took_s,
+            **more,
+        )
+
+    def train_ridge(self, trainer: Trainer) -> Trained:
+        """Of each target the penalty that was best out of fold, then the ridge of all rows; kept in the cache."""
+        began = time.perf_counter()
+        cache, was_made = Cache(), False
+        bounds = [
+            (part.train.begin, part.train.end, part.held.begin, part.held.end) for part in (*self.parts, self.whole)
+        ]
+        rows = self.whole.train
+        key = key_of("ridge", rows.features, rows.rules, self.y, bounds, forecast_models)
+
+        def make() -> tuple[dict[str, Numbers], Any]:
+            nonlocal was_made
+            was_made = True
+            outside, missed = [], []
+            for part in self.parts:
+                x, held = (part.scale.inputs(one).numpy() for one in (part.train, part.held))
+                outside.append(Ridge(x, part.scale.targets(part.train, self.y)).answers(held))
+                missed.append(np.stack([self._errors(part, one) for one in outside[-1]]))
+            alphas = best_alphas(np.concatenate(missed, axis=1))
+            places = np.searchsorted(forecast_models.ALPHAS, alphas)
+            ridge = Ridge(self.whole.scale.inputs(rows).numpy(), self.whole.scale.targets(rows, self.y))
+            found = {f"fold{at}": np.take_along_axis(one, places[None, None], 0)[0] for at, one in enumerate(outside)}
+            return {**found, "ridge": ridge.weights(alphas)}, time.perf_counter() - began
+
+        if not trainer.reuse:
+            cache.drop("ridge", key)
+        tensors, took_s = cache.get_or_make("ridge", key, make)
+        weights = torch.as_tensor(tensors["ridge"])
+        outside = [np.asarray(tensors[f"fold{at}"]) for at in range(len(self.parts))]
+        held = self.reader.standardised("ridge", weights, self.whole.held, 1, "cpu")
+        return self.trained("ridge", outside, held, {"ridge": weights}, float(took_s), was_kept=not was_made)
+
+    def train_lstm(self, trainer: Trainer) -> Trained:
+        """One LSTM for all targets: the epochs that were best out of fold, then as many on all rows."""
+        options, runs, outside = self.options, [], []
+        for number, part in enumerate(self.parts, 1):
+            run = trainer.fit(self.lstm_job(part), trainer.folder / "folds" / f"lstm {number}", quiet=True)
+            reader = ForecastReader(self.setup, part.scale, options.width)
+            outside.append(reader.standardised("lstm", run.model, part.held, options.judged_at_once, options.device))
+            runs.append(run)
+        epochs = max(1, round(float(np.median([run.best["epoch"] for run in runs]))))
+        self.say(f"lstm      {epochs} epochs, as was best in {len(runs)} folds")
+        job = replace(self.lstm_job(self.whole), epochs=epochs, patience=None)
+        run = trainer.fit(job, trainer.folder / "models" / "lstm")
+        runs.append(run)
+        held = self.reader.standardised("lstm", run.model, self.whole.held, options.judged_at_once, options.device)
+        was_kept = all("cache" in one.stopped for one in runs)
+        took_s = sum(one.train_s for one in runs)
+        return self.trained("lstm", outside, held, {}, took_s, was_kept=was_kept, history=run.history)
+
+    def lstm_job(self, part: Split) -> Job:
+        """The training on a part, judged on what is held out there."""
+        torch.manual_seed(self.options.seed)
+        reader = ForecastReader(self.setup, part.scale, self.options.width)
+        before = self.setup.length - 1
+        data, held = (
+            reader.windows(one, with_known(part.scale.targets(one, self.y), before)) for one in (part.train, part.held)
+        )
+        return self.adamw_job(
+            reader.model("lstm"), data, held, lr=0.002, epochs=10, loss=KnownError(), metrics=(), monitor="loss"
+        )
+
+    def train_blend(self, trainer: Trainer) -> Trained:
+        """The shares of models and simple rule with the least out-of-fold error, of each target."""
+        began, rows = time.perf_counter(), self.whole.held
+        names = (*self.standardised, RULE)
+        shares = blend_weights([self.missed[name] for name in names])
+        each = dict(zip(names, shares, strict=True))
+        self.missed[BLEND] = mixed(self.missed, each)
+        self.reader.members = names
+        means = ", ".join(f"{name} {share:.2f}" for name, share in zip(names, shares.mean(1), strict=True))
+        errors = {name: _relative(one, self.missed[RULE]) for name, one in self.missed.items()}
+        figures = ", ".join(f"{name} {error:.3f}" for name, error in errors.items() if name != RULE)
+        self.say(f"blend     mean shares over {shares.shape[1]:,} targets: {means}")
+        self.say(f"          out-of-fold RMSE as a share of the simple rule's: {figures}")
+        held = mixed({**self.standardised, RULE: np.zeros(1)}, each)
+        by_target = {
+            target: dict(zip(names, column, strict=True))
+            for target, column in zip(self.setup.targets, shares.T.tolist(), strict=True)
+        }
+        weights = {name: one for part in self.kept.values() for name, one in part.items()}
+        return Trained(
+            weights={**self.reader.tensors(), **weights, BLEND: torch.from_numpy(shares.copy())},
+            answers=self.whole.scale.answers(rows, held),
+            train_s=time.perf_counter() - began,
+            about={"out_of_fold": errors, "shares": by_target},
+        )
+
+    def baselines(self) -> Mapping[str, Numbers]:
+        """The mean, the last value that is known, and the value one season before the target's time."""
+        rows, setup, scale = self.whole.held, self.setup, self.whole.scale
+        rules = {"the mean": np.tile(scale.level, (len(rows), 1))}
+        known = [*rows.rules]
+        if not setup.own:
+            # What a target was is known only behind the gap.
+            late = max(1, self.options.gap)
+            known = [shifted(self.y, late), *([shifted(self.y, late + setup.back(late))] if setup.season else [])]
+        for name, values in zip(("the last value", f"the value {setup.season} rows before"), known, strict=False):
+            said = values[rows.own]
+            rules[name] = np.where(np.isfinite(said), said, scale.level)
+        return rules
+
+    @classmethod
+    def revive(cls, state: Mapping[str, Any], folder: Path) -> ForecastReader:
+        """The reader of a finished run, with the scale and the last rows of the training."""
+        stored, setup = load_weights(folder / MODEL), Setup.from_dict(state["setup"])
+        scale = Scale.from_tensors(stored)
+        values, times = stored["tail.values"].numpy(), stored["tail.times"].numpy()
+        count = len(setup.lags.names(setup.inputs, setup.is_dated))
+        if scale.mean.shape != (count,) or scale.level.shape != (len(setup.targets),):
+            raise ValueError(f"the scale is of {len(scale.mean)} features and {len(scale.level)} targets")
+        if values.shape != (len(times), len(setup.inputs)):
+            raise ValueError(f"the last rows have the shape {values.shape}")
+        return ForecastReader(
+            setup, scale, state["width"], values, times, widest=state["widest"], members=state["members"]
+        )
+
+
+class ForecastReader(Reader):
+    """Rows of a table as the models take them: behind the last rows of the training where they follow these."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        scale: Scale,
+        width: int,
+        values: Numbers | None = None,
+        times: Numbers | None = None,
+        *,
+        widest: float = 0.0,
+        members: Sequence[str] = (),
+    ) -> None:
+        self.setup, self.scale, self.width, self.targets = setup, scale, width, setup.targets
+        self._values = np.zeros((0, len(setup.inputs))) if values is None else values
+        self._times = np.zeros(0) if times is None else times
+        """The last rows that were known in training."""
+        self._widest = widest
+        """The longest step in time there."""
+        self.members = tuple(members)
+        """What the blend is of, in the order of its shares."""
+
+    def table(self, data: Path) -> Table:
+        """A file with the times and all columns that were trained on."""
+        table = read_table(data)
+        lacking = [name for name in (self.setup.time, *self.setup.inputs) if name not in table]
+        if lacking:
+            raise DataError(f"{data} lacks {_listed(lacking)}, which the model reads; add what is missing")
+        return table
+
+    def state(self) -> dict[str, Any]:
+        """All that makes the reader again, beside its tensors."""
+        return {
+            "setup": self.setup.to_dict(), "width": self.width, "widest": self._widest, "members": list(self.members)
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The scale and the last rows."""
+        last = {"tail.values": self._values, "tail.times": self._times}
+        return {**self.scale.tensors(), **{name: torch.from_numpy(one.copy()) for name, one in last.items()}}
+
+    def asked(self, table: Table, say: Say) -> Asked:
+        """The rows that have enough before them, in the table or at the end of the training; a line counts others."""
+        setup = self.setup
+        times = times_of(table, setup.time)
+        wrong = [name for name in setup.inputs if table[name].kind not in (*NUMBERS, "empty")]
+        if wrong:
+            raise DataError(f"{_listed(wrong)} in {table.path} must be numbers, as in training; correct them")
+        if (table[setup.time].kind == "date") != setup.is_dated:
+            raise DataError(f"the time {setup.time!r} of {table.path} is {table[setup.time].kind}, unlike in training")
+        before = int((self._times < times[0]).sum())
+        if before and times[0] - self._times[before - 1] > self._widest:
+            before = 0
+        values = np.concatenate([self._values[:before], setup.values(table)])
+        begin = max(before, setup.history)
+        if begin >= len(values):
+            raise DataError(
+                f"{table.path} has {len(table):,} rows that do not follow those trained on, and an answer needs the "
+                f"{setup.history:,} rows before it; put these in front"
+            )
+        if begin > before:
+            say(
+                f"rows      {begin - before:,} of {len(table):,} have too little before them for an answer; put the "
+                f"{setup.history:,} rows before the first one in front of them"
+            )
+        rows = setup.rows(values, np.concatenate([self._times[:before], times]), begin, len(values))
+        return Asked(data=rows, rows=np.arange(begin - before, len(table)))
+
+    def model(self, name: str) -> nn.Module:
+        """The LSTM with random weights."""
+        count = len(self.setup.inputs) + (6 if self.setup.is_dated else 0)
+        return AttentiveLstm(count, len(self.targets), width=self.width)
+
+    def windows(self, rows: Rows, target: Tensor | None = None) -> Windows:
+        """Windows of the inputs that end in these rows; `target` is of the rows and those that the first one needs."""
+        before = self.setup.length - 1
+        count = len(self.setup.inputs) + (6 if self.setup.is_dated else 0)
+        return Windows(self.scale.inputs(rows, before)[:, :count].contiguous(), self.setup.length, target=target)
+
+    def load(self, name: str, folder: Path) -> Mixture:
+        """The models of the blend that have a share of any target, or a model alone."""
+        stored = load_weights(folder / MODEL)
+        names = self.members if name == BLEND else (name,)
+        shares = dict(zip(names, stored[BLEND].numpy(), strict=True)) if name == BLEND else {name: np.ones(1)}
+        parts = {one: self._part(one, folder, stored) for one in names if one != RULE and shares[one].any()}
+        return Mixture(parts=parts, shares={one: shares[one] for one in parts})
+
+    def _part(self, name: str, folder: Path, stored: Mapping[str, Tensor]) -> Any:
+        if name == "ridge":
+            return stored["ridge"]
+        if name != "lstm":
+            raise ValueError(f"members={shown(self.members)}")
+        return build_with_weights(lambda: self.model(name), folder / "models" / name / MODEL).eval()
+
+    def standardised(self, name: str, part: Any, rows: Rows, batch_size: int, device: str) -> Numbers:
+        """What one model answers, in deviations of what the simple rule misses."""
+        if name == "ridge":
+            found: Numbers = self.scale.inputs(rows).numpy() @ part.numpy()
+            return found
+        windows = self.windows(rows)
+        return np.asarray(outputs_of(self.forward, part, windows, batch_size=batch_size, device=device).numpy())
+
+    def answers(self, model: Mixture, data: Rows, *, batch_size: int, device: str) -> Numbers:
+        """The answers of a model or of the blend, in the units of the targets."""
+        each = {name: self.standardised(name, part, data, batch_size, device) for name, part in model.parts.items()}
+        return self.scale.answers(data, mixed(each, model.shares))
+
+    def truth(self, table: Table, rows: Numbers) -> Numbers | None:
+        """The inputs so many rows later, or the columns of a table that has all targets."""
+        if self.setup.own:
+            found = self.setup.moved(self.setup.values(table), lambda step: -step)[rows]
+        elif all(name in table and table[name].kind in NUMBERS for name in self.targets):
+            found = np.stack([numbers_of(table, name)[rows] for name in self.targets], axis=1)
+        else:
+            return None
+        return found if np.isfinite(found).any() else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mixture:
+    """Trained models, and the share of each in each target."""
+
+    parts: Mapping[str, Any]
+    shares: Mapping[str, Numbers]
+
+
+def _missing_lines(names: Sequence[str], values: Numbers, fill: int) -> list[str]:
+    """How much is missing in the inputs, and where most."""
+    missing = ~np.isfinite(values)
+    if not missing.any():
+        return []
+    shares = missing.mean(0)
+    worst = [f"{names[at]} ({shares[at]:.1%})" for at in np.argsort(-shares, kind="stable")[:NAMED] if shares[at]]
+    columns = int((shares > 0).sum())
+    what = f"{missing.mean():.2%} of the values, in {columns:,} of {len(names):,} columns; most in {', '.join(worst)}"
+    return [f"missing   {what}; the last one known counts for {fill} rows"]
+
+
+def _relative(missed: Numbers, rule: Numbers) -> float:
+    """The mean over the targets of one RMSE as a share of another."""
+    ours, theirs = (np.sqrt(np.nansum(one**2, axis=0)) for one in (missed, rule))
+    return float(np.mean(ours[theirs > 0] / theirs[theirs > 0])) if (theirs > 0).any() else 1.0
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+RECIPE = ForecastRecipe
