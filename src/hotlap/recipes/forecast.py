@@ -74,7 +74,6 @@ class ForecastOptions(Options):
     width: int = option(64, "width of the LSTM", most=4096)
     models: tuple[str, ...] = option(MODELS, "which to train and blend")
     folds: int = option(3, "walk forward: times to train on what came before and answer what comes next", most=100)
-    lr: float = option(0.002, "the highest learning rate")
     group: str = option("", "not for a forecast, of which the last part is held out")
     valid: str = option("", "not for a forecast, of which the last part is held out")
 
