@@ -1,6 +1,7 @@
 """Tricks of `hotlap run`: each is in use under a captured plan, and only the one that is left out is not."""
 
 import functools
+import io
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import optimizing
 import pytest
 import torch
 from evaluations import Recorder, Replays
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hotlap.core.plan import Feed, Plan
 from hotlap.core.tricks import (
     COUNTED_NORMS,
+    DECODED_ONCE,
     EARLY_ITEM,
     EVALUATION_FEED,
     GRADIENTS_IN_PLACE,
@@ -61,6 +64,16 @@ class Copied:
         return self._number.tolist()
 
 
+def picture():
+    """A file of a picture."""
+    file = io.BytesIO()
+    Image.effect_noise((80, 80), 50).save(file, "PNG")
+    return file.getvalue()
+
+
+PICTURE = picture()
+
+
 def train(seen=None):
     """A loop in which each trick has its chance: the losses, and how many evaluations were right."""
     torch.manual_seed(1)
@@ -81,6 +94,7 @@ def train(seen=None):
             optimizer.step()
             losses.append(loss.item())
         model.eval()
+        right.append(Image.open(io.BytesIO(PICTURE)).convert("RGB").getpixel((0, 0)))
         with torch.no_grad():
             right.append(sum((model(inputs).argmax(1) == labels).sum().item() for inputs, labels in valid))
         model.train()
@@ -151,6 +165,7 @@ def used(tmp_path, monkeypatch):
             GRADIENTS_IN_PLACE: seen.shared,
             REPLAYED_EVALUATION: sum(g.replays for g in graphs if isinstance(g, Replays)),
             EVALUATION_FEED: sum(entry.what == evaluation_feed.WHAT for entry in entries),
+            DECODED_ONCE: session._decoded is not None and session._decoded.memory.recalled_here,
         }
         assert {*in_use} == {*RUN_TRICKS}
         return {name for name, times in in_use.items() if times}, settings.out

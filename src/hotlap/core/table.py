@@ -52,6 +52,8 @@ class Row:
     """Whether an earlier run says so."""
     needs_s: float | None = None
     """Seconds that trying it would have cost, where no more than that kept it from being tried."""
+    saved_s: float | None = None
+    """Seconds that it saved by itself, where that was measured apart from steps."""
     cost_s: float = 0.0
     """Seconds spent on it beyond the training, over all entries of its name; of the total, on all the tuning."""
 
@@ -144,7 +146,7 @@ def _move(entry: Entry, earlier: Row | None) -> Row:
         row = replace(row, why="; ".join(filter(None, (row.why, alone))))
     if entry.known:
         row = replace(row, known=True, why="; ".join(filter(None, (row.why, "known from an earlier run"))))
-    row = replace(row, unfit=entry.unfit, needs_s=_amount(entry, "needs_s"))
+    row = replace(row, unfit=entry.unfit, needs_s=_amount(entry, "needs_s"), saved_s=_number(entry, "saved_s"))
     if earlier is None:
         return row
     # Whatever was spent on it is spent; and a kept move that is measured again is kept for the same reason.

@@ -17,6 +17,7 @@ ONE_THREAD_BACKWARD: Final = "one-thread-backward"
 GRADIENTS_IN_PLACE: Final = "gradients-in-place"
 REPLAYED_EVALUATION: Final = "replayed-evaluation"
 EVALUATION_FEED: Final = "evaluation-feed"
+DECODED_ONCE: Final = "decoded-once"
 
 OVERLAPPED_GRADIENTS: Final = "overlapped-gradients"
 CAST_TOGETHER: Final = "cast-together"
@@ -39,9 +40,11 @@ RUN_TRICKS: Final[Mapping[str, str]] = MappingProxyType(
         f"{REPLAYED_LOSS} needs this.",
         REPLAYED_EVALUATION: "Calls in `eval()` mode without gradients are replays.",
         EVALUATION_FEED: "Loaders beside the training loop, such as those of evaluations, get the feed of the loop.",
+        DECODED_ONCE: "Pictures that PIL decodes, converts and resizes are remembered, and come from memory in later "
+        "epochs.",
     }
 )
-"""What `hotlap run` does with a script. All but the last work under a captured plan alone."""
+"""What `hotlap run` does with a script. All but the last two work under a captured plan alone."""
 
 STEP_TRICKS: Final[Mapping[str, str]] = MappingProxyType(
     {

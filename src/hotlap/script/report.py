@@ -164,6 +164,7 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False
     found = [row for ledger in ledgers for row in rows(ledger)]
     if any(row.outcome == "kept" for row in found):
         saved_s = [total["saved_s"] for total in totals if total is not None and total["saved_s"] is not None]
+        saved_s += [row.saved_s for row in found if row.saved_s is not None]
         if not saved_s:
             names = ", ".join(row.what for row in found if row.outcome == "kept")
             return f"took {_whole(took_s)} with {names}; hotlap did not measure how much that saved"

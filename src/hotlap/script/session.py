@@ -25,10 +25,11 @@ from hotlap.core.errors import HotlapError, first_line
 from hotlap.core.ledger import Ledger
 from hotlap.core.plan import Feed
 from hotlap.core.torch_private import CLIP_NORM, CLIP_SCALE, frame_callback, or_none
-from hotlap.core.tricks import REPLAYED_CLIPPING, SHORT_STEP
+from hotlap.core.tricks import DECODED_ONCE, REPLAYED_CLIPPING, SHORT_STEP
 from hotlap.engine.capture.recording import is_recording
 from hotlap.script.advice import AttentionAdvice, Waits
 from hotlap.script.calls.call import ModuleCall
+from hotlap.script.feed.decoded_once import PIL, DecodedOnce, decoded_once
 from hotlap.script.feed.device_copies import DeviceCopies
 from hotlap.script.feed.feeds import Iterate
 from hotlap.script.feed.loader_proxy import LoaderProxy
@@ -114,6 +115,8 @@ class Session:
         self._open = False
         self._compile_watch = CompileWatch(self._before_compile, self._before_compiled_step)
         self._idle: IdleCounter | None = None
+        self._decoded: DecodedOnce | None = None
+        self._read_datasets: set[int] = set()
         self._earlier: WeakKeyDictionary[Optimizer, IdleCounter | TrainingSummary] = WeakKeyDictionary()
         """Trainings that the script left for another one, by the optimizer whose steps count."""
         self._faults = 0
@@ -151,6 +154,8 @@ class Session:
         except Exception as fault:
             self._report.fault(fault)
         self._patches.take_out_all()
+        if self._decoded is not None:
+            self._decoded.close()
         self._with_text()
         self._compile_watch.close()
         self._report.tell(error)
@@ -193,6 +198,7 @@ class Session:
                 if self._is_ours and not (self._idle is not None and self._idle.is_for_all):
                     proxy = self._proxy_of(loader)
                     begun = proxy.begin(loader)
+                    self._begin_pictures(loader, proxy)
             except Exception as error:
                 self._fault(error)
                 proxy = None
@@ -224,6 +230,18 @@ class Session:
             self._device_copies = DeviceCopies(device)
             self._device_copies.on_fault = self._fault
         return self._device_copies
+
+    def _begin_pictures(self, loader: DataLoader[Any], proxy: LoaderProxy) -> None:
+        """An epoch begins, and its workers are about to start: remember pictures from when they may come again."""
+        dataset = id(loader.dataset)
+        is_again = dataset in self._read_datasets
+        self._read_datasets.add(dataset)
+        if self._decoded is None and DECODED_ONCE not in self.settings.without and PIL in sys.modules:
+            self._decoded = decoded_once()
+        if self._decoded is not None:
+            updates = self._run_length.updates() if self._run_length.known else None
+            is_one_of_many = updates is not None and proxy.length is not None and updates > proxy.length
+            self._decoded.begin_epoch(pays=is_again or is_one_of_many)
 
     def _on_batch(self, proxy: LoaderProxy, seconds: float) -> None:
         if self._idle is not None or (self._tuning is not None and self._tuning.ignores(proxy)):
@@ -460,6 +478,8 @@ class Session:
         except Exception:
             training.close()
             raise
+        if self._decoded is not None and not training.uses(DECODED_ONCE):  # a plan file leaves it out
+            self._decoded.close()
         self._idle = None
 
     def _begin_idle(self, tuning: ScriptTuning) -> None:
@@ -496,6 +516,8 @@ class Session:
         self, earlier: IdleCounter | TrainingSummary, summary: TrainingSummary, optimizers: Sequence[Optimizer]
     ) -> None:
         self._earlier.update(dict.fromkeys(optimizers[:1], earlier))
+        if self._decoded is not None:
+            self._decoded.write_down(summary.ledger, summary.plan)
         self._report.add_training(summary, self._advice)
 
     def _remove_patches(self, calls: Sequence[ModuleCall] = ()) -> None:
