@@ -1,6 +1,7 @@
 """Which windows a captured step records and replays, with graphs that a test makes up."""
 
 import functools
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from hotlap import Rig
 from hotlap.engine.capture import captured_step as capture
-from hotlap.engine.capture.captured_step import PATIENCE, CapturedStep, ReplayOutputs
+from hotlap.engine.capture.captured_step import MOST_CONSTANTS, PATIENCE, CapturedStep, ReplayOutputs
 from hotlap.engine.step import Window
 
 CPU = torch.device("cpu")
@@ -71,3 +72,36 @@ def test_it_is_given_up_where_no_shape_ever_comes_again(step):
         step(window(10 + number))
     assert "no shape of batch comes again" in step.given_up
     assert step.replays == 0
+
+
+class Waiting(nn.Linear):
+    """A layer that copies from the host where it is watched for the first time, as all do that copy."""
+
+    def forward(self, x):
+        if self.waits:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        return super().forward(x)
+
+
+def test_the_constants_of_a_shape_are_learned_again_where_its_recording_is_gone(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(capture, "StepGraph", lambda *given, **named: recorded.append(given[5]) or object())
+    rig = Rig(Waiting(6, 1), functools.partial(torch.optim.SGD, lr=0.1), nn.MSELoss(), device="cpu")
+    step = Replaying(
+        rig._step, device=CPU, recorder=SimpleNamespace(aside=nullcontext), outputs=ReplayOutputs(CPU), why_split=None,
+        attention=nullcontext(), note=lambda why: None,
+    )  # fmt: skip
+    for waits in (False, True, False, False, False, False):
+        rig.model.waits = waits
+        step(window(4))
+    assert len(recorded) == 1
+    for _ in range(3):
+        for size in range(5, 5 + MOST_CONSTANTS):  # so many that recordings go, and then their constants
+            step(window(size))
+        step(window(4))
+        assert len(step._constants) == MOST_CONSTANTS
+    assert step.given_up is None
+    assert len(recorded) > MOST_CONSTANTS
+    assert all(isinstance(constants, capture.HostConstants) for constants in recorded)
+    step.forget()
+    assert not step._constants

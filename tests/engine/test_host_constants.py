@@ -50,10 +50,9 @@ def test_a_constant_is_copied_once_and_given_anew_each_time(kind):
     with constants:
         first = COPIED[kind]()
     ((_, kept),) = filter(None, constants._copies)
-    with constants:
-        again = COPIED[kind]()
-        more = COPIED[kind]()  # as in a window of two updates
-    for one in (again, more):
+    for _ in range(2):  # as in a window of two updates
+        with constants:
+            one = COPIED[kind]()
         assert (one.shape, one.dtype, one.stride(), one.device) == (first.shape, first.dtype, first.stride(), GPU)
         assert one is not kept
 
@@ -97,11 +96,11 @@ def test_the_kept_copy_is_not_what_the_pass_writes_to():
     constants = HostConstants(torch.device("cpu"))  # where numbers can be looked at
     with constants:
         torch.ones(3).to("cpu", copy=True).zero_()
-    with constants:
-        made = torch.ones(3).to("cpu", copy=True)
-        assert torch.equal(made, torch.ones(3))
-        made.zero_()
-        assert torch.equal(torch.ones(3).to("cpu", copy=True), torch.ones(3))
+    for _ in range(2):
+        with constants:
+            made = torch.ones(3).to("cpu", copy=True)
+            assert torch.equal(made, torch.ones(3))
+            made.zero_()
 
 
 @pytest.mark.parametrize("make", [lambda n: torch.full((3,), n).to(GPU), lambda n: torch.tensor([n], device=GPU)])
@@ -119,3 +118,43 @@ def test_constants_that_come_up_later_are_refused():
         pass
     with constants, pytest.raises(NotRecordedError, match="some calls only"):
         torch.ones(3).to(GPU)
+
+
+def test_constants_that_are_left_out_later_are_refused():
+    """Those behind them would get the copy of another one."""
+    constants = HostConstants(GPU)
+    with constants:
+        torch.ones(3).to(GPU, torch.bfloat16)
+        torch.ones(3).to(GPU)
+    with pytest.raises(NotRecordedError, match="some calls only"), constants:
+        torch.ones(3).to(GPU)
+
+
+def test_an_error_inside_is_the_one_that_is_raised():
+    constants = HostConstants(GPU)
+    with constants:
+        torch.ones(3).to(GPU)
+    with pytest.raises(KeyError), constants:
+        raise KeyError
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_numbers_of_a_tensors_kind_have_the_dtype_that_torch_gives_them(dtype):
+    like = torch.zeros(2, dtype=torch.bfloat16)
+    own = like.new_tensor([1, 2], dtype=dtype)
+    with HostConstants(GPU):
+        made = like.new_tensor([1, 2], dtype=dtype)
+    assert made.dtype == own.dtype
+    assert torch.equal(made, own)
+
+
+def test_what_lies_where_a_constant_once_was_is_none():
+    """`set_` and `resize_` give memory up, which another tensor may get."""
+    constants = HostConstants(GPU)
+    with constants:
+        constant = torch.zeros(3)
+        (place,) = constants._constants
+        constant.set_(torch.zeros(1))
+        constants._constants[HELD.data_ptr()] = constants._constants[place]
+        HELD.to(GPU)
+    assert not constants._copies

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import random
+import threading
 import warnings
 import weakref
 from collections import OrderedDict, deque
@@ -636,7 +637,9 @@ def test_layers_drop_in_cudnns_way_in_training_only_and_scripted_too():
     assert not drops_in_recurrence([nn.Sequential(dropping(0.0), nn.Dropout(0.5))], GPU)
 
 
-def test_a_recording_takes_no_weights_that_autocast_has_cast_before(monkeypatch):
+@pytest.fixture
+def happened(monkeypatch):
+    """What happens as a `Recorder` records, without a GPU."""
     happened = []
 
     class Graph:
@@ -646,12 +649,66 @@ def test_a_recording_takes_no_weights_that_autocast_has_cast_before(monkeypatch)
         def capture_end(self):
             happened.append("end")
 
-    monkeypatch.setattr(torch.cuda, "default_generators", [SimpleNamespace(clone_state=lambda: None)])
+    def put_back(state):
+        happened.append("put back")
+
+    generator = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=put_back)
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     for name in ("graph_pool_handle", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: happened.append("clear"))
+    monkeypatch.setattr(watch_module, "end_allocate_to_pool", lambda *_: None)
     monkeypatch.setattr(watch_module, "_recording_stream", lambda _: None)
     monkeypatch.setattr(Recorder, "aside", lambda _: contextlib.nullcontext())
+    return happened
+
+
+def test_a_recording_takes_no_weights_that_autocast_has_cast_before(happened, monkeypatch):
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: happened.append("clear"))
     Recorder(torch.device("cpu", 0)).record(lambda: happened.append("work"))
     assert happened == ["clear", "begin", "work", "end", "clear"]
+
+
+@pytest.mark.parametrize("error", [NotRecordedError("a constant differs"), KeyError("x"), RuntimeError("no")], ids=str)
+def test_whatever_ends_a_recording_it_is_ended_in_full(error, happened):
+    def fails():
+        raise error
+
+    with pytest.raises(NotRecordedError) as seen:
+        Recorder(torch.device("cpu", 0)).record(fails)
+    assert happened == ["begin", "end", "put back"]
+    assert (seen.value is error) is isinstance(error, NotRecordedError)
+
+
+PINNED = {
+    "to": lambda held: held.to("meta", non_blocking=True),
+    "like another": lambda held: held.to(torch.ones(3, device="meta"), non_blocking=True),
+    "copy_": lambda held: torch.empty(3, device="meta").copy_(held, non_blocking=True),
+    "copy_ by name": lambda held: torch.empty(3, device="meta").copy_(other=held),
+}
+
+
+@pytest.mark.parametrize("way", PINNED)
+def test_a_recording_copies_nothing_from_pinned_memory(way, happened, monkeypatch):
+    """Its replays would read that memory again, in which other things lie by then."""
+    before = dict(vars(torch.Tensor))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.device.type == "cpu")
+    with pytest.raises(NotRecordedError, match="pinned memory"):
+        Recorder(torch.device("cpu", 0)).record(lambda: PINNED[way](torch.ones(3)))
+    monkeypatch.undo()
+    assert dict(vars(torch.Tensor)) == before
+
+
+def test_a_recording_leaves_copies_on_one_device_and_those_of_other_threads_alone(happened, monkeypatch):
+    """A loader sends pinned batches meanwhile."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.device.type == "cpu")
+    sent = []
+
+    def work():
+        sent.append(torch.ones(3).to(torch.float64))
+        thread = threading.Thread(target=lambda: sent.append(torch.ones(3).to("meta")))
+        thread.start()
+        thread.join()
+
+    Recorder(torch.device("cpu", 0)).record(work)
+    assert [one.device.type for one in sent] == ["cpu", "meta"]

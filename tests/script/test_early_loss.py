@@ -159,7 +159,7 @@ def test_a_loss_that_is_no_plain_number_is_left_alone(early_loss):
         (lambda out: out.to("cpu", torch.float64, non_blocking=True), 0),
         (lambda out: out.to("cpu", torch.float64, True), 0),
         (lambda out: torch.zeros(3).copy_(out, non_blocking=True), 0),
-        (lambda out: torch.zeros(3).copy_(src=out, non_blocking=True), 0),
+        (lambda out: torch.zeros(3).copy_(other=out, non_blocking=True), 0),
         (lambda out: torch.zeros(3).copy_(out, True), 0),
         (lambda out: torch.zeros(3).copy_(out), 1),
         (lambda out: out.to("cpu", torch.float64), 1),

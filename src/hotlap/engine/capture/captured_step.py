@@ -37,6 +37,8 @@ WARM_UPDATES = 3
 its state."""
 MOST_GRAPHS = 16
 """Recorded shapes at a time. One more replaces the one that was not used for longest."""
+MOST_CONSTANTS = 2 * MOST_GRAPHS
+"""Shapes of which the constants are kept: masks take memory."""
 PATIENCE = 200
 """Consecutive windows that are all new, by shape or by the model's state, before hotlap gives capturing up."""
 MOST_FALSE_ALARMS = 3
@@ -86,6 +88,7 @@ class CapturedStep:
         self._copies_constants = False
         """Whether an update waited for the device: it may copy constants there."""
         self._constants: dict[Hashable, HostConstants] = {}
+        """By shape, the latest watched last."""
         self._gathers_together = GATHERED_TOGETHER not in without
         self._in_flight: deque[torch.cuda.Event] = deque()
         self.warmup_steps = 0
@@ -128,7 +131,8 @@ class CapturedStep:
             self.warmup_steps += 1
             self._in_vain = 0 if key in self._seen else self._in_vain + 1
             self._seen[key] += window.updates
-            if self._seen[key] - window.updates < (self._eager.warm_later if self._graphs else WARM_UPDATES):
+            warm = self._eager.warm_later if self._graphs else WARM_UPDATES
+            if self._seen[key] - window.updates < warm or (self._copies_constants and key not in self._constants):
                 return self._run_eagerly(window, key)
             graph = self._recorded(window, key)
             if graph is None:
@@ -153,6 +157,7 @@ class CapturedStep:
         """Drop all recordings: the training no longer uses the memory that they read."""
         self._graphs.clear()
         self._seen.clear()
+        self._constants.clear()
         if self._eager.overlap is not None:
             self._eager.overlap.forget()
 
@@ -230,13 +235,18 @@ class CapturedStep:
     def _watched(self, one: Window, key: Hashable) -> Tensor:
         strangers: list[str | None] = []
         self._eager.look = lambda loss: strangers.append(unknown_leaf(loss, self._eager.parameters()))
-        if self._copies_constants:
-            self._eager.around = self._constants[key] = HostConstants(self._device)
+        constants = HostConstants(self._device) if self._copies_constants else None
+        self._eager.around = constants or nullcontext()
         try:
             with Watch(self._modules, self._device) as watch, self._norms.watched(key):
                 made = self._eager.one(one)
         finally:
             self._eager.look, self._eager.around = None, nullcontext()
+        if constants is not None:
+            self._constants.pop(key, None)
+            self._constants[key] = constants
+            if len(self._constants) > MOST_CONSTANTS:
+                del self._constants[next(iter(self._constants))]
         reason = watch.reason
         if watch.waits and not self._copies_constants and not self._eager.is_compiled:
             self._copies_constants, reason = True, None
@@ -260,7 +270,7 @@ class CapturedStep:
                     self._outputs,
                     self._recorder,
                     norms,
-                    self._constants.pop(key, nullcontext()),
+                    self._constants.get(key, nullcontext()),
                     whole=not self.split,
                     gathers_together=self._gathers_together,
                 )

@@ -18,6 +18,7 @@ _COPYING = (Tensor.to, Tensor.cuda, Tensor.type_as)
 _MAKING = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 _PLACING = (Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__)
 """Copy arguments to the GPU where the tensor itself is there."""
+_IN_SOME = "it makes constants on the host in some calls only"
 
 
 class HostConstants(TorchFunctionMode):
@@ -25,8 +26,9 @@ class HostConstants(TorchFunctionMode):
 
     Copying from the host waits for the GPU, which no recording can do. The first time inside this mode, the pass makes
     its copies, and they are kept. Each later time it gets them anew from the kept ones, on the GPU, after a look on the
-    host that the constants are the same; else NotRecordedError is raised. A constant is what torch makes inside the
-    pass of plain values and other constants alone. What it draws at random counts too: tell that by the generators.
+    host that the constants are the same, in the same order; else NotRecordedError is raised. A constant is what torch
+    makes inside the pass of plain values and other constants alone. What it draws at random counts too: tell that by
+    the generators.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,28 +40,30 @@ class HostConstants(TorchFunctionMode):
         self._is_learned = False
         self._next = 0
         self._constants: dict[int, Tensor] = {}
-        """Tensors made inside this pass, by the address of their memory, which they hold."""
+        """Tensors made inside this pass, by the address of their memory."""
 
     def __enter__(self) -> HostConstants:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._next = 0
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._is_learned = True
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         self._constants.clear()
+        if self._is_learned and kind is None and self._next < len(self._copies):
+            raise NotRecordedError(_IN_SOME)
+        self._is_learned = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        func = inspect.unwrap(func)  # other parts of hotlap patch some of these
-        if func in _COPYING and self._is_constant(args[0]):
+        own = inspect.unwrap(func)  # other parts of hotlap patch some of these
+        if own in _COPYING and self._is_constant(args[0]):
             return self._copied(args[0], lambda: func(*args, **kwargs))
-        if func in _MAKING:
-            values = args[1:] if func is Tensor.new_tensor else args
+        if own in _MAKING:
+            values = args[1:] if own is Tensor.new_tensor else args
             if all(isinstance(part, _VALUES) for part in _parts_of((values, kwargs))):
-                return self._made(func, args, kwargs)
-        if func in _PLACING and self._is_there(args[0]):
+                return self._made(own, args, kwargs)
+        if own in _PLACING and self._is_there(args[0]):
             args = args[0], *map(self._placed, args[1:])
         made = func(*args, **kwargs)
         self._note(list(_parts_of((args, kwargs))), list(_parts_of(made)))
@@ -76,7 +80,8 @@ class HostConstants(TorchFunctionMode):
     def _made(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """A tensor of numbers, by one of `_MAKING`."""
         if func is Tensor.new_tensor:
-            kwargs = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+            like = {"dtype": args[0].dtype, "device": args[0].device}
+            kwargs = like | {name: value for name, value in kwargs.items() if value is not None}
             func, args = torch.tensor, args[1:]
         constant = func(*args, **{**kwargs, "device": "cpu", "requires_grad": False})
         return self._copied(constant, lambda: func(*args, **kwargs))
@@ -101,9 +106,9 @@ class HostConstants(TorchFunctionMode):
         return made
 
     def _again(self, constant: Tensor, copy: Callable[[], Tensor]) -> Tensor:
-        if not self._copies:
-            raise NotRecordedError("it makes constants on the host in some calls only")
-        kept = self._copies[self._next % len(self._copies)]  # a window may hold several updates
+        if self._next == len(self._copies):
+            raise NotRecordedError(_IN_SOME)
+        kept = self._copies[self._next]
         self._next += 1
         if kept is None:
             return copy()
@@ -117,7 +122,11 @@ class HostConstants(TorchFunctionMode):
         return isinstance(part, Tensor) and part.device == self._device
 
     def _is_constant(self, part: Any) -> bool:
-        return _is_on_host(part) and _memory_of(part) in self._constants and not part.requires_grad
+        if not _is_on_host(part) or part.requires_grad:
+            return False
+        held = self._constants.get(_memory_of(part))
+        # It no longer holds that memory after `resize_` or `set_`, so that another tensor may get it.
+        return held is not None and _memory_of(held) == _memory_of(part)
 
     def _note(self, given: list[Any], made: list[Any]) -> None:
         """What is made of plain values and constants alone is constant; a constant that other code may write is not."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import sys
+import threading
 import traceback
 import types
 import warnings
@@ -314,7 +316,7 @@ class Recorder:
             # Without graphs, a memory pool no longer exists.
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            with self.aside(), _no_collection(), _own_casts():
+            with self.aside(), _no_collection(), _own_casts(), _no_pinned_copies():
                 # Other threads, such as a checkpoint or a loader that pins memory, may call CUDA meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
@@ -325,12 +327,14 @@ class Recorder:
                         graph.capture_end()
                     raise
                 graph.capture_end()
-        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        except Exception as error:  # the user's code may raise anything
             # After a failed recording, torch's generator and allocator still act as if it went on.
             generator.graphsafe_set_state(before)
             with suppress(RuntimeError):
                 end_allocate_to_pool(self._number, self._pool)
             torch.cuda.synchronize(self._device)
+            if isinstance(error, NotRecordedError):
+                raise
             raise NotRecordedError(why_recording_failed(error)) from error
         self._made.add(graph)
         _recordings.add(graph)
@@ -359,6 +363,39 @@ def _own_casts() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+@contextmanager
+def _no_pinned_copies() -> Iterator[None]:
+    """Inside, this thread's copies from pinned memory raise NotRecordedError: replays would read that memory again.
+
+    torch itself refuses copies from other memory of the host.
+    """
+    names, here = ("to", "cuda", "copy_"), threading.get_ident()
+    before = {name: vars(Tensor).get(name) for name in names}
+
+    def checked(own: Callable[..., Tensor], source: int) -> Callable[..., Tensor]:
+        @functools.wraps(own)
+        def copies(*args: Any, **kwargs: Any) -> Tensor:
+            made = own(*args, **kwargs)
+            given = args[source] if len(args) > source else kwargs.get("other")
+            is_sent = isinstance(given, Tensor) and given.device != made.device and given.is_pinned()
+            if is_sent and threading.get_ident() == here:
+                raise NotRecordedError("it copies from pinned memory, which a replay would read anew")
+            return made
+
+        return copies
+
+    for name in names:
+        setattr(Tensor, name, checked(getattr(Tensor, name), source=name == "copy_"))
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            if own is None:
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, own)
 
 
 @contextmanager

@@ -304,10 +304,10 @@ class EarlyLoss:
         """The same for memory that a copy fills."""
 
         @functools.wraps(own)
-        def copy_(tensor: Tensor, /, src: Tensor, non_blocking: bool = False) -> Tensor:
-            made = own(tensor, src, non_blocking)
-            if non_blocking:
-                self._note_sent(src, made)
+        def copy_(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
+            made = own(tensor, *args, **kwargs)
+            if kwargs.get("non_blocking") or True in args[1:]:
+                self._note_sent(args[0] if args else kwargs.get("other"), made)
             return made
 
         return untraced(copy_)
