@@ -50,6 +50,17 @@ def test_a_gain_that_was_not_measured_is_not_claimed():
     assert headline([ledger], 40.0) == "took 40 s with fused optimizer; hotlap did not measure how much that saved"
 
 
+def test_what_a_move_saved_beside_the_steps_counts_too():
+    beside = ("pictures decoded once", "kept", {"saved_s": 40.0})
+    assert headline([ledger_of(BASELINE, beside)], 40.0) == "2.0x as fast: 40 s instead of about 80 s"
+    assert headline([kept(20.0), ledger_of(beside)], 60.0) == "2.0x as fast: 60 s instead of about 120 s"
+
+
+def test_under_a_chosen_plan_what_is_kept_beside_it_is_named():
+    ledger = ledger_of(("pictures decoded once", "kept", {"saved_s": 40.0}))
+    assert headline([ledger], 12.0, is_fixed=True).startswith("took 12 s with pictures decoded once, by the plan")
+
+
 def test_a_script_without_a_training_is_left_as_it_was():
     assert headline([], 5.0) == "left as it was: no training found, because the script made too few weight updates"
 

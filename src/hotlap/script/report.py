@@ -154,7 +154,8 @@ def headline(ledgers: Sequence[Ledger], took_s: float, *, is_fixed: bool = False
     if not ledgers:
         return "left as it was: no training found, because the script made too few weight updates"
     if is_fixed:
-        changed = _changed(ledgers)
+        kept = [row.what for ledger in ledgers for row in rows(ledger) if row.outcome == "kept"]
+        changed = ", ".join(filter(None, (_changed(ledgers), *kept)))
         if not changed:
             return "left as it was, because the plan that you chose changes nothing here"
         return (
