@@ -60,8 +60,13 @@ def pytest_unconfigure():
         shutil.rmtree(CACHE, ignore_errors=True)
 
 
+def pytest_collection():
+    """What is imported and collected stays: looking through it for garbage again and again takes a part of all time."""
+    gc.disable()
+
+
 def pytest_collection_finish():
-    """What was imported by now stays: looking through it for garbage again and again takes a part of all time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
