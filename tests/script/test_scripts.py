@@ -90,7 +90,8 @@ class Pythons:
             return  # libraries may have asked for the GPU by the time they are imported: no fork could use it
         libraries = sorted({PRELOADED[name] for name in PRELOADED if is_there(name)})
         for more in [[], libraries] if libraries else [[]]:
-            modules = ["hotlap.cli", "hotlap.script.session", "torch._dynamo", *more]
+            digits = ["sklearn.datasets"] if importlib.util.find_spec("sklearn") else []
+            modules = ["hotlap.cli", "hotlap.script.session", "torch._dynamo", *digits, *more]
             self._preloaded[bool(more)] = Preloaded(*modules, environment=self._environment)
 
     def __call__(self, name, folder, *options):

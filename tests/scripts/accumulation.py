@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 SEED = 7
-EPOCHS = 6
+EPOCHS = 4
 BATCH_SIZE = 64
 ACCUMULATION_STEPS = 4
 LEARNING_RATE = 2e-3

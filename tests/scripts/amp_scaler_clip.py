@@ -133,7 +133,7 @@ def valid_fn(loader, model, criterion, device):
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser()
-    parser.add_argument('--epochs', type=int, default=4)
+    parser.add_argument('--epochs', type=int, default=3)
     parser.add_argument('--seed', type=int, default=CFG.seed)
     args = parser.parse_args()
 

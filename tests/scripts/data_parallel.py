@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 torch.manual_seed(0)
 np.random.seed(0)
 
-EPOCHS = 4
+EPOCHS = 3
 batch_size = 128
 input_size = 24
 output_size = 5

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, random_split
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
-EPOCHS = 4
+EPOCHS = 3
 L.seed_everything(123, verbose=False)
 torch.manual_seed(123)
 

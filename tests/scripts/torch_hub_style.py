@@ -115,8 +115,8 @@ def main():
                         help='input batch size for training (default: 64)')
     parser.add_argument('--test-batch-size', type=int, default=1000, metavar='N',
                         help='input batch size for testing (default: 1000)')
-    parser.add_argument('--epochs', type=int, default=17, metavar='N',
-                        help='number of epochs to train (default: 17)')
+    parser.add_argument('--epochs', type=int, default=12, metavar='N',
+                        help='number of epochs to train (default: 12)')
     parser.add_argument('--lr', type=float, default=1.0, metavar='LR',
                         help='learning rate (default: 1.0)')
     parser.add_argument('--gamma', type=float, default=0.9, metavar='M',

@@ -13,7 +13,7 @@ except ImportError:
     def tqdm(it, **kwargs):
         return it
 
-EPOCHS = 17
+EPOCHS = 9
 
 
 @dataclass

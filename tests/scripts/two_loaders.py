@@ -1,6 +1,6 @@
 """
 Semi-supervised toy: mean teacher with a consistency loss.
-    python two_loaders.py --epochs 10 --ema 0.99
+    python two_loaders.py --epochs 4 --ema 0.99
 """
 import argparse
 import copy
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 parser = argparse.ArgumentParser()
-parser.add_argument('--epochs', type=int, default=10)
+parser.add_argument('--epochs', type=int, default=4)
 parser.add_argument('--ema', type=float, default=0.99)
 parser.add_argument('--consistency', type=float, default=5.0)
 parser.add_argument('--lr', type=float, default=1e-3)
