@@ -64,7 +64,10 @@ def test_scores_of_numbers_are_those_worked_out_by_hand():
     found = scores.number_report(np.array([1.0, 2.0, 0.0, -4.0]), np.array([2.0, 2.0, 0.0, -1.0]))
     assert found["mae"] == 1.0
     assert found["rmse"] == pytest.approx(math.sqrt(10 / 4), abs=1e-15)
-    assert found["smape"] == pytest.approx((1 / 1.5 + 0 + 0 + 3 / 2.5) / 4, abs=1e-15)
+    assert found["smape"] == pytest.approx(100 * (1 / 1.5 + 0 + 0 + 3 / 2.5) / 4, abs=1e-12)
+    assert found["rmsle"] is None  # of -4 there is no logarithm
+    found = scores.number_report(np.array([1.0, 3.0]), np.array([1.0, 1.0]))
+    assert found["rmsle"] == pytest.approx(math.log(2) / math.sqrt(2), abs=1e-15)
 
 
 def test_class_weights_make_all_classes_count_alike():
@@ -132,7 +135,7 @@ def test_an_undefined_roc_auc_is_null_and_not_shown():
 
 def test_a_report_of_numbers_has_one_line():
     found = scores.number_report(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
-    assert scores.report_lines(found) == ["MAE 1 · RMSE 1.414 · SMAPE 0.3333 (2 rows)"]
+    assert scores.report_lines(found) == ["MAE 1 · RMSE 1.414 · SMAPE (%) 33.33 · RMSLE 0.3612 (2 rows)"]
 
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):

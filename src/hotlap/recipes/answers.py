@@ -26,7 +26,7 @@ from hotlap.recipes.options import OPTIONS, recipe_in, run_of
 from hotlap.recipes.parquet_files import SUFFIXES as PARQUET
 from hotlap.recipes.parquet_files import pyarrow_for, write_parquet
 from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
-from hotlap.recipes.scores import Report, Threshold, judge_of, report_lines
+from hotlap.recipes.scores import Report, Threshold, judge_for, report_lines
 from hotlap.recipes.tables import Table, arrow_columns, plain_cells
 from hotlap.store.files import read_text, write_bytes, write_text
 
@@ -50,7 +50,7 @@ WHOLE = {
 LISTS = {
     "beaten_by": 10,
     "classes": 1_000_000,
-    "columns": 2,
+    "columns": 20,
     "features": 10_000,
     "inputs": 1_000_000,
     "members": 10,
@@ -205,7 +205,7 @@ class Model:
         table = self.reader.rows_of(data)
         asked = self.reader.asked(table, lambda line: None)
         answers = self.answers_to(asked, device)
-        judge, found = judge_of(self.classes, self.reader.targets), [None] * len(table)
+        judge, found = judge_for(self.reader), [None] * len(table)
         if self.reader.targets:
             values: list[Any] = [dict(zip(self.reader.targets, row, strict=True)) for row in answers.tolist()]
         elif probabilities and self.classes:
@@ -224,7 +224,7 @@ class Model:
         """How good answers for these rows of a table are; None where it does not have the target."""
         if self.reader.targets:
             truth = self.reader.truth(table, rows)
-            return None if truth is None else judge_of((), self.reader.targets).new_report(truth, answers, None)
+            return None if truth is None else judge_for(self.reader).new_report(truth, answers, None)
         if self.target not in table:
             return None
         column = table[self.target].rows(rows)
@@ -239,7 +239,7 @@ class Model:
             return None
         if not known.any():
             return None
-        return judge_of(self.classes).new_report(target[known], answers[known], self.threshold)
+        return judge_for(self.reader).new_report(target[known], answers[known], self.threshold)
 
 
 def answer(
@@ -268,7 +268,7 @@ def answer(
     names = kept_names(table, keep)
     asked = model.reader.asked(table, (lambda line: None) if was_shown else say)
     answers = model.answers_to(asked, device)
-    judge, name = judge_of(model.classes, model.reader.targets), model.target
+    judge, name = judge_for(model.reader), model.target
     while any(column in names for column in judge.written(name, answers[:0], None, all_of_it=probabilities)):
         name = f"predicted_{name}"
     if name != model.target:
@@ -318,7 +318,7 @@ def answers_of(reader: Reader, model: Any, data: Any, *, batch_size: int, device
     if own is not None:
         return own
     found = outputs_of(reader.forward, model, data, batch_size=batch_size, device=device)
-    return judge_of(reader.classes).answers(found)
+    return judge_for(reader).answers(found)
 
 
 def check_name(path: Path, option: str, suffixes: Sequence[str]) -> None:

@@ -372,7 +372,7 @@ class PictureReader(Reader):
 
     def rows_of(self, data: Any) -> Table:
         """Paths in memory, which may lie anywhere."""
-        table = table_in_memory(data, [self.path], "text")
+        table = table_in_memory(data, [self.path], {self.path: "text"})
         name = self.path_in(table)
         files = [Path(path).absolute() for path in table[name].texts()]
         base = Path(os.path.commonpath([file.parent for file in files]))

@@ -47,6 +47,8 @@ class Reader:
     """The answers, in the order of the model's outputs; empty where the answer is a number."""
     targets: tuple[str, ...] = ()
     """The columns of the answers where each row has many numbers; empty where it has one answer."""
+    by_share: bool = False
+    """Whether a number is judged by its error as a share of its size, as a price is."""
     columns: tuple[str, ...] = ()
     """The columns that it reads, where a list of plain values may stand for them."""
 
@@ -116,6 +118,8 @@ class Trainer:
     """Whether models that were trained before are read from the cache."""
     progress: bool
     say: Say
+    answers: Mapping[str, Numbers] = field(default_factory=dict)
+    """What the models that were trained before it answer for the held-out rows, by name."""
     limit: TimeLimit | None = None
     """When the model has to be trained and have answered; None without `--finish-in`. `fit` keeps to it."""
     left_out: list[str] = field(default_factory=list)

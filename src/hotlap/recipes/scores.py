@@ -1,7 +1,7 @@
 """How good answers are: scores by scikit-learn, a threshold for a rare class, and what a file of answers holds.
 
 Answers are probabilities of classes, judged by macro-F1, or numbers, judged by RMSE: one, or one for each of many
-targets. Classes are numbered from 0.
+targets. Prices are judged by SMAPE. Classes are numbered from 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hotlap.core.terminal import clean
 from hotlap.recipes.library_models import library
-from hotlap.recipes.recipe import Numbers
+from hotlap.recipes.recipe import Numbers, Reader
 
 RARE = 0.5
 """A class with less than this part of an equal share of the samples gets its own threshold."""
@@ -29,6 +29,8 @@ MISTAKES = 10
 LONGEST_NAME = 30
 """Characters of a class name in a table."""
 Report = dict[str, Any]
+Columns = tuple[tuple[str, str], ...]
+"""What a table of models shows: heads, and names of scores."""
 
 
 class Threshold(NamedTuple):
@@ -72,14 +74,18 @@ def report(target: Numbers, predicted: Numbers, scores: Numbers | None, classes:
 
 
 def number_report(target: Numbers, predicted: Numbers) -> Report:
-    """All scores of predicted numbers, as JSON holds them. SMAPE is from 0 to 2; a row of two zeros counts as 0."""
+    """All scores of predicted numbers, as JSON holds them.
+
+    SMAPE is in per cent, from 0 to 200; a row of two zeros counts as 0. RMSLE is None where a number is -1 or less.
+    """
     metrics, size = _metrics(), (np.abs(target) + np.abs(predicted)) / 2
-    off = np.abs(predicted - target)
+    off, has_logs = np.abs(predicted - target), min(target.min(), predicted.min()) > -1
     return {
         "rows": len(target),
         "mae": float(metrics.mean_absolute_error(target, predicted)),
         "rmse": float(metrics.root_mean_squared_error(target, predicted)),
-        "smape": float(np.divide(off, size, out=np.zeros(len(off)), where=size > 0).mean()),
+        "smape": 100 * float(np.divide(off, size, out=np.zeros(len(off)), where=size > 0).mean()),
+        "rmsle": float(np.sqrt(np.mean((np.log1p(predicted) - np.log1p(target)) ** 2))) if has_logs else None,
     }
 
 
@@ -179,7 +185,14 @@ def best_threshold(scores: Numbers, is_rare: Numbers) -> float:
 def report_lines(found: Report) -> list[str]:
     """A report for people: a table of the classes, if there are any, and the scores of all rows in a line."""
     plain = {"accuracy": "accuracy", "macro_f1": "macro F1", "weighted_f1": "weighted F1", "roc_auc": "ROC AUC"}
-    plain |= {"log_loss": "log loss", "mae": "MAE", "rmse": "RMSE", "smape": "SMAPE", "scaled_rmse": "RMSE/deviation"}
+    plain |= {
+        "log_loss": "log loss",
+        "mae": "MAE",
+        "rmse": "RMSE",
+        "smape": "SMAPE (%)",
+        "rmsle": "RMSLE",
+        "scaled_rmse": "RMSE/deviation",
+    }
     plain |= {"rank": "rank correlation", "rank_score": "its mean/deviation over rows"}
     figures = [f"{words} {found[name]:.4g}" for name, words in plain.items() if found.get(name) is not None]
     last = f"{' · '.join(figures)} ({found['rows']:,} rows)"
@@ -221,11 +234,18 @@ def _metrics() -> Any:
 # --- judges --------------------------------------------------------------------------------------------
 
 
-def judge_of(classes: Sequence[str], targets: Sequence[str] = ()) -> Judge:
+def judge_of(classes: Sequence[str], targets: Sequence[str] = (), *, by_share: bool = False) -> Judge:
     """The judge of answers that are one of these classes, or numbers of these targets; without both, of one number."""
     if targets:
         return ByTarget(tuple(targets))
-    return ByClass(tuple(classes)) if classes else ByNumber()
+    if classes:
+        return ByClass(tuple(classes))
+    return ByShare() if by_share else ByNumber()
+
+
+def judge_for(reader: Reader) -> Judge:
+    """The judge of what a reader's models answer."""
+    return judge_of(reader.classes, reader.targets, by_share=reader.by_share)
 
 
 class ByClass:
@@ -340,7 +360,7 @@ def _parting(answers: Numbers, target: Numbers, rare: int) -> float:
 class ByNumber:
     """Answers are numbers."""
 
-    columns = (("MAE", "mae"), ("RMSE", "rmse"))
+    columns: Columns = (("MAE", "mae"), ("RMSE", "rmse"))
 
     def answers(self, outputs: Tensor) -> Numbers:
         """The one number of each row."""
@@ -383,6 +403,16 @@ class ByNumber:
             {"sample": shown(int(at)), "true": float(target[at]), "answered": float(answers[at])}
             for at in np.argsort(-off, kind="stable")[:MISTAKES]
         ]
+
+
+class ByShare(ByNumber):
+    """Answers are numbers, whose errors count as shares of their size."""
+
+    columns = (("SMAPE %", "smape"), ("MAE", "mae"), ("RMSLE", "rmsle"))
+
+    def score(self, report: Report) -> float:
+        """The lower SMAPE, the better."""
+        return -float(report["smape"])
 
 
 class ByTarget:

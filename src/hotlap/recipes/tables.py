@@ -113,11 +113,11 @@ def _read_table(path: Path, header: bool | None, kinds: Mapping[str, Kind]) -> T
     )
 
 
-def table_in_memory(data: Any, columns: Sequence[str], kind: Kind | None = None) -> Table:
+def table_in_memory(data: Any, columns: Sequence[str], kinds: Mapping[str, Kind] | None = None) -> Table:
     """Values in memory as a table: a DataFrame, a mapping of columns, or a list of rows. None is a missing value.
 
-    A row is a mapping, or a sequence of the values of `columns`, or where that is a single column its value. `columns`
-    are of the `kind`, if it is given. Raises DataError in one line.
+    A row is a mapping, or a sequence of the values of `columns`, or where that is a single column its value. `kinds`
+    are those of columns that are not to be inferred. Raises DataError in one line.
     """
     if hasattr(data, "columns") and hasattr(data, "to_dict"):
         data = data.to_dict("list")
@@ -136,8 +136,13 @@ def table_in_memory(data: Any, columns: Sequence[str], kind: Kind | None = None)
     if len(set(sizes.values())) != 1 or not max(sizes.values()):
         raise DataError(f"the columns have {shown(sizes)} values; give as many of each, and at least one")
     cells = {str(name): ["" if value is None else str(value) for value in values] for name, values in data.items()}
-    kinds = dict.fromkeys(columns, kind)
-    found = {name: infer_column(name, words, kinds.get(name)) for name, words in cells.items()}
+    found = {}
+    for name, words in cells.items():
+        wanted = (kinds or {}).get(name)
+        try:
+            found[name] = infer_column(name, words, wanted)
+        except UnfitError as error:
+            raise DataError(f"{shown(error.word)} in column {name!r} is no {wanted}") from None
     return Table(path=Path("memory"), columns=found)
 
 

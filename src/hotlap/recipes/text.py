@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -54,13 +54,16 @@ class TextOptions(EncoderOptions):
     warm_up: float = option(0.06, "the share of updates in which the learning rate rises")
     dropout: float = option(0.1, "dropout before the last layer")
 
+    MOST_TEXTS: ClassVar[int] = 2
+    """Columns of text at most."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = outside(self, dropout=(0, 1)) + unknown_words(self, header=HEADERS)
-        if len(self.text) > 2:
-            wrong.append(f"text names {len(self.text)} columns, and one or two are taken")
-        if len(set(self.text)) < len(self.text):
-            wrong.append(f"text names {self.text[0]} twice; name it once")
+        if len(self.text) > self.MOST_TEXTS:
+            wrong.append(f"text names {len(self.text)} columns; at most {self.MOST_TEXTS} are taken")
+        if twice := [name for name in dict.fromkeys(self.text) if self.text.count(name) > 1]:
+            wrong.append(f"text names {twice[0]} twice; name it once")
         if wrong:
             raise JobError(wrong)
 
@@ -79,6 +82,8 @@ class TextRecipe(TabularRecipe):
     options_type = TextOptions
     targets = ("label", "target", "class", "category", "sentiment", "y")
     source = "text"
+    apart: Sequence[str] = ()
+    """Columns that are known to hold something else than text."""
 
     # the table
 
@@ -86,7 +91,7 @@ class TextRecipe(TabularRecipe):
         """The columns of text: the named ones, or all that have no other use; ids beside them are left out."""
         if self.options.text:
             return [table[name].name for name in self.options.text]
-        used = (self.target, self.options.group)
+        used = (self.target, self.options.group, *self.apart)
         found = [name for name, column in table.columns.items() if column.kind == "text" and name not in used]
         ids = [name for name in found if _holds_ids(table[name])]
         read = [name for name in found if name not in ids] or found
@@ -95,7 +100,7 @@ class TextRecipe(TabularRecipe):
                 f"note      {name} is not read: its values, as {_first(table[name])}, are nearly all different and "
                 "single words, as ids are; name it with --text if it is text"
             )
-        if not 1 <= len(read) <= 2:
+        if not 1 <= len(read) <= self.options.MOST_TEXTS:
             raise DataError(
                 f"which column of {table.path} holds the text? Say --text; there are {named_columns(table)}"
             )
@@ -108,8 +113,13 @@ class TextRecipe(TabularRecipe):
         return read
 
     @property
+    def inputs(self) -> list[str]:
+        """The columns that are read: those of text."""
+        return self.columns
+
+    @property
     def _unread(self) -> list[str]:
-        return [name for name in self.table.columns if name not in self.columns]
+        return [name for name in self.table.columns if name not in self.inputs]
 
     def problems(self) -> list[str]:
         """Also columns that give the target away."""
@@ -121,7 +131,7 @@ class TextRecipe(TabularRecipe):
 
     def looked(self) -> None:
         """Note columns that are not read and give the target away, and refuse files of other columns."""
-        for line in checks.unread_leaks(self.table, self.target, but=[*self.columns, self.options.group]):
+        for line in checks.unread_leaks(self.table, self.target, but=[*self.inputs, self.options.group]):
             self.say(f"note      {line}")
         empty = sum(key is None for key in self.keys(self.table, np.arange(len(self.table))))
         if empty:
@@ -129,7 +139,7 @@ class TextRecipe(TabularRecipe):
         if self.options.test:
             asked = read_table(Path(self.options.test), header=self.table.has_header)
             # The reader names columns that are missing there, with those that there are.
-            read = replace(self.table, columns={name: self.table[name] for name in self.columns if name in asked})
+            read = replace(self.table, columns={name: self.table[name] for name in self.inputs if name in asked})
             refuse(checks.mismatch_problems(read, asked, ""))
 
     def check_valid(self, table: Table) -> None:
@@ -164,7 +174,11 @@ class TextRecipe(TabularRecipe):
         """There is one."""
         return ["encoder"]
 
-    def job(self, name: str, data: Sequences, held: Sequences) -> Job:
+    def job(self, name: str, data: Any, held: Any) -> Job:
+        """The training of the classifier."""
+        return self.encoder_job(data, held, loss=nn.CrossEntropyLoss(weight=self.class_weights()))
+
+    def encoder_job(self, data: Sequences, held: Sequences, **settings: Any) -> Job:
         """Fine-tune the encoder for 3 epochs, or train one from scratch for 12."""
         torch.manual_seed(self.options.seed)
         reader: TextReader = self.reader
@@ -175,10 +189,10 @@ class TextRecipe(TabularRecipe):
             held,
             lr=5e-4 if fresh else 5e-5,
             epochs=12 if fresh else 3,
-            loss=nn.CrossEntropyLoss(weight=self.class_weights()),
             forward=_Forward(reader),
             eval_batch=self.options.judged_at_once,
             reorder=True,
+            **settings,
         )
 
     def baselines(self) -> Mapping[str, Numbers]:
@@ -260,7 +274,7 @@ class TextReader(Reader):
         has_header: bool = True,
     ) -> None:
         self.encoder, self.columns, self.classes = encoder, tuple(columns), tuple(classes)
-        self._most, self._dropout, self.has_header = most, dropout, has_header
+        self.most, self.dropout, self.has_header = most, dropout, has_header
 
     def table(self, data: Path) -> Table:
         """A file of texts, even where all of them are numbers."""
@@ -268,15 +282,15 @@ class TextReader(Reader):
 
     def rows_of(self, data: Any) -> Table:
         """Texts in memory."""
-        return table_in_memory(data, self.columns, "text")
+        return table_in_memory(data, self.columns, dict.fromkeys(self.columns, "text"))
 
     def state(self) -> dict[str, Any]:
         """All that makes the reader again."""
         return {
             "columns": list(self.columns),
             "classes": list(self.classes),
-            "most": self._most,
-            "dropout": self._dropout,
+            "most": self.most,
+            "dropout": self.dropout,
             "has_header": self.has_header,
             "config": self.encoder.config,
         }
@@ -287,20 +301,28 @@ class TextReader(Reader):
 
     def model(self, name: str) -> nn.Module:
         """The classifier with random weights."""
-        return Classifier(self.encoder.new_model(), self.encoder.width, len(self.classes), self._dropout)
+        return self.around(self.encoder.new_model())
 
     def initial_model(self) -> nn.Module:
         """The classifier as its training begins: with the encoder's pretrained weights, if it has any."""
-        return Classifier(self.encoder.initial_model(), self.encoder.width, len(self.classes), self._dropout)
+        return self.around(self.encoder.initial_model())
+
+    def around(self, encoder: nn.Module) -> nn.Module:
+        """The whole network around an encoder."""
+        return Classifier(encoder, self.encoder.width, len(self.classes), self.dropout)
+
+    def texts(self, table: Table) -> list[list[str]]:
+        """The texts of each row, in one or two lists."""
+        return [texts_of(table, name) for name in self.columns]
 
     def sequences(self, table: Table, say: Say, columns: Mapping[str, Any] | None = None) -> Sequences:
         """The texts of a table as tokens."""
-        first, *more = (texts_of(table, name) for name in self.columns)
+        first, *more = self.texts(table)
         tokens = tokenised(
             first,
             self.encoder.tokenizer,
             pairs=more[0] if more else None,
-            most=self._most,
+            most=self.most,
             progress=now_and_then(say, "tokens    of {done:,} of {total:,} texts"),
         )
         say(f"tokens    {tokens.line}")

@@ -28,7 +28,7 @@ from hotlap.recipes import onnx_files, plots, recipe_named
 from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, command_of, revived
 from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Say, Trainer
-from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_of, report_lines
+from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_for, report_lines
 from hotlap.recipes.tabular import TabularRecipe
 from hotlap.recipes.time_plan import TimePlan
 from hotlap.store.files import write_text
@@ -195,7 +195,7 @@ class _Training:
     @cached_property
     def judge(self) -> Judge:
         """Scores answers."""
-        return judge_of(self.prepared.reader.classes, self.prepared.reader.targets)
+        return judge_for(self.prepared.reader)
 
     def train(self) -> None:
         """Train all models, compare them with the baselines, and write down the best and its answers."""
@@ -244,7 +244,7 @@ class _Training:
 
     def train_models(self) -> list[Judged]:
         """All models, trained and judged; hotlap warns of one that diverges and leaves it out, unless all do."""
-        found, diverged = [], []
+        found, diverged = list[Judged](), []
         candidates: list[Candidate | OwnCandidate] = [*self.prepared.candidates, *self.prepared.own]
         fit = self.time.how_many(len(candidates))
         self.time.left_out += [f"the model {candidate.name}" for candidate in candidates[fit:]]
@@ -252,7 +252,7 @@ class _Training:
             self.time.begin_model(fit - at)
             try:
                 if isinstance(candidate, OwnCandidate):
-                    found.append(self.train_own(candidate))
+                    found.append(self.train_own(candidate, found))
                 else:
                     found.append(self.train_model(candidate))
             except DivergedError as error:
@@ -287,8 +287,8 @@ class _Training:
             bytes_left=_bytes_left(),
         )
 
-    def train_own(self, candidate: OwnCandidate) -> Judged:
-        """A model that trains itself, judged on the held-out rows."""
+    def train_own(self, candidate: OwnCandidate, before: list[Judged]) -> Judged:
+        """A model that trains itself, judged on the held-out rows, as those `before` it are."""
         trained = candidate.train(
             Trainer(
                 fit=self.fit,
@@ -296,6 +296,7 @@ class _Training:
                 reuse=not self.retrain,
                 progress=self.progress,
                 say=self.say,
+                answers={one.name: one.answers for one in before},
                 limit=self.time.share,
                 left_out=self.time.left_out,
             )
@@ -436,7 +437,7 @@ def _beaten_by(found: list[Judged], rules: dict[str, Report], judge: Judge) -> l
 
 def _compared(found: list[Judged], rules: dict[str, Report], prepared: Prepared) -> list[str]:
     """The verdict first, where a baseline wins, and one table of all models and baselines."""
-    judge = judge_of(prepared.reader.classes, prepared.reader.targets)
+    judge = judge_for(prepared.reader)
     rows = [(one.name, one.report, _when(one)) for one in sorted(found, key=lambda one: -judge.score(one.report))]
     rows += [(name, report, "a baseline") for name, report in rules.items()]
     width = max(len(name) for name, *_ in rows)
