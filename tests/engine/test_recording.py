@@ -136,6 +136,38 @@ def test_a_generator_that_a_module_keeps_for_itself_is_found(name):
     assert "'noise'" in watch.reason
 
 
+RANDOM, OF_NUMPY, OF_TORCH = random.Random(0), SimpleNamespace(rng=np.random.default_rng(0)), torch.Generator()
+
+
+class DrawsFromGlobals(Quiet):
+    def forward(self, x):
+        return self.layer(x) * self.drawn()
+
+
+class DrawsFromRandom(DrawsFromGlobals):
+    def drawn(self):
+        return RANDOM.random() < 0.9
+
+
+class DrawsFromNumpy(DrawsFromGlobals):
+    def drawn(self):
+        return float(OF_NUMPY.rng.random() < 0.9)
+
+
+class DrawsFromTorch(DrawsFromGlobals):
+    def drawn(self):
+        return torch.rand(1, generator=OF_TORCH).lt(0.9)
+
+
+@pytest.mark.parametrize("kind", [DrawsFromRandom, DrawsFromNumpy, DrawsFromTorch])
+def test_a_generator_that_a_module_reads_as_a_global_is_found(kind):
+    """What it draws may be the same a few times, and a recording would keep it."""
+    model = nn.Sequential(kind())
+    with Watch([model], CPU) as watch:
+        model(torch.zeros(2, 3))
+    assert "the script changes its attribute" in watch.reason
+
+
 FOUND = {
     KeepsItsState: "'last'",
     CountsInADict: "'stats'",
@@ -226,12 +258,14 @@ def test_a_gradient_for_a_parameter_of_somebody_else_is_found():
 
 class Config:
     def __init__(self):
-        self.rate = 0.1
+        self.rate, self.rates = 0.1, np.ones(2)
 
 
 def configured():
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.ReLU())
     model.config, model.weights, model.mask, model.act = Config(), [1.0, 2.0], torch.ones(3), torch.relu
+    model.anchors, model.rates, model.shares = [[1, 2], [3, 4]], list(range(200)), np.ones(3)
+    model.warmth, model.steps = torch.tensor(0.5), torch.zeros(100)
     return model
 
 
@@ -247,6 +281,13 @@ CHANGES = {
     "layer": lambda m: m.__setitem__(2, nn.Tanh()),
     "place of a parameter": lambda m: setattr(m[0].weight, "data", m[0].weight.data.clone()),
     "hook": lambda m: m[0].register_forward_hook(lambda *_: None),
+    "list in a list": lambda m: m.anchors[1].__setitem__(0, 5),
+    "late entry of a list": lambda m: m.rates.__setitem__(150, 0.5),
+    "array": lambda m: m.shares.__setitem__(1, 0.5),
+    "array in a configuration": lambda m: m.config.rates.__setitem__(1, 0.5),
+    "number on the host": lambda m: m.warmth.fill_(0.1),
+    "number on the host, unseen by torch": lambda m: m.warmth.data.fill_(0.1),
+    "numbers on the host": lambda m: m.steps.add_(1),
 }
 
 
@@ -487,7 +528,8 @@ def test_numbers_and_tensors_that_a_function_reads_from_its_module_count(functio
     assert fingerprint([], [function]) == before
 
 
-BY_HEAD, BY_LAYER = [0.1, 0.2], {"first": 1.0, "all": None}
+BY_HEAD, BY_LAYER, ANCHORS, SHARES = [0.1, 0.2], {"first": 1.0, "all": None}, [[1, 2], [3, 4]], np.ones(3)
+LEAST = np.float32(0.5)
 SETTINGS = SimpleNamespace(train=SimpleNamespace(shift=0.5, unread=1), unread=1)
 
 
@@ -512,13 +554,14 @@ class LayerOfGlobals(nn.Linear):
         return scaled(x) * self.masks
 
     def forward(self, x):
-        return self.helped(super().forward(x)) * WEIGHTS * BY_HEAD[0] + SETTINGS.train.shift + BY_LAYER["first"]
+        more = torch.tensor(ANCHORS).sum() * float(SHARES[0]) * float(LEAST)
+        return self.helped(super().forward(x)) * WEIGHTS * BY_HEAD[0] + SETTINGS.train.shift + BY_LAYER["first"] + more
 
     def unused(self):
         return LABELS
 
 
-@pytest.mark.parametrize("name", ["RATE", "WEIGHTS", "BY_CLASS"])
+@pytest.mark.parametrize("name", ["RATE", "WEIGHTS", "BY_CLASS", "LEAST", "SHARES"])
 def test_numbers_and_tensors_that_the_code_of_a_layer_reads_as_globals_count(name, monkeypatch):
     model = nn.Sequential(nn.Linear(3, 3), LayerOfGlobals(3, 3))
     before, check = fingerprint([model]), QuickCheck([model])
@@ -532,9 +575,9 @@ def test_numbers_and_tensors_that_the_code_of_a_layer_reads_as_globals_count(nam
         patched.setattr(SETTINGS.train, "shift", 1.5)
         assert not check.still_holds()
         assert fingerprint([model]) != before
-    others = {"RATE": 0.2, "WEIGHTS": torch.zeros(3), "BY_CLASS": {"a": torch.zeros(3)}}
+    others = {"RATE": 0.2, "WEIGHTS": torch.zeros(3), "BY_CLASS": {"a": torch.zeros(3)}, "LEAST": np.float32(0.1)}
     with monkeypatch.context() as patched:
-        patched.setitem(globals(), name, others[name])
+        patched.setitem(globals(), name, others.get(name, np.zeros(3)))
         assert not check.still_holds()
         assert fingerprint([model]) != before
     assert check.still_holds()
@@ -542,12 +585,13 @@ def test_numbers_and_tensors_that_the_code_of_a_layer_reads_as_globals_count(nam
         patched.setitem(BY_CLASS, "a", torch.zeros(3))
         assert not check.still_holds()
         assert fingerprint([model]) != before
-    for held, where in ((BY_HEAD, 1), (BY_LAYER, "first")):
-        was, held[where] = held[where], 0.5
+    for held, where in ((BY_HEAD, 1), (BY_LAYER, "first"), (ANCHORS[1], 0), (SHARES, 2), (WEIGHTS, 1)):
+        was = float(held[where])
+        held[where] = 0.25
         changed = not check.still_holds() and fingerprint([model]) != before
         held[where] = was
         assert changed
-        assert check.still_holds()
+        before, check = fingerprint([model]), QuickCheck([model])  # torch counts writes to WEIGHTS
     monkeypatch.setitem(globals(), "RATE", float("0.1"))  # an equal number
     assert check.still_holds()
 

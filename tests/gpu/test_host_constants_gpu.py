@@ -18,13 +18,14 @@ from hotlap.engine.capture.captured_step import CapturedStep
 DEVICE = torch.device("cuda")
 
 
-def scripted(kind, plan, *, size=8, steps=12):
+def scripted(kind, plan, *, size=8, steps=12, before_step=lambda module, number: None):
     """The losses of a plain loop under a plan, its weights, and the calls."""
     module = kind().to(DEVICE)
     model = calling.Scripted(module, plan, device=DEVICE, make_recorder=None)
     optimizer, losses = torch.optim.Adam(module.parameters(), lr=0.01), []
     random.seed(5)
     for number, (x, y) in enumerate(batches(steps)):
+        before_step(module, number)
         if number in (5, 9):  # another width, and another mask
             x, y = x[: size // 2], y[: size // 2]
         loss = nn.functional.cross_entropy(model(x), y)
@@ -110,3 +111,14 @@ def test_an_evaluation_that_copies_constants_is_replayed(kind):
             torch.testing.assert_close(model(x), module(x), rtol=1e-5, atol=1e-6)
     assert model.evaluations.refused == []
     assert model.evaluations.recorded == 1
+
+
+def test_numbers_of_the_host_that_a_script_changes_in_place_are_those_of_now(monkeypatch):
+    def trained_with_changes(plan):
+        monkeypatch.setattr(copying, "SHARES", [[0.5, 0.6], [0.7, 0.8]])
+        return scripted(copying.TakesNumbers, plan, steps=20, before_step=copying.TakesNumbers.change)
+
+    mine = trained_with_changes(CAPTURED)
+    assert mine.call.given_up is None
+    assert mine.call._way.recorded >= 1
+    assert_same(mine, trained_with_changes(calling.OWN))

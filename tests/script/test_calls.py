@@ -1168,6 +1168,13 @@ def test_a_capture_needs_a_gpu():
     assert "needs a GPU" in ModuleCall(net(), device=CPU).supports(*CAPTURED)
 
 
+def with_a_buffer_elsewhere():
+    """A number on the host, which the GPU's kernels take as it is when they are recorded."""
+    module = net()
+    module.register_buffer("momentum", torch.zeros((), device="meta"))
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "plan", "reason"),
     [
@@ -1179,7 +1186,8 @@ def test_a_capture_needs_a_gpu():
         (lambda: net(), (Numerics(precision="tf32"), Execution()), "tf32"),
         (lambda: net(), LAST, "channels_last is for convolutions"),
         (lambda: net(), (Numerics(), Execution(mode="captured", replay_steps=4)), "one by one"),
-        (lambda: net().to("meta"), CAPTURED, "not all of its weights are on cpu"),
+        (lambda: net().to("meta"), CAPTURED, "not all of its weights and buffers are on cpu"),
+        (lambda: with_a_buffer_elsewhere(), CAPTURED, "not all of its weights and buffers are on cpu"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
@@ -1190,6 +1198,24 @@ def test_what_cannot_be_done_is_refused_in_one_line(make, plan, reason):
     assert call.supports(*OWN) is None
     with pytest.raises(PlanError):
         call.use(*plan)
+
+
+def test_under_another_default_dtype_a_call_is_recorded_anew():
+    """What the call makes has that dtype."""
+
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.full((3,), 0.5)
+
+    model, theirs = warmed(Shifted(6, 3)), Shifted(6, 3)
+    x, before, replays = torch.randn(8, 6), torch.get_default_dtype(), model.replays
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert model(x).dtype == theirs(x).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert model(x).dtype == torch.float32
+    assert model.replays == replays + 1
 
 
 def test_under_a_transform_of_torchs_a_call_is_the_scripts_own():

@@ -98,6 +98,11 @@ class AlsoReads(Copying):
         return x * torch.tensor([0.5], device=x.device) * (1.0 if x.sum().item() > 0 else 2.0)
 
 
+class SendsPinned(Copying):
+    def made(self, x):
+        return x * torch.full((5,), 0.5).pin_memory().to(x.device, non_blocking=True)
+
+
 UNFIT = {
     TakesWhatItHolds: "copying.py:",
     TakesNumpy: "copying.py:",
@@ -105,4 +110,31 @@ UNFIT = {
     DrawsInPython: "randomness",
     Counts: "copying.py:",
     AlsoReads: "copying.py:",
+    SendsPinned: "pinned memory",
 }
+
+
+SHARES = [[0.5, 0.6], [0.7, 0.8]]
+
+
+class TakesNumbers(Copying):
+    """A layer that takes numbers from the host which a script changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.warmth, self.rates, self.table = torch.tensor(0.5), np.ones(3), [[1.0, 2.0, 3.0, 4.0, 5.0]]
+
+    def made(self, x):
+        x = x * self.warmth * float(self.rates[1]) + torch.tensor(SHARES[1], device=x.device).sum()
+        return x * torch.tensor(self.table, device=x.device)
+
+    def change(self, number):
+        """Change one of them."""
+        if number == 6:
+            self.warmth.fill_(0.25)
+        elif number == 8:
+            self.rates[1] = 0.5
+        elif number == 10:
+            self.table[0][3] = -1.0
+        elif number == 12:
+            SHARES[1][0] = 2.5

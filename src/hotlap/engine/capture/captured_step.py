@@ -462,15 +462,15 @@ def _in_pieces(batch: Batch, sizes: list[int]) -> list[Batch]:
 
 def signature(window: Window) -> Hashable | None:
     """The key by which a capture tells windows apart; None if a window cannot be captured."""
-    first = window.pieces[0]
+    first, dtype = window.pieces[0], torch.get_default_dtype()
     if isinstance(first, PendingRows):
         where = (id(first.columns), first.order.data_ptr())
-        return ("rows", where, window.updates, tuple(window.sizes), window.all_count)
+        return ("rows", where, window.updates, tuple(window.sizes), window.all_count, dtype)
     try:
         parts = tuple(shape_of(piece) for piece in window.pieces)
     except BatchError:
         return None
-    return ("batch", parts, tuple(window.sizes), window.all_count)
+    return ("batch", parts, tuple(window.sizes), window.all_count, dtype)
 
 
 class BatchError(Exception):

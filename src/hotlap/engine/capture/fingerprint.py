@@ -24,8 +24,12 @@ INSIDE = frozenset(nn.Module().__dict__)
 """Attributes that torch itself keeps in a module."""
 _PLAIN = frozenset((int, float, bool, str, type(None), complex))
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
-_FEW = 16
-"""Entries of a container that are compared; for a longer one, also their number. Of tensors, all are compared."""
+_FEW, _LISTED = 16, 256
+"""Entries of a container that are compared, and of a list or tuple of numbers; for a longer one, also their number. Of
+tensors, all are compared."""
+_SMALL = 4096
+"""Most bytes of an array of numpy whose numbers are compared."""
+_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 _HOLDERS = (
     "_parameters",
     "_buffers",
@@ -137,11 +141,12 @@ def _global_at(space: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Whether a recording keeps a global as it is: its number or few numbers, or where its tensors are."""
+    """Whether a recording keeps a global as it is: its numbers, if they are not too many, or where its tensors are."""
     kind = type(value)
-    if kind in _PLAIN or _is_ordinary(value):
+    if kind in _PLAIN or _is_ordinary(value) or isinstance(value, _OF_NUMPY):
         return True
-    return kind in _HELD and (_holds_tensors(value) or (len(value) <= _FEW and _holds_numbers(value)))
+    most = _LISTED if kind in (list, tuple) else _FEW
+    return kind in _HELD and (_holds_tensors(value) or (len(value) <= most and _holds_numbers(value)))
 
 
 def _globals_of_layers(kind: type[nn.Module]) -> _Globals:
@@ -182,7 +187,7 @@ def _globals_read(ahead: list[Any], owner: type) -> _Globals:
                 for end in range(1, len(path) + 1):  # `settings.rate.item()` reads `settings.rate`
                     value = _global_at(space, path[:end])
                     ahead.append(value)
-                    if _is_frozen(value):
+                    if _is_frozen(value) or isinstance(value, _GENERATORS):
                         found[id(space), path[:end]] = space, path[:end]
         ahead += [_code_of(inspect.getattr_static(owner, name, None)) for name in names_in(one.__code__)]
         ahead += map(_content_of, one.__closure__ or ())  # what a decorator wraps
@@ -211,30 +216,56 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+_OF_NUMPY = (np.ndarray, np.generic)
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether a pass may take numbers from it on the host, which a recording freezes."""
+    return isinstance(value, _OF_NUMPY) or (type(value) is Tensor and value.device.type == "cpu")
+
+
+def _content(value: Any) -> Any:
+    """A value that changes with the numbers of one on the host, as far as they are few."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes() if value.nbytes <= _SMALL else None
+    writes = None if value.is_inference() else value._version
+    is_small = value.layout is torch.strided and value.numel() <= _FEW
+    return writes, repr(value.tolist()) if is_small else None  # NaN is not equal to itself
+
+
 def _add_value(value: Any, found: list[Any], seen: set[int]) -> None:
     kind = type(value)
     if kind in _PLAIN:
         found.append(value)
-    elif isinstance(value, Tensor):
-        found += _form(value)
+    elif isinstance(value, (Tensor, *_OF_NUMPY)):
+        found.append(_part(value))
     elif kind in (tuple, list):
         found.append(len(value))
-        _add_parts(value if _holds_tensors(value) else value[:_FEW], found)
+        found += map(_part, value if _holds_tensors(value) else value[:_LISTED])
     elif kind is dict or (kind is OrderedDict and _holds_tensors(value)):
         found.append(len(value))
         if len(value) <= _FEW or _holds_tensors(value):
-            _add_parts(value.values(), found)
+            found += map(_part, value.values())
     elif id(value) not in seen:
         # All layers of a model may hold one configuration; compare it once.
         seen.add(id(value))
         found.append(id(value))
         inner = getattr(value, "__dict__", None)
         if inner and not isinstance(value, (*_CODE, nn.Module)):
-            _add_parts(inner.values(), found)
+            found += map(_part, inner.values())
 
 
-def _add_parts(parts: Iterable[Any], found: list[Any]) -> None:
-    found += [part if type(part) in _PLAIN else _form(part) if _is_ordinary(part) else id(part) for part in parts]
+def _part(part: Any) -> Any:
+    """What a fingerprint holds of a part of a container: its number, its place, or its few numbers."""
+    if type(part) in _PLAIN:
+        return part
+    if type(part) in (list, tuple):
+        return len(part), *(one if type(one) in _PLAIN else id(one) for one in part[:_FEW])
+    content = _content(part) if _is_on_host(part) else None
+    form = _form(part) if isinstance(part, Tensor) else id(part) if content is None else None
+    return form, content
 
 
 def _is_ordinary(value: Any) -> bool:
@@ -247,7 +278,9 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _holds_numbers(value: Any) -> bool:
-    return any(type(part) in (int, float) for part in _parts_of(value))
+    found = [*_parts_of(value)]
+    found += chain.from_iterable(part for part in found if type(part) in (list, tuple))
+    return any(type(part) in (int, float) for part in found)
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
@@ -292,13 +325,17 @@ class QuickCheck:
         self._empty = [one for one in (*self._insides, *dicts) if not one]
         self._dicts = [one for one in dicts if one]
         self._held = [part for one in self._dicts for part in one.values()]
-        self._lists = [value for value in odd if type(value) is list]
+        nested = chain.from_iterable(value for value in odd if type(value) in (list, tuple))
+        self._lists = [value for value in (*odd, *nested) if type(value) is list]
         self._listed = [part for one in self._lists for part in one]
         self._sized = [*self._insides, *self._dicts, *self._lists]
         self._sizes = list(map(len, self._sized))
         buffers = (buffer for layer in self._layers for buffer in layer._buffers.values() if buffer is not None)
         tensors = [*self._parameters, *buffers, *(value for value in odd if isinstance(value, Tensor))]
         tensors += filter(_is_ordinary, chain.from_iterable(map(_parts_of, holders)))
+        inside = (part for owner in self._owners[len(self._layers) :] for part in vars(owner).values())
+        parts = chain(odd, chain.from_iterable(map(_parts_of, odd)), inside)
+        self._on_host = [(value, _content(value)) for value in parts if _is_on_host(value)]
         self._are_settled = not any(map(is_lazy, tensors))  # a lazy tensor becomes another without a trace
         self._placed = [tensor for tensor in tensors if tensor.layout is torch.strided and self._are_settled]
         self._places = list(map(Tensor.data_ptr, self._placed))
@@ -323,6 +360,7 @@ class QuickCheck:
                 and all(map(is_, map(_hooks_of, self._parameters), self._hooks))
                 and self._flags == list(map(_requires_grad, self._parameters))
                 and self._places == list(map(Tensor.data_ptr, self._placed))
+                and all(_content(value) == content for value, content in self._on_host)
             )
         except Exception:  # some objects refuse to be compared
             return False
@@ -390,6 +428,11 @@ def memory(modules: Sequence[nn.Module]) -> dict[tuple[str, str], Any]:
     """The Python state of modules, by owner and attribute. It holds the objects, so that their ids stay taken."""
     found: dict[tuple[str, str], Any] = {}
     for module in modules:
+        for kind in dict.fromkeys(map(type, module.modules())):
+            for space, path in _globals_of_layers(kind):
+                value = _global_at(space, path)
+                if isinstance(value, _GENERATORS):
+                    found["the script", ".".join(path)] = _comparable(value)
         for name, layer in module.named_modules():
             owner = f"{type(layer).__name__} {name}".strip()
             for attribute, value in layer.__dict__.items():

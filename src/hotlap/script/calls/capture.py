@@ -370,7 +370,7 @@ def _key_of(device: torch.device, args: Any, kwargs: Any) -> tuple[Hashable, lis
             raise BatchError
         facts.append((tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad))
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return (shape, tuple(facts), autocast), tensors
+    return (shape, tuple(facts), autocast, torch.get_default_dtype()), tensors
 
 
 def _reason(error: BatchError) -> str:

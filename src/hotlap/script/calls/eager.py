@@ -251,8 +251,8 @@ def why_not_captured(module: nn.Module, device: torch.device) -> str | None:
     """Why its calls cannot be recorded, judged by the module itself."""
     for name in _spread_by(module):
         return f"a recording cannot capture what {name} does"
-    if any(p.device != device for p in module.parameters()):
-        return f"not all of its weights are on {device}"
+    if any(held.device != device for held in (*module.parameters(), *module.buffers())):
+        return f"not all of its weights and buffers are on {device}"
     if _odd_parameter(module) is not None:
         return _odd_parameter(module)
     hooks = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)

@@ -363,7 +363,6 @@ def _settings() -> tuple[Callable[[], Any], ...]:
         *KERNEL_SETTINGS,
         get_cudnn_attention,
         torch.backends.mha.get_fastpath_enabled,
-        torch.get_default_dtype,
     )
 
 
