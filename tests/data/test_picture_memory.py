@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from hotlap.data import picture_memory
-from hotlap.data.picture_memory import PictureMemory, key_of
+from hotlap.data.picture_memory import PictureMemory, State, key_of
 from hotlap.machine.limits import Memory
 
 A, B = key_of(b"a"), key_of(b"b")
@@ -120,13 +120,23 @@ def test_keys_tell_parts_apart():
     assert key_of(b"ab", b"c") != key_of(b"a", b"bc")
 
 
-def test_whether_it_is_on_is_one_thing_for_all_processes(memory):
-    assert not memory.is_on
+def test_its_state_is_one_thing_for_all_processes(memory):
+    assert (memory.state, memory.is_on) == (State.WAITING, False)
 
     def turn_on():
-        memory.is_on = True
-        memory.differs = True
+        memory.state = State.ON
 
     assert in_child(turn_on) == 0
-    assert memory.is_on
-    assert memory.differs
+    assert (memory.state, memory.is_on) == (State.ON, True)
+
+
+def test_it_ends_early_where_few_of_the_pictures_would_fit(monkeypatch, memory):
+    monkeypatch.setattr(picture_memory, "SAMPLE", 2)
+    pixels = bytes(1 << 16)  # 16 of them fit
+    memory.state = State.ON
+    memory.expect(16 * 5)
+    for at in range(4):
+        assert memory.add(key_of(bytes([at])), "L", (1 << 16, 1), 0, pixels)
+    memory.expect(16 * 5 + 1)
+    assert not memory.add(A, "L", (1 << 16, 1), 0, pixels)
+    assert memory.state is State.TOO_MANY

@@ -13,6 +13,8 @@ pytest.importorskip("PIL")
 from PIL import Image, ImageDraw, ImageFile, ImageOps
 
 from hotlap.core.tricks import DECODED_ONCE
+from hotlap.data import picture_memory
+from hotlap.data.picture_memory import State
 from hotlap.script.feed import followed_pictures
 from hotlap.script.feed.decoded_once import WHAT, DecodedOnce
 from hotlap.script.run_length import RunLength
@@ -20,6 +22,7 @@ from hotlap.script.session import Session, Settings
 from hotlap.store.run_folder import RunFolder
 
 SIZE = (96, 72)
+LOADER = DataLoader([0])
 
 
 def noise(mode="RGB", size=SIZE, seed=0):
@@ -41,7 +44,7 @@ def jpeg(seed=0, **options):
 @pytest.fixture
 def once():
     one = DecodedOnce()
-    one.begin_epoch(pays=True)
+    one.begin_epoch(LOADER, 1, has_more=True)
     yield one
     one.close()
 
@@ -122,13 +125,13 @@ def test_every_way_of_making_a_picture_gives_what_pil_alone_gives(once, kind):
         with followed_pictures._inside:
             own = outcome(way, data)
         assert [outcome(way, data) for _ in range(3)] == [own] * 3, way
-    assert not once.memory.differs
+    assert once.memory.is_on
 
 
 @pytest.mark.parametrize("way", ["converted", "resized", "converted and resized", "resized twice", "loaded"])
 def test_the_second_time_nothing_is_decoded(decodings, way):
     once = DecodedOnce()
-    once.begin_epoch(pays=True)
+    once.begin_epoch(LOADER, 1, has_more=True)
     once.memory._compared_here = followed_pictures.COMPARED_HERE  # none is also made anew
     for _ in range(3):
         facts(WAYS[way](Image.open(io.BytesIO(jpeg()))))
@@ -260,7 +263,7 @@ def test_a_wrong_picture_in_memory_is_found_and_nothing_is_recalled_any_more(onc
     start = once.memory._pixels_at
     once.memory._map[start : start + 9] = b"otherwise"
     assert Image.open(io.BytesIO(data)).convert("RGB") == noise()
-    assert (once.memory.is_on, once.memory.differs) == (False, True)
+    assert once.memory.state is State.DIFFERENT
     assert Image.open(io.BytesIO(data)).convert("RGB") == noise()
 
 
@@ -269,7 +272,7 @@ def test_where_memory_is_no_faster_nothing_is_recalled_any_more(once, monkeypatc
     monkeypatch.setattr(followed_pictures, "COMPARED_HERE", 64)
     for _ in range(followed_pictures.ENOUGH + 3):
         assert facts(Image.open(io.BytesIO(jpeg())).convert("RGB"))[1] == SIZE
-    assert not once.memory.is_on
+    assert once.memory.state is State.NO_FASTER
     assert once.memory.counts.recalled == followed_pictures.ENOUGH
 
 
@@ -279,12 +282,39 @@ def test_afterwards_pil_is_as_before():
 
     before = methods()
     once = DecodedOnce()
-    once.begin_epoch(pays=True)
+    once.begin_epoch(LOADER, 1, has_more=True)
     assert methods() != before
     made = [Image.open(io.BytesIO(jpeg())).convert("RGB") for _ in range(2)]
     once.close()
     assert methods() == before
     assert made[0] == made[1]
+
+
+def test_where_no_picture_comes_again_nothing_is_remembered_any_more(once):
+    for epoch in range(2):
+        assert once.memory.is_on
+        facts(Image.open(io.BytesIO(jpeg(seed=epoch))).convert("RGB"))
+        once.begin_epoch(LOADER, 1, has_more=False)
+    assert once.memory.state is State.ALWAYS_NEW
+
+
+def test_other_data_has_other_epochs(once):
+    others = [DataLoader([seed]) for seed in range(4)]
+    for seed, other in enumerate(others):
+        facts(Image.open(io.BytesIO(jpeg(seed=seed))).convert("RGB"))
+        once.begin_epoch(other, 1, has_more=False)
+    assert once.memory.is_on
+
+
+def test_data_that_is_made_anew_for_each_epoch_counts_as_coming_again():
+    once = DecodedOnce()
+    once.begin_epoch(DataLoader([1]), 1, has_more=False)
+    assert not once.memory.is_on
+    once.begin_epoch(DataLoader([1, 2]), 2, has_more=False)
+    assert not once.memory.is_on
+    once.begin_epoch(DataLoader([2]), 1, has_more=False)
+    assert once.memory.is_on
+    once.close()
 
 
 # --- in a script ---------------------------------------------------------------------------
@@ -357,6 +387,15 @@ def test_where_the_length_is_unknown_pictures_are_remembered_from_the_second_epo
     monkeypatch.setattr(RunLength, "known", False)
     _, entry, _ = under_hotlap(tmp_path, monkeypatch)
     assert entry.figures["recalled"] == 12
+
+
+def test_pictures_that_do_not_fit_are_left_alone_and_the_ledger_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(picture_memory, "SAMPLE", 2)
+    monkeypatch.setattr(picture_memory, "LEAST_SHARE", 1e9)
+    losses, entry, session = under_hotlap(tmp_path, monkeypatch)
+    assert losses == train(tmp_path)
+    assert (entry.outcome, entry.why) == ("rejected", "there are too many for the memory")
+    assert session._decoded.memory.pictures == 2
 
 
 def test_it_can_be_left_out(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
 from hotlap.core.units import GIB, MIB
@@ -23,6 +24,9 @@ RESERVE: Final = GIB
 """Bytes of memory that stay free beside them."""
 CHECKED: Final = 64 * MIB
 """Bytes of new pictures after which free memory is looked at again."""
+SAMPLE, LEAST_SHARE = 16, 0.2
+"""Pictures from whose sizes hotlap predicts how many fit, and the least share of an epoch's that pays: the others are
+hashed in vain."""
 MOST_RECORDS: Final = 1 << 20
 TRIES, PAUSE_S = 10, 5e-5
 """How often a process tries to get the lock, which others hold for microseconds, and seconds between two tries."""
@@ -34,12 +38,25 @@ MODES: Final = {"L": 1, "RGB": 3, "RGBA": 4, "YCbCr": 3, "CMYK": 4}
 _MODES = (*MODES,)
 _NO_PIXELS = 2**64 - 1
 
-_HEAD = struct.Struct("<BBxxxxxxQQQ")
-"""Whether the memory is in use, and whether a picture in it was wrong; records written; bytes of pixels taken;
-processes that have counts."""
+_HEAD = struct.Struct("<BxxxxxxxQQQQQ")
+"""The state, and the fields of `_Head`."""
 _RECORD = struct.Struct("<16sQIIIB")
 _COUNTS = struct.Struct("<QdQddd")
 """Of one process, in the order of the fields of `Counts`."""
+
+
+class State(IntEnum):
+    """Whether pictures are remembered and recalled, and if no more, why not."""
+
+    WAITING = 0
+    ON = 1
+    DIFFERENT = 2
+    """A picture from memory was not the one made anew."""
+    NO_FASTER = 3
+    TOO_MANY = 4
+    """The memory holds too small a share of the pictures."""
+    ALWAYS_NEW = 5
+    """Later epochs have asked for none of them."""
 
 
 class Known(NamedTuple):
@@ -51,6 +68,19 @@ class Known(NamedTuple):
     """Where decoding leaves the file."""
     at: int | None
     """Where its pixels are; None if only its mode and size are known."""
+
+
+class _Head(NamedTuple):
+    """All counts of the memory's first bytes."""
+
+    records: int
+    pictures: int
+    """Those with pixels."""
+    taken: int
+    """Bytes of these."""
+    processes: int
+    """Those that have counts."""
+    expected: int
 
 
 @dataclass(frozen=True)
@@ -99,33 +129,43 @@ class PictureMemory:
         self._in_process, self._slot = threading.Lock(), None
 
     @property
-    def is_on(self) -> bool:
+    def state(self) -> State:
         """Whether pictures are remembered and recalled, in all processes."""
-        return self._map[0] == 1
+        return State(self._map[0])
 
-    @is_on.setter
-    def is_on(self, on: bool) -> None:
-        self._map[0:1] = bytes((on,))
+    @state.setter
+    def state(self, state: State) -> None:
+        self._map[0:1] = bytes((state,))
 
     @property
-    def differs(self) -> bool:
-        """Whether a picture in it was found to be wrong."""
-        return self._map[1] == 1
+    def is_on(self) -> bool:
+        """Whether pictures are remembered and recalled."""
+        return self._map[0] == State.ON
 
-    @differs.setter
-    def differs(self, differs: bool) -> None:
-        self._map[1:2] = bytes((differs,))
+    @property
+    def pictures(self) -> int:
+        """Pictures whose pixels are here."""
+        return self._head.pictures
+
+    @property
+    def expected(self) -> int:
+        """Pictures in an epoch, as far as known."""
+        return self._head.expected
+
+    def expect(self, pictures: int) -> None:
+        """Set how many pictures an epoch has; 0: unknown."""
+        with _Alone(self) as alone:
+            if alone.holds:
+                self._write_head(expected=pictures)
 
     @property
     def bytes_taken(self) -> int:
         """Bytes of all pixels."""
-        return self._head[1]
+        return self._head.taken
 
     @property
-    def _head(self) -> tuple[int, int, int]:
-        """Records, bytes of pixels, and processes with counts."""
-        _, _, records, taken, processes = _HEAD.unpack_from(self._map)
-        return records, taken, processes
+    def _head(self) -> _Head:
+        return _Head(*_HEAD.unpack_from(self._map)[1:])
 
     def find(self, key: bytes) -> Known | None:
         """The picture of this key, if any process has added it."""
@@ -137,10 +177,10 @@ class PictureMemory:
 
     def refresh(self) -> None:
         """Learn what other processes have added; those forked from here then know it too."""
-        if self._read == self._head[0]:
+        if self._read == self._head.records:
             return
         with _Alone(self) as alone:
-            count = self._head[0] if alone.holds else self._read
+            count = self._head.records if alone.holds else self._read
             for number in range(self._read, count):
                 key, at, width, height, end, mode = _RECORD.unpack_from(self._map, self._record_at(number))
                 known = Known(_MODES[mode], (width, height), end, None if at == _NO_PIXELS else at)
@@ -166,17 +206,21 @@ class PictureMemory:
             start = self._pixels_at + at
             self._map[start : start + len(pixels)] = pixels
         with _Alone(self) as alone:
-            count = self._head[0]
+            count = self._head.records
             if not alone.holds or count == MOST_RECORDS:
                 return False
             record = (key, at, *size, end, _MODES.index(mode))
             _RECORD.pack_into(self._map, self._record_at(count), *record)
-            self._write_head(records=count + 1)
+            self._write_head(records=count + 1, pictures=self.pictures + (pixels is not None))
         return True
 
     def _take(self, size: int) -> int | None:
         """Where there is room for so many bytes of pixels; None if there is none."""
-        taken = self.bytes_taken
+        head = self._head
+        taken = head.taken
+        if head.pictures >= SAMPLE and self.most_bytes * head.pictures < LEAST_SHARE * head.expected * taken:
+            self.state = State.TOO_MANY
+            return None
         if taken + size > self.most_bytes:
             return None
         if taken - self._checked > CHECKED:
@@ -190,18 +234,15 @@ class PictureMemory:
             self._write_head(taken=taken + size)
         return taken
 
-    def _write_head(
-        self, *, records: int | None = None, taken: int | None = None, processes: int | None = None
-    ) -> None:
-        pairs = zip((records, taken, processes), self._head, strict=True)
-        struct.pack_into("<QQQ", self._map, 8, *(had if now is None else now for now, had in pairs))
+    def _write_head(self, **new: int) -> None:
+        struct.pack_into("<QQQQQ", self._map, 8, *self._head._replace(**new))
 
     # --- counts ------------------------------------------------------------------------------
 
     @property
     def counts(self) -> Counts:
         """The counts of all processes together."""
-        rows = [self._counts_of(slot) for slot in range(min(PROCESSES, self._head[2]))]
+        rows = [self._counts_of(slot) for slot in range(min(PROCESSES, self._head.processes))]
         return Counts(*map(sum, zip(*rows, strict=True))) if rows else Counts(0, 0.0, 0, 0.0, 0.0, 0.0)
 
     @property
@@ -228,7 +269,7 @@ class PictureMemory:
     def _add_counts(self, *new: float) -> None:
         if self._slot is None:
             with _Alone(self) as alone:
-                processes = self._head[2]
+                processes = self._head.processes
                 if not alone.holds:
                     return
                 self._write_head(processes=processes + 1)

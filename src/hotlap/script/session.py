@@ -116,7 +116,6 @@ class Session:
         self._compile_watch = CompileWatch(self._before_compile, self._before_compiled_step)
         self._idle: IdleCounter | None = None
         self._decoded: DecodedOnce | None = None
-        self._read_datasets: set[int] = set()
         self._earlier: WeakKeyDictionary[Optimizer, IdleCounter | TrainingSummary] = WeakKeyDictionary()
         """Trainings that the script left for another one, by the optimizer whose steps count."""
         self._faults = 0
@@ -233,15 +232,13 @@ class Session:
 
     def _begin_pictures(self, loader: DataLoader[Any], proxy: LoaderProxy) -> None:
         """An epoch begins, and its workers are about to start: remember pictures from when they may come again."""
-        dataset = id(loader.dataset)
-        is_again = dataset in self._read_datasets
-        self._read_datasets.add(dataset)
         if self._decoded is None and DECODED_ONCE not in self.settings.without and PIL in sys.modules:
             self._decoded = decoded_once()
         if self._decoded is not None:
             updates = self._run_length.updates() if self._run_length.known else None
-            is_one_of_many = updates is not None and proxy.length is not None and updates > proxy.length
-            self._decoded.begin_epoch(pays=is_again or is_one_of_many)
+            has_more = updates is not None and proxy.length is not None and updates > proxy.length
+            samples = None if proxy.length is None else proxy.length * (proxy.batch_size or 1)
+            self._decoded.begin_epoch(loader, samples, has_more=has_more)
 
     def _on_batch(self, proxy: LoaderProxy, seconds: float) -> None:
         if self._idle is not None or (self._tuning is not None and self._tuning.ignores(proxy)):

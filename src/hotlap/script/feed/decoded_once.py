@@ -10,20 +10,30 @@ The patches stay in forked processes, since workers make the pictures.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Hashable
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from torch.utils.data import DataLoader
 
 from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_seconds
+from hotlap.data.picture_memory import PictureMemory, State
 from hotlap.script.patches import Patches
-
-if TYPE_CHECKING:
-    from hotlap.data.picture_memory import PictureMemory
 
 PIL: Final = "PIL.Image"
 """The module whose import shows that a script may read pictures."""
 WHAT: Final = "pictures decoded once"
 """Its name in the ledger."""
+ENOUGH_EPOCHS: Final = 2
+"""Epochs after which some pictures must have come again."""
+WHY_NOT: Final = {
+    State.DIFFERENT: "a picture from memory differed",
+    State.NO_FASTER: "memory is hardly faster",
+    State.TOO_MANY: "there are too many for the memory",
+    State.ALWAYS_NEW: "no picture came again",
+}
 
 
 def decoded_once() -> DecodedOnce | None:
@@ -39,42 +49,55 @@ class DecodedOnce:
 
     def __init__(self) -> None:
         """Raises OSError where there is no memory for it, and ImportError or AttributeError where PIL is unknown."""
-        from hotlap.data.picture_memory import PictureMemory
         from hotlap.script.feed import followed_pictures
 
-        self.memory: PictureMemory = PictureMemory()
+        self.memory = PictureMemory()
         self._patches = Patches(in_forks=True)
         for owner, name, make in followed_pictures.patches(self.memory):
             self._patches.put(owner, name, make)
         self._is_over = False
+        self._begun: set[Hashable] = set()
+        """Kinds and sizes of the data of earlier epochs: a script may make its dataset anew for each."""
+        self._epochs: WeakKeyDictionary[DataLoader[Any], tuple[int, int]] = WeakKeyDictionary()
+        """Epochs of each loader since pictures are remembered, and pictures recalled before the last of them."""
 
-    def begin_epoch(self, *, pays: bool) -> None:
-        """An epoch of a loader begins; with `pays`, its pictures are likely to come again."""
-        if pays and not self._is_over and not self.memory.counts.compared:
-            self.memory.is_on = True
-        self.memory.refresh()
+    def begin_epoch(self, loader: DataLoader[Any], samples: int | None, *, has_more: bool) -> None:
+        """An epoch of a loader begins; with `has_more`, it is known not to be the last of its data."""
+        memory, kind = self.memory, (type(loader.dataset), samples)
+        if memory.state is State.WAITING and not self._is_over and (kind in self._begun or has_more):
+            memory.state = State.ON
+        self._begun.add(kind)
+        recalled, (epochs, before) = memory.counts.recalled, self._epochs.get(loader, (0, 0))
+        if memory.is_on and epochs >= ENOUGH_EPOCHS and recalled == before:
+            memory.state = State.ALWAYS_NEW
+        self._epochs[loader] = epochs + memory.is_on, recalled
+        memory.expect(max(memory.expected, samples or 0))
+        memory.refresh()
 
     def close(self) -> None:
         """Leave PIL alone."""
-        self.memory.is_on, self._is_over = False, True
+        if self.memory.is_on:
+            self.memory.state = State.WAITING
+        self._is_over = True
         self._patches.take_out_all()
 
     def write_down(self, ledger: Ledger, plan: Plan) -> None:
         """Add what it gave to a ledger, if anything."""
-        counts = self.memory.counts
-        if not counts.compared:
-            return
-        made_s, recall_s = counts.made_s / counts.compared, counts.compared_s / counts.compared
-        each = f"{show_seconds(recall_s)} each from memory, {show_seconds(made_s)} decoded anew"
-        figures = {"made_s": made_s, "recall_s": recall_s, "recalled": counts.recalled}
-        if not self.memory.is_on:
-            why = "pictures from memory differ" if self.memory.differs else "memory is hardly faster"
-            ledger.record(_entry(ledger, plan, "rejected", f"{why}: {each}", figures))
-            return
-        if self.memory.recalled_here == counts.recalled:  # else the workers of the loader share what is saved
-            figures["saved_s"] = counts.recalled * (made_s - recall_s) - counts.remember_s
-        taken = show_bytes(self.memory.bytes_taken)
-        ledger.record(_entry(ledger, plan, "kept", f"{counts.recalled:,} recalled: {each}; {taken} of memory", figures))
+        memory, counts = self.memory, self.memory.counts
+        figures: dict[str, float] = {"recalled": counts.recalled}
+        words = []
+        if counts.compared:
+            made_s, recall_s = counts.made_s / counts.compared, counts.compared_s / counts.compared
+            words = [f"{show_seconds(recall_s)} each from memory, {show_seconds(made_s)} decoded anew"]
+            figures |= {"made_s": made_s, "recall_s": recall_s}
+        if memory.state in WHY_NOT:
+            why = WHY_NOT[memory.state]
+            ledger.record(_entry(ledger, plan, "rejected", "; ".join([why, *words]), figures))
+        elif words:
+            if memory.recalled_here == counts.recalled:  # else the workers of the loader share what is saved
+                figures["saved_s"] = counts.recalled * (made_s - recall_s) - counts.remember_s
+            words = [f"{counts.recalled:,} recalled: {words[0]}", f"{show_bytes(memory.bytes_taken)} of memory"]
+            ledger.record(_entry(ledger, plan, "kept", "; ".join(words), figures))
 
 
 def _entry(ledger: Ledger, plan: Plan, outcome: str, why: str, figures: dict[str, float]) -> Entry:

@@ -18,7 +18,7 @@ from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
-from hotlap.data.picture_memory import MODES, Known, PictureMemory, key_of
+from hotlap.data.picture_memory import MODES, Known, PictureMemory, State, key_of
 
 LEAST_PIXELS: Final = 64 * 64
 """Of a file; smaller ones are decoded in less time than remembering takes."""
@@ -154,10 +154,10 @@ class Origin:
         anew = self.made(anew=True)
         memory.count(recall_s, time.perf_counter() - began)
         if (anew.mode, anew.size) != (picture.mode, picture.size) or anew.tobytes() != picture.tobytes():
-            memory.is_on, memory.differs = False, True
+            memory.state = State.DIFFERENT
         counts = memory.counts
-        if counts.compared >= ENOUGH and counts.made_s < LEAST_GAIN * counts.compared_s:
-            memory.is_on = False
+        if memory.is_on and counts.compared >= ENOUGH and counts.made_s < LEAST_GAIN * counts.compared_s:
+            memory.state = State.NO_FASTER
         return anew
 
 
