@@ -15,10 +15,11 @@ A message says what happened, the value seen, and what to do, in one line each.
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from hotlap.core.terminal import clean_lines
 
@@ -79,6 +80,14 @@ class TrainingError(HotlapError, RuntimeError):
 
 class DivergedError(TrainingError):
     """The weights, or the answers, of a model are no longer finite."""
+
+
+def library(name: str, what: str, package: str) -> Any:
+    """An optional package; MachineError says what needs it and how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise MachineError(f"{what} needs {name.partition('.')[0]}: pip install {package}") from None
 
 
 def listed(head: str, noun: str, problems: Sequence[str]) -> str:

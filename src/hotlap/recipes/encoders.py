@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotlap.core.errors import DataError, JobError, MachineError, StoreError, shown
+from hotlap.core.errors import DataError, JobError, MachineError, StoreError, library, shown
 from hotlap.core.terminal import logger
 from hotlap.data.sequences import MULTIPLE, round_up
 from hotlap.data.tokenising import is_panic
 from hotlap.recipes import library_models
-from hotlap.recipes.library_models import CONFIG, MOST_NUMBER, first_words, library, read_config
+from hotlap.recipes.library_models import CONFIG, MOST_NUMBER, first_words, read_config
 from hotlap.recipes.options import MOST, Options, option, outside
 from hotlap.recipes.recipe import Say
 from hotlap.recipes.tabular import refuse_too_large

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotlap.core.errors import HotlapError, MachineError, StoreError, shown
+from hotlap.core.errors import HotlapError, StoreError, library, shown
 from hotlap.store.files import read_text
 from hotlap.store.weights import load_weights
 
@@ -42,14 +42,6 @@ SET_HERE = ("image_size", "max_position_embeddings", "pad_token_id", "type_vocab
 """Settings that recipes give to every model, were they of no use to some."""
 USUAL = {"position_embedding_type": "absolute", "pruned_heads": {}}
 """Settings that this version of the library lacks, with the value it always uses."""
-
-
-def library(name: str, what: str, package: str) -> Any:
-    """An optional package; MachineError says what needs it and how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise MachineError(f"{what} needs {name}: pip install {package}") from None
 
 
 def first_words(error: BaseException) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, StoreError, did_you_mean, shown
+from hotlap.core.errors import DataError, StoreError, did_you_mean, library, shown
 from hotlap.engine.augment import IMAGENET_MEAN, IMAGENET_SPREAD, Normalise
 from hotlap.recipes import library_models
-from hotlap.recipes.library_models import CONFIG, LONGEST, library, read_config
+from hotlap.recipes.library_models import CONFIG, LONGEST, read_config
 from hotlap.recipes.recipe import Say
 from hotlap.store.files import read_text
 from hotlap.store.weights import load_weights

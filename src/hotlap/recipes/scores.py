@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from hotlap.core.errors import library
 from hotlap.core.terminal import clean
-from hotlap.recipes.library_models import library
 from hotlap.recipes.recipe import Numbers, Reader
 
 RARE = 0.5

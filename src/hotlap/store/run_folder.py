@@ -40,6 +40,8 @@ ABOUT = {
     "artefacts.json": "this list",
     "checkpoints/": "to go on from: hotlap resume",
     "checkpoints.made": "says that there were checkpoints",
+    "trees.json": "boosters with their targets, settings and plan",
+    "boosters/": "trained trees, for plain XGBoost or LightGBM",
 }
 MOST_LEDGER_BYTES = 64 * MIB
 """About 150,000 lines; a run has hundreds."""
@@ -186,9 +188,10 @@ class RunFolder:
         try:
             here = sorted(f for f in self.path.iterdir() if not f.name.startswith(".") and f.name != "lock")
             sizes = {f.name: f.stat().st_size for f in here if f.is_file()}
-            kept = [f.stat().st_size for f in (self.path / "checkpoints").glob("step-*/*")]
-            if kept:
-                sizes["checkpoints/"] = sum(kept)
+            for name, files in (("boosters", "*"), ("checkpoints", "step-*/*")):
+                kept = [f.stat().st_size for f in (self.path / name).glob(files)]
+                if kept:
+                    sizes[f"{name}/"] = sum(kept)
             return [Artefact(name=name, bytes=size, what=ABOUT.get(name, "")) for name, size in sizes.items()]
         except OSError as error:
             raise StoreError(f"cannot read {self.path}: {error.strerror or error}") from error

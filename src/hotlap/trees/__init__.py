@@ -1,0 +1,16 @@
+"""XGBoost and LightGBM as jobs: the run folder, ledger, cache and prediction that networks have.
+
+- `job` holds `TreeJob`, what is to be trained, and `TreePlan`, how; `parameters` refuses what the library lacks.
+- `libraries` is the one place that calls XGBoost and LightGBM: quantised data, boosters, files, what really ran.
+- `growing` grows boosters in laps, so many at once; `choosing` times plans on them and keeps the fastest.
+- `model` holds `TreeModel`: its files, which may be a stranger's, and its answers.
+- `fit` joins them: from a `TreeJob` to a `TreeRun` and its folder.
+
+A plan changes time and never the trees. Importing this room imports neither library.
+"""
+
+from hotlap.trees.fit import TreeRun, fit
+from hotlap.trees.job import TreeJob, TreePlan
+from hotlap.trees.model import TreeModel, load
+
+__all__ = ["TreeJob", "TreeModel", "TreePlan", "TreeRun", "fit", "load"]

@@ -1,0 +1,366 @@
+"""`fit`: from a TreeJob to a trained model and its run folder."""
+
+from __future__ import annotations
+
+import html
+import math
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotlap import __version__, machine
+from hotlap.core.console import Console, open_console
+from hotlap.core.errors import JobError, PlanError, StoreError, library, shown
+from hotlap.core.ledger import Entry, Ledger
+from hotlap.core.plan import Plan
+from hotlap.core.table import as_json, table
+from hotlap.core.terminal import clean, logger
+from hotlap.core.units import show_bytes, show_seconds
+from hotlap.fitting.record import start_record
+from hotlap.guard.signals import StopRequest
+from hotlap.store.cache import Cache, store_model, stored_model
+from hotlap.store.files import write_bytes
+from hotlap.store.keys import key_of
+from hotlap.store.run_folder import Artefact, RunFolder, RunLock, finite
+from hotlap.trees.choosing import Choice
+from hotlap.trees.growing import Grown, Watch
+from hotlap.trees.job import Array, TreeJob, TreePlan
+from hotlap.trees.libraries import can_join, check_obeyed, hold
+from hotlap.trees.model import (
+    BOOSTERS,
+    BoosterFile,
+    ModelRecord,
+    TreeModel,
+    read_record,
+    record_of,
+    settings_of,
+    write_record,
+)
+from hotlap.trees.parameters import EXTRA, NEEDS, device_of
+
+log = logger(__name__)
+
+AUTO, OFF = "auto", "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeRun:
+    """A finished training of trees."""
+
+    model: TreeModel
+    """The trained model; under `patience` each target has its trees up to its best round."""
+    plan: TreePlan
+    """The plan at the end."""
+    ledger: Ledger
+    history: list[dict[str, Any]]
+    """One record a round where there is `valid`: round, and the score averaged over targets."""
+    best: dict[str, Any]
+    """Rounds that the model keeps (a list for several targets), and its score on `valid`."""
+    train_s: float
+    """Seconds of quantising and training."""
+    total_s: float
+    """Seconds from start to end, all included."""
+    stopped: str
+    """Why it ended."""
+    files: RunFolder
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.files.path
+
+    def predict(self, x: Any) -> Array:
+        """The answers of the model."""
+        return self.model.predict(x)
+
+    def artefacts(self) -> list[Artefact]:
+        """The files it left, with sizes."""
+        return self.files.artefacts()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as JSON holds them."""
+        figures: dict[str, Any] = finite(
+            {
+                "run": str(self.folder),
+                "stopped": self.stopped,
+                "train_s": self.train_s,
+                "total_s": self.total_s,
+                "best": self.best,
+                "plan": asdict(self.plan),
+                "tuning": as_json(self.ledger),
+                "artefacts": [vars(artefact) for artefact in self.artefacts()],
+            }
+        )
+        return figures
+
+    def summary(self) -> str:
+        """What was done and how it scored, for people."""
+        record, tuning = self.model.record, table(self.ledger)
+        trees = sum(file.rounds * file.targets for file in record.boosters)
+        score = [f"{name} {value:.4g}" for name, value in self.best.items() if name != "round"]
+        lines = [
+            *([*tuning, ""] if tuning else []),
+            f"plan      {self.plan}",
+            f"trained   {record.targets:,} target{'s' if record.targets > 1 else ''} with {record.library}, "
+            f"{trees:,} rounds kept, in {show_seconds(self.train_s)}",
+            f"ended     {self.stopped}, {show_seconds(self.total_s)} in all",
+            *([f"score     {' · '.join(score)}"] if score else []),
+            f"run       {self.folder}",
+        ]
+        lines += [f"          {show_bytes(a.bytes):>9}  {a.name:<18} {a.what}" for a in self.artefacts()]
+        return "\n".join(map(clean, lines))
+
+    def _repr_html_(self) -> str:
+        """The summary, as a notebook shows it."""
+        return f"<pre>{html.escape(self.summary())}</pre>"
+
+
+def fit(
+    job: TreeJob,
+    *,
+    plan: TreePlan | Mapping[str, Any] | str | Path = AUTO,
+    out: str | Path | None = None,
+    reuse: bool = False,
+    progress: bool = True,
+) -> TreeRun:
+    """Train the boosters of a job, write the run folder, and return the TreeRun.
+
+    Args:
+        plan: How to train; it changes time and never the trees. "auto": hotlap times CPU or GPU, threads, and boosters
+            at once on the training itself. "off": all cores for one booster after the other. A TreePlan, or a dict of
+            its choices, is used as it is. The folder of a run gives the plan that was found there.
+        out: A new or empty folder for the run. None: a new one under `runs/`.
+        reuse: Load the model from the cache if the same data and settings were trained before, and keep it there
+            otherwise.
+        progress: Show progress on stderr.
+
+    SIGINT and SIGTERM end the training after the current round, by KeyboardInterrupt or exit code 143. The folder
+    keeps what was trained; it is a model if every target has trees.
+
+    Raises:
+        HotlapError: The job, the plan, the machine or a folder cannot be used as asked.
+    """
+    if not isinstance(job, TreeJob):
+        raise JobError([f"fit takes one TreeJob, not {type(job).__name__}: trees.fit(trees.TreeJob(x, y))"])
+    start_s = time.perf_counter()
+    chosen, device = _chosen_plan(plan, job), _device(job, plan)
+    cached = _Cached(job, chosen.device) if reuse else None
+    console = open_console(progress)
+    folder = RunFolder.create(out, job.library)
+    lock = RunLock(folder.path)
+    training = Training(job, folder, chosen, console, start_s)
+    try:
+        training.begin()
+        if cached is not None and (found := cached.load()) is not None:
+            return training.from_cache(*found)
+        run = training.train(tune=plan == AUTO, gpu=device == "auto")
+        if cached is not None:
+            cached.store(run)
+        return run
+    finally:
+        console.close()
+        lock.release()
+
+
+def _chosen_plan(plan: TreePlan | Mapping[str, Any] | str | Path, job: TreeJob) -> TreePlan:
+    """The plan to begin with."""
+    asked = device_of(job.params)
+    base = TreePlan(threads=machine.detect().cpu.cores, device=asked if asked and asked != "gpu" else "cpu")
+    if isinstance(plan, TreePlan):
+        chosen = plan
+    elif isinstance(plan, Mapping):
+        chosen = TreePlan.from_dict(plan, base)
+    elif plan in (AUTO, OFF):
+        return base
+    elif isinstance(plan, (str, Path)) and Path(plan).is_dir():
+        chosen = TreePlan.from_dict(read_record(Path(plan)).plan)
+    else:
+        raise PlanError(f"unknown plan {shown(plan)}: use auto, off, a TreePlan, a dict of its choices or a run folder")
+    if asked is not None and chosen.device != base.device:
+        raise PlanError(f"the plan names device={chosen.device!r} and the parameters {asked!r}; name one")
+    if chosen.joint and not can_join(job):
+        raise PlanError("joint=True would change the trees: it needs XGBoost, regression, several targets, no valid "
+                        "and no sampling of rows or columns")  # fmt: skip
+    return chosen
+
+
+def _device(job: TreeJob, plan: object) -> str:
+    """`auto` where a GPU works and may be tried; raises MachineError where one was asked for and none works."""
+    asked = device_of(job.params)
+    if asked is not None and str(asked).startswith("cuda") and job.library == "xgboost":
+        machine.choose_device(asked, require_gpu=True)
+    if asked is not None or job.library != "xgboost" or plan != AUTO:
+        return "fixed"
+    built = library("xgboost", NEEDS, EXTRA).build_info().get("USE_CUDA", False)
+    return "auto" if built and machine.choose_device().type == "cuda" else "cpu"
+
+
+class Training:
+    """One training in its run folder."""
+
+    def __init__(self, job: TreeJob, folder: RunFolder, plan: TreePlan, console: Console, start_s: float) -> None:
+        self._job, self._folder, self._plan, self._console = job, folder, plan, console
+        self._start_s, self._ledger = start_s, Ledger()
+        self._lock, self._shown_s = threading.Lock(), -math.inf
+
+    def begin(self) -> None:
+        """Write what the training begins with, and say it."""
+        job, folder = self._job, self._folder
+        folder.write_started(start_record(1, None))
+        folder.write_environment({**machine.environment(), "job": settings_of(job)})
+        folder.write_ledger(self._ledger)
+        folder.write_plan(Plan())
+        rows, columns = job.x.shape
+        lib = library(job.library, NEEDS, EXTRA)
+        for line in (
+            f"hotlap {__version__}, {job.library} {lib.__version__}",
+            f"data   {rows:,} rows × {columns:,} columns, {job.targets:,} target{'s' if job.targets > 1 else ''}, "
+            f"{job.rounds:,} rounds",
+            f"plan   {self._plan}",
+            f"run    {folder.path}",
+        ):
+            self._console.say(line)
+
+    def train(self, *, tune: bool, gpu: bool) -> TreeRun:
+        """Train to the end, or to a signal."""
+        job, began_s = self._job, time.perf_counter()
+        with StopRequest() as stop:
+            watch = Watch(stop, self._show)
+            choice = Choice(job, hold(job, self._plan), self._plan, self._ledger, watch)
+            if tune:
+                choice.find(machine.detect().cpu.cores, gpu=gpu)
+            else:
+                choice.fix()
+            self._plan = choice.plan
+            check_obeyed(job, choice.plan, choice.ran)
+            grown = choice.finish()
+            train_s = time.perf_counter() - began_s
+            record = self._write(grown, choice.ran)
+        if record is None or stop.signal is not None:
+            self._console.say(_stop_line(record, job, self._folder.path))
+            stop.obey()
+        assert record is not None
+        contents = [one.content for one in grown]
+        return self._ended(TreeModel(record, contents), grown_history(grown), train_s, self._why_ended(grown))
+
+    def from_cache(self, record: ModelRecord, contents: list[bytes], values: dict[str, Any]) -> TreeRun:
+        """The run of a model that was trained before."""
+        for file, content in zip(record.boosters, contents, strict=True):
+            self._write_booster(file.name, content)
+        write_record(self._folder.path, record)
+        self._plan = TreePlan.from_dict(record.plan)
+        self._ledger.record(Entry(step=0, what="cache", outcome="chosen", plan=Plan(), why="trained before"))
+        self._console.say(f"cache  trained before in {show_seconds(values['train_s'])}; loaded")
+        return self._ended(TreeModel(record, contents), values["history"], values["train_s"], "loaded from the cache")
+
+    def _ended(self, model: TreeModel, history: list[dict[str, Any]], train_s: float, stopped: str) -> TreeRun:
+        rounds = [file.rounds for file in model.record.boosters]
+        best: dict[str, Any] = {"round": rounds[0] if len(rounds) == 1 else rounds}
+        if history:
+            best |= {name: value for name, value in history[-1].items() if name != "round"}
+        self._folder.write_metrics(history)
+        self._folder.write_ledger(self._ledger)
+        self._folder.write_artefacts()
+        return TreeRun(
+            model=model,
+            plan=self._plan,
+            ledger=self._ledger,
+            history=history,
+            best=best,
+            train_s=train_s,
+            total_s=time.perf_counter() - self._start_s,
+            stopped=stopped,
+            files=self._folder,
+        )
+
+    def _write(self, grown: list[Grown], ran: dict[str, str]) -> ModelRecord | None:
+        """Write the boosters, and `trees.json` if they are a model."""
+        record = record_of(self._job, self._plan, grown, ran)
+        for file, one in zip(record.boosters, grown, strict=True):
+            self._write_booster(file.name, one.content)
+        self._folder.write_ledger(self._ledger)
+        if sum(file.targets for file in record.boosters) < self._job.targets:
+            return None
+        write_record(self._folder.path, record)
+        return record
+
+    def _write_booster(self, name: str, content: bytes) -> None:
+        (self._folder.path / BOOSTERS).mkdir(exist_ok=True)
+        write_bytes(self._folder.path / BOOSTERS / name, content)
+
+    def _why_ended(self, grown: list[Grown]) -> str:
+        early = sum(one.rounds < self._job.rounds for one in grown)
+        if not early:
+            return "all rounds"
+        return "early, by patience" if len(grown) == 1 else f"{early:,} of {len(grown):,} targets early, by patience"
+
+    def _show(self, rounds: int) -> None:
+        """Show progress, seldom enough to cost nothing."""
+        now = time.perf_counter()
+        if now - self._shown_s < self._console.every_s:
+            return
+        with self._lock:
+            self._shown_s = now
+            total = self._job.rounds * self._job.targets
+            self._console.show(min(rounds, total), total, lambda width: f"{min(rounds, total):,} of {total:,} rounds")
+
+
+def grown_history(grown: list[Grown]) -> list[dict[str, Any]]:
+    """A record a round: the score averaged over targets. A target that has ended counts with its best round."""
+    if not all(one.scores for one in grown):
+        return []
+    name, length = f"valid_{grown[0].scores[0].metric}", max(one.rounds for one in grown)
+    curves = np.empty((len(grown), length))
+    for number, one in enumerate(grown):
+        values = [score.value for score in one.scores]
+        curves[number, : len(values)] = values
+        curves[number, len(values) :] = values[one.best_round - 1]
+    means = curves.mean(0).tolist()
+    return [{"round": number, name: mean} for number, mean in enumerate(means, 1)]
+
+
+def _stop_line(record: ModelRecord | None, job: TreeJob, folder: Path) -> str:
+    if record is None:
+        return f"stopped by a signal; {folder / BOOSTERS} has the boosters that were trained, not one for each target"
+    return f"stopped by a signal; {folder} has the model as far as it was trained"
+
+
+class _Cached:
+    """The place in the cache of the model that a job comes to."""
+
+    def __init__(self, job: TreeJob, device: str) -> None:
+        self._cache = Cache()
+        versions = [__version__, library(job.library, NEEDS, EXTRA).__version__, np.__version__]
+        data = [job.x, job.y, job.valid, job.weight, list(map(list, job.classes))]
+        whole = {**settings_of(job), "params": dict(job.params)}
+        self._key = key_of("trees", versions, whole, data, job.one_target, device)
+
+    def load(self) -> tuple[ModelRecord, list[bytes], dict[str, Any]] | None:
+        """Record, boosters and figures, or None."""
+        found = stored_model(self._cache, self._key)
+        if found is None:
+            return None
+        tensors, values = found
+        raw = values["record"]
+        record = ModelRecord(**{**raw, "boosters": [BoosterFile(**file) for file in raw["boosters"]]})
+        return record, [tensors[file.name].numpy().tobytes() for file in record.boosters], values
+
+    def store(self, run: TreeRun) -> None:
+        """Keep a trained model; if the cache cannot take it, the log says so and nothing stops."""
+        record = run.model.record
+        folder = run.folder / BOOSTERS
+        tensors = {
+            file.name: torch.frombuffer(bytearray((folder / file.name).read_bytes()), dtype=torch.uint8)
+            for file in record.boosters
+        }
+        values = {"record": asdict(record), "history": run.history, "train_s": run.train_s}
+        try:
+            store_model(self._cache, self._key, tensors, values, {"model": record.library})
+        except StoreError as error:
+            log.warning("the trained model is not kept in the cache: %s", error)

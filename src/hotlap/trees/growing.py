@@ -1,0 +1,163 @@
+"""Boosters that grow in laps, so many at once; each stops by patience, and all of them on a signal."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from hotlap.guard.signals import StopRequest
+from hotlap.trees.job import TreeJob, TreePlan
+from hotlap.trees.libraries import Held, Score
+
+EVER = 2**31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grown:
+    """A trained booster, in the library's own format."""
+
+    targets: range
+    content: bytes
+    rounds: int
+    """Rounds it trained."""
+    best_round: int
+    """Rounds that it keeps, counted from 1."""
+    scores: tuple[Score, ...]
+    """One a round, where there is data to judge by."""
+    whole: bool
+    """False where a signal ended it."""
+
+
+class Watch:
+    """What all boosters of a training share: the request to stop, and the count of rounds."""
+
+    def __init__(self, stop: StopRequest, show: Callable[[int], object]) -> None:
+        self._stop, self._show = stop, show
+        self.failed = False
+        """Whether a booster raised an error, which ends the others."""
+        self.rounds = 0
+        """Rounds × targets so far, those of dropped boosters included."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether boosters have to stop."""
+        return self.failed or self._stop.signal is not None
+
+    def count(self, rounds: int) -> None:
+        """Note rounds that were grown."""
+        self.rounds += rounds
+        self._show(self.rounds)
+
+
+class Growth:
+    """A booster for one target, or for all of them, that grows to the end of its rounds or patience.
+
+    It has a thread of its own. XGBoost draws rows and columns from one generator for each thread, so boosters that
+    take turns in a thread would get other trees than each gets alone.
+    """
+
+    def __init__(self, data: Held, job: TreeJob, targets: range, plan: TreePlan) -> None:
+        self.targets, self._job = targets, job
+        self.booster = data.begin(targets, plan)
+        self.rounds, self.best_round = 0, 0
+        self.scores: list[Score] = []
+        self.ended = False
+        self._thread = ThreadPoolExecutor(1)
+
+    def grow(self, rounds: int, watch: Watch) -> int:
+        """Grow by so many rounds at most; how many rounds × targets it grew."""
+        return self._thread.submit(self._grow, rounds, watch).result()
+
+    def _grow(self, rounds: int, watch: Watch) -> int:
+        before = self.rounds
+        self.booster.enter()
+        while not self.ended and self.rounds - before < rounds and not watch.is_over:
+            score = self.booster.grow()
+            self.rounds += 1
+            if score is not None:
+                self._judge(score)
+            if self._job.patience is None:
+                self.best_round = self.rounds
+            waited = self.rounds - self.best_round
+            self.ended = self.rounds >= self._job.rounds or waited >= (self._job.patience or EVER)
+            watch.count(len(self.targets))
+        return (self.rounds - before) * len(self.targets)
+
+    def finish(self, watch: Watch) -> Grown:
+        """Grow to the end; what it came to."""
+        self.grow(EVER, watch)
+        self._thread.shutdown()
+        kept = max(1, self.best_round)
+        return Grown(
+            targets=self.targets,
+            content=self.booster.dump(kept) if self.rounds else b"",
+            rounds=self.rounds,
+            best_round=kept,
+            scores=tuple(self.scores),
+            whole=self.ended,
+        )
+
+    def _judge(self, score: Score) -> None:
+        best = self.scores[self.best_round - 1].value if self.best_round else math.nan
+        self.scores.append(score)
+        if math.isnan(best) or (score.value > best if score.higher else score.value < best):
+            self.best_round = self.rounds
+
+
+class Crew:
+    """Grows boosters in the threads of a plan."""
+
+    def __init__(self, plan: TreePlan) -> None:
+        self.plan = plan
+        # The same threads for all laps: a new one costs a team of the library's own threads.
+        self._pool = ThreadPoolExecutor(plan.at_once) if plan.at_once > 1 else None
+
+    def lap(self, growths: Sequence[Growth], rounds: int, watch: Watch) -> float:
+        """Grow each by so many rounds; seconds a round × target. NaN where one of them came to its end."""
+        start = time.perf_counter()
+        grown = self._map(lambda growth: growth.grow(rounds, watch), growths)
+        took = time.perf_counter() - start
+        whole = all(rounds * len(growth.targets) == count for growth, count in zip(growths, grown, strict=True))
+        return took / sum(grown) if whole else math.nan
+
+    def finish(
+        self, job: TreeJob, slots: Sequence[Held], begun: Sequence[Growth], left: Sequence[range],
+        watch: Watch, keep: Callable[[Grown], None],
+    ) -> None:  # fmt: skip
+        """Grow those that have begun, `begun[i]` on `slots[i]`, and those that are left, on a slot for each thread."""
+        queue, lock = deque(left), threading.Lock()
+
+        def done(growth: Growth) -> None:
+            grown = growth.finish(watch)
+            with lock:
+                keep(grown)
+
+        def work(number: int) -> None:
+            try:
+                for growth in begun[number :: self.plan.at_once]:
+                    done(growth)
+                while not watch.is_over:
+                    try:
+                        targets = queue.popleft()
+                    except IndexError:
+                        return
+                    done(Growth(slots[number], job, targets, self.plan))
+            except BaseException:
+                watch.failed = True
+                raise
+
+        self._map(work, range(self.plan.at_once))
+
+    def close(self) -> None:
+        """Let the threads go."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _map(self, work: Callable[..., int | None], items: Sequence[object]) -> list[int]:
+        found = map(work, items) if self._pool is None else self._pool.map(work, items)
+        return [count or 0 for count in found]

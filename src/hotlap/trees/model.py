@@ -1,0 +1,247 @@
+"""A TreeModel answers for rows: its boosters in the libraries' own formats, and `trees.json` beside them.
+
+The files may be a stranger's. Neither library checks the nodes of its trees, so hotlap does before it loads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotlap.core.errors import DataError, StoreError, library
+from hotlap.core.units import MIB
+from hotlap.machine.limits import read_cpu
+from hotlap.store.disk import read_small
+from hotlap.store.encoding import from_json
+from hotlap.store.files import read_bytes, write_text
+from hotlap.trees.booster_checks import checked_lightgbm, checked_xgboost
+from hotlap.trees.growing import Grown
+from hotlap.trees.job import LIBRARIES, TASKS, Array, TreeJob, TreePlan, features
+from hotlap.trees.parameters import EXTRA, NEEDS
+
+FILE, BOOSTERS = "trees.json", "boosters"
+FORMAT = 1
+MOST_BYTES, MOST_BOOSTER_BYTES = 64 * MIB, 4096 * MIB
+ENDINGS = {"xgboost": "json", "lightgbm": "txt"}
+_NAME = re.compile(r"\d{4,8}\.(json|txt)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoosterFile:
+    """A booster's file in `boosters/`."""
+
+    name: str
+    sha256: str
+    first_target: int
+    targets: int
+    rounds: int
+    """Rounds that it keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """What `trees.json` says."""
+
+    library: str
+    task: str
+    features: int
+    targets: int
+    one_target: bool
+    classes: list[list[Any]]
+    boosters: list[BoosterFile]
+    settings: dict[str, Any]
+    """What was asked: params, rounds, patience, seed."""
+    ran: dict[str, str]
+    """The parameters that the library reported."""
+    plan: dict[str, Any]
+
+
+class TreeModel:
+    """A trained model of trees: `predict`, and `probabilities` in classification."""
+
+    def __init__(self, record: ModelRecord, contents: Iterable[bytes]) -> None:
+        self.record = record
+        self.threads = read_cpu().cores
+        """Threads that answer."""
+        read = _read_xgboost if record.library == "xgboost" else _read_lightgbm
+        self.boosters = [read(content, file, record) for content, file in zip(contents, record.boosters, strict=True)]
+        """The library's own boosters, in the order of their targets."""
+
+    def predict(self, x: Any) -> Array:
+        """A value for each row and target, or labels in classification; one dimension where `y` had one."""
+        raw = self._raw(x)
+        if self.record.task == "classification":
+            columns = [
+                np.asarray(labels)[answer.argmax(1)] for labels, answer in zip(self.record.classes, raw, strict=True)
+            ]
+            answers = np.stack(columns, 1)
+        else:
+            answers = np.column_stack(raw)
+        return answers[:, 0] if self.record.one_target else answers
+
+    def probabilities(self, x: Any) -> Any:
+        """Rows × classes, in the order of `classes`; a list of them where `y` had several targets."""
+        if self.record.task != "classification":
+            raise DataError("probabilities are for classification; this model predicts numbers: use predict")
+        raw = self._raw(x)
+        return raw[0] if self.record.one_target else raw
+
+    @property
+    def classes(self) -> list[list[Any]]:
+        """Labels of each target."""
+        return self.record.classes
+
+    def _raw(self, x: Any) -> list[Array]:
+        wrong: list[str] = []
+        array = features(x, "x", wrong)
+        if array is not None and array.shape[1] != self.record.features:
+            wrong.append(f"x has {array.shape[1]} columns; the model was trained on {self.record.features}")
+        if wrong or array is None:
+            raise DataError("; ".join(wrong))
+        if not len(array):  # which LightGBM refuses
+            return [answer[:0] for answer in self._raw(np.zeros((1, self.record.features)))]
+        answers = [self._ask(booster, array) for booster in self.boosters]
+        if self.record.task == "classification":
+            return [np.stack([1 - a, a], 1) if a.ndim == 1 else a for a in answers]
+        return answers
+
+    def _ask(self, booster: Any, x: Array) -> Array:
+        if self.record.library == "xgboost":
+            booster.set_param({"nthread": self.threads})
+            found: Array = booster.inplace_predict(x)
+        else:
+            found = booster.predict(x, num_threads=self.threads)
+        return found
+
+
+def record_of(job: TreeJob, plan: TreePlan, grown: Sequence[Grown], ran: dict[str, str]) -> ModelRecord:
+    """What `trees.json` says of a training."""
+    files = [
+        BoosterFile(
+            name=f"{one.targets.start:04d}.{ENDINGS[job.library]}",
+            sha256=hashlib.sha256(one.content).hexdigest(),
+            first_target=one.targets.start,
+            targets=len(one.targets),
+            rounds=one.best_round,
+        )
+        for one in grown
+    ]
+    return ModelRecord(
+        library=job.library,
+        task=job.task,
+        features=int(job.x.shape[1]),
+        targets=job.targets,
+        one_target=job.one_target,
+        classes=[list(labels) for labels in job.classes],
+        boosters=files,
+        settings=settings_of(job),
+        ran=ran,
+        plan=asdict(plan),
+    )
+
+
+def settings_of(job: TreeJob) -> dict[str, Any]:
+    """What a job asks for, as JSON."""
+    return {
+        "library": job.library,
+        "task": job.task,
+        "params": json.loads(json.dumps(dict(job.params), default=str)),
+        "rounds": int(job.rounds),
+        "patience": None if job.patience is None else int(job.patience),
+        "seed": int(job.seed),
+    }
+
+
+def write_record(folder: Path, record: ModelRecord) -> None:
+    """Write `trees.json`, which makes the boosters a model."""
+    write_text(folder / FILE, json.dumps({"format": FORMAT, **asdict(record)}) + "\n")
+
+
+def read_record(folder: Path) -> ModelRecord:
+    """Read `trees.json`, which may be a stranger's. Raises StoreError."""
+    raw = from_json(read_small(folder / FILE, MOST_BYTES), FILE)
+    try:
+        if raw.pop("format") != FORMAT:
+            raise ValueError("its format is of another hotlap")
+        files = [BoosterFile(**one) for one in raw.pop("boosters")]
+        return _checked(ModelRecord(**raw, boosters=files))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{folder / FILE} is not a record of trees: {error}") from None
+
+
+def load(folder: str | Path) -> TreeModel:
+    """The model in the folder of a run. Raises StoreError in one line if a file is missing, damaged or forged."""
+    path = Path(folder)
+    if not (path / FILE).is_file():
+        raise StoreError(f"{path} holds no trees: it has no {FILE}; a training that was stopped early leaves none")
+    record = read_record(path)
+    return TreeModel(record, (_content(path, file) for file in record.boosters))
+
+
+def _content(folder: Path, file: BoosterFile) -> bytes:
+    content = read_bytes(folder / BOOSTERS / file.name, MOST_BOOSTER_BYTES)
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise StoreError(f"{folder / BOOSTERS / file.name} differs from what was written; train again")
+    return content
+
+
+def _read_xgboost(content: bytes, file: BoosterFile, record: ModelRecord) -> Any:
+    xgb = library("xgboost", NEEDS, EXTRA)
+    outputs = _outputs(file, record)
+    checked = checked_xgboost(content, file.name, features=record.features, outputs=outputs)
+    booster = xgb.Booster({"verbosity": 0})
+    try:
+        booster.load_model(bytearray(checked))
+    except xgb.core.XGBoostError as error:
+        raise StoreError(f"{file.name} is not a booster of XGBoost: {str(error).splitlines()[0]}") from None
+    return booster
+
+
+def _read_lightgbm(content: bytes, file: BoosterFile, record: ModelRecord) -> Any:
+    lgb = library("lightgbm", NEEDS, EXTRA)
+    checked = checked_lightgbm(content, file.name, features=record.features, outputs=_outputs(file, record))
+    try:
+        return lgb.Booster(model_str=checked)
+    except lgb.basic.LightGBMError as error:
+        raise StoreError(f"{file.name} is not a booster of LightGBM: {str(error).splitlines()[0]}") from None
+
+
+def _outputs(file: BoosterFile, record: ModelRecord) -> int:
+    """Trees that a booster has in a round."""
+    if record.task == "regression":
+        return file.targets
+    classes = len(record.classes[file.first_target])
+    return 1 if classes == 2 else classes
+
+
+def _checked(record: ModelRecord) -> ModelRecord:
+    if record.library not in LIBRARIES or record.task not in TASKS:
+        raise ValueError("library or task are not known")
+    numbers = [record.features, record.targets, *(n for f in record.boosters for n in (f.targets, f.rounds))]
+    if not all(type(n) is int and 0 < n < 2**31 for n in numbers) or not isinstance(record.one_target, bool):
+        raise ValueError("its counts are wrong")
+    following = 0
+    for file in record.boosters:
+        if not isinstance(file.name, str) or not _NAME.fullmatch(file.name) or file.first_target != following:
+            raise ValueError("its boosters are not one for each target")
+        following += file.targets
+    if following != record.targets:
+        raise ValueError("its boosters are not one for each target")
+    if record.one_target and record.targets != 1:
+        raise ValueError("its counts are wrong")
+    if record.task == "classification":
+        labels = record.classes
+        if not isinstance(labels, list) or len(labels) != record.targets or len(record.boosters) != record.targets:
+            raise ValueError("its classes are not those of its targets")
+        if not all(isinstance(one, list) and 2 <= len(one) < 2**20 for one in labels):
+            raise ValueError("its classes are not those of its targets")
+        if not all(isinstance(label, (str, int, float)) for one in labels for label in one):
+            raise ValueError("its labels are neither texts nor numbers")
+    return record

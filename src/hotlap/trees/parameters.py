@@ -1,0 +1,186 @@
+"""Parameters of XGBoost and LightGBM: unknown ones are refused, and so are those that are gone or are hotlap's to set.
+
+XGBoost only warns of a parameter that it does not know, and LightGBM prints a line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hotlap.core.errors import did_you_mean, library, shown
+
+NEEDS = "training trees"
+EXTRA = "hotlap[trees]"
+
+_GONE = {
+    "gpu_id": "'gpu_id' is gone from XGBoost: write 'device': 'cuda:{value}'",
+    "n_gpus": "'n_gpus' is gone from XGBoost: write 'device': 'cuda'",
+    "predictor": "'predictor' is gone from XGBoost: leave it out; 'device' decides where predictions are made",
+}
+_SET_BY_HOTLAP = {
+    "rounds": "write TreeJob(rounds={value})",
+    "patience": "write TreeJob(patience={value})",
+    "threads": "write fit(job, plan={{'threads': {value}}})",
+    "seed": "write TreeJob(seed={value})",
+    "classes": "leave it out: it is read from y",
+    "quiet": "leave it out: fit(progress=…) decides what is shown",
+    "categories": "leave it out: hotlap.trees takes numbers only",
+    "linear": "leave it out: hotlap.trees grows trees with a value in each leaf",
+}
+_XGBOOST_OWN = {
+    "rounds": ("n_estimators", "num_boost_round", "num_round", "num_rounds"),
+    "patience": ("early_stopping_rounds",),
+    "threads": ("nthread", "n_jobs"),
+    "seed": ("seed", "random_state"),
+    "classes": ("num_class",),
+    "quiet": ("verbosity", "silent", "verbose"),
+    "categories": ("enable_categorical",),
+}
+_LIGHTGBM_OWN = {
+    "rounds": "num_iterations",
+    "patience": "early_stopping_round",
+    "threads": "num_threads",
+    "seed": "seed",
+    "classes": "num_class",
+    "quiet": "verbosity",
+    "categories": "categorical_feature",
+    "linear": "linear_tree",
+}
+_XGBOOST_MORE = ("objective", "eval_metric", "booster", "device", "sampling_method", "max_bin")
+"""Parameters that the configuration of a booster keeps under another name, or not at all."""
+_UNCHECKED = ("objective", "metric", "eval_metric", "boosting", "booster", "device", "device_type")
+"""Parameters whose value the library writes in other words; the device is compared by itself."""
+
+
+def problems(name: str, task: str, params: Mapping[str, Any]) -> list[str]:
+    """What is wrong with parameters of the library, a line each. Raises MachineError if it is not installed."""
+    texts = [f"parameter names are texts, not {shown(key)}" for key in params if not isinstance(key, str)]
+    if texts:
+        return texts
+    wrong = _xgboost_problems(params) if name == "xgboost" else _lightgbm_problems(params)
+    given = device_of(params)
+    if given is not None and not is_device(given) and not (name == "lightgbm" and given == "gpu"):
+        wrong.append(f"device={shown(given)} must be cpu, cuda or cuda:N")
+    if task == "classification" and (objective := params.get("objective", params.get("application"))) is not None:
+        wrong.append(f"objective={shown(objective)}: leave it out, task='classification' decides it")
+    for metric in ("eval_metric", "metric"):
+        if metric in params and not isinstance(params[metric], str):
+            wrong.append(f"{metric}={shown(params[metric])} must be the name of one metric")
+    return wrong
+
+
+def is_device(value: object) -> bool:
+    """Whether this names a device: `cpu`, `cuda` or `cuda:N`."""
+    return isinstance(value, str) and re.fullmatch(r"cpu|cuda(:\d{1,3})?", value) is not None
+
+
+def device_of(params: Mapping[str, Any]) -> Any:
+    """The device that the parameters ask for; None where they name none."""
+    return params.get("device", params.get("device_type"))
+
+
+def without_device(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters, without the one that a plan holds."""
+    return {name: value for name, value in params.items() if name not in ("device", "device_type")}
+
+
+def _xgboost_problems(params: Mapping[str, Any]) -> list[str]:
+    known = _xgboost_names(str(params.get("objective", "reg:squarederror")), str(params.get("booster", "gbtree")))
+    owned = {alias: use for use, aliases in _XGBOOST_OWN.items() for alias in aliases}
+    wrong = []
+    for name, value in params.items():
+        if name in _GONE:
+            wrong.append(_GONE[name].format(value=shown(value)))
+        elif name in owned:
+            wrong.append(f"params[{name!r}]: {_SET_BY_HOTLAP[owned[name]].format(value=shown(value))}")
+        elif name not in known:
+            wrong.append(f"XGBoost has no parameter {name!r}{did_you_mean(name, known)}")
+        elif isinstance(value, str) and value.startswith(("gpu_", "grow_gpu")):
+            wrong.append(f"{name}={value!r} is gone from XGBoost: write 'device': 'cuda' and 'tree_method': 'hist'")
+    if params.get("booster") == "gblinear":
+        wrong.append("booster='gblinear' grows no trees; use gbtree or dart")
+    return wrong
+
+
+def _lightgbm_problems(params: Mapping[str, Any]) -> list[str]:
+    aliases, wrong = _lightgbm_aliases(), []
+    owned = {alias: use for use, name in _LIGHTGBM_OWN.items() for alias in (name, *aliases.get(name, ()))}
+    known = {alias for name, others in aliases.items() for alias in (name, *others)}
+    for name, value in params.items():
+        if name in owned:
+            wrong.append(f"params[{name!r}]: {_SET_BY_HOTLAP[owned[name]].format(value=shown(value))}")
+        elif name not in known:
+            wrong.append(f"LightGBM has no parameter {name!r}{did_you_mean(name, known)}")
+    return wrong
+
+
+@functools.cache
+def _xgboost_names(objective: str, booster: str) -> frozenset[str]:
+    """The parameters of XGBoost for an objective, as a booster itself lists them."""
+    xgb = library("xgboost", NEEDS, EXTRA)
+    data = xgb.DMatrix(np.zeros((2, 1), np.float32), label=[0.0, 1.0], nthread=1)
+    settings = {"verbosity": 0, "nthread": 1, "booster": booster, "tree_method": "hist"}
+    try:
+        config = xgb.Booster({**settings, "objective": objective}, [data]).save_config()
+    except xgb.core.XGBoostError:  # refused when training begins, with the library's own words
+        config = xgb.Booster({"verbosity": 0, "nthread": 1}, [data]).save_config()
+    return frozenset(_XGBOOST_MORE) | {name for name, _ in _leaves(json.loads(config))}
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(part, key)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part, name)
+    elif name != "name":
+        yield name, str(value)
+
+
+@functools.cache
+def _lightgbm_aliases() -> dict[str, list[str]]:
+    """The parameters of LightGBM, each with its aliases, as its library lists them."""
+    lightgbm = library("lightgbm", NEEDS, EXTRA)
+    found: dict[str, list[str]] = lightgbm.basic._ConfigAliases._get_all_param_aliases()
+    return found
+
+
+def not_obeyed(name: str, params: Mapping[str, Any], ran: Mapping[str, str]) -> list[str]:
+    """Parameters that the library reports with another value than was asked for, a line each."""
+    main = {}
+    if name == "lightgbm":
+        main = {alias: key for key, others in _lightgbm_aliases().items() for alias in others}
+    wrong = []
+    for key, asked in params.items():
+        found = ran.get(main.get(key, key))
+        if found is not None and main.get(key, key) not in _UNCHECKED and not _same(asked, found):
+            wrong.append(f"{key}={shown(asked)} was asked for and {name} trains with {found}")
+    return wrong
+
+
+def xgboost_ran(config: str) -> dict[str, str]:
+    """The parameters that an XGBoost booster reports, by name."""
+    return dict(_leaves(json.loads(config)))
+
+
+def lightgbm_ran(text: str) -> dict[str, str]:
+    """The parameters that a LightGBM booster reports, by name."""
+    return dict(re.findall(r"^\[(\w+): (.*)\]$", text, re.M))
+
+
+def _same(asked: Any, found: str) -> bool:
+    if isinstance(asked, (list, tuple, dict)):  # written in a form of the library's
+        return True
+    if isinstance(asked, (bool, np.bool_)):
+        return found.lower() in ("1", "true") if asked else found.lower() in ("0", "false")
+    try:
+        # XGBoost keeps 32 bits of a number.
+        return abs(float(asked) - float(found)) <= 1e-6 * max(abs(float(asked)), 1e-30)
+    except (TypeError, ValueError):
+        return str(asked) == found
