@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not run what is bel
     from hotlap.recipes.calls import load as load
     from hotlap.recipes.calls import predict as predict
     from hotlap.recipes.calls import train as train
+    from hotlap.searching.search import Search as Search
+    from hotlap.searching.search import search as search
     from hotlap.store.files import load_plan as load_plan
     from hotlap.store.files import save_plan as save_plan
     from hotlap.store.weights import load_weights as load_weights
@@ -66,6 +68,7 @@ _HOME = {
     "PlanError": "hotlap.core.errors",
     "Rig": "hotlap.engine.rig",
     "Run": "hotlap.fitting.run",
+    "Search": "hotlap.searching.search",
     "Sequences": "hotlap.data.sequences",
     "StoreError": "hotlap.core.errors",
     "Tokens": "hotlap.data.tokenising",
@@ -82,6 +85,7 @@ _HOME = {
     "parallel_map": "hotlap.data.parallel",
     "predict": "hotlap.recipes.calls",
     "save_plan": "hotlap.store.files",
+    "search": "hotlap.searching.search",
     "tokenised": "hotlap.data.tokenising",
     "train": "hotlap.recipes.calls",
     "workers": "hotlap.kit.calls",

@@ -472,3 +472,11 @@ def test_the_function_stays_callable_whatever_was_imported_first():
 
     assert callable(hotlap.fit)
     assert hotlap.fit is hotlap.fitting.fit.fit
+
+
+def test_a_text_that_on_evaluation_returns_ends_the_training_and_is_the_reason(tmp_path):
+    def at_the_second(record):
+        return "that\nwill do" if record["epoch"] == 2 else 1
+
+    run = quiet(small_job(epochs=5), tmp_path, on_evaluation=at_the_second)
+    assert (run.stopped, run.best["epoch"]) == ("early: that will do", 2)

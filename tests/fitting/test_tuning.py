@@ -14,6 +14,7 @@ import hotlap
 from hotlap import Job, PlanError, fit, moves
 from hotlap.cli import app
 from hotlap.core.table import rows
+from hotlap.fitting.task import Found
 from hotlap.fitting.tuning import tune
 from hotlap.moves import Move
 from hotlap.tuner import budget, tuner
@@ -237,3 +238,20 @@ def test_a_limit_that_is_no_time_is_refused_before_a_folder_is_made(wrong, tmp_p
     with pytest.raises(PlanError, match="tune_s"):
         fit(job_for(3), plan="auto", tune_s=wrong, out=tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_that_was_found_is_begun_with_and_looked_after(tmp_path, at_leisure):
+    first = fit(job_for(600), plan="auto", out=tmp_path / "first", progress=False)
+    assert first.plan.feed.kind == "resident", first.summary()
+    found = Found(plan=first.plan, ledger=first.ledger, updates=first.steps)
+    second = fit(job_for(40), plan=found, out=tmp_path / "second", progress=False)
+    assert second.plan == first.plan
+    assert [entry.plan for entry in second.ledger if entry.step == 0][-1] == first.plan
+    assert not [entry for entry in second.ledger if entry.kind in ("move", "lap")]
+
+
+def test_a_found_plan_that_this_job_cannot_obey_is_left_out(tmp_path):
+    impossible = hotlap.Plan().but(precision="tf32")
+    found = Found(plan=impossible, ledger=hotlap.Ledger(), updates=1)
+    run = fit(job_for(20), plan=found, out=tmp_path / "run", progress=False)
+    assert run.plan.numerics.precision == "fp32"

@@ -10,7 +10,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hotlap.tuner.laps import LapClock
 
-TIMED = ("hotlap.tuner.", "hotlap.fitting.", "hotlap.script.")
+TIMED = ("hotlap.tuner.", "hotlap.fitting.", "hotlap.script.", "hotlap.searching.")
 """Modules that time trainings, by how their names begin."""
 SAMPLE_S = 5e-5
 """What a loader takes for a sample, in the process that trains; out of memory it takes nothing."""

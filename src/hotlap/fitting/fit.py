@@ -43,7 +43,7 @@ from hotlap.fitting.record import (
 )
 from hotlap.fitting.run import Run
 from hotlap.fitting.session import ProgressState, RunSession, counts, unfit_checkpoint
-from hotlap.fitting.task import EVERYTHING, FIXED, OFF, TUNED, Task, set_up, trained_tensors
+from hotlap.fitting.task import EVERYTHING, FIXED, OFF, TUNED, Found, Task, set_up, trained_tensors
 from hotlap.fitting.training import train
 from hotlap.guard.identity import differences, exact_identity
 from hotlap.guard.saving import import_state
@@ -56,6 +56,9 @@ from hotlap.store.weights import load_weights_into, unwrapped
 log = logger(__name__)
 
 
+Chosen = Plan | Found | Mapping[str, Any] | Ledger | str
+"""How a training gets its plans: a plan, one to look after, choices, the ledger of a run to replay, or a word."""
+
 _calls = 0
 """How often `fit` was called in this process: tells the trainings of one script apart."""
 
@@ -63,7 +66,7 @@ _calls = 0
 def fit(
     job: Job,
     *unnamed: object,
-    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    plan: Plan | Found | Mapping[str, Any] | str | Path | None = None,
     tune_s: float | None = None,
     finish_in: float | str | TimeLimit | None = None,
     out: str | Path | None = None,
@@ -102,8 +105,8 @@ def fit(
             and says what that is.
         require_gpu: Raise MachineError if no GPU works.
         progress: Show progress on stderr.
-        on_evaluation: Called with the figures of each evaluation, as `Run.history` holds them. What it raises ends
-            the training like any error of yours.
+        on_evaluation: Called with the figures of each evaluation, as `Run.history` holds them. A text that it returns
+            ends the training, which gives it as the reason. What it raises ends it like any error of yours.
         started_by: Words that start this training again from a shell.
 
     SIGINT and SIGTERM end the training after the current step and a checkpoint, by KeyboardInterrupt or exit code 143.
@@ -144,7 +147,12 @@ def fit(
         kept = CachedModel(task.identity, job, task.rig, how=task.how) if reuse else None
         if resume is not None:
             session = RunSession(RunFolder.open(resume), task)
-            left = go_on(task, session, allow_changes=allow_changes, keep_plan=chosen not in (TUNED, OFF))
+            left = go_on(
+                task,
+                session,
+                allow_changes=allow_changes,
+                keep_plan=chosen not in (TUNED, OFF) and not isinstance(chosen, Found),
+            )
             note_gone_on(resume)
             if isinstance(left, Run):
                 return left
@@ -160,7 +168,8 @@ def fit(
             if kept is not None and (found := kept.load()) is not None:
                 return from_cache(task, session, state, found)
         run = finish(task, session, state, stopped=train(task, session, state))
-        if kept is not None and not state.is_cut:  # a model that was trained less is not the one that was asked for
+        # A model that was trained less is not the one that was asked for.
+        if kept is not None and not state.is_cut and not state.asked_to_end:
             kept.store(run)
         return run
     finally:
@@ -169,11 +178,11 @@ def fit(
         randomness.restore()
 
 
-def _chosen_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | Mapping[str, Any] | Ledger | str:
+def _chosen_plan(plan: Plan | Found | Mapping[str, Any] | str | Path | None) -> Chosen:
     """What `plan` stands for: a plan, choices, the ledger of a run to replay, or one of the words."""
     if plan is None:
         plan = os.environ.get("HOTLAP_PLAN") or TUNED
-    if isinstance(plan, (Plan, Mapping)):
+    if isinstance(plan, (Plan, Found, Mapping)):
         return plan
     if plan in (TUNED, EVERYTHING, OFF):
         return str(plan)
@@ -186,7 +195,7 @@ def _chosen_plan(plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan | M
     return load_plan(plan)
 
 
-def _plan_of_run(folder: str | Path) -> Plan | Mapping[str, Any] | Ledger | str:
+def _plan_of_run(folder: str | Path) -> Chosen:
     """How a run chose its plan, to go on in the same way; a run of an earlier hotlap does not say."""
     try:
         how = read_record(RunFolder.open(folder)).facts.get("how")
@@ -412,7 +421,7 @@ def finish(
             folder.write_loss(modules[LOSS])
         ended = Ended(
             stopped=stopped,
-            asked=rig.steps if state.left_out else task.total,
+            asked=rig.steps if state.left_out or state.asked_to_end else task.total,
             patience=task.job.patience if state.best.is_long_ago() else None,
             steps=rig.steps,
             updates=rig.updates,

@@ -160,6 +160,8 @@ class ProgressState:
         """Updates that the schedule was made to span, where a deadline made it fewer than were asked for."""
         self.left_out: tuple[str, ...] = ()
         """What the training has not done for want of time."""
+        self.asked_to_end: str | None = None
+        """Why the user's own function wants the training to end."""
         self.is_cut = False
         """Whether a deadline has changed what was trained."""
         self.from_checkpoint = from_checkpoint

@@ -91,6 +91,8 @@ class Task:
     """Called with the figures of each evaluation."""
     limit: TimeLimit | None = None
     """When it has to be over."""
+    found: Plan | None = None
+    """A plan to begin with, where it is looked after."""
     replayed: Ledger | None = None
     """The ledger of the run whose plans are used again, each at its step."""
 
@@ -145,6 +147,16 @@ class Task:
         return weights * (1 + states + self.keeps_best)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan that was found by tuning; given to `fit`, the training begins with it and hotlap looks after it."""
+
+    plan: Plan
+    ledger: Ledger
+    updates: int
+    """Updates that finding it took."""
+
+
 EVERYTHING, TUNED, OFF = "max", "auto", "off"
 """Names of plans: everything this machine can do; what pays, found while training; the user's own."""
 FIXED = "fixed"
@@ -173,7 +185,7 @@ def check_targets(augment: Augment, source: Source) -> None:
 def set_up(
     job: Job,
     dataset: OrderedDataset,
-    plan: Plan | Mapping[str, Any] | Ledger | str,
+    plan: Plan | Found | Mapping[str, Any] | Ledger | str,
     device: torch.device,
     console: Console,
     save_every: int | None,
@@ -209,7 +221,7 @@ def set_up(
     own_plan = rig.plan
     if plan == EVERYTHING:
         _use_everything(rig)
-    elif not isinstance(plan, (str, Ledger)):
+    elif not isinstance(plan, (str, Ledger, Found)):
         rig.use(plan if isinstance(plan, Plan) else rig.plan.but(**plan), why="given")
     return Task(
         job=job,
@@ -227,7 +239,8 @@ def set_up(
         own_plan=own_plan,
         on_evaluation=on_evaluation,
         limit=limit,
-        tuned=plan == TUNED,
+        tuned=plan == TUNED or isinstance(plan, Found),
+        found=plan.plan if isinstance(plan, Found) else None,
         replayed=plan if isinstance(plan, Ledger) else None,
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hotlap.core.errors import DivergedError, StoreError, first_line
 from hotlap.core.ledger import Entry
+from hotlap.core.terminal import clean
 from hotlap.engine.objective import PendingMean
 from hotlap.engine.step import Window, is_out_of_memory
 from hotlap.fitting.deadline import Deadline, span_schedule
@@ -183,6 +184,8 @@ class _Loop:
         job, best = self._job, self._state.best
         if self._has_dead_weights:
             return "early: the weights are not finite any more; those of the best evaluation are restored"
+        if self._state.asked_to_end is not None:
+            return f"early: {self._state.asked_to_end}"
         return f"early: no better {job.monitor} in {job.patience} evaluations" if best.is_long_ago() else None
 
     def _answered(self, error: Exception, window: Window) -> PlanChooser:
@@ -352,7 +355,9 @@ class _Loop:
         self._check_finite(record)
         state.best.judge(record)
         if self._task.on_evaluation is not None:
-            self._task.on_evaluation(dict(record))
+            answer = self._task.on_evaluation(dict(record))
+            if isinstance(answer, str):
+                state.asked_to_end = clean(" ".join(answer.split()))
         spent = time.perf_counter() - aside
         state.clock.aside_s += spent
         self._pace.pause(spent)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from hotlap import machine
 from hotlap.core.console import open_console
 from hotlap.core.job import Job
 from hotlap.core.ledger import Ledger
-from hotlap.core.plan import Plan
 from hotlap.core.table import rows
 from hotlap.data.dataset import training_dataset
 from hotlap.engine.snapshot import Modes, Randomness
-from hotlap.fitting.task import TUNED, Task, set_up
+from hotlap.fitting.task import TUNED, Found, Task, set_up
 from hotlap.tuner.budget import MOST_S, Length
 from hotlap.tuner.known import KnownPlans
 from hotlap.tuner.tuner import PlanChooser, Replay, Tuner
@@ -31,7 +29,9 @@ def chooser_for(task: Task, length: Callable[[], Length] | None = None) -> PlanC
         return Replay(rig, task.replayed)
     if not task.tuned:
         return PlanChooser()
-    found = rig.plan if _was_tuned(rig.ledger) else None
+    found = rig.plan if was_tuned(rig.ledger) else task.found
+    if found is not None and rig.supports(found) is not None:
+        found = None
     rig.use(task.own_plan, why="the user's own, to tune from")
     return Tuner(
         rig,
@@ -53,16 +53,6 @@ def tuning_line(ledger: Ledger) -> str | None:
     kept = ", ".join(row.what for row in rows(ledger) if row.outcome == "kept")
     interval = f"[{total.low:.3g}, {total.high:.3g}]"
     return f"at step {ledger.last_step:,}: {total.ratio:.3g}x {interval} by {kept or 'nothing'}; {total.why}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What `tune` found."""
-
-    plan: Plan
-    ledger: Ledger
-    updates: int
-    """Updates that it took."""
 
 
 def tune(job: Job, *, most_s: float = MOST_S, progress: bool = True) -> Found:
@@ -108,5 +98,6 @@ def tune(job: Job, *, most_s: float = MOST_S, progress: bool = True) -> Found:
     return found
 
 
-def _was_tuned(ledger: Ledger) -> bool:
+def was_tuned(ledger: Ledger) -> bool:
+    """Whether a search for a plan came to its end."""
     return any(entry.kind == "tuned" for entry in ledger)

@@ -20,7 +20,7 @@ from hotlap.kit.probe import BEGINS_S, LAP_S, LAPS, RUNS, ProbeRequest, ProbeRes
 from hotlap.kit.savings import ModelFacts, Saving, Trials, Update, savings, table
 from hotlap.kit.search import TooShortError
 from hotlap.kit.tensor_memory import KINDS, GrowingMemory
-from hotlap.recipes.plots import round_marks
+from hotlap.plots import round_marks
 from hotlap.script.running import Target
 from hotlap.store.files import write_text
 

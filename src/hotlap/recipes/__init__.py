@@ -12,7 +12,7 @@ add its name to `NAMES`. Read first:
 | `training`, `options` | `hotlap train`: every model trained and scored, the best kept, everything written down |
 | `time_plan` | `--finish-in`: what of all that fits into the time |
 | `answers`, `calls` | `hotlap predict`, and the same from Python |
-| `scores`, `plots`, `onnx_files` | scores and thresholds, SVG pictures, ONNX |
+| `scores`, `onnx_files` | scores and thresholds, ONNX |
 | `tables`, `csv_files`, `parquet_files`, `kinds` | files as tables, whose columns have kinds |
 | `checks` | what may be wrong with a table |
 | `encoders`, `word_counts` | for `text`: encoders with tokenizers, the TF-IDF baseline |

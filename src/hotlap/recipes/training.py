@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotlap import plots
 from hotlap.core.errors import DataError, DivergedError, PlanError, StoreError, UsageError, shown
 from hotlap.core.job import Job
 from hotlap.core.table import table as tuning_table
@@ -24,7 +25,7 @@ from hotlap.fitting.fit import AnotherTrainingError, fit
 from hotlap.fitting.run import Run
 from hotlap.fitting.task import EVERYTHING, OFF, TUNED
 from hotlap.machine.device import choose_device
-from hotlap.recipes import onnx_files, plots, recipe_named
+from hotlap.recipes import onnx_files, recipe_named
 from hotlap.recipes.answers import FORMAT, MODEL, STATE, answer, answers_of, command_of, revived
 from hotlap.recipes.options import OPTIONS, Options, as_file, exists, is_file, options_of, recipe_in
 from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Say, Trainer

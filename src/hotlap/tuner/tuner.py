@@ -240,7 +240,7 @@ class Tuner(PlanChooser):
         if found is not None:
             self._asks.close()
             self._search.plan = found
-            rig.use(found, why="found before it was interrupted")
+            rig.use(found, why="found before")
             self._finish()
 
     @property

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotlap.core.errors import DataError
-from hotlap.recipes.plots import MOST_POINTS, confusion_picture, curves, round_marks
+from hotlap.plots import MOST_POINTS, confusion_picture, curves, importance_bars, round_marks, search_history
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -153,3 +153,22 @@ def test_pictures_have_plain_colours_where_css_variables_are_unknown(tmp_path):
         shapes = re.findall(r"<(?:path|circle|rect) [^>]*>", text)
         assert shapes
         assert all(re.search(r'(?:fill|stroke)="#[0-9a-f]{6}"', shape) for shape in shapes)
+
+
+def test_a_search_has_a_dot_for_each_trial_and_a_line_for_the_best_so_far(tmp_path):
+    search_history([(1, 3.0), (2, 4.0), (4, 2.0)], [(1, 3.0), (2, 3.0), (4, 2.0)], "valid_loss", tmp_path / "h.svg")
+    root, words, lines = drawn(tmp_path / "h.svg")
+    titles = [title.text for title in root.iter(f"{SVG}title")]
+    assert [one for one in titles if one.startswith("a trial")] == [
+        f"a trial {score} at trial {at}" for at, score in ((1, 3), (2, 4), (4, 2))
+    ]
+    assert len(lines) == 1
+    assert "trial" in words
+
+
+def test_importance_has_a_bar_for_each_value_the_largest_first(tmp_path):
+    importance_bars({"width": 0.2, "lr": 0.8}, tmp_path / "i.svg")
+    root, words, _ = drawn(tmp_path / "i.svg")
+    assert words[1:] == ["lr", "80 %", "width", "20 %"]
+    widths = [float(rect.get("width")) for rect in root.iter(f"{SVG}rect") if rect.get("class") == "cell"]
+    assert widths == [440.0, 110.0]

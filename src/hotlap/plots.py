@@ -1,4 +1,4 @@
-"""Plots of a training, each one SVG file that needs nothing else and can be read on white and on black."""
+"""Plots of trainings and searches, each one SVG file that needs nothing else and can be read on white and on black."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class Line:
     points: Points
     colour: int
     is_train: bool = False
+    is_dots: bool = False
+    """Whether only its points are drawn."""
 
 
 # --- learning curves -----------------------------------------------------------------------------------
@@ -135,9 +137,9 @@ def _legend(lines: Sequence[Line], runs: Mapping[str, Any], left: int, right: in
 class _Plot:
     """Axes over the same steps, one below the other."""
 
-    def __init__(self, left: int, right: int, steps: tuple[float, float]) -> None:
+    def __init__(self, left: int, right: int, steps: tuple[float, float], unit: str = "step") -> None:
         self._left, self._right = left, right
-        self._steps = steps
+        self._steps, self._unit = steps, unit
 
     def drawn(self, title: str, lines: Sequence[Line], top: int, bottom: int, *, has_steps: bool) -> list[str]:
         """Grid, numbers and lines between two heights."""
@@ -159,18 +161,18 @@ class _Plot:
             first, last = self._steps
             whole = [mark for mark in round_marks(first, last, most=8) if first <= mark <= last and mark == round(mark)]
             parts += [_text(place(mark, low)[0], bottom + 20, _number(mark), "faint", "middle") for mark in whole]
-            parts.append(_text((self._left + self._right) / 2, bottom + 40, "step", "faint", "middle"))
+            parts.append(_text((self._left + self._right) / 2, bottom + 40, self._unit, "faint", "middle"))
         for line in lines:
-            parts += _drawn_line(line, [place(x, y) for x, y in line.points])
+            parts += _drawn_line(line, [place(x, y) for x, y in line.points], self._unit)
         return parts
 
 
-def _drawn_line(line: Line, places: Points) -> list[str]:
+def _drawn_line(line: Line, places: Points, unit: str) -> list[str]:
     path = "M" + "L".join(f"{x:g} {y:g}" for x, y in places)
-    parts = [_stroke(path, line.colour, line.is_train)]
-    if len(places) == 1 or (not line.is_train and len(places) <= MOST_DOTS):
+    parts = [] if line.is_dots else [_stroke(path, line.colour, line.is_train)]
+    if line.is_dots or len(places) == 1 or (not line.is_train and len(places) <= MOST_DOTS):
         for (x, y), (step, value) in zip(places, line.points, strict=True):
-            words = f"{_short(line.name)} {value:.4g} at step {step:,.0f}"
+            words = f"{_short(line.name)} {value:.4g} at {unit} {step:,.0f}"
             at = line.colour % COLOURS
             dot = f'<circle class="d{at}" cx="{x:g}" cy="{y:g}" r="3" fill="{_LIGHT[at]}">'
             parts.append(f"{dot}<title>{_safe(words)}</title></circle>")
@@ -200,6 +202,31 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+
+
+# --- searches ------------------------------------------------------------------------------------------
+
+
+def search_history(scores: Sequence[tuple[int, float]], best: Points, name: str, path: Path) -> None:
+    """Draw the score of each trial as a dot, and the best so far as a line, into an SVG file."""
+    lines = [
+        Line(name="a trial", points=[(float(at), score) for at, score in scores], colour=1, is_dots=True),
+        Line(name="best so far", points=best, colour=0),
+    ]
+    plot = _Plot(64, 728, _range([0.0, *(float(at) for at, _ in scores)]), "trial")
+    drawn = plot.drawn(f"{name}: dots are trials, the line is the best so far", lines, 40, 300, has_steps=True)
+    _write(path, 760, 348, drawn, "Search history")
+
+
+def importance_bars(shares: Mapping[str, float], path: Path) -> None:
+    """Draw how much of the differences in score each value explains, into an SVG file; the largest first."""
+    parts, most = [_text(16, 24, "Importance of each value for the score", "title")], max(shares.values()) or 1.0
+    for row, (name, share) in enumerate(sorted(shares.items(), key=lambda item: -item[1])):
+        y, length = 44 + 28 * row, 440 * share / most
+        parts.append(_text(190, y + 14, _short(name), anchor="end"))
+        parts.append(f'<rect x="200" y="{y}" width="{length:.1f}" height="18" rx="2" class="cell" fill="{_CELL}"/>')
+        parts.append(_text(208 + length, y + 14, f"{100 * share:.0f} %", "faint"))
+    _write(path, 760, 56 + 28 * len(shares), parts, "Importance")
 
 
 # --- confusion -----------------------------------------------------------------------------------------

@@ -1,0 +1,409 @@
+"""`search`: train a job with many values, one trial after the other, and give the Run of the best."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotlap import plots
+from hotlap.core.console import Console, open_console
+from hotlap.core.errors import JobError, StoreError, TrainingError, first_line, listed, shown
+from hotlap.core.job import Job
+from hotlap.core.plan import Plan
+from hotlap.core.terminal import clean
+from hotlap.core.units import MIB, show_seconds
+from hotlap.data.order import mix, seed_host
+from hotlap.engine.snapshot import Randomness
+from hotlap.fitting.deadline import MARGIN, TimeLimit
+from hotlap.fitting.fit import AnotherTrainingError, fit
+from hotlap.fitting.run import Run
+from hotlap.fitting.task import TUNED, Found
+from hotlap.fitting.tuning import was_tuned
+from hotlap.machine.device import choose_device
+from hotlap.searching.space import Space, checked_space, described
+from hotlap.searching.trials import Trials, Tried, optuna_or_why_not
+from hotlap.store.disk import read_small
+from hotlap.store.encoding import from_json
+from hotlap.store.files import write_text
+from hotlap.store.run_folder import RunFolder, RunLock, finite
+
+FILE, HISTORY, IMPORTANCE = "search.json", "history.svg", "importance.svg"
+FORMAT = 1
+MOST_TRIALS, MOST_BYTES = 100_000, 64 * MIB
+SCORE = ("monitor", "higher_is_better")
+"""What the first job says of the score, in the record of a search."""
+PICTURES_S = 1.0
+"""Of a deadline, kept for the pictures at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a search has found."""
+
+    best: Run
+    """The run of the best trial."""
+    values: dict[str, Any]
+    """The values of the best trial."""
+    score: float
+    monitor: str
+    """What `score` is."""
+    trials: tuple[Tried, ...]
+    importance: dict[str, float]
+    """How much of the differences in score each value explains."""
+    left_out: tuple[str, ...]
+    """What `finish_in` left no time for."""
+    folder: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as JSON holds them."""
+        figures: dict[str, Any] = finite(
+            {
+                "search": str(self.folder),
+                "monitor": self.monitor,
+                "score": self.score,
+                "values": self.values,
+                "best": str(self.best.folder),
+                "importance": self.importance,
+                "left_out": list(self.left_out),
+                "trials": [vars(one) for one in self.trials],
+            }
+        )
+        return figures
+
+    def summary(self) -> str:
+        """The outcome, for people."""
+        states = [one.state for one in self.trials]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.importance.items())
+        lines = [
+            f"trials    {len(states)}: {counts}",
+            f"best      {self.monitor} {self.score:.4g} by {_words(self.values)} ({self.best.folder})",
+            *([f"explained {shares}"] if shares else []),
+            *(f"left out  {line}" for line in self.left_out),
+            f"search    {self.folder}",
+        ]
+        return "\n".join(map(clean, lines))
+
+
+def search(
+    space: Mapping[str, Any] | Callable[[Any], Job],
+    job: Callable[[dict[str, Any]], Job] | None = None,
+    *,
+    trials: int,
+    finish_in: float | str | TimeLimit | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    prune: bool = True,
+    seed: int = 0,
+    save_every: int | None = None,
+    progress: bool = True,
+) -> Search:
+    """Train a job with so many choices of values, and give the best trial's Run. Needs the extra `search`.
+
+    Args:
+        space: What may vary: name → a list of choices, `(low, high)` or `(low, high, "log")`. Or a function that takes
+            an Optuna trial and gives the Job; then `job` is left out.
+        job: Gives the Job of a dict of values. It makes a new model each time, and needs `valid`: the job's `monitor`
+            decides which trial is best. hotlap seeds torch, numpy and Python before each call.
+        trials: Trials in all, those of a resumed search included.
+        finish_in: The time for the whole search. A trial begins only if it fits at the pace of those before.
+        out: A new or empty folder. None: a new one under `runs/`.
+        resume: The folder of a search to go on with. Finished trials stay; one that was interrupted goes on.
+        plan: As for `fit`. With "auto" each trial begins with the plan that an earlier one found.
+        prune: End a trial from its second evaluation on if it is worse there than the median of at least five others.
+        seed: Decides the values and the first weights of each trial.
+        save_every: Updates between checkpoints of a trial, as for `fit`.
+        progress: Show progress on stderr.
+
+    A trial that raises an error has failed: it is recorded, and the search goes on. Raises TrainingError where no
+    trial completes, and HotlapError where the space or a folder cannot be used as asked.
+    """
+    limit = None if finish_in is None else TimeLimit.of(finish_in)
+    optuna_or_why_not()
+    if isinstance(trials, bool) or not isinstance(trials, int) or not 1 <= trials <= MOST_TRIALS:
+        raise JobError([f"trials={shown(trials)} must be a whole number from 1 to {MOST_TRIALS:,}"])
+    made, parts = _job_maker(space, job)
+    about: dict[str, Any] = {"format": FORMAT, "space": None if parts is None else described(parts), "seed": seed}
+    if resume is None:
+        folder = RunFolder.create(out, "search").path
+    else:
+        folder = Path(resume)
+        about |= _gone_on(folder, out, about)
+    lock, console, randomness = RunLock(folder), open_console(progress), Randomness(choose_device("auto"))
+    try:
+        searching = _Searching(
+            folder=folder,
+            made=made,
+            trials=Trials(folder, seed=seed, prunes=prune, sign=-1.0 if about.get("higher_is_better") else 1.0),
+            wanted=trials,
+            limit=limit,
+            plan=plan,
+            seed=seed,
+            save_every=save_every,
+            console=console,
+            about=about,
+            monitor=str(about.get("monitor") or ""),
+        )
+        return searching.run()
+    finally:
+        randomness.restore()
+        console.close()
+        lock.release()
+
+
+Maker = Callable[[Any], tuple[dict[str, Any], Callable[[], Job]]]
+"""Gives the values of an Optuna trial, and what makes their Job."""
+
+
+def _job_maker(space: Any, job: Any) -> tuple[Maker, Space | None]:
+    """What gives the jobs, and the space where it is a dict."""
+    if isinstance(space, Mapping):
+        if not callable(job):
+            raise JobError([f"job={shown(job)} must be a function that gives the Job of a dict of values"])
+        parts = checked_space(space)
+
+        def of_values(trial: Any) -> tuple[dict[str, Any], Callable[[], Job]]:
+            values = {name: part.drawn(name, trial) for name, part in parts.items()}
+            return values, partial(job, dict(values))
+
+        return of_values, parts
+    if not callable(space) or job is not None:
+        raise JobError(["give search a dict and a function of values, or one function of an Optuna trial"])
+
+    return lambda trial: (dict(trial.params), partial(space, trial)), None
+
+
+def _gone_on(folder: Path, out: str | Path | None, now: dict[str, Any]) -> dict[str, Any]:
+    """What the search in a folder has found out about its score; StoreError where it was another search."""
+    if out is not None and Path(out).resolve() != folder.resolve():
+        raise StoreError(f"both out={str(out)!r} and resume={str(folder)!r} are given; a search keeps its folder")
+    if not (folder / FILE).is_file():
+        raise StoreError(f"{folder} is no search: it has no {FILE}")
+    had = from_json(read_small(folder / FILE, MOST_BYTES), FILE)
+    if not isinstance(had, dict) or had.get("format") != FORMAT:
+        raise StoreError(f"{folder / FILE} is not the record of a search")
+    changed = [
+        f"{name} was {shown(had.get(name))}, is {shown(now[name])}" for name in now if had.get(name) != now[name]
+    ]
+    if changed:
+        raise StoreError(listed(f"{folder} was another search in", "point", changed))
+    return {name: had.get(name) for name in SCORE}
+
+
+@dataclass(kw_only=True)
+class _Searching:
+    """A search that runs."""
+
+    folder: Path
+    made: Maker
+    trials: Trials
+    wanted: int
+    limit: TimeLimit | None
+    plan: Any
+    seed: int
+    save_every: int | None
+    console: Console
+    about: dict[str, Any]
+    found: Found | None = None
+    """The plan that a trial has found."""
+    monitor: str = ""
+    best: tuple[int, Run] | None = None
+    """The number and the run of the best trial of this process: the only model that stays in memory."""
+
+    def run(self) -> Search:
+        """Make all trials, and write down what came of them."""
+        self.write()
+        for trial in self.trials.begun():
+            self.attempt(trial)
+        while len(self.trials) < self.wanted and self.has_time():
+            self.attempt(self.trials.ask())
+        best = self.trials.best()
+        if best is None:
+            tried = self.trials.tried()
+            why = next((one.why for one in tried if one.why), "there was no time for one")
+            raise TrainingError(f"none of {len(tried)} trials completed; the first: {why}")
+        score = best.score
+        assert score is not None
+        importance, left_out = self.trials.importance(), self.left_out()
+        self.draw(importance)
+        self.write(best=best.number, importance=importance, left_out=left_out)
+        return Search(
+            best=self.run_of(best),
+            values=self.values_of(best),
+            score=score,
+            monitor=self.monitor,
+            trials=tuple(self.trials.tried()),
+            importance=importance,
+            left_out=left_out,
+            folder=self.folder,
+        )
+
+    # --- one trial ---------------------------------------------------------------------------------
+
+    def attempt(self, trial: Any) -> None:
+        """Make a trial; what it raises is written down, unless it ends the process."""
+        began = time.perf_counter()
+        try:
+            job = self.job_of(trial, trial.number)
+            pruned: list[str] = []
+            run = self.trained(job, trial.number, partial(self.judged, trial, job, pruned))
+            score, took_s = self.score_of(run, job), time.perf_counter() - began
+            if pruned or self.is_cut(run):
+                self.trials.pruned(trial, took_s, run.stopped)
+            else:
+                self.trials.completed(trial, score, took_s, run.stopped)
+            self.keep(trial.number + 1, run)
+        except AnotherTrainingError:
+            raise
+        except Exception as error:
+            self.trials.failed(trial, time.perf_counter() - began, f"{type(error).__name__}: {first_line(error)}")
+        self.say(self.trials.tried()[trial.number])
+        self.write()
+        gc.collect()  # models hold themselves in circles
+
+    def job_of(self, trial: Any, number: int) -> Job:
+        """The job of a trial; its first weights depend on the seed and its number alone."""
+        seed = mix(self.seed, number)
+        seed_host(seed)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed(seed)
+        job = self.made(trial)[1]()
+        if not isinstance(job, Job):
+            raise JobError([f"the function gave {shown(job)}, and no Job"])
+        if job.valid is None:
+            raise JobError([f"without valid, nothing says which trial is best by {job.monitor}"])
+        monitor = "valid_loss" if job.monitor == "loss" else job.monitor
+        if self.monitor and monitor != self.monitor:
+            raise JobError([f"its monitor is {monitor}, that of the first trial {self.monitor}"])
+        self.monitor, self.trials.sign = monitor, -1.0 if job.higher_is_better else 1.0
+        return job
+
+    def trained(self, job: Job, number: int, judged: Callable[[dict[str, Any]], str | None] | None = None) -> Run:
+        """Train a trial's job in its folder, or go on there."""
+        folder = self.folder / "trials" / f"{number + 1:04d}"
+        is_begun = (folder / "plan.toml").is_file()
+        left = None if self.limit is None else TimeLimit(self.limit.all_s, self.limit.until_s - self.closing_s)
+        return fit(
+            job,
+            plan=self.found if self.found is not None else self.plan,
+            out=None if is_begun else folder,
+            resume=folder if is_begun else None,
+            save_every=self.save_every,
+            finish_in=left,
+            progress=False,
+            on_evaluation=judged,
+        )
+
+    def judged(self, trial: Any, job: Job, pruned: list[str], record: dict[str, Any]) -> str | None:
+        """Take in an evaluation of a trial; why it is pruned, or None."""
+        if self.monitor not in record:
+            return None
+        at = record["epoch"] if job.eval_every is None else record["step"] // job.eval_every
+        done = at / max(1, job.epochs if job.eval_every is None and job.epochs else at + 1)
+        words = f"trial {trial.number + 1}/{self.wanted} · {self.monitor} {record[self.monitor]:.4g}{self.best_words()}"
+        self.console.show(trial.number + min(1.0, done), self.wanted, lambda width: words[:width])
+        if not self.trials.report(trial, record[self.monitor], at):
+            return None
+        pruned.append("pruned: worse than the median of the trials before")
+        return pruned[0]
+
+    def score_of(self, run: Run, job: Job) -> float:
+        """What a run is judged by: the figure of the weights that its model has."""
+        score = run.best.get(self.monitor)
+        if score is None:
+            raise TrainingError(f"there was no evaluation; {run.stopped}")
+        return float(score)
+
+    def is_cut(self, run: Run) -> bool:
+        """Whether the deadline has cut a trial short, which makes it no match for others; the first one counts."""
+        return bool(run.left_out) and self.trials.best() is not None
+
+    def keep(self, number: int, run: Run) -> None:
+        """Keep the run if it is the best so far, and the plan that it found."""
+        best = self.trials.best()
+        if best is not None and best.number == number:
+            self.best = (number, run)
+        is_tuned = self.plan in (None, TUNED) and was_tuned(run.ledger)
+        if self.found is None and is_tuned:
+            self.found = Found(plan=run.plan, ledger=run.ledger, updates=run.steps)
+
+    # --- time --------------------------------------------------------------------------------------
+
+    @property
+    def closing_s(self) -> float:
+        """Seconds of the deadline that are kept for the end."""
+        return 0.0 if self.limit is None else min(PICTURES_S, MARGIN * self.limit.all_s)
+
+    def has_time(self) -> bool:
+        """Whether another trial fits, at the pace of the complete ones."""
+        took = [one.seconds for one in self.trials.tried() if one.state == "complete"]
+        if self.limit is None or not took:
+            return self.limit is None or self.limit.left_s > self.closing_s or not len(self.trials)
+        return self.limit.left_s - self.closing_s > statistics.median(took)
+
+    def left_out(self) -> tuple[str, ...]:
+        """What there was no time for."""
+        missing = self.wanted - len(self.trials)
+        trials = [f"{missing:,} of {self.wanted:,} trials"] if missing > 0 else []
+        cut = [] if self.best is None else [f"trial {self.best[0]}: {line}" for line in self.best[1].left_out]
+        return (*trials, *cut)
+
+    # --- what came of it ---------------------------------------------------------------------------
+
+    def values_of(self, best: Tried) -> dict[str, Any]:
+        """The values of a trial, as its job had them."""
+        return self.made(self.trials.again(best.number))[0]
+
+    def run_of(self, best: Tried) -> Run:
+        """The best trial's run; where an earlier process made it, read from its folder."""
+        if self.best is not None and self.best[0] == best.number:
+            return self.best[1]
+        job = self.job_of(self.trials.again(best.number), best.number - 1)
+        return self.trained(job, best.number - 1)
+
+    def best_words(self) -> str:
+        """The best so far, in words."""
+        best = self.trials.best()
+        return "" if best is None else f" · best {best.score:.4g} (trial {best.number})"
+
+    def say(self, tried: Tried) -> None:
+        """A line on a trial that has ended."""
+        outcome = f"{self.monitor} {tried.score:.4g}" if tried.score is not None else tried.why
+        state = "" if tried.state == "complete" else f"{tried.state} · "
+        took = show_seconds(tried.seconds)
+        head = f"trial {tried.number}/{self.wanted} · {state}{outcome}{self.best_words()}"
+        self.console.say(f"{head} · {_words(tried.values)} · {took}")
+
+    def draw(self, importance: dict[str, float]) -> None:
+        """Draw the scores of the trials, and the importance of the values."""
+        scores, best = [], []
+        for one in self.trials.tried():
+            if one.state == "complete" and one.score is not None:
+                scores.append((one.number, one.score))
+                so_far = min((self.trials.sign * score for _, score in scores))
+                best.append((float(one.number), self.trials.sign * so_far))
+        plots.search_history(scores, best, self.monitor, self.folder / HISTORY)
+        if importance:
+            plots.importance_bars(importance, self.folder / IMPORTANCE)
+
+    def write(self, **outcome: Any) -> None:
+        """Write `search.json`."""
+        trials = [vars(one) for one in self.trials.tried()]
+        score = {"monitor": self.monitor, "higher_is_better": self.trials.sign < 0}
+        facts = finite({**self.about, **score, "wanted": self.wanted, **outcome, "trials": trials})
+        write_text(self.folder / FILE, json.dumps(facts, indent=1, default=str) + "\n")
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    figures = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in values.items()}
+    return ", ".join(f"{name} {figure}" for name, figure in figures.items())
