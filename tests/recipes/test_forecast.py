@@ -1,6 +1,7 @@
 """The recipe forecast from a wide table to many targets, on tables of which it is known what can be found in them."""
 
 import csv
+import importlib.util
 import json
 import shutil
 
@@ -11,10 +12,11 @@ from recipe_data import write_rows
 from typer.testing import CliRunner
 
 import hotlap
+from hotlap import trees
 from hotlap.cli import app
-from hotlap.core.errors import DataError, JobError, StoreError
+from hotlap.core.errors import DataError, JobError, MachineError, StoreError
 from hotlap.recipes.answers import answer
-from hotlap.recipes.forecast import RECIPE, steps_of
+from hotlap.recipes.forecast import MODELS, RECIPE, steps_of
 from hotlap.recipes.forecast_models import ALPHAS, KnownError, Ridge, blend_weights, telling_features, with_known
 from hotlap.recipes.lag_features import Lags, filled, rolling, shifted
 from hotlap.recipes.options import options_of
@@ -68,13 +70,13 @@ def report_of(run):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of ridge and LSTM on 260 rows, with the 20 rows that follow, and what was said."""
+    """A run of all models on 260 rows, with the 20 rows that follow, and what was said."""
     folder, lines = tmp_path_factory.mktemp("finished"), []
     values = wave(280)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOTLAP_CACHE", str(folder / "cache"))
         data, test = table_file(folder / "train.csv", values[:260]), table_file(folder / "test.csv", values[260:], 260)
-        more = {"models": "ridge,lstm", "width": 4, "epochs": 2, "test": str(test), "season": 12}
+        more = {"models": ",".join(MODELS), "width": 4, "epochs": 2, "rounds": 4, "test": str(test), "season": 12}
         run = trained(data, folder / "run", lines, **more)
         again = []
         trained(data, folder / "again", again, **more)
@@ -90,7 +92,7 @@ def test_from_a_file_to_predictions_of_every_row_in_its_order(finished):
     off = np.abs(answered[:-2] - values[262:280, :2])
     assert off.mean() < 0.5 * np.abs(values[260:278, :2] - values[262:280, :2]).mean()
     report = report_of(run)
-    assert set(report["models"]) == {"ridge", "lstm", "blend"}
+    assert set(report["models"]) == {*MODELS, "blend"}
     assert set(report["baselines"]) == {"the mean", "the last value", "the value 12 rows before"}
     assert any(line.startswith("blend     mean shares over 2 targets: ridge 0.") for line in lines)
     assert sum(report["models"]["blend"]["shares"]["a"].values()) == pytest.approx(1)
@@ -98,7 +100,7 @@ def test_from_a_file_to_predictions_of_every_row_in_its_order(finished):
 
 def test_a_second_run_reads_its_models_from_the_cache_and_says_what_that_saved(finished):
     _, _, lines, again = finished
-    for name in ("ridge", "lstm"):
+    for name in MODELS:
         assert any(line.startswith(name) and "trained in" in line for line in lines)
         assert any(line.startswith(name) and "trained before, which saved" in line for line in again)
 
@@ -106,13 +108,46 @@ def test_a_second_run_reads_its_models_from_the_cache_and_says_what_that_saved(f
 def test_a_run_holds_no_pickle_and_answers_where_it_is_unpacked(finished, tmp_path):
     run, _, _, _ = finished
     kinds = {path.suffix for path in run.rglob("*") if path.is_file() and path.name not in ("lock", "checkpoints.made")}
-    assert kinds <= {".safetensors", ".json", ".jsonl", ".toml", ".csv", ".svg"}
+    assert kinds <= {".safetensors", ".json", ".jsonl", ".toml", ".csv", ".svg", ".txt"}
     for words in (["pack", run, tmp_path / "run.zip"], ["unpack", tmp_path / "run.zip", tmp_path / "home"]):
         assert CliRunner().invoke(app, list(map(str, words))).exit_code == 0
     with (run / "predictions.csv").open() as file:
         given = [{name: row[name] for name in ("day", "a", "b", "c")} for row in csv.DictReader(file)]
     one, other = (hotlap.load(where).predict(given, device="cpu") for where in (run, tmp_path / "home"))
     assert one == other
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_is_read_back_as_it_was_judged(name, tmp_path):
+    data = table_file(tmp_path / "a.csv", wave(200))
+    more = {"models": name, "folds": 1, "width": 4, "epochs": 2, "rounds": 4}
+    run, recipe = trained(data, tmp_path / "run", **more), prepared(data, **more)
+    rows, report, model = recipe.whole.held, report_of(run), hotlap.load(run)
+    answers = model.reader.answers(model.network, rows, batch_size=64, device="cpu")
+    assert name in model.network.parts
+    rmse = np.sqrt(np.nanmean((answers - recipe.y[rows.own]) ** 2, axis=0)).mean()
+    assert rmse == pytest.approx(report["models"][report["best"]]["rmse"], rel=1e-4)
+
+
+def test_trees_stop_at_the_rounds_that_were_best_out_of_fold(finished):
+    run, _, lines, _ = finished
+    (line,) = (line for line in lines if line.startswith("xgboost   ") and "rounds, as was best" in line)
+    model = trees.load(run / "models" / "xgboost")
+    assert {file.rounds for file in model.record.boosters} == {int(line.split()[1])}
+    folds = [trees.load(run / "folds" / f"xgboost {number}").record for number in (1, 2)]
+    best = [file.rounds for record in folds for file in record.boosters for _ in range(file.targets)]
+    assert int(line.split()[1]) == round(float(np.median(best)))
+
+
+def test_a_library_that_is_missing_leaves_its_model_out_with_a_warning(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lightgbm" else find(name))
+    lines = []
+    recipe = prepared(table_file(tmp_path / "a.csv", wave(200)), lines, models="lightgbm,ridge")
+    assert [one.name for one in recipe.prepared().own] == ["ridge", "blend"]
+    assert "warning   left out: lightgbm is not installed: pip install hotlap[trees]" in lines
+    with pytest.raises(MachineError, match="lightgbm is not installed: pip install"):
+        prepared(tmp_path / "a.csv", models="lightgbm").prepared()
 
 
 def test_values_in_memory_are_answered_as_a_file_is_with_a_mapping_for_each_row(finished):

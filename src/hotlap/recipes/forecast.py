@@ -6,12 +6,14 @@ epochs, rounds and the blend. Then it learns on all rows before those held out, 
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import DataError, JobError, did_you_mean, shown
+from hotlap import trees
+from hotlap.core.errors import DataError, JobError, MachineError, did_you_mean, shown
 from hotlap.core.job import Job
+from hotlap.core.units import show_seconds
 from hotlap.data.windows import Windows
 from hotlap.recipes import forecast_models
 from hotlap.recipes.answers import outputs_of
@@ -36,6 +40,7 @@ from hotlap.recipes.forecast_models import (
     blend_weights,
     mixed,
     numbers_of,
+    telling_features,
     with_known,
 )
 from hotlap.recipes.lag_features import MOST_ROWS, Lags, gap_line, shifted, time_column, times_of
@@ -46,8 +51,19 @@ from hotlap.recipes.tables import Table, read_table
 from hotlap.recipes.tabular import TabularRecipe, refuse, refuse_pictures
 from hotlap.store.cache import Cache, key_of
 from hotlap.store.weights import MODEL, build_with_weights, load_weights
+from hotlap.trees import TreeJob, TreeModel, TreeRun
 
-MODELS = ("ridge", "lstm")
+TREES = {
+    "xgboost": {"max_depth": 3, "eta": 0.05, "subsample": 0.8, "colsample_bytree": 0.5, "min_child_weight": 5},
+    "lightgbm": {
+        "max_depth": 3, "num_leaves": 8, "learning_rate": 0.05, "bagging_fraction": 0.8, "bagging_freq": 1,
+        "feature_fraction": 0.5, "min_data_in_leaf": 5,
+    },
+}  # fmt: skip
+"""Libraries of boosted trees, with the parameters that hotlap gives them."""
+TREE_PATIENCE = 10
+"""Rounds without improvement after which the trees of a target stop."""
+MODELS = ("ridge", *TREES, "lstm")
 BLEND, RULE = "blend", "simple rule"
 """The blend, and its part that answers what the best simple rule of each target says."""
 LEAST = 20
@@ -72,6 +88,8 @@ class ForecastOptions(Options):
     fill: int = option(5, "rows for which a missing value is the last one known", most=MOST_ROWS)
     length: int = option(20, "rows in a window of the LSTM", most=MOST_ROWS)
     width: int = option(64, "width of the LSTM", most=4096)
+    rounds: int = option(100, "most rounds of boosted trees for each target", most=100_000)
+    tree_features: int = option(100, "features that trees see: those that correlate most with the targets")
     models: tuple[str, ...] = option(MODELS, "which to train and blend")
     folds: int = option(3, "walk forward: times to train on what came before and answer what comes next", most=100)
     group: str = option("", "not for a forecast, of which the last part is held out")
@@ -79,7 +97,7 @@ class ForecastOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wrong = below_one(self, "length", "width", "folds")
+        wrong = below_one(self, "length", "width", "folds", "rounds", "tree_features")
         wrong += outside(self, gap=(0, MOST_ROWS), season=(0, MOST_ROWS // 2), fill=(0, MOST_ROWS))
         for name in ("group", "valid", "onnx"):
             if value := getattr(self, name):
@@ -291,7 +309,8 @@ class ForecastRecipe(TabularRecipe):
         self.standardised: dict[str, Numbers] = {}
         self.kept: dict[str, dict[str, Tensor]] = {}
         trained = {"ridge": self.train_ridge, "lstm": self.train_lstm}
-        own = [OwnCandidate(name=name, train=trained[name]) for name in dict.fromkeys(self.options.models)]
+        trained |= {name: partial(self.train_trees, name) for name in TREES}
+        own = [OwnCandidate(name=name, train=trained[name]) for name in self._installed()]
         return Prepared(
             reader=self.reader,
             candidates=(),
@@ -356,6 +375,67 @@ class ForecastRecipe(TabularRecipe):
         outside = [np.asarray(tensors[f"fold{at}"]) for at in range(len(self.parts))]
         held = self.reader.standardised("ridge", weights, self.whole.held, 1, "cpu")
         return self.trained("ridge", outside, held, {"ridge": weights}, float(took_s), was_kept=not was_made)
+
+    def _installed(self) -> list[str]:
+        """The models that the options name, without those whose library is missing."""
+        names = list(dict.fromkeys(self.options.models))
+        lacking = [name for name in names if name in TREES and importlib.util.find_spec(name) is None]
+        for name in lacking:
+            self.say(f"warning   left out: {name} is not installed: pip install hotlap[trees]")
+        if lacking == names:
+            raise MachineError(
+                f"{' and '.join(lacking)} is not installed: pip install hotlap[trees], or name other --models"
+            )
+        return [name for name in names if name not in lacking]
+
+    def train_trees(self, name: str, trainer: Trainer) -> Trained:
+        """Trees for each target; on all rows as many rounds as were best out of fold, by the median over targets."""
+        outside, runs = [], []
+        for number, part in enumerate(self.parts, 1):
+            places, job = self.tree_job(name, part, self.options.rounds, is_judged=True)
+            runs.append(self._grown(job, trainer.folder / "folds" / f"{name} {number}", trainer))
+            outside.append(runs[-1].predict(part.held.features[part.held.own][:, places]))
+            self.say(f"{name:<9} fold {number} of {len(self.parts)} in {show_seconds(runs[-1].train_s)}")
+        best = np.concatenate([np.ravel(run.best["round"]) for run in runs])
+        rounds = max(1, round(float(np.median(best))))
+        self.say(f"{name:<9} {rounds} rounds, as was best for half of the targets in {len(runs)} folds")
+        places, job = self.tree_job(name, self.whole, rounds, is_judged=False)
+        runs.append(self._grown(job, trainer.folder / "models" / name, trainer))
+        rows = self.whole.held
+        held = runs[-1].predict(rows.features[rows.own][:, places])
+        was_kept = all("cache" in run.stopped for run in runs)
+        took_s, weights = sum(run.train_s for run in runs), {f"{name}.features": torch.from_numpy(places)}
+        return self.trained(name, outside, held, weights, took_s, was_kept=was_kept)
+
+    def tree_job(self, name: str, part: Split, rounds: int, *, is_judged: bool) -> tuple[Numbers, TreeJob]:
+        """The trees of a part, with the numbers of their features; a target that is unknown counts as its simple rule.
+
+        Where it `is_judged`, each target stops at its best round on what is held out there.
+        """
+        options = self.options
+        z = part.scale.targets(part.train, self.y)
+        places = telling_features(part.scale.inputs(part.train).numpy(), z, options.tree_features)
+        params: dict[str, Any] = dict(TREES[name])
+        if name == "xgboost" and options.device != "auto":
+            params["device"] = options.device
+        held = part.held.features[part.held.own][:, places], np.nan_to_num(part.scale.targets(part.held, self.y))
+        job = TreeJob(
+            part.train.features[part.train.own][:, places],
+            np.nan_to_num(z),
+            valid=held if is_judged else None,
+            library="xgboost" if name == "xgboost" else "lightgbm",
+            params=params,
+            rounds=rounds,
+            patience=TREE_PATIENCE if is_judged else None,
+            seed=options.seed % 2**31,
+        )
+        return places, job
+
+    def _grown(self, job: TreeJob, out: Path, trainer: Trainer) -> TreeRun:
+        """Trees in a folder of their own, which an interrupted run may have begun."""
+        shutil.rmtree(out, ignore_errors=True)
+        plan = "off" if self.options.plan == "off" else "auto"
+        return trees.fit(job, plan=plan, out=out, reuse=trainer.reuse, progress=False)
 
     def train_lstm(self, trainer: Trainer) -> Trained:
         """One LSTM for all targets: the epochs that were best out of fold, then as many on all rows."""
@@ -534,6 +614,8 @@ class ForecastReader(Reader):
     def _part(self, name: str, folder: Path, stored: Mapping[str, Tensor]) -> Any:
         if name == "ridge":
             return stored["ridge"]
+        if name in TREES:
+            return Trees(model=trees.load(folder / "models" / name), places=stored[f"{name}.features"].numpy())
         if name != "lstm":
             raise ValueError(f"members={shown(self.members)}")
         return build_with_weights(lambda: self.model(name), folder / "models" / name / MODEL).eval()
@@ -543,6 +625,8 @@ class ForecastReader(Reader):
         if name == "ridge":
             found: Numbers = self.scale.inputs(rows).numpy() @ part.numpy()
             return found
+        if isinstance(part, Trees):
+            return np.asarray(part.model.predict(rows.features[rows.own][:, part.places]))
         windows = self.windows(rows)
         return np.asarray(outputs_of(self.forward, part, windows, batch_size=batch_size, device=device).numpy())
 
@@ -568,6 +652,14 @@ class Mixture:
 
     parts: Mapping[str, Any]
     shares: Mapping[str, Numbers]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trees:
+    """Boosted trees, and the numbers of the features that they see."""
+
+    model: TreeModel
+    places: Numbers
 
 
 def _missing_lines(names: Sequence[str], values: Numbers, fill: int) -> list[str]:
