@@ -4,7 +4,6 @@ A block of code names its language. `python` runs: the blocks of a page, one aft
 command lines. `console` shows output: lines that begin with `$ ` are command lines, all others were printed by them.
 """
 
-import os
 import re
 import shlex
 import tomllib
@@ -12,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from preloaded import Preloaded
 
-import hotlap
 from hotlap.cli import app
 from hotlap.recipes import NAMES, recipe_named
 from hotlap.recipes.options import from_words, options_of
@@ -68,20 +65,17 @@ def test_a_block_that_shows_output_begins_with_the_command_that_printed_it(page)
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    own = {"HOTLAP_CACHE": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": str(ROOT / "src")}
-    environment = {**os.environ, **own, "CUDA_VISIBLE_DEVICES": "", "HOTLAP_PROGRESS": "lines"}
-    started = Preloaded(hotlap.fit.__module__, hotlap.memory.__module__, "torch._dynamo", environment=environment)
-    yield started
-    started.close()
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks_of(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_the_python_of_a_page_runs(page, python, tmp_path):
+def test_the_python_of_a_page_runs(page, forks, cache, tmp_path):
     (tmp_path / "page.py").write_text(GIVEN + "\n".join(blocks_of(page, "python")))
-    done = python.run("page.py", cwd=tmp_path)
+    own = {"HOTLAP_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": "", "HOTLAP_PROGRESS": "lines"}
+    done = forks.run("page.py", cwd=tmp_path, **own)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,8 +1,6 @@
 """`hotlap run --compare`: runs take turns, times have their spread, and what changed nothing is called noise."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -24,14 +22,14 @@ SCRIPT = """
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
+def compared(tmp_path_factory, forks):
     """What a comparison of two rounds says, and the order of its runs."""
     home = tmp_path_factory.mktemp("compared")
     (home / "train.py").write_text(textwrap.dedent(SCRIPT))
     variables = {**os.environ, "HOTLAP_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
     variables.pop("HOTLAP_PLAN", None)
-    command = [sys.executable, "-m", "hotlap", "run", "--compare", "--out", "kept", "train.py"]
-    done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, check=False)
+    command = ("-m", "hotlap", "run", "--compare", "--out", "kept", "train.py")
+    done = forks.run(*command, cwd=home, environment=variables)
     return done, (home / "order").read_text().split(), home
 
 

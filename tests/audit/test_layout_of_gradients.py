@@ -3,11 +3,8 @@
 Gradients that `backward()` has not made can lie in memory in another order than their weights.
 """
 
-import os
-
 import pytest
 import torch
-from preloaded import Preloaded
 from torch import nn
 
 from hotlap.engine.optimizers import LayoutCheck
@@ -42,22 +39,15 @@ BY_GRAD = """loss = nn.functional.cross_entropy(model(x), y)
     optimizer.step()"""
 
 
-@pytest.fixture(scope="module")
-def python():
-    made = Preloaded("hotlap.cli", "hotlap.script.session", "torch._dynamo", environment=dict(os.environ))
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_of_a_script_can_be_viewed_flat_under_any_plan(name, tmp_path, python):
+def test_gradients_of_a_script_can_be_viewed_flat_under_any_plan(name, tmp_path, forks):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(**OPTIMIZERS[name]))
     options = ("--out", str(tmp_path / "run"), "--plan", "max")
-    done = python.run("-m", "hotlap", "run", *options, str(script), cwd=tmp_path)
+    done = forks.run("-m", "hotlap", "run", *options, str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "channels_last" in (tmp_path / "run" / "ledger.jsonl").read_text()
-    alone = python.run(str(script), cwd=tmp_path)
+    alone = forks.run(str(script), cwd=tmp_path)
     assert done.stdout.split()[1] == alone.stdout.split()[1]
 
 
@@ -104,12 +94,12 @@ def test_strides_of_dimensions_of_one_do_not_keep_a_step_from_being_fused():
     assert LayoutCheck(torch.optim.Adam([weight])).matches_weights()
 
 
-def test_gradients_by_autograd_grad_update_the_same_under_every_choice_at_once(tmp_path, python):
+def test_gradients_by_autograd_grad_update_the_same_under_every_choice_at_once(tmp_path, forks):
     script = tmp_path / "train.py"
     text = SCRIPT.format(optimizer="torch.optim.Adam(model.parameters())", step=BY_GRAD)
     script.write_text(text.replace("p.grad.view", "p.grad.reshape"))
-    alone = python.run(str(script), cwd=tmp_path)
-    done = python.run("-m", "hotlap", "run", "--out", "run", "--plan", "max", str(script), cwd=tmp_path)
+    alone = forks.run(str(script), cwd=tmp_path)
+    done = forks.run("-m", "hotlap", "run", "--out", "run", "--plan", "max", str(script), cwd=tmp_path)
     assert done.returncode == alone.returncode == 0, done.stderr
     ledger = (tmp_path / "run" / "ledger.jsonl").read_text()
     assert "channels_last" in ledger

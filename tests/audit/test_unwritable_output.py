@@ -58,8 +58,8 @@ def unread():
     """The writing end of a pipe that nobody reads any more."""
     reading, writing = os.pipe()
     os.close(reading)
-    yield writing
-    os.close(writing)
+    with os.fdopen(writing, "w") as file:
+        yield file
 
 
 class Dead:
@@ -89,9 +89,9 @@ def test_a_script_whose_log_is_full_trains_to_its_end_and_ends_well(tmp_path):
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def test_a_command_whose_output_nobody_reads_trains_to_its_end(tmp_path, unread):
-    words = [*HOTLAP, "demo", "--epochs", "2", "--plan", "off", "--out", "run", "--device", "cpu"]
-    assert ended(words, tmp_path, stdout=unread, stderr=unread).returncode == 0
+def test_a_command_whose_output_nobody_reads_trains_to_its_end(tmp_path, unread, forks):
+    words = [*HOTLAP[1:], "demo", "--epochs", "2", "--plan", "off", "--out", "run", "--device", "cpu"]
+    assert forks.run(*words, cwd=tmp_path, stdout=unread, stderr=unread).returncode == 0
     assert (tmp_path / "run" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "artefacts.json").is_file()
 
@@ -103,10 +103,10 @@ def test_results_that_cannot_be_written_are_an_error_in_one_line(tmp_path):
     assert done.returncode == 1
 
 
-def test_a_watched_script_ends_as_it_does_alone_where_hotlaps_words_cannot_be_written(tmp_path):
+def test_a_watched_script_ends_as_it_does_alone_where_hotlaps_words_cannot_be_written(tmp_path, forks):
     (tmp_path / "train.py").write_text(LOOP)
     with FULL.open("w") as full:
-        done = ended([*HOTLAP, "run", "--plan", "auto", "train.py"], tmp_path, stderr=full)
+        done = forks.run(*HOTLAP[1:], "run", "--plan", "auto", "train.py", cwd=tmp_path, stderr=full)
     assert (done.returncode, done.stdout) == (0, "")
     assert (tmp_path / "ended").read_text() == "yes"
     assert list(tmp_path.glob("runs/*/plan.toml"))

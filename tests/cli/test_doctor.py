@@ -82,8 +82,8 @@ def test_each_command_is_told_in_one_whole_line_at_80_columns(monkeypatch):
 
 
 @no_gpu_here
-def test_on_a_cpu_machine_the_doctor_says_fit_as_json_and_nothing_else():
-    result = hotlap("doctor", "--json")
+def test_on_a_cpu_machine_the_doctor_says_fit_as_json_and_nothing_else(forks, tmp_path):
+    result = forks.run("-m", "hotlap", "doctor", "--json", cwd=tmp_path)
     report = json.loads(result.stdout)
     assert result.returncode == 0
     assert result.stderr == ""

@@ -244,11 +244,12 @@ def test_a_plan_or_a_folder_that_will_not_do_is_refused_before_the_script_runs(h
     assert not (home / "ran").exists()
 
 
-def test_where_nothing_is_trained_no_folder_is_left(home):
+def test_where_nothing_is_trained_no_folder_is_left(home, forks):
     write(home / "train.py", "import os; print(os.listdir())")
     write(home / "here/kept", "")
-    assert hotlap("run", "--out", "deep/er/run", "train.py").returncode == 0
-    assert hotlap("run", "--out", "here/run", "train.py").returncode == 0
+    for folder in ("deep/er/run", "here/run"):
+        done = forks.run("-m", "hotlap", "run", "--out", folder, "train.py", cwd=home)
+        assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in home.iterdir()) == ["here", "train.py"]
     assert [path.name for path in (home / "here").iterdir()] == ["kept"]
 

@@ -5,18 +5,15 @@ import os
 import pickle
 import time
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
-from preloaded import Preloaded
 from typer.testing import CliRunner
 
 from hotlap.cli import app
 from hotlap.core.errors import StoreError
 from hotlap.store.cache import Cache, key_of
 
-SRC = Path(__file__).parents[2] / "src"
 A, B = key_of("a"), key_of("b")
 
 
@@ -36,19 +33,12 @@ def said(*arguments, code=0):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def python():
-    found = Preloaded("torch", environment={**os.environ, "PYTHONPATH": str(SRC)})
-    yield found
-    found.close()
-
-
 @pytest.fixture
-def run(python, tmp_path):
-    """Runs the command in a process that has loaded torch, with the cache of this test."""
+def run(forks, tmp_path):
+    """Runs the command in a process that has loaded it, with the cache of this test."""
 
     def run(*arguments):
-        return python.run("-m", "hotlap", *arguments, cwd=tmp_path, HOTLAP_CACHE=os.environ["HOTLAP_CACHE"])
+        return forks.run("-m", "hotlap", *arguments, cwd=tmp_path, HOTLAP_CACHE=os.environ["HOTLAP_CACHE"])
 
     return run
 

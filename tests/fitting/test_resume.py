@@ -741,14 +741,14 @@ def test_the_command_resumes_a_script_with_its_words(tmp_path, script, left, exp
     assert weights(left) == expected
 
 
-def test_a_folder_of_a_script_that_hotlap_only_ran_is_refused_before_the_script_runs(tmp_path, script):
+def test_a_folder_of_a_script_that_hotlap_only_ran_is_refused_before_the_script_runs(tmp_path, script, forks):
     folder = RunFolder.create(tmp_path / "ran")
     folder.write_plan(Plan())
     folder.write_started({"command": "run", "script": "train"})
-    code, out, err = hotlap_command("resume", tmp_path / "ran", script)
-    assert (code, out) == (1, "")
-    assert "keeps no checkpoints" in err
-    assert err.count("\n") == 1
+    done = forks.run("-m", "hotlap", "resume", tmp_path / "ran", script, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "keeps no checkpoints" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_command_resumes_a_module_with_its_words(tmp_path, script, left, expected):

@@ -1,15 +1,9 @@
 """No secret of the environment or the command line is written to a run folder or the cache."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from hotlap.fitting.record import HIDDEN, secrets_of, start_record, without_secrets
 
-TESTS = Path(__file__).parents[1]
 ENVIRONMENT = {
     "HF_TOKEN": "tok-in-the-environment",
     "WANDB_API_KEY": "key-in-the-environment",
@@ -69,12 +63,9 @@ cache.put("features", key_of(dict(os.environ)), values=1, facts={})
 """
 
 
-def test_a_run_and_the_cache_hold_none(tmp_path):
+def test_a_run_and_the_cache_hold_none(tmp_path, forks):
     (tmp_path / "train.py").write_text(SCRIPT)
-    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS / 'support'}"}
-    done = subprocess.run(
-        [sys.executable, "train.py", *WORDS], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
+    done = forks.run("train.py", *WORDS, cwd=tmp_path, **ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     files = [path for name in ("run", "again", "cache") for path in (tmp_path / name).rglob("*") if path.is_file()]
     assert len(files) > 15

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from preloaded import Preloaded
 
 from hotlap.kit import batch, probe, workers
 
@@ -22,9 +21,9 @@ class Forks:
 
     DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
 
-    def __init__(self, preloaded, after=0):
+    def __init__(self, forks, after=0):
         """The first looks, `after` of them, take processes of their own, as they do for users."""
-        self._preloaded, self._real = preloaded, after
+        self._forks, self._real = forks, after
 
     def run(self, command, *, cwd, stdin, stdout, stderr, timeout, check):
         self._real -= 1
@@ -32,27 +31,20 @@ class Forks:
             return subprocess.run(
                 command, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, timeout=timeout, check=check
             )
-        done = self._preloaded.run(*command[1:], cwd=cwd, timeout_s=timeout, **os.environ)
+        done = self._forks.run(*command[1:], cwd=cwd, timeout_s=timeout, environment=os.environ)
         stdout.write((done.stdout + done.stderr).encode())
         return done
 
 
 @pytest.fixture(scope="session")
-def preloaded():
-    made = Preloaded("hotlap.kit.probe_process", "torch._dynamo", environment=dict(os.environ))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def looks_are_forks(preloaded):
+def looks_are_forks(forks):
     """Inside, they are, but with a GPU: no fork could use what was loaded."""
 
     @contextmanager
     def inside(after=0):
         with pytest.MonkeyPatch.context() as patch:
             if not torch.cuda.is_available():
-                patch.setattr(probe, "subprocess", Forks(preloaded, after))
+                patch.setattr(probe, "subprocess", Forks(forks, after))
             yield
 
     return inside

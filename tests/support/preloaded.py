@@ -40,13 +40,17 @@ class Preloaded:
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
 
-    def run(self, *words, cwd, timeout_s=600, **variables):
-        """Run it in a folder, with these variables on top of the environment, and wait for it."""
-        order = {"words": [*map(str, words)], "cwd": str(cwd), "environment": {**self._environment, **variables}}
+    def run(self, *words, cwd, timeout_s=600, environment=None, stdout=None, stderr=None, **variables):
+        """Run it in a folder, with these variables on top of the environment, and wait for it.
+
+        Where `stdout` or `stderr` is an open file, what it prints there goes to that file.
+        """
+        environment = self._environment if environment is None else dict(environment)
+        order = {"words": [*map(str, words)], "cwd": str(cwd), "environment": environment | variables}
         mine, theirs = socket.socketpair()
         with mine, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             with theirs, Path(os.devnull).open() as nothing:
-                streams = [one.fileno() for one in (nothing, out, err, theirs)]
+                streams = [one.fileno() for one in (nothing, stdout or out, stderr or err, theirs)]
                 socket.send_fds(self._line, [json.dumps(order).encode()], streams)
             mine.settimeout(timeout_s)  # what is still running when this line is closed is ended
             told = mine.recv(16)
