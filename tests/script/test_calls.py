@@ -1200,6 +1200,47 @@ def test_what_cannot_be_done_is_refused_in_one_line(make, plan, reason):
         call.use(*plan)
 
 
+class OfOneMemory(nn.Module):
+    """Its first output is in the memory of another tensor, the last one in its own."""
+
+    def __init__(self, shared_with):
+        super().__init__()
+        self.scale, self.shared_with, self.kept = nn.Parameter(torch.ones(6)), shared_with, None
+
+    def forward(self, x):
+        made = x + self.scale
+        if self.shared_with == "attribute":
+            self.kept, made = made, made[:, :4]
+        first = x if self.shared_with == "argument" else made
+        return first, first[:, 0] if self.shared_with == "output" else x.sum(1), x + 2 * self.scale
+
+
+@pytest.mark.parametrize("uses_other", [False, True])
+@pytest.mark.parametrize("shared_with", ["output", "argument", "attribute"])
+def test_a_write_to_an_output_takes_along_what_shares_its_memory(shared_with, uses_other):
+    def trained(module, call):
+        found = []
+        for x, _ in batches(8):
+            module.zero_grad()
+            x = x.clone().requires_grad_()
+            given = x * 1.0
+            first, second, other = call(given)
+            first.mul_(3)
+            loss = second.pow(2).sum() + given.pow(3).sum() + (other.sum() if uses_other else 0.0)
+            if module.kept is not None:
+                loss = loss + module.kept.pow(2).sum()
+            loss.backward()
+            found.append((loss.detach(), x.grad, *gradients(module).values()))
+        return found
+
+    plain, module = OfOneMemory(shared_with), OfOneMemory(shared_with)
+    model = Scripted(module, CAPTURED)
+    torch.testing.assert_close(trained(module, model), trained(plain, plain))
+    assert model.replays == 0
+    if uses_other and shared_with != "attribute":
+        assert "in place that share memory" in model.call.given_up
+
+
 def test_under_another_default_dtype_a_call_is_recorded_anew():
     """What the call makes has that dtype."""
 

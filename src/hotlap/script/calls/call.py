@@ -253,12 +253,12 @@ class ModuleCall:
         make = self._noted if way is None else functools.partial(self._made, way, trains=True)
         outputs = make(original, args, kwargs)
         try:
-            return self._with_kept_gradients(outputs)
+            return self._with_kept_gradients(outputs, (args, kwargs))
         except Exception:
             self.forget_inputs()
             return outputs
 
-    def _with_kept_gradients(self, outputs: Any) -> Any:
+    def _with_kept_gradients(self, outputs: Any, given: Any) -> Any:
         """The outputs of the remembered call, with hooks that keep their gradients."""
         self._last_autocast = self._autocast
         wanting = [number for number, output in enumerate(leaves(outputs)) if output.requires_grad]
@@ -270,7 +270,7 @@ class ModuleCall:
             if grads[place] is None:
                 grads[place] = grad.detach().clone()
 
-        return with_gradient_hooks(outputs, on_gradient)
+        return with_gradient_hooks(outputs, on_gradient, given)
 
     def trial(
         self,

@@ -24,7 +24,7 @@ from hotlap.script.calls.evaluations import Evaluations
 from hotlap.script.calls.graphs import CallGraph, GradientBuffers, GraphRecorder, LossCall, ReplayedCall
 from hotlap.script.calls.loss_replay import SEEN_LOSSES, LossReplay
 from hotlap.script.calls.module_state import ModuleState
-from hotlap.script.calls.trees import with_gradient_hooks, write_marks
+from hotlap.script.calls.trees import leaves, sharing_memory, with_gradient_hooks, write_marks
 
 MOST_SLOTS = 2
 """Replayed calls that may wait for their backward pass at the same time, such as a GAN's on real and generated data."""
@@ -281,7 +281,7 @@ class CapturedCall:
             reason = reason or (None if same else "it changes its arguments in place")
             if reason is not None and self._given_up is None:
                 self._give_up(reason)
-        return output_use.watch(outputs)
+        return output_use.watch(outputs, (args, kwargs))
 
     def _with_loss(
         self, graph: CallGraph, slot: int, key: Hashable, original: Original, args: Any, kwargs: Any
@@ -403,8 +403,8 @@ class OutputUse:
         """Whether enough calls were observed."""
         return self.differentiated >= WARM_UPDATES or self._calls > MOST_UNUSED
 
-    def watch(self, outputs: Any) -> Any:
-        """The outputs of a call, with hooks that observe their gradients."""
+    def watch(self, outputs: Any, given: Any) -> Any:
+        """The outputs of a call with these arguments, with hooks that observe their gradients."""
         self._calls += 1
         if self._calls > MOST_UNUSED and not self.differentiated:
             self.refused = "its outputs are not differentiated"
@@ -421,5 +421,10 @@ class OutputUse:
                 self.refused = "its outputs are differentiated more than once"
             if torch.is_grad_enabled():
                 self.refused = "its gradients are differentiated themselves"
+            if any((one := ref()) is not None and one._version != version for ref, version in shared):
+                self.refused = "the script changes outputs in place that share memory"
 
-        return with_gradient_hooks(outputs, on_gradient)
+        made = with_gradient_hooks(outputs, on_gradient, given)
+        # Held weakly, since the hooks hold it.
+        shared = [(weakref.ref(one), one._version) for one in sharing_memory(leaves(made), given)]
+        return made

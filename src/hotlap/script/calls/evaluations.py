@@ -46,7 +46,16 @@ from hotlap.script.calls.autograd_bridge import Compute
 from hotlap.script.calls.eager import EagerCall, Original, why_not_captured
 from hotlap.script.calls.graphs import Graph, GraphRecorder
 from hotlap.script.calls.module_state import ModuleState
-from hotlap.script.calls.trees import is_container, kind_of, leaves, parts_of, unknown_type_in, with_leaves, write_marks
+from hotlap.script.calls.trees import (
+    is_container,
+    kind_of,
+    leaves,
+    memory_of,
+    parts_of,
+    unknown_type_in,
+    with_leaves,
+    write_marks,
+)
 
 SEEN = 8
 """Calls of a kind before it is recorded, so that rare kinds are not; a shorter last batch comes once an epoch."""
@@ -436,7 +445,7 @@ class EvaluationGraph:
         reason = watch.reason
         if arguments != write_marks(self._static):
             reason = reason or "it changes its arguments in place"
-        if {*map(_storage_of, before)} & {*map(_storage_of, self.outputs)}:
+        if {*map(memory_of, before)} & {*map(memory_of, self.outputs)}:
             reason = reason or "an output existed before the call"
         if any(output.dtype is not base.dtype for base, numbers in self._bases for output in self._those(numbers)):
             reason = reason or "its outputs are views of each other in another dtype"
@@ -545,7 +554,7 @@ def _bases(outputs: list[Tensor]) -> list[tuple[Tensor, list[int]]]:
     """The whole memory behind outputs that cannot be cloned one by one, with the numbers of these outputs."""
     found: dict[int, list[int]] = {}
     for number, output in enumerate(outputs):
-        found.setdefault(_storage_of(output), []).append(number)
+        found.setdefault(memory_of(output), []).append(number)
     made = []
     for numbers in found.values():
         first = outputs[numbers[0]]
@@ -556,11 +565,6 @@ def _bases(outputs: list[Tensor]) -> list[tuple[Tensor, list[int]]]:
             count = storage.nbytes() // first.element_size()
             made.append((whole.set_(storage, 0, (count,), (1,)), numbers))
     return made
-
-
-def _storage_of(tensor: Tensor) -> int:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() or storage._cdata  # an empty storage has no address
 
 
 def _structure(tree: Any) -> Any:

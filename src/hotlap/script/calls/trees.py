@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -47,17 +48,41 @@ def with_leaves(tree: Any, before: Sequence[Tensor], after: Sequence[Tensor]) ->
     return map_leaves(tree, lambda tensor: places[id(tensor)])
 
 
-def with_gradient_hooks(outputs: Any, on_gradient: Callable[[int, Tensor], None]) -> Any:
+def with_gradient_hooks(outputs: Any, on_gradient: Callable[[int, Tensor], None], given: Any) -> Any:
     """The outputs, with hooks that call `on_gradient` with a leaf's number and each gradient from the script.
 
-    Gradients between outputs inside the module do not count.
+    Gradients between outputs inside the module do not count. `given` are the arguments of the call.
     """
     before = leaves(outputs)
-    after = [
-        leaf if leaf.grad_fn is None else _Watched.apply(leaf, functools.partial(on_gradient, number))  # type: ignore[no-untyped-call]
-        for number, leaf in enumerate(before)
-    ]
-    return with_leaves(outputs, before, after)
+    shared = set(map(id, sharing_memory(before, given)))
+
+    def hooked(number: int, leaf: Tensor) -> Tensor:
+        on_leaf = functools.partial(on_gradient, number)
+        if leaf.grad_fn is None:
+            return leaf
+        if not leaf._is_view() and id(leaf) not in shared:
+            watched: Tensor = _Watched.apply(leaf, on_leaf)  # type: ignore[no-untyped-call]
+            return watched
+        # A write to it changes the history of all that share its memory.
+        view = leaf.view_as(leaf)
+        view.register_hook(on_leaf)  # type: ignore[no-untyped-call]
+        return view
+
+    return with_leaves(outputs, before, [hooked(number, leaf) for number, leaf in enumerate(before)])
+
+
+def sharing_memory(outputs: Sequence[Tensor], given: Any) -> list[Tensor]:
+    """The outputs whose memory is also that of another output or of an argument."""
+    uses = Counter(map(memory_of, (*outputs, *leaves(given))))
+    return [output for output in outputs if uses[memory_of(output)] > 1]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that tells memory apart."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata  # an empty storage has no address
 
 
 class _Watched(torch.autograd.Function):
