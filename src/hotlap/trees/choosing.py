@@ -112,6 +112,8 @@ class Choice:
             crew.finish(self.job, self.slots, self.growths, self.left, self._watch, self.grown.append)
         finally:
             crew.close()
+            for slot in self.slots:
+                slot.release()
         return sorted((one for one in self.grown if one.content), key=lambda one: one.targets.start)
 
     # --- boosters --------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ from hotlap.store.files import write_bytes
 from hotlap.store.keys import key_of
 from hotlap.store.run_folder import Artefact, RunFolder, RunLock, finite
 from hotlap.trees.choosing import Choice
+from hotlap.trees.data import Array
 from hotlap.trees.growing import Grown, Watch
-from hotlap.trees.job import Array, TreeJob, TreePlan
+from hotlap.trees.job import TreeJob, TreePlan
 from hotlap.trees.libraries import can_join, check_obeyed, hold
 from hotlap.trees.model import (
     BOOSTERS,
@@ -339,7 +340,8 @@ class _Cached:
         versions = [__version__, library(job.library, NEEDS, EXTRA).__version__, np.__version__]
         data = [job.x, job.y, job.valid, job.weight, list(map(list, job.classes))]
         whole = {**settings_of(job), "params": dict(job.params)}
-        self._key = key_of("trees", versions, whole, data, job.one_target, device)
+        bins = job.shared and [job.shared.whole.x, job.shared.params, job.shared.numbers]
+        self._key = key_of("trees", versions, whole, data, bins, job.one_target, device)
 
     def load(self) -> tuple[ModelRecord, list[bytes], dict[str, Any]] | None:
         """Record, boosters and figures, or None."""

@@ -10,11 +10,9 @@ import numpy as np
 
 from hotlap.core.errors import JobError, PlanError, did_you_mean, shown
 from hotlap.trees import parameters
+from hotlap.trees.data import LEAST_ROWS, LIBRARIES, Array, TreeData, features
 
-LIBRARIES = ("xgboost", "lightgbm")
 TASKS = ("regression", "classification")
-LEAST_ROWS = 2
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,8 @@ class TreeJob:
     """
 
     x: Any
-    """Features: rows × columns of numbers, as an array or anything that numpy makes one of. NaN is a missing value."""
+    """Features: rows × columns of numbers, as an array, anything that numpy makes one of, or TreeData. NaN is a
+    missing value."""
     y: Any
     """Targets: a value a row, or rows × targets. In classification labels of any kind."""
     valid: Any = field(default=None, kw_only=True)
@@ -84,6 +83,10 @@ class TreeJob:
     seed: int = field(default=0, kw_only=True)
     classes: tuple[tuple[Any, ...], ...] = field(default=(), init=False)
     """Labels of each target, sorted; empty in regression."""
+    shared: TreeData | None = field(default=None, init=False)
+    """The features as TreeData, where they are."""
+    shared_valid: TreeData | None = field(default=None, init=False)
+    """The features of `valid` as TreeData, where they are."""
 
     def __post_init__(self) -> None:
         wrong = [*_settings(self)]
@@ -106,8 +109,11 @@ class TreeJob:
     def _take_arrays(self) -> list[str]:
         """Replace features, targets and weights by checked arrays; the mistakes found."""
         wrong: list[str] = []
-        x, y = features(self.x, "x", wrong), _targets(self.y, "y", self.task, wrong)
         put = object.__setattr__
+        if isinstance(self.x, TreeData):
+            put(self, "shared", self.x)
+            wrong += self._shared_problems(self.x)
+        x, y = self._features(self.x, "x", wrong), _targets(self.y, "y", self.task, wrong)
         put(self, "_flat", y is None or y.ndim == 1)
         classes: list[tuple[Any, ...]] = []
         if y is not None:
@@ -123,11 +129,23 @@ class TreeJob:
         put(self, "params", dict(self.params) if isinstance(self.params, Mapping) else {})
         return wrong
 
+    def _features(self, value: Any, name: str, wrong: list[str]) -> Array | None:
+        return value.x if isinstance(value, TreeData) else features(value, name, wrong)
+
+    def _shared_problems(self, data: TreeData) -> list[str]:
+        if data.library != self.library:
+            return [f"x is TreeData of {data.library} and the job is for {shown(self.library)}"]
+        return parameters.shared_problems(self.library, self.params) if isinstance(self.params, Mapping) else []
+
     def _take_valid(self, x: Array | None, y: Array | None, classes: list[tuple[Any, ...]], wrong: list[str]) -> Any:
         if not isinstance(self.valid, (tuple, list)) or len(self.valid) != 2:
             wrong.append(f"valid must be a pair (x, y), not {shown(self.valid)}")
             return None
-        vx = features(self.valid[0], "valid x", wrong)
+        if isinstance(self.valid[0], TreeData):
+            object.__setattr__(self, "shared_valid", self.valid[0])
+            if self.shared is None or self.valid[0].whole is not self.shared.whole:
+                wrong.append("valid is of another TreeData than x: take both with rows(…) of one")
+        vx = self._features(self.valid[0], "valid x", wrong)
         vy = _targets(self.valid[1], "valid y", self.task, wrong)
         if vx is not None and x is not None and vx.shape[1] != x.shape[1]:
             wrong.append(f"valid x has {vx.shape[1]} columns and x has {x.shape[1]}")
@@ -143,26 +161,6 @@ class TreeJob:
         if self.task == "classification":
             flat = _coded_as(flat, classes, wrong)
         return vx, np.ascontiguousarray(flat, dtype=np.float32)
-
-
-def features(value: Any, name: str, wrong: list[str]) -> Array | None:
-    """Features as a 2-D array of floats; None, with the reason in `wrong`, for anything else."""
-    try:
-        array = np.asarray(value)
-        if array.dtype != np.float32:
-            array = array.astype(np.float64)
-    except (TypeError, ValueError) as error:
-        wrong.append(f"{name} must be numbers: {str(error).splitlines()[0]}; code texts and categories as numbers")
-        return None
-    if array.ndim != 2 or not array.shape[1]:
-        wrong.append(f"{name} has the shape {array.shape}; it must be rows × columns")
-        return None
-    infinite = np.isinf(array)
-    if infinite.any():
-        row, column = np.argwhere(infinite)[0]
-        wrong.append(f"{name} has {int(infinite.sum()):,} infinite values, the first in row {row}, column {column}; "
-                     "write NaN for a missing value")  # fmt: skip
-    return np.ascontiguousarray(array)
 
 
 def _settings(job: TreeJob) -> list[str]:

@@ -22,8 +22,9 @@ from hotlap.store.disk import read_small
 from hotlap.store.encoding import from_json
 from hotlap.store.files import read_bytes, write_text
 from hotlap.trees.booster_checks import checked_lightgbm, checked_xgboost
+from hotlap.trees.data import LIBRARIES, Array, features
 from hotlap.trees.growing import Grown
-from hotlap.trees.job import LIBRARIES, TASKS, Array, TreeJob, TreePlan, features
+from hotlap.trees.job import TASKS, TreeJob, TreePlan
 from hotlap.trees.parameters import EXTRA, NEEDS
 
 FILE, BOOSTERS = "trees.json", "boosters"

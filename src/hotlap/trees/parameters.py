@@ -74,6 +74,46 @@ def problems(name: str, task: str, params: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
+_BINS = {
+    "xgboost": ("max_bin",),
+    "lightgbm": ("max_bin", "max_bin_by_feature", "min_data_in_bin", "bin_construct_sample_cnt", "data_random_seed",
+                 "is_enable_sparse", "enable_bundle", "use_missing", "zero_as_missing"),
+}  # fmt: skip
+"""The parameters that decide how features are quantised."""
+_SHARED_BINS: dict[str, dict[str, Any]] = {
+    "xgboost": {},
+    # Both would change with parameters of a trial: the seed, and the rows that a leaf needs.
+    "lightgbm": {"data_random_seed": 1, "feature_pre_filter": False},
+}
+
+
+def bin_problems(name: str, params: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the parameters of a TreeData, a line each."""
+    known = {alias for main in _BINS[name] for alias in (main, *_aliases(name).get(main, ()))}
+    return [f"TreeData takes parameters of bins, not {shown(key)}{did_you_mean(key, known)}"
+            for key in params if key not in known]  # fmt: skip
+
+
+def bins_of(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that decide the bins of shared data, by their main names."""
+    main = {alias: key for key, others in _aliases(name).items() for alias in others}
+    return {**_SHARED_BINS[name], **{main.get(key, key): value for key, value in params.items()}}
+
+
+def shared_problems(name: str, params: Mapping[str, Any]) -> list[str]:
+    """Parameters of a job that shared data decides, a line each."""
+    main = {alias: key for key, others in _aliases(name).items() for alias in others}
+    wrong = [f"params[{key!r}]: bins are shared: write TreeData(x, params={{{key!r}: {shown(value)}}})"
+             for key, value in params.items() if main.get(key, key) in _BINS[name]]  # fmt: skip
+    if params.get("tree_method") in ("exact", "approx"):
+        wrong.append(f"tree_method={params['tree_method']!r} takes no quantised data: give x as an array")
+    return wrong
+
+
+def _aliases(name: str) -> dict[str, list[str]]:
+    return _lightgbm_aliases() if name == "lightgbm" else {}
+
+
 def is_device(value: object) -> bool:
     """Whether this names a device: `cpu`, `cuda` or `cuda:N`."""
     return isinstance(value, str) and re.fullmatch(r"cpu|cuda(:\d{1,3})?", value) is not None
@@ -153,9 +193,7 @@ def _lightgbm_aliases() -> dict[str, list[str]]:
 
 def not_obeyed(name: str, params: Mapping[str, Any], ran: Mapping[str, str]) -> list[str]:
     """Parameters that the library reports with another value than was asked for, a line each."""
-    main = {}
-    if name == "lightgbm":
-        main = {alias: key for key, others in _lightgbm_aliases().items() for alias in others}
+    main = {alias: key for key, others in _aliases(name).items() for alias in others}
     wrong = []
     for key, asked in params.items():
         found = ran.get(main.get(key, key))
