@@ -63,6 +63,12 @@ def test_what_spreads_a_model_over_one_device_passes_its_calls_on():
         finder.module_called(model)
         loop = finder.stepped(optimizer)
     assert loop.modules == [inner]
+    finder, other = LoopFinder(), nn.DataParallel(inner)
+    for _ in range(SEEN):
+        finder.module_called(model)
+        finder.module_called(other)
+        loop = finder.stepped(optimizer)
+    assert loop.modules == [inner]
     model.device_ids = [0, 1]
     finder = LoopFinder()
     for _ in range(SEEN):

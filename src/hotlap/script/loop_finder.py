@@ -70,7 +70,7 @@ class LoopFinder:
         modules = [module for module in called if any(id(p) in trained for p in module.parameters())]
         return Loop(
             optimizers=optimizers,
-            modules=list(map(_passed_on_by, _outermost(modules))),
+            modules=list(dict.fromkeys(map(_passed_on_by, _outermost(modules)))),  # two may wrap the same
             loaders=[loader for loader, when in self._loaders.values() if len(when) >= SEEN // 2],
             before=self._steps[optimizer] + self._before.get(optimizer, 0),
         )
