@@ -729,7 +729,17 @@ PINNED = {
     "like another": lambda held: held.to(torch.ones(3, device="meta"), non_blocking=True),
     "copy_": lambda held: torch.empty(3, device="meta").copy_(held, non_blocking=True),
     "copy_ by name": lambda held: torch.empty(3, device="meta").copy_(other=held),
+    "back": lambda held: held.copy_(FROM_THERE),
 }
+
+
+class FromThere(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+FROM_THERE = torch.ones(3).as_subclass(FromThere)
 
 
 @pytest.mark.parametrize("way", PINNED)

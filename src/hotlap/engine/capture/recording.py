@@ -367,9 +367,9 @@ def _own_casts() -> Iterator[None]:
 
 @contextmanager
 def _no_pinned_copies() -> Iterator[None]:
-    """Inside, this thread's copies from pinned memory raise NotRecordedError: replays would read that memory again.
+    """Inside, this thread's copies from or to pinned memory raise NotRecordedError.
 
-    torch itself refuses copies from other memory of the host.
+    A replay would use that memory again, whatever lies there by then. torch itself refuses other memory of the host.
     """
     names, here = ("to", "cuda", "copy_"), threading.get_ident()
     before = {name: vars(Tensor).get(name) for name in names}
@@ -378,10 +378,10 @@ def _no_pinned_copies() -> Iterator[None]:
         @functools.wraps(own)
         def copies(*args: Any, **kwargs: Any) -> Tensor:
             made = own(*args, **kwargs)
-            given = args[source] if len(args) > source else kwargs.get("other")
-            is_sent = isinstance(given, Tensor) and given.device != made.device and given.is_pinned()
-            if is_sent and threading.get_ident() == here:
-                raise NotRecordedError("it copies from pinned memory, which a replay would read anew")
+            given: Any = args[source] if len(args) > source else kwargs.get("other")
+            crosses = isinstance(given, Tensor) and given.device.type != made.device.type
+            if crosses and (made.device.type == "cpu" or given.is_pinned()) and threading.get_ident() == here:
+                raise NotRecordedError("it copies from or to pinned memory, which a replay would use again")
             return made
 
         return copies
