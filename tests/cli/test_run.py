@@ -216,9 +216,9 @@ def test_what_is_asked_for_reaches_the_session(home, asked, monkeypatch):
         (["--compare", "-m", "gone"], "no module named 'gone' in this folder or on the path"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_one_line_and_the_code_is_2(home, words, said):
+def test_what_makes_no_sense_is_one_line_and_the_code_is_2(home, forks, words, said):
     write(home / "train.py", "print('ran')")
-    done = hotlap("run", *words)
+    done = forks.run("-m", "hotlap", "run", *words, cwd=home, environment=os.environ)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hotlap: {said}\n")
 
 
@@ -229,9 +229,9 @@ def test_what_makes_no_sense_is_one_line_and_the_code_is_2(home, words, said):
         ({"HOTLAP_SEED": "-1"}, [], "HOTLAP_SEED is '-1'; a seed is a whole number from 0 to 4294967295"),
     ],
 )
-def test_a_variable_that_makes_no_sense_is_one_line_and_the_code_is_2(home, variables, words, said):
+def test_a_variable_that_makes_no_sense_is_one_line_and_the_code_is_2(home, forks, variables, words, said):
     write(home / "train.py", "print('ran')")
-    done = hotlap("run", *words, "train.py", **variables)
+    done = forks.run("-m", "hotlap", "run", *words, "train.py", cwd=home, environment=os.environ | variables)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hotlap: {said}\n")
 
 
@@ -248,7 +248,7 @@ def test_where_nothing_is_trained_no_folder_is_left(home, forks):
     write(home / "train.py", "import os; print(os.listdir())")
     write(home / "here/kept", "")
     for folder in ("deep/er/run", "here/run"):
-        done = forks.run("-m", "hotlap", "run", "--out", folder, "train.py", cwd=home)
+        done = forks.run("-m", "hotlap", "run", "--out", folder, "train.py", cwd=home, environment=os.environ)
         assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in home.iterdir()) == ["here", "train.py"]
     assert [path.name for path in (home / "here").iterdir()] == ["kept"]

@@ -417,9 +417,10 @@ def test_a_program_that_comes_by_stdin_does_all_of_it_here():
     assert "Traceback" not in done.stderr
 
 
-def test_what_was_kept_is_not_used_once_a_helper_or_a_constant_is_another(tmp_path):
+def test_what_was_kept_is_not_used_once_a_helper_or_a_constant_is_another(tmp_path, forks):
     text = """
         import sys
+        sys.dont_write_bytecode = True
         from hotlap import parallel_map
         import tools
 
@@ -431,11 +432,11 @@ def test_what_was_kept_is_not_used_once_a_helper_or_a_constant_is_another(tmp_pa
         if __name__ == "__main__":
             print(parallel_map(helped, range(3), cache=True, workers=1, progress=False))
     """
-    cache = {**os.environ, "HOTLAP_CACHE": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def ran(factor, plus):
         (tmp_path / "tools.py").write_text(f"def plus(number):\n    return number + {plus}\n")
-        return script(tmp_path, text.format(factor=factor), env=cache).stdout.strip()
+        (tmp_path / "job.py").write_text(textwrap.dedent(text.format(factor=factor)))
+        return forks.run("job.py", cwd=tmp_path, HOTLAP_CACHE=str(tmp_path / "cache")).stdout.strip()
 
     assert ran(1, 1) == "[1, 2, 3]"
     assert ran(1, 5) == "[5, 6, 7]"

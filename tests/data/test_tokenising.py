@@ -495,7 +495,8 @@ def test_without_a_cache_given_hotlaps_own_is_used(tmp_path, monkeypatch):
 
 
 FORKING = """
-    import json, os
+    import json, os, warnings
+    warnings.simplefilter("error")
     from tokenizers import Tokenizer, models, pre_tokenizers
     from torch.utils.data import DataLoader, Dataset
     from hotlap.data.tokenising import tokenised
@@ -523,12 +524,11 @@ FORKING = """
 
 
 @pytest.mark.parametrize("value", [None, "false", "true"])
-def test_workers_forked_after_tokenising_tokenise_without_threads_and_without_a_word(value):
+def test_workers_forked_after_tokenising_tokenise_without_threads_and_without_a_word(value, forks, tmp_path):
     # In a process of its own: the library's threads start once, and a worker that lacks them waits forever.
     environ = {name: text for name, text in os.environ.items() if name not in (PARALLELISM, "RAYON_NUM_THREADS")}
-    environ |= {} if value is None else {PARALLELISM: value}
-    code = [sys.executable, "-W", "error", "-c", textwrap.dedent(FORKING)]
-    ran = subprocess.run(code, env={**environ, "RAYON_NUM_THREADS": "3"}, capture_output=True, text=True, timeout=600)
+    environ |= {"RAYON_NUM_THREADS": "3"} | ({} if value is None else {PARALLELISM: value})
+    ran = forks.run("-c", textwrap.dedent(FORKING), cwd=tmp_path, environment=environ)
     assert ran.stderr == ""
     told = json.loads(ran.stdout)  # no line beside it
     assert told["workers"] == [200] * 4

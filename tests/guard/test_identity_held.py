@@ -3,8 +3,6 @@
 import functools
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from plain import class_data, small_mlp
+from preloaded import Preloaded
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, Dataset
@@ -299,31 +298,40 @@ print(json.dumps(identity(one, training_dataset(one)), sort_keys=True))
 """
 
 
-@functools.cache
-def told_by(text, where, seed="0"):
-    """What a new process says; `where` is a file, or None for its standard input."""
-    source = Path(__file__).parents[2] / "src"
-    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONHASHSEED": seed}
-    if where is not None:
-        where.write_text(text)
-    words = [sys.executable, "-" if where is None else str(where)]
-    given = text if where is None else None
-    ran = subprocess.run(words, input=given, env=environment, capture_output=True, text=True, timeout=600, check=True)
-    return ran.stdout
+@pytest.fixture(scope="module")
+def told_by(tmp_path_factory):
+    """Runs a text in a new process that hashes by a seed, from a file or from no file: what it prints."""
+    source = str(Path(__file__).parents[2] / "src")
+    modules = ("hotlap.core.job", "hotlap.data.dataset", "hotlap.guard.identity")
+    pythons = {
+        seed: Preloaded(*modules, environment={**os.environ, "PYTHONPATH": source, "PYTHONHASHSEED": str(seed)})
+        for seed in (1, 2)
+    }
+
+    def told(text, kind="no file", seed=1):
+        folder = tmp_path_factory.mktemp("told")
+        (folder / "train.py").write_text(text)
+        words = ("train.py",) if kind == "file" else ("-c", text)
+        ran = pythons[seed].run(*words, cwd=folder)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    yield told
+    for python in pythons.values():
+        python.close()
 
 
-@pytest.mark.parametrize("kind", ["file", "stdin"])
-def test_two_processes_tell_the_same(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["file", "no file"])
+def test_two_processes_tell_the_same(kind, told_by):
     text = SCRIPT.replace("FACTOR", "2.0")
-    where = tmp_path / "train.py" if kind == "file" else None
-    assert told_by(text, where, "1") == told_by(text, where, "2")
+    assert told_by(text, kind, 1) == told_by(text, kind, 2)
 
 
-def test_code_that_is_in_no_file_is_known_by_what_it_does():
-    before = json.loads(told_by(SCRIPT.replace("FACTOR", "2.0"), None, "1"))
-    moved = json.loads(told_by("\n\n# a comment\n" + SCRIPT.replace("FACTOR", "2.0"), None))
+def test_code_that_is_in_no_file_is_known_by_what_it_does(told_by):
+    before = json.loads(told_by(SCRIPT.replace("FACTOR", "2.0")))
+    moved = json.loads(told_by("\n\n# a comment\n" + SCRIPT.replace("FACTOR", "2.0")))
     assert differences(before, moved) == []
-    after = json.loads(told_by(SCRIPT.replace("FACTOR", "4.0"), None))
+    after = json.loads(told_by(SCRIPT.replace("FACTOR", "4.0")))
     lines = differences(before, after)
     assert "the code of Net differs" in lines
     assert "the code of Sc differs" in lines

@@ -3,12 +3,13 @@
 import os
 import signal
 import sys
+import textwrap
 import threading
 import time
 
 import pytest
 import torch
-from killed import before_forward, ended, in_a_child, outcome, started
+from killed import before_forward, in_a_child, outcome
 from plain import class_data, parameters_of, small_mlp
 from torch import nn
 
@@ -132,10 +133,10 @@ SCRIPT = """
 """
 
 
-def test_an_interrupted_script_gets_its_keyboard_interrupt(tmp_path):
-    code, out, err = ended(started(SCRIPT, tmp_path / "run"))
-    assert code == -signal.SIGINT, err
-    assert out == "interrupted, and the script knows\n"
+def test_an_interrupted_script_gets_its_keyboard_interrupt(tmp_path, forks):
+    done = forks.run("-c", textwrap.dedent(SCRIPT), tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert done.stdout == "interrupted, and the script knows\n"
     assert Checkpoints(tmp_path / "run/checkpoints").newest_good()[1] == []
 
 

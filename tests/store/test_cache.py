@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import math
+import multiprocessing
 import os
 import stat
 import subprocess
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from killed import code_of, forked
 
 from hotlap.core.errors import StoreError
 from hotlap.store import disk
@@ -400,29 +402,16 @@ def test_a_full_disk_is_told_leaves_nothing_behind_and_does_not_stop_the_work(ca
 
 
 def test_two_processes_that_make_one_entry_at_once_both_succeed(tmp_path):
-    code = f"""
-        import sys, torch
-        from hotlap.store.cache import Cache
-        cache = Cache({str(tmp_path / "cache")!r})
-        print("ready", flush=True)
-        sys.stdin.readline()
-        for number in range(30):
-            made = {{"x": torch.full((500,), 7.0)}}
-            tensors, _ = cache.get_or_make("features", f"{{number:064x}}", lambda: (made, 1))
-            assert tensors["x"].sum() == 3500
-    """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-    with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as other:
-        for process in (one, other):
-            assert process.stdout.readline() == "ready\n"
-        for process in (one, other):
-            process.stdin.write("\n")
-            process.stdin.flush()
-        errors = [process.communicate()[1] for process in (one, other)]
-    assert errors == ["", ""]
     cache = Cache(tmp_path / "cache")
+    both = multiprocessing.get_context("fork").Barrier(2, timeout=600)
+
+    def make():
+        both.wait()
+        for number in range(30):
+            tensors, _ = cache.get_or_make("features", f"{number:064x}", lambda: ({"x": torch.full((500,), 7.0)}, 1))
+            assert tensors["x"].sum() == 3500
+
+    assert [code_of(process) for process in (forked(make), forked(make))] == [0, 0]
     assert cache.verify() == []
     assert sorted(path.name for path in (cache.root / "features").iterdir()) == [f"{n:064x}" for n in range(30)]
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 
 import pytest
 import torch
@@ -14,47 +15,44 @@ from hotlap.core.errors import StoreError
 from hotlap.store.run_folder import RunLock
 
 HOLD = """
-    import sys, time
+    import sys
     from pathlib import Path
     from hotlap.store.run_folder import RunLock
-    lock = RunLock(Path(sys.argv[1]))
-    print("held", flush=True)
-    time.sleep(600)
+    RunLock(Path(sys.argv[1]))
 """
-HOLD_WITH_CHILD = """
-    import os, sys, time
-    from pathlib import Path
-    from hotlap.store.run_folder import RunLock
-    lock = RunLock(Path(sys.argv[1]))
-    child = os.fork()
-    if child == 0:
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of `tmp_path`, and its child: their numbers."""
+    reading, writing = os.pipe()
+
+    def hold():
+        lock = RunLock(tmp_path)
+        child = os.fork()
+        if child != 0:
+            os.write(writing, str(child).encode())
         time.sleep(600)
-    print(child, flush=True)
-    time.sleep(600)
-"""
+        lock.release()
+
+    pid = forked(hold)
+    os.close(writing)
+    child = int(os.read(reading, 16))
+    os.close(reading)
+    yield pid, child
+    os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_process_is_refused_and_told_who_has_it_and_a_kill_sets_it_free(tmp_path):
-    holder = started(HOLD, tmp_path)
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(StoreError, match=f"in use by process {holder.pid}; wait for it, or name another folder"):
+def test_a_second_process_is_refused_and_told_who_has_it_and_a_kill_sets_it_free_though_its_child_lives_on(
+    tmp_path, holder
+):
+    pid, child = holder
+    with pytest.raises(StoreError, match=f"in use by process {pid}; wait for it, or name another folder"):
         RunLock(tmp_path)
-    holder.kill()
-    ended(holder)
+    os.kill(pid, signal.SIGKILL)
+    assert code_of(pid) == -signal.SIGKILL
+    os.kill(child, 0)  # it is there
     RunLock(tmp_path).release()
-
-
-def test_a_killed_holder_sets_it_free_at_once_though_its_child_lives_on(tmp_path):
-    holder = started(HOLD_WITH_CHILD, tmp_path)
-    child = int(holder.stdout.readline())
-    holder.kill()
-    holder.wait()
-    try:
-        os.kill(child, 0)  # it is there
-        RunLock(tmp_path).release()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        holder.communicate()
 
 
 def test_the_same_process_is_refused_until_it_lets_go(tmp_path):
@@ -142,10 +140,7 @@ def test_loader_workers_neither_keep_the_lock_nor_set_it_free(tmp_path):
     assert code == 1
     assert f"in use by process {os.getpid()}" in err
     lock.release()
-    other = started(HOLD, tmp_path)
-    assert other.stdout.readline() == "held\n"  # while the workers still live
-    other.kill()
-    other.communicate()
+    assert in_a_child(lambda: RunLock(tmp_path)) == 0  # while the workers still live
     loader._iterator._shutdown_workers()
 
 
