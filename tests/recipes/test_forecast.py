@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,6 +138,25 @@ def test_trees_stop_at_the_rounds_that_were_best_out_of_fold(finished):
     folds = [trees.load(run / "folds" / f"xgboost {number}").record for number in (1, 2)]
     best = [file.rounds for record in folds for file in record.boosters for _ in range(file.targets)]
     assert int(line.split()[1]) == round(float(np.median(best)))
+
+
+def test_within_a_deadline_trees_get_the_rounds_that_fit_and_the_rest_is_listed(tmp_path, monkeypatch):
+    recipe = prepared(table_file(tmp_path / "a.csv", wave(200)), rounds=50, models="xgboost")
+    took, asked = [], {}
+
+    def fit(job, **how):
+        took.append((job.targets, job.rounds))
+        return SimpleNamespace(train_s=0.8)  # 0.1 s a tree of all rows, with 2 targets and 4 rounds
+
+    monkeypatch.setattr(trees, "fit", fit)
+    rows = [len(part.train) for part in (*recipe.parts, recipe.whole)]
+    for left_s in (1000.0, 0.1, 8.0 * sum(rows) / rows[-1]):
+        trainer = SimpleNamespace(limit=SimpleNamespace(left_s=left_s), left_out=[])
+        asked[left_s] = recipe._rounds_within("xgboost", trainer), trainer.left_out
+    assert took == [(2, 4)] * 3
+    lines = [[], ["xgboost: 49 of 50 rounds, which patience may not have used"],
+             ["xgboost: 18 of 50 rounds, which patience may not have used"]]  # fmt: skip
+    assert list(asked.values()) == list(zip((50, 1, 32), lines, strict=True))
 
 
 def test_a_library_that_is_missing_leaves_its_model_out_with_a_warning(tmp_path, monkeypatch):

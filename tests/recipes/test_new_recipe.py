@@ -3,8 +3,9 @@
 import csv
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import made_up_time
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from hotlap import Rig
 from hotlap.core.errors import DataError, JobError
+from hotlap.fitting import deadline
 from hotlap.fitting.deadline import TimeLimit
 from hotlap.recipes import answers, training
 from hotlap.recipes.options import Options, option, options_of
@@ -261,3 +263,28 @@ def test_models_are_left_out_where_each_would_have_next_to_no_time():
 def test_a_time_that_is_none_is_refused_with_the_other_mistakes():
     with pytest.raises(JobError, match=r"epochs=-1 is below 0(.|\n)*finish_in='soon' is no time"):
         AmountOptions(finish_in="soon", epochs=-1)
+
+
+def test_a_quick_model_is_never_left_out_for_want_of_time(data, tmp_path, monkeypatch):
+    class Several(PairRecipe):
+        def prepared(self):
+            found = super().prepared()
+            (one,) = found.own
+            more = [one, replace(one, name="other"), replace(one, name="blend", is_quick=True)]
+            return replace(found, own=more)
+
+    monkeypatch.setattr(answers, "recipe_named", {"amount": Several}.__getitem__)
+    monkeypatch.setattr(TimePlan, "how_many", lambda plan, models: models - 1)
+    options = options_of(Several.options_type, None, {"data": str(data), "device": "cpu", "finish_in": "1h"})
+    run = train(Several, options, out=tmp_path / "run", retrain=False, say=lambda line: None, progress=False)
+    report = json.loads((run / "report.json").read_text())
+    assert (list(report["models"]), report["left_out"]) == (["sums", "blend"], ["the model other"])
+
+
+def test_a_part_of_a_models_time_ends_before_the_rest_of_it(monkeypatch):
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(perf_counter=lambda: 50.0))
+    plan = TimePlan(None)
+    assert plan.part(0.5) is None
+    plan.share = TimeLimit(20.0, 60.0, evaluations_after=2.0)
+    assert plan.part(1) is plan.share
+    assert plan.part(0.25) == TimeLimit(2.5, 52.5, evaluations_after=2.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +64,8 @@ TREES = {
 """Libraries of boosted trees, with the parameters that hotlap gives them."""
 TREE_PATIENCE = 10
 """Rounds without improvement after which the trees of a target stop."""
+PROBED, SURE = 4, 0.8
+"""Targets, and rounds, whose pace says how many rounds fit into a deadline; and the share of the time to plan for."""
 MODELS = ("ridge", *TREES, "lstm")
 BLEND, RULE = "blend", "simple rule"
 """The blend, and its part that answers what the best simple rule of each target says."""
@@ -297,13 +300,13 @@ class ForecastRecipe(TabularRecipe):
 
     def prepared(self) -> Prepared:
         """All models train themselves; the blend comes last."""
-        rows, history = self.whole.held, self.setup.history
+        rows, last = self.whole.held, len(self.times) - self.setup.history
         self.reader = ForecastReader(
             self.setup,
             self.whole.scale,
             self.options.width,
-            self.values[-history:],
-            self.times[-history:],
+            self.values[last:],
+            self.times[last:],
             widest=float(np.diff(self.times).max()),
         )
         self.standardised: dict[str, Numbers] = {}
@@ -314,7 +317,7 @@ class ForecastRecipe(TabularRecipe):
         return Prepared(
             reader=self.reader,
             candidates=(),
-            own=[*own, OwnCandidate(name=BLEND, train=self.train_blend)],
+            own=[*own, OwnCandidate(name=BLEND, train=self.train_blend, is_quick=True)],
             target_name="",
             held_out=rows,
             target=self.y[rows.own],
@@ -390,9 +393,9 @@ class ForecastRecipe(TabularRecipe):
 
     def train_trees(self, name: str, trainer: Trainer) -> Trained:
         """Trees for each target; on all rows as many rounds as were best out of fold, by the median over targets."""
-        outside, runs = [], []
+        outside, runs, most = [], [], self._rounds_within(name, trainer)
         for number, part in enumerate(self.parts, 1):
-            places, job = self.tree_job(name, part, self.options.rounds, is_judged=True)
+            places, job = self.tree_job(name, part, most, is_judged=True)
             runs.append(self._grown(job, trainer.folder / "folds" / f"{name} {number}", trainer))
             outside.append(runs[-1].predict(part.held.features[part.held.own][:, places]))
             self.say(f"{name:<9} fold {number} of {len(self.parts)} in {show_seconds(runs[-1].train_s)}")
@@ -406,6 +409,23 @@ class ForecastRecipe(TabularRecipe):
         was_kept = all("cache" in run.stopped for run in runs)
         took_s, weights = sum(run.train_s for run in runs), {f"{name}.features": torch.from_numpy(places)}
         return self.trained(name, outside, held, weights, took_s, was_kept=was_kept)
+
+    def _rounds_within(self, name: str, trainer: Trainer) -> int:
+        """The most rounds of each training that fit into the model's time, by the pace of a few trees."""
+        asked = self.options.rounds
+        if trainer.limit is None:
+            return asked
+        job = self.tree_job(name, self.whole, PROBED, is_judged=False)[1]
+        probe = replace(job, y=job.y[:, :PROBED], valid=None)
+        with tempfile.TemporaryDirectory() as folder:
+            probed_s = trees.fit(probe, plan="off", out=Path(folder) / name, progress=False).train_s
+        each_s = probed_s / (PROBED * probe.targets)
+        rows = sum(len(part.train) for part in (*self.parts, self.whole))
+        fit = int(SURE * trainer.limit.left_s / (each_s * job.targets * rows / len(self.whole.train)))
+        rounds = max(1, min(asked, fit))
+        if rounds < asked:
+            trainer.left_out.append(f"{name}: {asked - rounds:,} of {asked:,} rounds, which patience may not have used")
+        return rounds
 
     def tree_job(self, name: str, part: Split, rounds: int, *, is_judged: bool) -> tuple[Numbers, TreeJob]:
         """The trees of a part, with the numbers of their features; a target that is unknown counts as its simple rule.
@@ -441,7 +461,9 @@ class ForecastRecipe(TabularRecipe):
         """One LSTM for all targets: the epochs that were best out of fold, then as many on all rows."""
         options, runs, outside = self.options, [], []
         for number, part in enumerate(self.parts, 1):
-            run = trainer.fit(self.lstm_job(part), trainer.folder / "folds" / f"lstm {number}", quiet=True)
+            share = len(part.train) / sum(len(one.train) for one in (*self.parts[number - 1 :], self.whole))
+            out = trainer.folder / "folds" / f"lstm {number}"
+            run = trainer.fit(self.lstm_job(part), out, quiet=True, share=share)
             reader = ForecastReader(self.setup, part.scale, options.width)
             outside.append(reader.standardised("lstm", run.model, part.held, options.judged_at_once, options.device))
             runs.append(run)

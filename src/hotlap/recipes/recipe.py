@@ -111,7 +111,7 @@ class Trainer:
     """What hotlap gives a model that trains itself: how to train a network, and how the user wants it."""
 
     fit: Callable[..., Run]
-    """`fit(job, folder, quiet=False)`: a network, under the options of the run."""
+    """`fit(job, folder, quiet=False, share=1.0)`: a network under the options of the run, in this share of the time."""
     folder: Path
     """The run's folder: `models/NAME` and `folds/NAME N` in it hold trainings."""
     reuse: bool
@@ -146,6 +146,8 @@ class OwnCandidate:
 
     name: str
     train: Callable[[Trainer], Trained]
+    is_quick: bool = False
+    """Whether it takes hardly any time: a deadline never leaves it out."""
 
 
 @dataclass(frozen=True, kw_only=True)

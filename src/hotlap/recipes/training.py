@@ -247,10 +247,12 @@ class _Training:
         """All models, trained and judged; hotlap warns of one that diverges and leaves it out, unless all do."""
         found, diverged = list[Judged](), []
         candidates: list[Candidate | OwnCandidate] = [*self.prepared.candidates, *self.prepared.own]
-        fit = self.time.how_many(len(candidates))
-        self.time.left_out += [f"the model {candidate.name}" for candidate in candidates[fit:]]
-        for at, candidate in enumerate(candidates[:fit]):
-            self.time.begin_model(fit - at)
+        quick = [one for one in candidates if isinstance(one, OwnCandidate) and one.is_quick]
+        slow = [one for one in candidates if one not in quick]
+        fit = self.time.how_many(len(slow))
+        self.time.left_out += [f"the model {candidate.name}" for candidate in slow[fit:]]
+        for at, candidate in enumerate([*slow[:fit], *quick]):
+            self.time.begin_model(max(1, fit - at))
             try:
                 if isinstance(candidate, OwnCandidate):
                     found.append(self.train_own(candidate, found))
@@ -341,8 +343,11 @@ class _Training:
             self.say(f"over {len(of_all)} folds {head} is {np.mean(of_all):.3f} on average, {spread}")
         return found
 
-    def fit(self, job: Job, out: Path, *, quiet: bool = False) -> Run:
-        """Train a job in its folder, or go on where it was interrupted there; `quiet` shows no progress."""
+    def fit(self, job: Job, out: Path, *, quiet: bool = False, share: float = 1.0) -> Run:
+        """Train a job in its folder, or go on where it was interrupted there; `quiet` shows no progress.
+
+        With a deadline it has this share of what is left of the model's time.
+        """
         try:
             run = fit(
                 job,
@@ -352,7 +357,7 @@ class _Training:
                 reuse=not self.retrain,
                 progress=self.progress and not quiet,
                 started_by=command_of(self.folder),
-                finish_in=self.time.share,
+                finish_in=self.time.part(share),
             )
         except DivergedError as error:
             raise self.diverged(out.name, str(error).partition(" and would")[0]) from None
