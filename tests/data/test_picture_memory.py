@@ -108,7 +108,7 @@ def test_it_stops_growing_when_the_machine_runs_short_of_memory(monkeypatch):
 
 def test_counts_of_all_processes_add_up(memory):
     memory.count(0.5)
-    assert in_child(lambda: memory.count(0.25, made_s=2.0)) == 0
+    assert in_child(lambda: memory.count_compared(0.25, 2.0, is_same=True)) == 0
     assert in_child(lambda: memory.count_remembered(4.0)) == 0
     counts = memory.counts
     assert (counts.recalled, counts.recall_s, counts.compared) == (2, 0.75, 1)

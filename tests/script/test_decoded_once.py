@@ -132,7 +132,7 @@ def test_every_way_of_making_a_picture_gives_what_pil_alone_gives(once, kind):
 def test_the_second_time_nothing_is_decoded(decodings, way):
     once = DecodedOnce()
     once.begin_epoch(LOADER, 1, has_more=True)
-    once.memory._compared_here = followed_pictures.COMPARED_HERE  # none is also made anew
+    once.memory._compared_here = picture_memory.COMPARED_HERE  # none is also made anew
     for _ in range(3):
         facts(WAYS[way](Image.open(io.BytesIO(jpeg()))))
     once.close()
@@ -243,7 +243,7 @@ def test_the_scripts_files_are_left_as_pil_alone_leaves_them(once, tmp_path, kin
 
 
 def test_sizes_that_are_random_are_not_all_remembered_but_the_picture_before_is(once, decodings):
-    once.memory._compared_here = followed_pictures.COMPARED_HERE
+    once.memory._compared_here = picture_memory.COMPARED_HERE
     for side in range(20, 40):
         facts(Image.open(io.BytesIO(jpeg())).convert("RGB").resize((side, side)))
     assert once.memory.bytes_taken == 3 * (20 * 20 + 21 * 21 + SIZE[0] * SIZE[1])
@@ -268,12 +268,12 @@ def test_a_wrong_picture_in_memory_is_found_and_nothing_is_recalled_any_more(onc
 
 
 def test_where_memory_is_no_faster_nothing_is_recalled_any_more(once, monkeypatch):
-    monkeypatch.setattr(followed_pictures, "LEAST_GAIN", 1e9)
-    monkeypatch.setattr(followed_pictures, "COMPARED_HERE", 64)
-    for _ in range(followed_pictures.ENOUGH + 3):
+    monkeypatch.setattr(picture_memory, "LEAST_GAIN", 1e9)
+    monkeypatch.setattr(picture_memory, "COMPARED_HERE", 64)
+    for _ in range(picture_memory.ENOUGH + 3):
         assert facts(Image.open(io.BytesIO(jpeg())).convert("RGB"))[1] == SIZE
     assert once.memory.state is State.NO_FASTER
-    assert once.memory.counts.recalled == followed_pictures.ENOUGH
+    assert once.memory.counts.recalled == picture_memory.ENOUGH
 
 
 def test_afterwards_pil_is_as_before():
@@ -366,7 +366,7 @@ def under_hotlap(tmp_path, monkeypatch, *, without=(), **how):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_script_gets_the_same_samples_and_decodes_each_picture_once(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(followed_pictures, "LEAST_GAIN", 0.0)  # nothing hangs on the clock
+    monkeypatch.setattr(picture_memory, "LEAST_GAIN", 0.0)  # nothing hangs on the clock
     losses, entry, session = under_hotlap(tmp_path, monkeypatch, workers=workers)
     assert losses == train(tmp_path, workers=workers)
     assert entry.outcome == "kept"
@@ -383,7 +383,7 @@ def test_a_single_epoch_remembers_nothing(tmp_path, monkeypatch):
 
 
 def test_where_the_length_is_unknown_pictures_are_remembered_from_the_second_epoch_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(followed_pictures, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(picture_memory, "LEAST_GAIN", 0.0)
     monkeypatch.setattr(RunLength, "known", False)
     _, entry, _ = under_hotlap(tmp_path, monkeypatch)
     assert entry.figures["recalled"] == 12

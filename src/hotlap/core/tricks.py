@@ -40,8 +40,8 @@ RUN_TRICKS: Final[Mapping[str, str]] = MappingProxyType(
         f"{REPLAYED_LOSS} needs this.",
         REPLAYED_EVALUATION: "Calls in `eval()` mode without gradients are replays.",
         EVALUATION_FEED: "Loaders beside the training loop, such as those of evaluations, get the feed of the loop.",
-        DECODED_ONCE: "Pictures that PIL decodes, converts and resizes are remembered, and come from memory in later "
-        "epochs.",
+        DECODED_ONCE: "Pictures that PIL decodes, converts and resizes, or OpenCV reads, are remembered, and come from "
+        "memory in later epochs.",
     }
 )
 """What `hotlap run` does with a script. All but the last two work under a captured plan alone."""

@@ -27,6 +27,15 @@ CHECKED: Final = 64 * MIB
 SAMPLE, LEAST_SHARE = 16, 0.2
 """Pictures from whose sizes hotlap predicts how many fit, and the least share of an epoch's that pays: the others are
 hashed in vain."""
+COMPARED, COMPARED_HERE = 64, 8
+"""Recalled pictures that are also made anew, to compare bits and times: in all processes, and in each."""
+ENOUGH: Final = 16
+"""Comparisons that decide whether recalling is faster."""
+LEAST_GAIN: Final = 1.3
+"""How many times as fast recalling must be; else nothing is recalled any more."""
+LEAST_PIXELS: Final = 64 * 64
+"""Smaller pictures are decoded in less time than remembering takes."""
+MOST_FILE_BYTES: Final = 64 * MIB
 MOST_RECORDS: Final = 1 << 20
 TRIES, PAUSE_S = 10, 5e-5
 """How often a process tries to get the lock, which others hold for microseconds, and seconds between two tries."""
@@ -250,17 +259,25 @@ class PictureMemory:
         """Pictures that came from memory in this process."""
         return 0 if self._slot is None else int(self._counts_of(self._slot)[0])
 
-    def compares(self, most_here: int, most: int) -> bool:
-        """Whether the next recalled picture is to be compared: up to so many in this process, and in all."""
-        if self._compared_here >= most_here or self.counts.compared >= most:
+    def is_to_be_compared(self) -> bool:
+        """Whether the next recalled picture is also to be made anew."""
+        if self._compared_here >= COMPARED_HERE or self.counts.compared >= COMPARED:
             return False
         self._compared_here += 1
         return True
 
-    def count(self, recall_s: float, made_s: float | None = None) -> None:
-        """Count a picture that came from memory in `recall_s`; `made_s` is how long making it anew took."""
-        compared = (0, 0.0, 0.0) if made_s is None else (1, made_s, recall_s)
-        self._add_counts(1, recall_s, *compared, 0.0)
+    def count(self, recall_s: float) -> None:
+        """Count a picture that came from memory."""
+        self._add_counts(1, recall_s, 0, 0.0, 0.0, 0.0)
+
+    def count_compared(self, recall_s: float, made_s: float, *, is_same: bool) -> None:
+        """Count a picture that came from memory and was made anew. Ends all recalling if that is wrong or no faster."""
+        self._add_counts(1, recall_s, 1, made_s, recall_s, 0.0)
+        counts = self.counts
+        if not is_same:
+            self.state = State.DIFFERENT
+        elif self.is_on and counts.compared >= ENOUGH and counts.made_s < LEAST_GAIN * counts.compared_s:
+            self.state = State.NO_FASTER
 
     def count_remembered(self, seconds: float) -> None:
         """Count the seconds that remembering a picture took."""

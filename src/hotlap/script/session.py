@@ -29,7 +29,7 @@ from hotlap.core.tricks import DECODED_ONCE, REPLAYED_CLIPPING, SHORT_STEP
 from hotlap.engine.capture.recording import is_recording
 from hotlap.script.advice import AttentionAdvice, Waits
 from hotlap.script.calls.call import ModuleCall
-from hotlap.script.feed.decoded_once import PIL, DecodedOnce, decoded_once
+from hotlap.script.feed.decoded_once import DecodedOnce, decoded_once
 from hotlap.script.feed.device_copies import DeviceCopies
 from hotlap.script.feed.feeds import Iterate
 from hotlap.script.feed.loader_proxy import LoaderProxy
@@ -232,7 +232,7 @@ class Session:
 
     def _begin_pictures(self, loader: DataLoader[Any], proxy: LoaderProxy) -> None:
         """An epoch begins, and its workers are about to start: remember pictures from when they may come again."""
-        if self._decoded is None and DECODED_ONCE not in self.settings.without and PIL in sys.modules:
+        if self._decoded is None and DECODED_ONCE not in self.settings.without:
             self._decoded = decoded_once()
         if self._decoded is not None:
             updates = self._run_length.updates() if self._run_length.known else None

@@ -1,16 +1,19 @@
-"""Pictures that PIL decodes, converts and resizes: made once, then recalled from memory.
+"""Pictures that PIL decodes, converts and resizes, or OpenCV reads: made once, then recalled from memory.
 
 Many scripts decode the same files in every epoch, and resize them to the same size, before anything random happens.
 `followed_pictures` follows a picture from its file through these calls, as `Origin`. The key of the result is a hash
 of the file's bytes and of the calls, so a changed file is another picture. The first other use of the pixels is where
-hotlap remembers the picture, or recalls it. The script gets the same bits, types and attributes.
+hotlap remembers the picture, or recalls it. The script gets the same bits, types and attributes. `followed_reads` does
+so for `cv2.imread`.
 
 The patches stay in forked processes, since workers make the pictures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import sys
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -20,10 +23,9 @@ from hotlap.core.ledger import Entry, Ledger
 from hotlap.core.plan import Plan
 from hotlap.core.units import show_bytes, show_seconds
 from hotlap.data.picture_memory import PictureMemory, State
-from hotlap.script.patches import Patches
+from hotlap.script.feed import followed_reads
+from hotlap.script.patches import Make, Patches
 
-PIL: Final = "PIL.Image"
-"""The module whose import shows that a script may read pictures."""
 WHAT: Final = "pictures decoded once"
 """Its name in the ledger."""
 ENOUGH_EPOCHS: Final = 2
@@ -36,11 +38,21 @@ WHY_NOT: Final = {
 }
 
 
+def _of_pil(memory: PictureMemory) -> Sequence[tuple[Any, str, Make]]:
+    from hotlap.script.feed import followed_pictures
+
+    return followed_pictures.patches(memory)
+
+
+LIBRARIES: Final = {"PIL.Image": _of_pil, followed_reads.OPENCV: followed_reads.patches}
+"""Modules whose import shows that a script may read pictures, with what patches them."""
+
+
 def decoded_once() -> DecodedOnce | None:
-    """Follows the pictures of this process, if the system and this version of PIL allow it."""
+    """Follows the pictures of this process, if the script reads any and the system allows it."""
     try:
-        return DecodedOnce()
-    except (ImportError, AttributeError, OSError):
+        return DecodedOnce() if any(name in sys.modules for name in LIBRARIES) else None
+    except (ImportError, OSError):
         return None
 
 
@@ -48,13 +60,9 @@ class DecodedOnce:
     """Remembers the pictures of this process and of those forked from it."""
 
     def __init__(self) -> None:
-        """Raises OSError where there is no memory for it, and ImportError or AttributeError where PIL is unknown."""
-        from hotlap.script.feed import followed_pictures
-
+        """Raises OSError where there is no memory for it."""
         self.memory = PictureMemory()
         self._patches = Patches(in_forks=True)
-        for owner, name, make in followed_pictures.patches(self.memory):
-            self._patches.put(owner, name, make)
         self._is_over = False
         self._begun: set[Hashable] = set()
         """Kinds and sizes of the data of earlier epochs: a script may make its dataset anew for each."""
@@ -63,6 +71,7 @@ class DecodedOnce:
 
     def begin_epoch(self, loader: DataLoader[Any], samples: int | None, *, has_more: bool) -> None:
         """An epoch of a loader begins; with `has_more`, it is known not to be the last of its data."""
+        self._follow()
         memory, kind = self.memory, (type(loader.dataset), samples)
         if memory.state is State.WAITING and not self._is_over and (kind in self._begun or has_more):
             memory.state = State.ON
@@ -74,8 +83,18 @@ class DecodedOnce:
         memory.expect(max(memory.expected, samples or 0))
         memory.refresh()
 
+    def _follow(self) -> None:
+        """Patch the libraries that the script has imported so far."""
+        if self._is_over:
+            return
+        for library, patches in LIBRARIES.items():
+            if library in sys.modules:
+                with suppress(ImportError, AttributeError):  # a version of it that hotlap does not know
+                    for owner, name, make in patches(self.memory):
+                        self._patches.put(owner, name, make)
+
     def close(self) -> None:
-        """Leave PIL alone."""
+        """Leave the libraries alone."""
         if self.memory.is_on:
             self.memory.state = State.WAITING
         self._is_over = True

@@ -18,17 +18,8 @@ from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
-from hotlap.data.picture_memory import MODES, Known, PictureMemory, State, key_of
+from hotlap.data.picture_memory import LEAST_PIXELS, MODES, MOST_FILE_BYTES, Known, PictureMemory, key_of
 
-LEAST_PIXELS: Final = 64 * 64
-"""Of a file; smaller ones are decoded in less time than remembering takes."""
-MOST_FILE_BYTES: Final = 64 * 2**20
-COMPARED, COMPARED_HERE = 64, 8
-"""Recalled pictures that are also made anew, to compare bits and times: in all processes, and in each."""
-ENOUGH: Final = 16
-"""Comparisons that decide whether recalling is faster."""
-LEAST_GAIN: Final = 1.3
-"""How many times as fast recalling must be; else hotlap recalls nothing any more."""
 FORMATS: Final = (JpegImageFile, PngImageFile)
 CONVERTED_TO: Final = ("L", "RGB", "YCbCr", "RGBA")
 FILE: Final = "_hotlap_file"
@@ -143,21 +134,18 @@ class Origin:
         memory.count_remembered(time.perf_counter() - began + self.file.read_s)
 
     def recall(self) -> Picture:
-        """The picture from memory. The first ones are also made anew: they must be the same, and come faster."""
+        """The picture from memory; the first ones are also made anew."""
         memory, began = self.file.memory, time.perf_counter()
         picture = self.made()
         recall_s = time.perf_counter() - began + self.file.read_s
-        if not memory.compares(COMPARED_HERE, COMPARED):
+        if not memory.is_to_be_compared():
             memory.count(recall_s)
             return picture
         began = time.perf_counter()
         anew = self.made(anew=True)
-        memory.count(recall_s, time.perf_counter() - began)
-        if (anew.mode, anew.size) != (picture.mode, picture.size) or anew.tobytes() != picture.tobytes():
-            memory.state = State.DIFFERENT
-        counts = memory.counts
-        if memory.is_on and counts.compared >= ENOUGH and counts.made_s < LEAST_GAIN * counts.compared_s:
-            memory.state = State.NO_FASTER
+        made_s = time.perf_counter() - began
+        is_same = (anew.mode, anew.size, anew.tobytes()) == (picture.mode, picture.size, picture.tobytes())
+        memory.count_compared(recall_s, made_s, is_same=is_same)
         return anew
 
 
