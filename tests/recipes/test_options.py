@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from hotlap.recipes.options import (
 )
 from hotlap.recipes.temporal import TemporalOptions
 from hotlap.recipes.text import TextOptions
+from hotlap.searching.space import checked_space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,3 +158,15 @@ def test_all_recipes_say_the_same_of_epochs_and_learning_rate():
 )
 def test_more_is_answered_at_a_time_than_is_trained_on(options, at_once):
     assert options.judged_at_once == at_once
+
+
+@pytest.mark.parametrize("name", ["image", "temporal", "text"])
+def test_a_recipe_takes_every_value_that_its_trials_may_have(name):
+    recipe = recipe_named(name)
+    made = recipe(recipe.options_type(), lambda line: None)
+    made.reader = SimpleNamespace(encoder=SimpleNamespace(is_pretrained=True))
+    for part, (low, high, *_) in made.space().items():
+        for value in (low, high):
+            made.use({part: value})
+            assert getattr(made.options, part) == value
+    assert checked_space(made.space())

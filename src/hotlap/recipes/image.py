@@ -276,6 +276,12 @@ class ImageRecipe(TabularRecipe):
             **scored,
         )
 
+    def space(self) -> dict[str, Any]:
+        """Also how pictures are changed at random."""
+        lr = (1e-5, 1e-3, "log") if self.options.weights else (1e-4, 3e-3, "log")
+        changes = {"crop": (0.0, 0.4), "colour": (0.0, 0.4), "smoothing": (0.0, 0.2)}
+        return {**super().space(), "lr": lr, **changes}
+
     def baselines(self) -> Mapping[str, Numbers]:
         """Also, of classes, the one whose mean thumbnail is nearest."""
         rules = dict(super().baselines())

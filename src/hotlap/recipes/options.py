@@ -55,12 +55,14 @@ class Options:
     weight_decay: float = option(0.01, "weight decay of AdamW")
     balance: bool = option(True, "give rare classes a higher weight")
     finish_in: str = option("", "the time for all of it, such as 90s, 15m or 1h 30m; what does not fit is left out")
+    trials: int = option(0, "trainings with other values, of which the best is kept; 0: one of each model", most=10_000)
     onnx: bool = option(False, "write the best model as model.onnx too")
 
     def __post_init__(self) -> None:
         wrong = below_one(self, "batch_size", "patience")
-        if self.epochs < 0:
-            wrong.append(f"epochs={self.epochs} is below 0")
+        wrong += [
+            f"{name}={getattr(self, name)} is below 0" for name in ("epochs", "trials") if getattr(self, name) < 0
+        ]
         wrong += outside(self, seed=(0, 2**63 - 1), lr=(0, MOST), warm_up=(0, 1), weight_decay=(0, MOST))
         wrong += _too_much(self)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):

@@ -178,6 +178,10 @@ class Prepared:
     baselines: Callable[[], Mapping[str, Numbers]]
     """What simple rules answer for its samples, by name, the simplest, as the most frequent class, first. Asked for
     once, when all is trained."""
+    space: Mapping[str, Any] = field(default_factory=dict)
+    """What the trials of the networks may vary: options of the recipe, as `hotlap.search` takes them."""
+    use: Callable[[Mapping[str, Any]], None] = lambda values: None
+    """Has all jobs made from now on use these values of `space`."""
     own: Sequence[OwnCandidate] = ()
     """Models that train themselves, after the networks."""
     folds: Callable[[str], Sequence[Fold]] = lambda name: ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 import time
@@ -258,6 +259,14 @@ class TabularRecipe:
         """The training of a model of this name; `adamw_job` fills in what the options say."""
         raise NotImplementedError
 
+    def space(self) -> dict[str, Any]:
+        """What `--trials` may vary: options that `job` reads, and no reader."""
+        return {"lr": (1e-4, 1e-2, "log"), "weight_decay": (1e-4, 0.3, "log"), "warm_up": (0.0, 0.2)}
+
+    def use(self, values: Mapping[str, Any]) -> None:
+        """Have the jobs that are made from now on use these values in place of the options."""
+        self.options = dataclasses.replace(self.options, **values)
+
     def baselines(self) -> Mapping[str, Numbers]:
         """What trivial baselines answer for the held-out rows: the most frequent class, or the mean."""
         target, count = self.train.target, len(self.held.target)
@@ -347,6 +356,8 @@ class TabularRecipe:
             target=self.held.target,
             shown=self.example_of,
             baselines=self.baselines,
+            space=self.space(),
+            use=self.use,
             folds=self.folds,
             finish=partial(self._write_onnx, held) if self.options.onnx else None,
             advice=self.advice(),

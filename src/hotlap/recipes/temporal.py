@@ -206,6 +206,10 @@ class TemporalRecipe(TabularRecipe):
             eval_batch=options.judged_at_once,
         )
 
+    def space(self) -> dict[str, Any]:
+        """Also the smoothing of labels, and how far gradients are clipped."""
+        return {**super().space(), "smoothing": (0.0, 0.2), "clip": (0.1, 2.0, "log")}
+
     def baselines(self) -> Mapping[str, Numbers]:
         """Also what the price did over the last bars."""
         return {**super().baselines(), "what it did last": np.concatenate([side.naive for side in self.held.parts])}

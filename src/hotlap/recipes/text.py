@@ -195,6 +195,11 @@ class TextRecipe(TabularRecipe):
             **settings,
         )
 
+    def space(self) -> dict[str, Any]:
+        """Smaller learning rates for an encoder that is pretrained."""
+        lr = (1e-5, 2e-4, "log") if self.reader.encoder.is_pretrained else (1e-4, 2e-3, "log")
+        return {**super().space(), "lr": lr}
+
     def baselines(self) -> Mapping[str, Numbers]:
         """Also a logistic regression over TF-IDF; where it fails hotlap leaves it out."""
         rules = dict(super().baselines())

@@ -32,6 +32,9 @@ from hotlap.recipes.recipe import Candidate, Numbers, OwnCandidate, Prepared, Sa
 from hotlap.recipes.scores import Judge, Report, Threshold, check_installed, judge_for, report_lines
 from hotlap.recipes.tabular import TabularRecipe
 from hotlap.recipes.time_plan import TimePlan
+from hotlap.searching.search import FILE as SEARCH
+from hotlap.searching.search import search
+from hotlap.searching.trials import optuna_or_why_not
 from hotlap.store.files import write_text
 from hotlap.store.run_folder import RunFolder, finite
 from hotlap.store.weights import plain_state, save_state
@@ -41,7 +44,7 @@ PREDICTIONS = "predictions.csv"
 """Answers for `--test`."""
 PLAN = "plan.toml"
 """In the folder of a training that was begun."""
-GOES_ON = ("epochs", "patience", "device", "test", "finish_in")
+GOES_ON = ("epochs", "patience", "device", "test", "finish_in", "trials")
 """Options that may differ where a run goes on."""
 Recipe = type[TabularRecipe]
 
@@ -89,7 +92,11 @@ def train(
     if getattr(options, "onnx", False):
         onnx_files.libraries()  # a missing package must show before the training
         plan.expect_onnx()
+    if options.trials:
+        optuna_or_why_not()
     prepared = recipe.prepare(options, say)
+    if options.trials and not prepared.space:
+        raise UsageError(f"trials={options.trials}: {recipe.name} has no values to try; leave it out")
     if options.test:
         # A mistake in it must show now, not after the training.
         reader = prepared.reader
@@ -157,8 +164,8 @@ def _refuse_other_training(recipe: Recipe, options: Options, folder: Path) -> No
     ]
     if other:
         raise StoreError(f"{folder} was trained otherwise: {'; '.join(other)}; name a new folder with --out")
-    has_more_time = options.finish_in != begun.finish_in
-    if (folder / STATE).exists() and not has_more_time and (not options.epochs or options.epochs <= begun.epochs):
+    is_more = options.finish_in != begun.finish_in or options.trials > begun.trials > 0
+    if (folder / STATE).exists() and not is_more and (not options.epochs or options.epochs <= begun.epochs):
         had = f"{begun.epochs}" if begun.epochs else "those of the recipe"
         raise StoreError(
             f"{folder} is finished after its epochs ({had}); to go on name more: "
@@ -246,7 +253,12 @@ class _Training:
     def train_models(self) -> list[Judged]:
         """All models, trained and judged; hotlap warns of one that diverges and leaves it out, unless all do."""
         found, diverged = list[Judged](), []
-        candidates: list[Candidate | OwnCandidate] = [*self.prepared.candidates, *self.prepared.own]
+        networks = self.prepared.candidates
+        if self.options.trials:
+            self.time.begin_model(1 + sum(not one.is_quick for one in self.prepared.own))
+            found.append(self.search())
+            networks = ()
+        candidates: list[Candidate | OwnCandidate] = [*networks, *self.prepared.own]
         quick = [one for one in candidates if isinstance(one, OwnCandidate) and one.is_quick]
         slow = [one for one in candidates if one not in quick]
         fit = self.time.how_many(len(slow))
@@ -268,18 +280,21 @@ class _Training:
 
     def train_model(self, candidate: Candidate) -> Judged:
         """A model, trained and judged on the held-out rows."""
-        run = self.fit(candidate.job(), self.folder / "models" / candidate.name)
+        return self.judged(candidate.name, self.fit(candidate.job(), self.folder / "models" / candidate.name))
+
+    def judged(self, name: str, run: Run, **about: Any) -> Judged:
+        """A trained network, judged on the held-out rows; `about` is what the report says of it beside its scores."""
         was_kept = "cache" in run.stopped
         for line in () if was_kept else (*tuning_table(run.ledger), f"plan   {run.plan}"):
             self.say(line)
-        answers = self.held_out_answers(candidate.name, run, self.prepared.held_out)
+        answers = self.held_out_answers(name, run, self.prepared.held_out)
         threshold = self.judge.threshold(answers, self.prepared.target)
         report = self.judge.report(self.prepared.target, answers, threshold)
         weights = plain_state(run.model)
         history, train_s = run.history, run.train_s
         del run
         return Judged(
-            name=candidate.name,
+            name=name,
             weights=weights,
             answers=answers,
             threshold=threshold,
@@ -288,7 +303,40 @@ class _Training:
             train_s=train_s,
             was_kept=was_kept,
             bytes_left=_bytes_left(),
+            about=about,
         )
+
+    def search(self) -> Judged:
+        """The best of many trainings of the networks, each with other values; folds then use its values."""
+        options, prepared, folder = self.options, self.prepared, self.folder / "search"
+        jobs = {one.name: one.job for one in prepared.candidates}
+        first = next(iter(jobs))
+        space = {name: part for name, part in prepared.space.items() if name != "lr" or not options.lr}
+        if len(jobs) > 1:
+            space["model"] = list(jobs)
+
+        def job_of(values: dict[str, Any]) -> Job:
+            prepared.use({name: value for name, value in values.items() if name != "model"})
+            return jobs[values.get("model", first)]()
+
+        found = search(
+            space,
+            job_of,
+            trials=options.trials,
+            finish_in=self.time.share,
+            out=folder,
+            resume=folder if (folder / SEARCH).is_file() else None,
+            plan=options.plan,
+            seed=options.seed,
+            progress=self.progress,
+        )
+        for line in found.summary().split("\n"):
+            self.say(line)
+        self.time.left_out += found.left_out
+        values = dict(found.values)
+        name = values.pop("model", first)
+        prepared.use(values)
+        return self.judged(name, found.best, values=values, importance=found.importance, trials=len(found.trials))
 
     def train_own(self, candidate: OwnCandidate, before: list[Judged]) -> Judged:
         """A model that trains itself, judged on the held-out rows, as those `before` it are."""

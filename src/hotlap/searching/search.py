@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -116,7 +115,7 @@ def search(
         job: Gives the Job of a dict of values. It makes a new model each time, and needs `valid`: the job's `monitor`
             decides which trial is best. hotlap seeds torch, numpy and Python before each call.
         trials: Trials in all, those of a resumed search included.
-        finish_in: The time for the whole search. A trial begins only if it fits at the pace of those before.
+        finish_in: The time for the whole search. A trial begins only if one as short as the shortest so far fits.
         out: A new or empty folder. None: a new one under `runs/`.
         resume: The folder of a search to go on with. Finished trials stay; one that was interrupted goes on.
         plan: As for `fit`. With "auto" each trial begins with the plan that an earlier one found.
@@ -345,11 +344,11 @@ class _Searching:
         return 0.0 if self.limit is None else min(PICTURES_S, MARGIN * self.limit.all_s)
 
     def has_time(self) -> bool:
-        """Whether another trial fits, at the pace of the complete ones."""
+        """Whether another trial may fit: one as short as the shortest complete one."""
         took = [one.seconds for one in self.trials.tried() if one.state == "complete"]
         if self.limit is None or not took:
             return self.limit is None or self.limit.left_s > self.closing_s or not len(self.trials)
-        return self.limit.left_s - self.closing_s > statistics.median(took)
+        return self.limit.left_s - self.closing_s > min(took)
 
     def left_out(self) -> tuple[str, ...]:
         """What there was no time for."""

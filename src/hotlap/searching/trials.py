@@ -19,6 +19,8 @@ JOURNAL = "trials.journal"
 """Optuna's own file, a line of JSON for each change; `optuna.load_study` and optuna-dashboard read it."""
 FIRST_TRIALS, FIRST_JUDGED = 5, 2
 """No trial is pruned before so many are complete, nor before this evaluation."""
+LEAST_WEIGHED = 4
+"""Complete trials from which on importance is more than chance."""
 SECONDS, WHY = "seconds", "why"
 
 
@@ -133,6 +135,8 @@ class Trials:
 
     def importance(self) -> dict[str, float]:
         """How much of the differences in score each value explains; empty where too few trials say."""
+        if sum(one.state == "complete" for one in self.tried()) < LEAST_WEIGHED:
+            return {}
         from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
         with _quiet():
