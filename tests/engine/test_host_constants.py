@@ -158,3 +158,20 @@ def test_what_lies_where_a_constant_once_was_is_none():
         constants._constants[HELD.data_ptr()] = constants._constants[place]
         HELD.to(GPU)
     assert not constants._copies
+
+
+def test_layers_take_their_fast_path_as_without_it(monkeypatch):
+    taken = []
+    own = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *given: taken.append(1) or own(*given))
+    before = torch.overrides.has_torch_function
+    layer, x = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True).eval(), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        plain = layer(x)
+        with HostConstants(GPU):
+            assert torch.equal(layer(x), plain)
+        assert len(taken) == 2
+        with torch.device("cpu"), HostConstants(GPU):  # a mode of the script's own
+            layer(x)
+        assert len(taken) == 2
+    assert torch.overrides.has_torch_function is before

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hotlap.core.torch_private import function_mode_count
 from hotlap.engine.capture.recording import NotRecordedError, intended_wait
 
 _VALUES = (Number, str, slice, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -45,9 +46,11 @@ class HostConstants(TorchFunctionMode):
     def __enter__(self) -> HostConstants:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._next = 0
+        self._asked, torch.overrides.has_torch_function = torch.overrides.has_torch_function, _are_special
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
+        torch.overrides.has_torch_function = self._asked
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         self._constants.clear()
         if self._is_learned and kind is None and self._next < len(self._copies):
@@ -138,6 +141,12 @@ class HostConstants(TorchFunctionMode):
         if not known or not all(map(self._is_there, others)):
             for part in filter(_is_on_host, given):
                 self._constants.pop(_memory_of(part), None)
+
+
+def _are_special(args: Iterable[Any]) -> bool:
+    """What torch's layers ask before they take their fast path in evaluation, as if this mode were off."""
+    kinds = set(map(type, args)) - {Tensor, nn.Parameter}
+    return function_mode_count() > 1 or any(hasattr(kind, "__torch_function__") for kind in kinds)
 
 
 def _is_on_host(part: Any) -> bool:
