@@ -21,59 +21,57 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotlap import trees
 from hotlap.core.errors import DataError, JobError, MachineError, did_you_mean, shown
 from hotlap.core.job import Job
 from hotlap.core.units import show_seconds
-from hotlap.data.windows import Windows
 from hotlap.recipes import forecast_models
-from hotlap.recipes.answers import outputs_of
 from hotlap.recipes.forecast_models import (
+    BLEND,
+    NAMED,
+    NUMBERS,
+    RULE,
+    TREES,
+    ForecastReader,
     KnownError,
     Ridge,
-    Rows,
     Scale,
     Setup,
     Split,
     best_alphas,
     blend_weights,
+    few_of,
     mixed,
     numbers_of,
     telling_features,
     with_known,
 )
 from hotlap.recipes.lag_features import MOST_ROWS, Lags, gap_line, shifted, time_column, times_of
-from hotlap.recipes.networks import AttentiveLstm
 from hotlap.recipes.options import Options, below_one, is_file, option, outside
-from hotlap.recipes.recipe import Asked, Numbers, OwnCandidate, Prepared, Reader, Say, Trained, Trainer
+from hotlap.recipes.recipe import Numbers, OwnCandidate, Prepared, Trained, Trainer
 from hotlap.recipes.tables import Table, read_table
 from hotlap.recipes.tabular import TabularRecipe, refuse, refuse_pictures
 from hotlap.store.cache import Cache, key_of
-from hotlap.store.weights import MODEL, build_with_weights, load_weights
-from hotlap.trees import TreeJob, TreeModel, TreeRun
+from hotlap.store.weights import MODEL, load_weights
+from hotlap.trees import TreeJob, TreeRun
 
-TREES = {
+PARAMETERS = {
     "xgboost": {"max_depth": 3, "eta": 0.05, "subsample": 0.8, "colsample_bytree": 0.5, "min_child_weight": 5},
     "lightgbm": {
         "max_depth": 3, "num_leaves": 8, "learning_rate": 0.05, "bagging_fraction": 0.8, "bagging_freq": 1,
         "feature_fraction": 0.5, "min_data_in_leaf": 5,
     },
 }  # fmt: skip
-"""Libraries of boosted trees, with the parameters that hotlap gives them."""
+"""Of boosted trees, by their libraries."""
 TREE_PATIENCE = 10
 """Rounds without improvement after which the trees of a target stop."""
 PROBED, SURE = 4, 0.8
 """Targets, and rounds, whose pace says how many rounds fit into a deadline; and the share of the time to plan for."""
 MODELS = ("ridge", *TREES, "lstm")
-BLEND, RULE = "blend", "simple rule"
-"""The blend, and its part that answers what the best simple rule of each target says."""
 LEAST = 20
 """Least rows that a fold trains on."""
-NAMED = 3
-"""Columns that a line names before it counts the rest."""
-NUMBERS = ("number", "whole number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +202,7 @@ class ForecastRecipe(TabularRecipe):
         options, is_apart = self.options, known is not self.table
         if not options.steps and not is_apart:
             raise DataError(
-                f"say with --ahead how many rows later {_listed(wanted)} are to be forecast; "
+                f"say with --ahead how many rows later {few_of(wanted)} are to be forecast; "
                 "0: each row holds its own targets, which are then no features"
             )
         steps = options.steps or (0,)
@@ -220,12 +218,12 @@ class ForecastRecipe(TabularRecipe):
         rest = [name for name in self.table.columns if name != self.time and (is_own or name not in wanted)]
         inputs = [name for name in rest if self.table[name].kind in NUMBERS]
         if unread := [name for name in rest if name not in inputs]:
-            self.say(f"note      not read, since they hold no numbers: {_listed(unread)}")
+            self.say(f"note      not read, since they hold no numbers: {few_of(unread)}")
         if not inputs:
             raise DataError(f"{options.data} has no columns of numbers to forecast from, beside {self.time}")
         names = [f"{name}+{step}" if len(steps) > 1 else name for step in steps for name in wanted]
         what = f"{', '.join(options.ahead)} rows ahead" if steps != (0,) else "each of its own row"
-        self.say(f"targets   {len(names):,}: {_listed(wanted)}, {what}; from {len(inputs):,} columns")
+        self.say(f"targets   {len(names):,}: {few_of(wanted)}, {what}; from {len(inputs):,} columns")
         return Setup(
             time=self.time,
             is_dated=self.table[self.time].kind == "date",
@@ -240,7 +238,6 @@ class ForecastRecipe(TabularRecipe):
     def _aligned(self, wanted: list[str], known: Table) -> Numbers:
         """The targets of a file of their own, or those that each row holds itself: rows × targets."""
         values = np.stack([numbers_of(known, name) for name in wanted], axis=1)
-        values[~np.isfinite(values)] = np.nan
         if known is not self.table:
             theirs = times_of(known, self.time)
             places = np.searchsorted(theirs, self.times).clip(0, len(theirs) - 1)
@@ -284,7 +281,7 @@ class ForecastRecipe(TabularRecipe):
         unknown = np.flatnonzero(~np.isfinite(self.y[begin:end]).any(0))
         names = [self.setup.targets[at] for at in unknown]
         if names:
-            raise DataError(f"nothing is known of {_listed(names)} in the rows to train on; leave such targets out")
+            raise DataError(f"nothing is known of {few_of(names)} in the rows to train on; leave such targets out")
 
     @cached_property
     def missed(self) -> dict[str, Numbers]:
@@ -435,7 +432,7 @@ class ForecastRecipe(TabularRecipe):
         options = self.options
         z = part.scale.targets(part.train, self.y)
         places = telling_features(part.scale.inputs(part.train).numpy(), z, options.tree_features)
-        params: dict[str, Any] = dict(TREES[name])
+        params: dict[str, Any] = dict(PARAMETERS[name])
         if name == "xgboost" and options.device != "auto":
             params["device"] = options.device
         held = part.held.features[part.held.own][:, places], np.nan_to_num(part.scale.targets(part.held, self.y))
@@ -545,145 +542,6 @@ class ForecastRecipe(TabularRecipe):
         )
 
 
-class ForecastReader(Reader):
-    """Rows of a table as the models take them: behind the last rows of the training where they follow these."""
-
-    def __init__(
-        self,
-        setup: Setup,
-        scale: Scale,
-        width: int,
-        values: Numbers | None = None,
-        times: Numbers | None = None,
-        *,
-        widest: float = 0.0,
-        members: Sequence[str] = (),
-    ) -> None:
-        self.setup, self.scale, self.width, self.targets = setup, scale, width, setup.targets
-        self._values = np.zeros((0, len(setup.inputs))) if values is None else values
-        self._times = np.zeros(0) if times is None else times
-        """The last rows that were known in training."""
-        self._widest = widest
-        """The longest step in time there."""
-        self.members = tuple(members)
-        """What the blend is of, in the order of its shares."""
-
-    def table(self, data: Path) -> Table:
-        """A file with the times and all columns that were trained on."""
-        table = read_table(data)
-        lacking = [name for name in (self.setup.time, *self.setup.inputs) if name not in table]
-        if lacking:
-            raise DataError(f"{data} lacks {_listed(lacking)}, which the model reads; add what is missing")
-        return table
-
-    def state(self) -> dict[str, Any]:
-        """All that makes the reader again, beside its tensors."""
-        return {
-            "setup": self.setup.to_dict(), "width": self.width, "widest": self._widest, "members": list(self.members)
-        }  # fmt: skip
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The scale and the last rows."""
-        last = {"tail.values": self._values, "tail.times": self._times}
-        return {**self.scale.tensors(), **{name: torch.from_numpy(one.copy()) for name, one in last.items()}}
-
-    def asked(self, table: Table, say: Say) -> Asked:
-        """The rows that have enough before them, in the table or at the end of the training; a line counts others."""
-        setup = self.setup
-        times = times_of(table, setup.time)
-        wrong = [name for name in setup.inputs if table[name].kind not in (*NUMBERS, "empty")]
-        if wrong:
-            raise DataError(f"{_listed(wrong)} in {table.path} must be numbers, as in training; correct them")
-        if (table[setup.time].kind == "date") != setup.is_dated:
-            raise DataError(f"the time {setup.time!r} of {table.path} is {table[setup.time].kind}, unlike in training")
-        before = int((self._times < times[0]).sum())
-        if before and times[0] - self._times[before - 1] > self._widest:
-            before = 0
-        values = np.concatenate([self._values[:before], setup.values(table)])
-        begin = max(before, setup.history)
-        if begin >= len(values):
-            raise DataError(
-                f"{table.path} has {len(table):,} rows that do not follow those trained on, and an answer needs the "
-                f"{setup.history:,} rows before it; put these in front"
-            )
-        if begin > before:
-            say(
-                f"rows      {begin - before:,} of {len(table):,} have too little before them for an answer; put the "
-                f"{setup.history:,} rows before the first one in front of them"
-            )
-        rows = setup.rows(values, np.concatenate([self._times[:before], times]), begin, len(values))
-        return Asked(data=rows, rows=np.arange(begin - before, len(table)))
-
-    def model(self, name: str) -> nn.Module:
-        """The LSTM with random weights."""
-        count = len(self.setup.inputs) + (6 if self.setup.is_dated else 0)
-        return AttentiveLstm(count, len(self.targets), width=self.width)
-
-    def windows(self, rows: Rows, target: Tensor | None = None) -> Windows:
-        """Windows of the inputs that end in these rows; `target` is of the rows and those that the first one needs."""
-        before = self.setup.length - 1
-        count = len(self.setup.inputs) + (6 if self.setup.is_dated else 0)
-        return Windows(self.scale.inputs(rows, before)[:, :count].contiguous(), self.setup.length, target=target)
-
-    def load(self, name: str, folder: Path) -> Mixture:
-        """The models of the blend that have a share of any target, or a model alone."""
-        stored = load_weights(folder / MODEL)
-        names = self.members if name == BLEND else (name,)
-        shares = dict(zip(names, stored[BLEND].numpy(), strict=True)) if name == BLEND else {name: np.ones(1)}
-        parts = {one: self._part(one, folder, stored) for one in names if one != RULE and shares[one].any()}
-        return Mixture(parts=parts, shares={one: shares[one] for one in parts})
-
-    def _part(self, name: str, folder: Path, stored: Mapping[str, Tensor]) -> Any:
-        if name == "ridge":
-            return stored["ridge"]
-        if name in TREES:
-            return Trees(model=trees.load(folder / "models" / name), places=stored[f"{name}.features"].numpy())
-        if name != "lstm":
-            raise ValueError(f"members={shown(self.members)}")
-        return build_with_weights(lambda: self.model(name), folder / "models" / name / MODEL).eval()
-
-    def standardised(self, name: str, part: Any, rows: Rows, batch_size: int, device: str) -> Numbers:
-        """What one model answers, in deviations of what the simple rule misses."""
-        if name == "ridge":
-            found: Numbers = self.scale.inputs(rows).numpy() @ part.numpy()
-            return found
-        if isinstance(part, Trees):
-            return np.asarray(part.model.predict(rows.features[rows.own][:, part.places]))
-        windows = self.windows(rows)
-        return np.asarray(outputs_of(self.forward, part, windows, batch_size=batch_size, device=device).numpy())
-
-    def answers(self, model: Mixture, data: Rows, *, batch_size: int, device: str) -> Numbers:
-        """The answers of a model or of the blend, in the units of the targets."""
-        each = {name: self.standardised(name, part, data, batch_size, device) for name, part in model.parts.items()}
-        return self.scale.answers(data, mixed(each, model.shares))
-
-    def truth(self, table: Table, rows: Numbers) -> Numbers | None:
-        """The inputs so many rows later, or the columns of a table that has all targets."""
-        if self.setup.own:
-            found = self.setup.moved(self.setup.values(table), lambda step: -step)[rows]
-        elif all(name in table and table[name].kind in NUMBERS for name in self.targets):
-            found = np.stack([numbers_of(table, name)[rows] for name in self.targets], axis=1)
-        else:
-            return None
-        return found if np.isfinite(found).any() else None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Mixture:
-    """Trained models, and the share of each in each target."""
-
-    parts: Mapping[str, Any]
-    shares: Mapping[str, Numbers]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Trees:
-    """Boosted trees, and the numbers of the features that they see."""
-
-    model: TreeModel
-    places: Numbers
-
-
 def _missing_lines(names: Sequence[str], values: Numbers, fill: int) -> list[str]:
     """How much is missing in the inputs, and where most."""
     missing = ~np.isfinite(values)
@@ -700,11 +558,6 @@ def _relative(missed: Numbers, rule: Numbers) -> float:
     """The mean over the targets of one RMSE as a share of another."""
     ours, theirs = (np.sqrt(np.nansum(one**2, axis=0)) for one in (missed, rule))
     return float(np.mean(ours[theirs > 0] / theirs[theirs > 0])) if (theirs > 0).any() else 1.0
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 RECIPE = ForecastRecipe

@@ -1,4 +1,4 @@
-"""What the recipe `forecast` trains: rows as its models take them, the ridge, the loss with gaps, and the blend.
+"""What the recipe `forecast` trains and reads back: rows, the ridge, the loss with gaps, the blend, and their reader.
 
 All models learn the same standardised answers: what the best simple rule of each target misses (`Scale`).
 """
@@ -9,16 +9,23 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotlap.core.errors import shown
-from hotlap.recipes.lag_features import MOST_ROWS, Lags, filled, shifted
-from hotlap.recipes.recipe import Numbers
-from hotlap.recipes.tables import Table
+from hotlap import trees
+from hotlap.core.errors import DataError, shown
+from hotlap.data.windows import Windows
+from hotlap.recipes.answers import outputs_of
+from hotlap.recipes.lag_features import MOST_ROWS, Lags, filled, shifted, times_of
+from hotlap.recipes.networks import AttentiveLstm
+from hotlap.recipes.recipe import Asked, Numbers, Reader, Say
+from hotlap.recipes.tables import Table, read_table
+from hotlap.store.weights import MODEL, build_with_weights, load_weights
+from hotlap.trees import TreeModel
 
 CLIP = 8.0
 """Standardised features are cut off here: one outlier must not carry a linear model away."""
@@ -28,6 +35,12 @@ FILL_ROUNDS, FILL_ALPHA = 4, 100.0
 """How often missing targets are filled in with the ridge's own answers, and its penalty meanwhile."""
 PARTS = 20
 """The blend's shares are multiples of one part."""
+BLEND, RULE = "blend", "simple rule"
+"""The blend, and its part that answers what the best simple rule of each target says."""
+TREES = ("xgboost", "lightgbm")
+NUMBERS = ("number", "whole number")
+NAMED = 3
+"""Columns that a line names before it counts the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,9 +90,7 @@ class Setup:
 
     def values(self, table: Table) -> Numbers:
         """The inputs as rows × columns; nan where a value is missing or infinite."""
-        found = np.stack([numbers_of(table, name) for name in self.inputs], axis=1)
-        found[~np.isfinite(found)] = np.nan
-        return found
+        return np.stack([numbers_of(table, name) for name in self.inputs], axis=1)
 
     def rows(self, values: Numbers, times: Numbers, begin: int, end: int) -> Rows:
         """The features of rows, and what simple rules say for them."""
@@ -126,10 +137,10 @@ class Setup:
 
 
 def numbers_of(table: Table, name: str) -> Numbers:
-    """A column of numbers as float64; nan where a value is missing."""
+    """A column of numbers as float64; nan where a value is missing or infinite."""
     column = table[name]
     values = column.values.astype(np.float64)
-    values[~column.present] = np.nan
+    values[~column.present | np.isinf(values)] = np.nan
     return values
 
 
@@ -343,3 +354,151 @@ def _shares(models: int, parts: int) -> list[tuple[int, ...]]:
 def mixed(answers: Mapping[str, Numbers], weights: Mapping[str, Any]) -> Numbers:
     """The sum of standardised answers of models, each by its shares of the targets."""
     return sum((weights[name] * one for name, one in answers.items()), np.zeros(()))
+
+
+# --- the reader ----------------------------------------------------------------------------------------
+
+
+class ForecastReader(Reader):
+    """Rows of a table as the models take them: behind the last rows of the training where they follow these."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        scale: Scale,
+        width: int,
+        values: Numbers | None = None,
+        times: Numbers | None = None,
+        *,
+        widest: float = 0.0,
+        members: Sequence[str] = (),
+    ) -> None:
+        self.setup, self.scale, self.width, self.targets = setup, scale, width, setup.targets
+        self._values = np.zeros((0, len(setup.inputs))) if values is None else values
+        self._times = np.zeros(0) if times is None else times
+        """The last rows that were known in training."""
+        self._widest = widest
+        """The longest step in time there."""
+        self.members = tuple(members)
+        """What the blend is of, in the order of its shares."""
+
+    def table(self, data: Path) -> Table:
+        """A file with the times and all columns that were trained on."""
+        table = read_table(data)
+        lacking = [name for name in (self.setup.time, *self.setup.inputs) if name not in table]
+        if lacking:
+            raise DataError(f"{data} lacks {few_of(lacking)}, which the model reads; add what is missing")
+        return table
+
+    def state(self) -> dict[str, Any]:
+        """All that makes the reader again, beside its tensors."""
+        return {
+            "setup": self.setup.to_dict(), "width": self.width, "widest": self._widest, "members": list(self.members)
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The scale and the last rows."""
+        last = {"tail.values": self._values, "tail.times": self._times}
+        return {**self.scale.tensors(), **{name: torch.from_numpy(one.copy()) for name, one in last.items()}}
+
+    def asked(self, table: Table, say: Say) -> Asked:
+        """The rows that have enough before them, in the table or at the end of the training; a line counts others."""
+        setup = self.setup
+        times = times_of(table, setup.time)
+        wrong = [name for name in setup.inputs if table[name].kind not in (*NUMBERS, "empty")]
+        if wrong:
+            raise DataError(f"{few_of(wrong)} in {table.path} must be numbers, as in training; correct them")
+        if (table[setup.time].kind == "date") != setup.is_dated:
+            raise DataError(f"the time {setup.time!r} of {table.path} is {table[setup.time].kind}, unlike in training")
+        before = int((self._times < times[0]).sum())
+        if before and times[0] - self._times[before - 1] > self._widest:
+            before = 0
+        values = np.concatenate([self._values[:before], setup.values(table)])
+        begin = max(before, setup.history)
+        if begin >= len(values):
+            raise DataError(
+                f"{table.path} has {len(table):,} rows that do not follow those trained on, and an answer needs the "
+                f"{setup.history:,} rows before it; put these in front"
+            )
+        if begin > before:
+            say(
+                f"rows      {begin - before:,} of {len(table):,} have too little before them for an answer; put the "
+                f"{setup.history:,} rows before the first one in front of them"
+            )
+        rows = setup.rows(values, np.concatenate([self._times[:before], times]), begin, len(values))
+        return Asked(data=rows, rows=np.arange(begin - before, len(table)))
+
+    def model(self, name: str) -> nn.Module:
+        """The LSTM with random weights."""
+        count = len(self.setup.inputs) + (6 if self.setup.is_dated else 0)
+        return AttentiveLstm(count, len(self.targets), width=self.width)
+
+    def windows(self, rows: Rows, target: Tensor | None = None) -> Windows:
+        """Windows of the inputs that end in these rows; `target` is of the rows and those that the first one needs."""
+        before = self.setup.length - 1
+        count = len(self.setup.inputs) + (6 if self.setup.is_dated else 0)
+        return Windows(self.scale.inputs(rows, before)[:, :count].contiguous(), self.setup.length, target=target)
+
+    def load(self, name: str, folder: Path) -> Mixture:
+        """The models of the blend that have a share of any target, or a model alone."""
+        stored = load_weights(folder / MODEL)
+        names = self.members if name == BLEND else (name,)
+        shares = dict(zip(names, stored[BLEND].numpy(), strict=True)) if name == BLEND else {name: np.ones(1)}
+        parts = {one: self._part(one, folder, stored) for one in names if one != RULE and shares[one].any()}
+        return Mixture(parts=parts, shares={one: shares[one] for one in parts})
+
+    def _part(self, name: str, folder: Path, stored: Mapping[str, Tensor]) -> Any:
+        if name == "ridge":
+            return stored["ridge"]
+        if name in TREES:
+            return Trees(model=trees.load(folder / "models" / name), places=stored[f"{name}.features"].numpy())
+        if name != "lstm":
+            raise ValueError(f"members={shown(self.members)}")
+        return build_with_weights(lambda: self.model(name), folder / "models" / name / MODEL).eval()
+
+    def standardised(self, name: str, part: Any, rows: Rows, batch_size: int, device: str) -> Numbers:
+        """What one model answers, in deviations of what the simple rule misses."""
+        if name == "ridge":
+            found: Numbers = self.scale.inputs(rows).numpy() @ part.numpy()
+            return found
+        if isinstance(part, Trees):
+            return np.asarray(part.model.predict(rows.features[rows.own][:, part.places]))
+        windows = self.windows(rows)
+        return np.asarray(outputs_of(self.forward, part, windows, batch_size=batch_size, device=device).numpy())
+
+    def answers(self, model: Mixture, data: Rows, *, batch_size: int, device: str) -> Numbers:
+        """The answers of a model or of the blend, in the units of the targets."""
+        each = {name: self.standardised(name, part, data, batch_size, device) for name, part in model.parts.items()}
+        return self.scale.answers(data, mixed(each, model.shares))
+
+    def truth(self, table: Table, rows: Numbers) -> Numbers | None:
+        """The inputs so many rows later, or the columns of a table that has all targets."""
+        if self.setup.own:
+            found = self.setup.moved(self.setup.values(table), lambda step: -step)[rows]
+        elif all(name in table and table[name].kind in NUMBERS for name in self.targets):
+            found = np.stack([numbers_of(table, name)[rows] for name in self.targets], axis=1)
+        else:
+            return None
+        return found if np.isfinite(found).any() else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mixture:
+    """Trained models, and the share of each in each target."""
+
+    parts: Mapping[str, Any]
+    shares: Mapping[str, Numbers]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trees:
+    """Boosted trees, and the numbers of the features that they see."""
+
+    model: TreeModel
+    places: Numbers
+
+
+def few_of(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
