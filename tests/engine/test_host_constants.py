@@ -10,7 +10,7 @@ from hotlap.script.advice import Waits
 from hotlap.script.feed.device_copies import DeviceCopies
 
 GPU = torch.device("meta")
-HELD = torch.ones(3)
+HELD, ASKED = torch.ones(3), torch.overrides.has_torch_function
 X = torch.empty(4, 5, device=GPU)
 COPIED = {
     "a mask": lambda: torch.triu(torch.full((3, 3), float("-inf")), diagonal=1).to(X.device),
@@ -164,7 +164,6 @@ def test_layers_take_their_fast_path_as_without_it(monkeypatch):
     taken = []
     own = torch._transformer_encoder_layer_fwd
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *given: taken.append(1) or own(*given))
-    before = torch.overrides.has_torch_function
     layer, x = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True).eval(), torch.randn(2, 5, 16)
     with torch.no_grad():
         plain = layer(x)
@@ -174,4 +173,4 @@ def test_layers_take_their_fast_path_as_without_it(monkeypatch):
         with torch.device("cpu"), HostConstants(GPU):  # a mode of the script's own
             layer(x)
         assert len(taken) == 2
-    assert torch.overrides.has_torch_function is before
+    assert torch.overrides.has_torch_function is ASKED

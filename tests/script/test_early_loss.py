@@ -611,6 +611,15 @@ def test_behind_pinned_memory_that_is_sent_in_every_step_torch_reads(again, is_a
     assert (own == list(range(10))) is not is_answered
 
 
+def test_pinned_tensors_without_an_address_are_sent_as_ever(monkeypatch):
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    early_loss = EarlyLoss(torch.device("meta"), Kept)
+    early_loss.use(early=True)
+    for _ in range(2):
+        assert torch.eye(3).to_sparse().to("meta", non_blocking=True).is_sparse
+    early_loss.close()
+
+
 def test_patches_that_torch_scripts_know_end_with_them():
     table = torch.jit._builtins._get_builtin_table()
 

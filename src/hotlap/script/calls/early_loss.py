@@ -322,7 +322,8 @@ class EarlyLoss:
 
     def _is_sent_again(self, source: Tensor) -> bool:
         """Whether it is pinned memory that was sent before: the script fills it anew for each step."""
-        if source.device.type != "cpu" or not source.is_pinned():
+        is_plain = type(source) is Tensor and source.layout is torch.strided
+        if not is_plain or source.device.type != "cpu" or not source.is_pinned():
             return False
         whole = source if source._base is None else source._base
         is_known = whole.data_ptr() in self._sent
