@@ -75,7 +75,7 @@ def _check_children(left: Ints, right: Ints, size: int) -> None:
             raise ValueError("a node has a child that is not below it")
 
 
-def checked_lightgbm(content: bytes, name: str, *, features: int, outputs: int) -> str:
+def checked_lightgbm(content: bytes, name: str, *, features: int, outputs: int) -> bytes:
     """The text of a booster of LightGBM. Raises StoreError in one line if it is damaged or forged."""
     try:
         text = content.decode("ascii")
@@ -92,7 +92,7 @@ def checked_lightgbm(content: bytes, name: str, *, features: int, outputs: int) 
             raise ValueError("its trees have not the sizes that it names")
         for number, tree in enumerate(trees):
             _lightgbm_tree(_fields(tree), number, features)
-        return text
+        return content
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StoreError(f"{name} is not a booster of LightGBM that hotlap can load: {why:.200}") from None

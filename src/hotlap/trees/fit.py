@@ -25,7 +25,6 @@ from hotlap.core.units import show_bytes, show_seconds
 from hotlap.fitting.record import start_record
 from hotlap.guard.signals import StopRequest
 from hotlap.store.cache import Cache, store_model, stored_model
-from hotlap.store.files import write_bytes
 from hotlap.store.keys import key_of
 from hotlap.store.run_folder import Artefact, RunFolder, RunLock, finite
 from hotlap.trees.choosing import Choice
@@ -248,7 +247,9 @@ class Training:
             stop.obey()
         assert record is not None
         contents = [one.content for one in grown]
-        return self._ended(TreeModel(record, contents), grown_history(grown), train_s, self._why_ended(grown))
+        return self._ended(
+            TreeModel(record, contents, trusted=True), grown_history(grown), train_s, self._why_ended(grown)
+        )
 
     def from_cache(self, record: ModelRecord, contents: list[bytes], values: dict[str, Any]) -> TreeRun:
         """The run of a model that was trained before."""
@@ -258,7 +259,9 @@ class Training:
         self._plan = TreePlan.from_dict(record.plan)
         self._ledger.record(Entry(step=0, what="cache", outcome="chosen", plan=Plan(), why="trained before"))
         self._console.say(f"cache  trained before in {show_seconds(values['train_s'])}; loaded")
-        return self._ended(TreeModel(record, contents), values["history"], values["train_s"], "loaded from the cache")
+        return self._ended(
+            TreeModel(record, contents, trusted=True), values["history"], values["train_s"], "loaded from the cache"
+        )
 
     def _ended(self, model: TreeModel, history: list[dict[str, Any]], train_s: float, stopped: str) -> TreeRun:
         rounds = [file.rounds for file in model.record.boosters]
@@ -292,8 +295,12 @@ class Training:
         return record
 
     def _write_booster(self, name: str, content: bytes) -> None:
-        (self._folder.path / BOOSTERS).mkdir(exist_ok=True)
-        write_bytes(self._folder.path / BOOSTERS / name, content)
+        """Write a booster. Hundreds of them are not synced one by one: `trees.json` comes last and has their hashes."""
+        try:
+            (self._folder.path / BOOSTERS).mkdir(exist_ok=True)
+            (self._folder.path / BOOSTERS / name).write_bytes(content)
+        except OSError as error:
+            raise StoreError(f"cannot write {self._folder.path / BOOSTERS}: {error.strerror or error}") from error
 
     def _why_ended(self, grown: list[Grown]) -> str:
         early = sum(one.rounds < self._job.rounds for one in grown)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hotlap.core.errors import DataError, StoreError, library
+from hotlap.core.errors import DataError, StoreError, first_line, library
 from hotlap.core.units import MIB
 from hotlap.machine.limits import read_cpu
 from hotlap.store.disk import read_small
@@ -67,12 +67,15 @@ class ModelRecord:
 class TreeModel:
     """A trained model of trees: `predict`, and `probabilities` in classification."""
 
-    def __init__(self, record: ModelRecord, contents: Iterable[bytes]) -> None:
+    def __init__(self, record: ModelRecord, contents: Iterable[bytes], *, trusted: bool = False) -> None:
+        """`trusted`: the boosters come from the library itself, and need no checks."""
         self.record = record
         self.threads = read_cpu().cores
         """Threads that answer."""
-        read = _read_xgboost if record.library == "xgboost" else _read_lightgbm
-        self.boosters = [read(content, file, record) for content, file in zip(contents, record.boosters, strict=True)]
+        pairs = zip(contents, record.boosters, strict=True)
+        self.boosters = [
+            _booster(one if trusted else _checked_content(one, file, record), record) for one, file in pairs
+        ]
         """The library's own boosters, in the order of their targets."""
 
     def predict(self, x: Any) -> Array:
@@ -193,25 +196,23 @@ def _content(folder: Path, file: BoosterFile) -> bytes:
     return content
 
 
-def _read_xgboost(content: bytes, file: BoosterFile, record: ModelRecord) -> Any:
-    xgb = library("xgboost", NEEDS, EXTRA)
-    outputs = _outputs(file, record)
-    checked = checked_xgboost(content, file.name, features=record.features, outputs=outputs)
-    booster = xgb.Booster({"verbosity": 0})
-    try:
-        booster.load_model(bytearray(checked))
-    except xgb.core.XGBoostError as error:
-        raise StoreError(f"{file.name} is not a booster of XGBoost: {str(error).splitlines()[0]}") from None
-    return booster
+def _checked_content(content: bytes, file: BoosterFile, record: ModelRecord) -> bytes:
+    check = checked_xgboost if record.library == "xgboost" else checked_lightgbm
+    return check(content, file.name, features=record.features, outputs=_outputs(file, record))
 
 
-def _read_lightgbm(content: bytes, file: BoosterFile, record: ModelRecord) -> Any:
-    lgb = library("lightgbm", NEEDS, EXTRA)
-    checked = checked_lightgbm(content, file.name, features=record.features, outputs=_outputs(file, record))
+def _booster(content: bytes, record: ModelRecord) -> Any:
+    """A booster of the library. Raises StoreError if it cannot read the content."""
     try:
-        return lgb.Booster(model_str=checked)
-    except lgb.basic.LightGBMError as error:
-        raise StoreError(f"{file.name} is not a booster of LightGBM: {str(error).splitlines()[0]}") from None
+        if record.library == "xgboost":
+            booster = library("xgboost", NEEDS, EXTRA).Booster({"verbosity": 0})
+            booster.load_model(bytearray(content))
+            return booster
+        return library("lightgbm", NEEDS, EXTRA).Booster(model_str=content.decode())
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != record.library:
+            raise
+        raise StoreError(f"{record.library} cannot read a booster: {first_line(error)}") from None
 
 
 def _outputs(file: BoosterFile, record: ModelRecord) -> int:
