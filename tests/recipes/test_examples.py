@@ -33,6 +33,11 @@ SHOWS = """from IPython.display import SVG
 display(SVG(filename=run / "curves.svg"), SVG(filename=run / "confusion.svg"))"""
 
 
+SHOWS_CURVES = """from IPython.display import SVG
+
+display(SVG(filename=run / "curves.svg"))"""
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
@@ -115,6 +120,25 @@ def test_from_a_file_of_bars_to_predictions(tmp_path, run):
     check_bars(tmp_path, run(tmp_path, "temporal"))
 
 
+def check_meters(folder, said):
+    scores = {
+        name: float(score) for name, score in re.findall(r"^(\w[\w ]*?) +RMSE/deviation (\S+)$", said, re.MULTILINE)
+    }
+    rules = {"the mean", "the last value", "the value 24 rows before"}
+    assert set(scores) == {"ridge", "lightgbm", "lstm", "blend", *rules}
+    assert scores["blend"] < 0.7 * min(scores[name] for name in rules)
+    rows = answers_in(folder)
+    names = [f"meter_{meter}+{step}" for step in (1, 2) for meter in range(8)]
+    assert list(rows[0]) == ["time", *names]
+    assert len(rows) == 100
+    assert all(row[name] for row in rows for name in names)
+
+
+def test_from_a_wide_table_to_forecasts(tmp_path, run):
+    pytest.importorskip("lightgbm")
+    check_meters(tmp_path, run(tmp_path, "forecast"))
+
+
 def test_a_notebook_does_the_same_and_shows_pictures(tmp_path, environment):
     """One of them: the others have the code of their scripts too, and the same last cell."""
     pytest.importorskip("ipykernel")
@@ -128,12 +152,12 @@ def test_a_notebook_does_the_same_and_shows_pictures(tmp_path, environment):
     assert done.stdout.splitlines().count("picture") == 2
 
 
-@pytest.mark.parametrize("name", ["text", "temporal", "image"])
+@pytest.mark.parametrize("name", ["text", "temporal", "image", "forecast"])
 def test_the_notebook_has_the_code_of_the_script_and_shows_pictures_at_its_end(name):
     nbformat = pytest.importorskip("nbformat")
     book = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     script = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     code = [cell.source for cell in book.cells if cell.cell_type == "code"]
     assert all(cell in script for cell in code[:-1])
-    assert code[-1] == SHOWS
+    assert code[-1] == (SHOWS_CURVES if name == "forecast" else SHOWS)
     assert not any(cell.get("outputs") for cell in book.cells)
