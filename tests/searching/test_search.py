@@ -13,11 +13,12 @@ from plain import class_data, parameters_of
 from torch import nn
 
 import hotlap
-from hotlap import JobError, MachineError, StoreError, TrainingError, search
+from hotlap import JobError, MachineError, StoreError, TrainingError, search, trees
 from hotlap.fitting.task import Found
 from hotlap.searching import search as module
 from hotlap.searching.search import _Searching
 from hotlap.searching.space import checked_space
+from hotlap.trees.libraries import more_is_better
 
 SPACE = {"lr": (1e-3, 1.0, "log"), "width": [4, 8]}
 
@@ -284,3 +285,31 @@ def test_without_optuna_the_extra_is_named_before_anything_is_made(tmp_path, mon
 def test_a_call_that_makes_no_sense_is_refused(given, why, tmp_path):
     with pytest.raises(JobError, match=why):
         searched(tmp_path / "search", **given)
+
+
+# --- trees ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("library", "metric"), [("xgboost", "rmse"), ("lightgbm", "l2")])
+def test_trees_are_searched_as_networks_are(tmp_path, library, metric):
+    pytest.importorskip(library)
+    x, y = (column.numpy() for column in class_data(200))
+
+    def of_trees(chosen):
+        valid, params = (x[150:], y[150:]), {"learning_rate": chosen["rate"]}
+        return trees.TreeJob(x[:150], y[:150], valid=valid, library=library, params=params, rounds=4)
+
+    space = {"rate": (0.01, 1.0, "log")}
+    found = searched(tmp_path / "search", space=space, made=of_trees)
+    assert isinstance(found.best, trees.TreeRun)
+    assert found.monitor == f"valid_{metric}"
+    assert found.score == min(one.score for one in found.trials) == found.best.best[found.monitor]
+    again = searched(space=space, made=of_trees, trials=4, resume=tmp_path / "search")
+    assert told(again)[:3] == told(found)
+    assert again.best.best[found.monitor] == again.score
+
+
+def test_of_auc_more_is_better_and_of_mape_less():
+    assert [more_is_better(one) for one in ("auc", "aucpr", "ndcg@5", "map", "map@3-", "mape", "rmse", "prex")] == [
+        True, True, True, True, True, False, False, False
+    ]  # fmt: skip

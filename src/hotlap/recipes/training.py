@@ -333,6 +333,7 @@ class _Training:
         for line in found.summary().split("\n"):
             self.say(line)
         self.time.left_out += found.left_out
+        assert isinstance(found.best, Run)
         values = dict(found.values)
         name = values.pop("model", first)
         prepared.use(values)

@@ -34,6 +34,10 @@ from hotlap.store.disk import read_small
 from hotlap.store.encoding import from_json
 from hotlap.store.files import write_text
 from hotlap.store.run_folder import RunFolder, RunLock, finite
+from hotlap.trees.fit import TreeRun
+from hotlap.trees.fit import fit as fit_trees
+from hotlap.trees.job import TreeJob, TreePlan
+from hotlap.trees.libraries import more_is_better
 
 FILE, HISTORY, IMPORTANCE = "search.json", "history.svg", "importance.svg"
 FORMAT = 1
@@ -48,7 +52,7 @@ PICTURES_S = 1.0
 class Search:
     """What a search has found."""
 
-    best: Run
+    best: Run | TreeRun
     """The run of the best trial."""
     values: dict[str, Any]
     """The values of the best trial."""
@@ -94,8 +98,8 @@ class Search:
 
 
 def search(
-    space: Mapping[str, Any] | Callable[[Any], Job],
-    job: Callable[[dict[str, Any]], Job] | None = None,
+    space: Mapping[str, Any] | Callable[[Any], Job | TreeJob],
+    job: Callable[[dict[str, Any]], Job | TreeJob] | None = None,
     *,
     trials: int,
     finish_in: float | str | TimeLimit | None = None,
@@ -112,8 +116,9 @@ def search(
     Args:
         space: What may vary: name → a list of choices, `(low, high)` or `(low, high, "log")`. Or a function that takes
             an Optuna trial and gives the Job; then `job` is left out.
-        job: Gives the Job of a dict of values. It makes a new model each time, and needs `valid`: the job's `monitor`
-            decides which trial is best. hotlap seeds torch, numpy and Python before each call.
+        job: Gives the Job, or the TreeJob, of a dict of values. It makes a new model each time, and needs `valid`: the
+            job's `monitor`, or the booster's metric, decides which trial is best. hotlap seeds torch, numpy and Python
+            before each call.
         trials: Trials in all, those of a resumed search included.
         finish_in: The time for the whole search. A trial begins only if one as short as the shortest so far fits.
         out: A new or empty folder. None: a new one under `runs/`.
@@ -160,7 +165,7 @@ def search(
         lock.release()
 
 
-Maker = Callable[[Any], tuple[dict[str, Any], Callable[[], Job]]]
+Maker = Callable[[Any], tuple[dict[str, Any], Callable[[], Job | TreeJob]]]
 """Gives the values of an Optuna trial, and what makes their Job."""
 
 
@@ -171,7 +176,7 @@ def _job_maker(space: Any, job: Any) -> tuple[Maker, Space | None]:
             raise JobError([f"job={shown(job)} must be a function that gives the Job of a dict of values"])
         parts = checked_space(space)
 
-        def of_values(trial: Any) -> tuple[dict[str, Any], Callable[[], Job]]:
+        def of_values(trial: Any) -> tuple[dict[str, Any], Callable[[], Job | TreeJob]]:
             values = {name: part.drawn(name, trial) for name, part in parts.items()}
             return values, partial(job, dict(values))
 
@@ -215,8 +220,10 @@ class _Searching:
     about: dict[str, Any]
     found: Found | None = None
     """The plan that a trial has found."""
+    tree_plan: TreePlan | None = None
+    """The same of trees."""
     monitor: str = ""
-    best: tuple[int, Run] | None = None
+    best: tuple[int, Run | TreeRun] | None = None
     """The number and the run of the best trial of this process: the only model that stays in memory."""
 
     def run(self) -> Search:
@@ -256,7 +263,7 @@ class _Searching:
             job = self.job_of(trial, trial.number)
             pruned: list[str] = []
             run = self.trained(job, trial.number, partial(self.judged, trial, job, pruned))
-            score, took_s = self.score_of(run, job), time.perf_counter() - began
+            score, took_s = self.score_of(run), time.perf_counter() - began
             if pruned or self.is_cut(run):
                 self.trials.pruned(trial, took_s, run.stopped)
             else:
@@ -270,26 +277,34 @@ class _Searching:
         self.write()
         gc.collect()  # models hold themselves in circles
 
-    def job_of(self, trial: Any, number: int) -> Job:
+    def job_of(self, trial: Any, number: int) -> Job | TreeJob:
         """The job of a trial; its first weights depend on the seed and its number alone."""
         seed = mix(self.seed, number)
         seed_host(seed)
         if torch.cuda.is_available():
             torch.cuda.manual_seed(seed)
         job = self.made(trial)[1]()
-        if not isinstance(job, Job):
+        if not isinstance(job, (Job, TreeJob)):
             raise JobError([f"the function gave {shown(job)}, and no Job"])
         if job.valid is None:
-            raise JobError([f"without valid, nothing says which trial is best by {job.monitor}"])
-        monitor = "valid_loss" if job.monitor == "loss" else job.monitor
-        if self.monitor and monitor != self.monitor:
-            raise JobError([f"its monitor is {monitor}, that of the first trial {self.monitor}"])
-        self.monitor, self.trials.sign = monitor, -1.0 if job.higher_is_better else 1.0
+            raise JobError(["without valid, nothing says which trial is best"])
+        if isinstance(job, Job):
+            self.judge_by("valid_loss" if job.monitor == "loss" else job.monitor, higher=job.higher_is_better)
         return job
 
-    def trained(self, job: Job, number: int, judged: Callable[[dict[str, Any]], str | None] | None = None) -> Run:
+    def judge_by(self, monitor: str, *, higher: bool) -> None:
+        """Judge all trials by the same figure."""
+        if self.monitor and monitor != self.monitor:
+            raise JobError([f"its monitor is {monitor}, that of the first trial {self.monitor}"])
+        self.monitor, self.trials.sign = monitor, -1.0 if higher else 1.0
+
+    def trained(
+        self, job: Job | TreeJob, number: int, judged: Callable[[dict[str, Any]], str | None] | None = None
+    ) -> Run | TreeRun:
         """Train a trial's job in its folder, or go on there."""
         folder = self.folder / "trials" / f"{number + 1:04d}"
+        if isinstance(job, TreeJob):
+            return self.grown(job, folder)
         is_begun = (folder / "plan.toml").is_file()
         left = None if self.limit is None else TimeLimit(self.limit.all_s, self.limit.until_s - self.closing_s)
         return fit(
@@ -303,9 +318,16 @@ class _Searching:
             on_evaluation=judged,
         )
 
-    def judged(self, trial: Any, job: Job, pruned: list[str], record: dict[str, Any]) -> str | None:
+    def grown(self, job: TreeJob, folder: Path) -> TreeRun:
+        """Train trees; where a trial was interrupted they grow anew, beside what it left."""
+        begun = len(list(folder.parent.glob(f"{folder.name}*")))
+        plan = self.tree_plan if self.tree_plan is not None else self.plan if self.plan is not None else TUNED
+        out = folder if not begun else folder.with_name(f"{folder.name}-{begun + 1}")
+        return fit_trees(job, plan=plan, out=out, progress=False)
+
+    def judged(self, trial: Any, job: Job | TreeJob, pruned: list[str], record: dict[str, Any]) -> str | None:
         """Take in an evaluation of a trial; why it is pruned, or None."""
-        if self.monitor not in record:
+        if self.monitor not in record or isinstance(job, TreeJob):
             return None
         at = record["epoch"] if job.eval_every is None else record["step"] // job.eval_every
         done = at / max(1, job.epochs if job.eval_every is None and job.epochs else at + 1)
@@ -316,22 +338,28 @@ class _Searching:
         pruned.append("pruned: worse than the median of the trials before")
         return pruned[0]
 
-    def score_of(self, run: Run, job: Job) -> float:
+    def score_of(self, run: Run | TreeRun) -> float:
         """What a run is judged by: the figure of the weights that its model has."""
+        if isinstance(run, TreeRun):
+            monitor = next(name for name in run.best if name != "round")
+            self.judge_by(monitor, higher=more_is_better(monitor.removeprefix("valid_")))
         score = run.best.get(self.monitor)
         if score is None:
             raise TrainingError(f"there was no evaluation; {run.stopped}")
         return float(score)
 
-    def is_cut(self, run: Run) -> bool:
+    def is_cut(self, run: Run | TreeRun) -> bool:
         """Whether the deadline has cut a trial short, which makes it no match for others; the first one counts."""
-        return bool(run.left_out) and self.trials.best() is not None
+        return isinstance(run, Run) and bool(run.left_out) and self.trials.best() is not None
 
-    def keep(self, number: int, run: Run) -> None:
+    def keep(self, number: int, run: Run | TreeRun) -> None:
         """Keep the run if it is the best so far, and the plan that it found."""
         best = self.trials.best()
         if best is not None and best.number == number:
             self.best = (number, run)
+        if isinstance(run, TreeRun):
+            self.tree_plan = run.plan
+            return
         is_tuned = self.plan in (None, TUNED) and was_tuned(run.ledger)
         if self.found is None and is_tuned:
             self.found = Found(plan=run.plan, ledger=run.ledger, updates=run.steps)
@@ -354,7 +382,8 @@ class _Searching:
         """What there was no time for."""
         missing = self.wanted - len(self.trials)
         trials = [f"{missing:,} of {self.wanted:,} trials"] if missing > 0 else []
-        cut = [] if self.best is None else [f"trial {self.best[0]}: {line}" for line in self.best[1].left_out]
+        best = None if self.best is None else self.best[1]
+        cut = [f"trial {self.best[0]}: {line}" for line in best.left_out] if self.best and isinstance(best, Run) else []
         return (*trials, *cut)
 
     # --- what came of it ---------------------------------------------------------------------------
@@ -363,7 +392,7 @@ class _Searching:
         """The values of a trial, as its job had them."""
         return self.made(self.trials.again(best.number))[0]
 
-    def run_of(self, best: Tried) -> Run:
+    def run_of(self, best: Tried) -> Run | TreeRun:
         """The best trial's run; where an earlier process made it, read from its folder."""
         if self.best is not None and self.best[0] == best.number:
             return self.best[1]

@@ -5,6 +5,7 @@ Features are quantised once for each dataset. Targets share them: a target is a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,15 @@ from hotlap.trees.data import Array
 from hotlap.trees.job import TreeJob, TreePlan
 from hotlap.trees.parameters import EXTRA, NEEDS
 
-_HIGHER = ("auc", "map", "ndcg", "pre")
-"""How the names of XGBoost's metrics begin of which more is better."""
+_HIGHER = re.compile(r"(auc|aucpr|map|ndcg|pre|average_precision)([@-].*)?")
+"""Metrics of which more is better, with what may follow their names, as in `ndcg@5`; `mape` is none of them."""
+
+
+def more_is_better(metric: str) -> bool:
+    """Whether more of a metric of XGBoost or LightGBM is better."""
+    return _HIGHER.fullmatch(metric) is not None
+
+
 _SAMPLING = (
     "subsample", "colsample_bytree", "colsample_bylevel", "colsample_bynode", "sampling_method", "booster",
     "multi_strategy", "objective", "num_parallel_tree", "base_score", "tree_method",
@@ -204,7 +212,7 @@ class XgboostBooster:
             # "[0]\tv-rmse:0.25", of several metrics the last one
             text = self._booster.eval_set([(self._data.valid, "v")], self._rounds).rsplit("\t", 1)[1]
         name, value = text.removeprefix("v-").rsplit(":", 1)
-        return Score(metric=name, value=float(value), higher=name.startswith(_HIGHER))
+        return Score(metric=name, value=float(value), higher=more_is_better(name))
 
     def enter(self) -> None:
         """Each booster of XGBoost has its own threads."""
